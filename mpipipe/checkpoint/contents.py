@@ -11,7 +11,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint.tensor_files import check_storable
 from mpipipe.errors import ArgumentError
-from mpipipe.optim.optimizers import duplicate_name_error
+from mpipipe.optim import duplicate_name_error
 from mpipipe.stages import StageAdapter
 
 PARAMETERS = "parameters"
@@ -49,7 +49,7 @@ def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str,
 
 
 def shares(contents: Mapping[str, Array], writers: int) -> list[dict[str, Array]]:
-    """Deal arrays to so many writers for about equal bytes: each to the one that has fewest, the largest first."""
+    """Deal arrays to writers for about equal bytes: each to the one that has fewest, the largest first."""
     dealt: list[dict[str, Array]] = [{} for _ in range(writers)]
     heap = [(0, writer) for writer in range(writers)]
     for name, array in sorted(contents.items(), key=lambda entry: -entry[1].nbytes):

@@ -35,7 +35,7 @@ COPY_AGAIN = "copy the checkpoint again from where it is whole, or take another 
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after so many steps."""
+    """Return the folder of the checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
@@ -76,7 +76,7 @@ def locate(path: str | Path) -> Path:
 
 
 def other_whole(path: Path) -> Path | None:
-    """Return the newest checkpoint beside `path` whose manifest can be read and whose files have their sizes."""
+    """Return the newest checkpoint next to `path` whose manifest can be read and whose files have their sizes."""
     for other in reversed(find(path.parent)):
         with suppress(OSError, ArgumentError):
             contents = read(other).files
@@ -206,7 +206,7 @@ def explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        owner.check(folder)  # another job may have removed what this one was writing
+        owner.check_owned(folder)  # another job may have removed what this one was writing
         raise unwritable(folder, error) from error
 
 
@@ -222,7 +222,7 @@ def unwritable(folder: Path, error: OSError) -> StorageError:
 
 @contextmanager
 def offering(folder: Path) -> Iterator[None]:
-    """Let an error name the newest whole checkpoint beside this one."""
+    """Let an error name the newest whole checkpoint next to this one."""
     try:
         yield
     except ArgumentError as error:
@@ -231,7 +231,7 @@ def offering(folder: Path) -> Iterator[None]:
 
 
 def offer(error: ArgumentError, folder: Path) -> None:
-    """Name the newest whole checkpoint beside `folder` in the remedy of an error that is about to be raised."""
+    """Name the newest whole checkpoint next to `folder` in the remedy of an error that is about to be raised."""
     other = other_whole(folder)
     if other is not None:
         error.remedy = f"{error.remedy or COPY_AGAIN}; the newest whole checkpoint beside it is {other}"

@@ -13,7 +13,7 @@ from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
 from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
-from mpipipe.checkpoint.tensor_files import DTYPES, opened
+from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import group_of
@@ -32,8 +32,8 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     Parameters
     ----------
     path : str or Path
-        A checkpoint, or a folder with some, of which the newest is taken. A relative path begins in the working folder
-        of rank 0.
+        A checkpoint, or a folder with some: then the newest is taken. A relative path begins in the working folder of
+        rank 0.
     mesh : Mesh
         All ranks of the training.
     stages : sequence of stages
@@ -50,7 +50,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     ------
     ArgumentError
         On every rank, with the name of the file: there is no checkpoint, it is damaged or of a newer format, or its
-        arrays are not those of the model or of the optimizer. The newest whole checkpoint beside it is named. After an
+        arrays are not those of the model or of the optimizer. The newest whole checkpoint next to it is named. After an
         error the stages hold values of no use.
     """
     group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
@@ -66,7 +66,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     with group.raise_together("checkpoint.load: the arrays"), folders.offering(saved.path):
         _check_names(saved, names, kinds, optimizer)
         writers: list[Any] = [each for each in (*adapters, optimizer) if hasattr(each, "before_write")]
-        announce_write(*writers)  # whoever still reads these arrays for a save finishes first
+        announce_write(*writers)  # a save that still reads these arrays finishes first
         read_arrays(saved, wanted)
         if optimizer is not None:
             optimizer.steps = saved.optimizer_steps or 0
@@ -82,7 +82,7 @@ def read(path: str | Path) -> Checkpoint:
     Parameters
     ----------
     path : str or Path
-        A checkpoint, or a folder with some, of which the newest is taken.
+        A checkpoint, or a folder with some: then the newest is taken.
 
     Returns
     -------
@@ -143,7 +143,7 @@ def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array]) -> None:
             )
     for file in dict.fromkeys(places.values()):
         what, says = "a file of the checkpoint", f"what {folders.MANIFEST} says"
-        with opened(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
+        with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
             for name in (name for name, place in places.items() if place == file):
                 checksum, expected = reader.read_summed(name, wanted[name]), reader.arrays[name].checksum
                 if checksum != expected:

@@ -92,8 +92,6 @@ class Owner:
             record = None
         return (self.token, "") if record is None else (record.token, str(record))
 
-    # -- the rank that keeps the file alive ---------------------------------------------------------------------------
-
     def renew_by(self, descriptor: int, record: OwnerRecord) -> None:
         """Keep the file alive from this rank, in a thread: also while a program compiles, validates or saves."""
         self._descriptor, self._record, self._ended = descriptor, record, threading.Event()
@@ -170,47 +168,46 @@ def released_at_end(owner: Owner, group: Group | None) -> Iterator[None]:
             group.agree("the owner of a folder: it has left")
 
 
-def covering(path: Path) -> Owner | None:
+def owner_of(path: Path) -> Owner | None:
     """Return what this rank knows of the ownership of `path`, or of a folder above it; None if its job has none."""
     return next((each for each in current_rank().owners if each.folder == path or each.folder in path.parents), None)
 
 
-def check(path: Path) -> None:
+def check_owned(path: Path) -> None:
     """Raise OwnerError if `path` is in a folder that this job has lost to another one."""
-    owner = covering(path)
+    owner = owner_of(path)
     if owner is not None:
         owner.check()
 
 
-def keep(path: Path) -> None:
+def keep_folder(path: Path) -> None:
     """Let the folder that this job owns, and in which `path` is, stay after the release, even if it is empty."""
-    owner = covering(path)
+    owner = owner_of(path)
     if owner is not None:
         owner.made.clear()
 
 
-def is_ours(name: str) -> bool:
+def is_owner_file(name: str) -> bool:
     """Whether a file of this name says who owns a folder."""
     return name == NAME or name.startswith(CLAIM)
 
 
-def share(folder: Path, group: Group, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
-    """Take part in the ownership of a folder that this job has already, or take it; collective. See `take`."""
+def share_folder(folder: Path, group: Group, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
+    """Take part in the ownership of a folder that this job has already, or take it; collective. See `take_folder`."""
     place = None
     if group.rank == 0:
-        known = covering(folder.absolute())
+        known = owner_of(folder.absolute())
         place = (folder.absolute(), None) if known is None else (known.folder, known.token)
     folder, token = group.broadcast("the owner of a folder", place)
     if token is None:
-        return take(folder, group, explain)
-    owner = covering(folder)
-    if owner is None:
+        return take_folder(folder, group, explain)
+    if (owner := owner_of(folder)) is None:
         return Owner(folder, token)
     owner.users += 1
     return owner
 
 
-def take(folder: Path, group: Group, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
+def take_folder(folder: Path, group: Group, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
     """Make a folder this job's; collective.
 
     The folder is that of rank 0, made where it is missing. Raises, on every rank, OwnerError where another job keeps
@@ -327,10 +324,8 @@ class Taking:
                 path.unlink()
             return
         claim = path.with_name(f"{CLAIM}{'none' if owner is None else owner.token}")
-        descriptor = _create(claim, self.record.content())
-        if descriptor < 0:
-            self._look(claim, gone)
-            return
+        if (descriptor := _create(claim, self.record.content())) < 0:
+            return self._look(claim, gone)
         try:
             now = OwnerRecord.parse(read(path))
             if (now and now.token) == (owner and owner.token):
@@ -418,8 +413,7 @@ class OwnerRecord:
         """Describe this job, of whose (machine, id, start time) those on this machine count."""
         machine, now, (job, starts) = this_machine(), _now(), _job(os.environ)
         own = tuple(dict.fromkeys((number, start) for where, number, start in processes if where == machine))
-        host = socket.gethostname()
-        return cls(token, host, machine, own, job=job, starts=starts, since=now, renewed=now)
+        return cls(token, socket.gethostname(), machine, own, job=job, starts=starts, since=now, renewed=now)
 
     @classmethod
     def parse(cls, content: bytes) -> OwnerRecord | None:
@@ -454,8 +448,7 @@ class OwnerRecord:
 
     def __str__(self) -> str:
         numbers = ", ".join(str(number) for number, _ in self.processes[:3])
-        job = f"{self.job}, " if self.job else ""
-        several = "es" if len(self.processes) > 1 else ""
+        job, several = f"{self.job}, " if self.job else "", "es" if len(self.processes) > 1 else ""
         return f"{job}process{several} {numbers} on {self.host}, since {self.since}, last seen alive {self.renewed}"
 
 
@@ -480,7 +473,7 @@ def _exists(number: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True
+        pass
     return True
 
 

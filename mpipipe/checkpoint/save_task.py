@@ -23,7 +23,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders, tensor_files
 from mpipipe.checkpoint.folders import Checkpoint
-from mpipipe.checkpoint.owner import covering
+from mpipipe.checkpoint.owner import owner_of
 from mpipipe.errors import ArgumentError, OwnerError
 from mpipipe.files import sync_folder
 from mpipipe.job.context import current_rank, is_rank
@@ -73,7 +73,7 @@ class SaveTask:
         self, facts: SaveFacts, share: Mapping[str, Array], keep: int | None, beforehand: Callable[[], object] | None
     ) -> None:
         self.facts, self.keep, self.beforehand = facts, keep, beforehand
-        self._owner = covering(facts.folder)  # asked here: threads are no ranks
+        self._owner = owner_of(facts.folder)  # asked here: threads are no ranks
         self.read, self.sealed = threading.Event(), False
         self._given_up, self._seconds = False, 0.0
         self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
@@ -93,7 +93,7 @@ class SaveTask:
             if not share:
                 return {}
             with folders.explained(folder), self._in_order():
-                return {name: tensor_files.write(folder / name, share, self, self._check_owner)}
+                return {name: tensor_files.write_tensors(folder / name, share, self, self._check_owner)}
         finally:
             self.read.set()
 
@@ -138,7 +138,7 @@ class SaveTask:
         return ENDED if self.work.problem is None else FAILED
 
     def write_manifest(self, written: Written, seconds: float) -> None:
-        """On rank 0, begin to write the manifest; all files have their names, the last one after so many seconds."""
+        """On rank 0, begin to write the manifest; all files have their names, the last one after `seconds`."""
         if self.facts.rank == 0:
             self._seconds = seconds
             self.work = ThreadTask(lambda: self._seal(written), THREAD)

@@ -29,15 +29,16 @@ from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.context import whoami
 from mpipipe.job.group import group_of
 from mpipipe.job.wait import wait_locally
-from mpipipe.optim.optimizers import duplicate_name_error
+from mpipipe.optim import duplicate_name_error
 
 
 class Saver:
     """Saves checkpoints of one training while it goes on.
 
     Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
-    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (a stage is none
-    of the optimizer's, or has no list `before_write`), `save` returns only once everything has been read.
+    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where a write could go unnoticed (the
+    optimizer does not have a stage, or that has no list `before_write`), `save` returns only once everything has been
+    read.
 
     A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
     ranks raise alike. After any other error that save is given up, and what this rank has written of it is removed.
@@ -150,7 +151,7 @@ class Saver:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
         self._compare_names(held)
         if not self._owners:
-            self._owners.append(owner.share(self.root, group, folders.unwritable))
+            self._owners.append(owner.share_folder(self.root, group, folders.unwritable))
         path = self._open_folder(step)
         share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
         self._saving = SaveTask(SaveFacts(path, rank, step, plain, steps), share, self.keep, beforehand)
@@ -181,7 +182,7 @@ class Saver:
         with self._group.raise_together("checkpoint.save: its folder"):
             if self.mesh.rank == 0:
                 folder = folders.folder_of(self.root.absolute(), step)
-                owner.check(folder)
+                owner.check_owned(folder)
                 with folders.offering(folder), folders.explained(folder):
                     folders.open_folder(folder)
         path: Path = self._group.broadcast("checkpoint.save: the folder", folder)
@@ -365,8 +366,8 @@ def save(
         What else the training has to remember, small and plain: strings, numbers, booleans, None, lists and dicts of
         them. That of rank 0 is saved. For dropout it should have `pipeline.steps_taken`.
     keep : int, optional
-        Afterwards all but so many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
-        cannot be removed are told of in a warning.
+        Afterwards all but this many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
+        cannot be removed are named in a warning.
 
     Returns
     -------

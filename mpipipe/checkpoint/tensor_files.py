@@ -99,7 +99,7 @@ def check_storable(name: str, array: Array) -> None:
 
 
 class Listener(Protocol):
-    """Is told how far a write has come; it may end the write by raising."""
+    """Learns how far a write has come; it may end the write by raising."""
 
     def about_to_read(self, nbytes: int) -> None:
         """So many bytes of the arrays are about to be read and written."""
@@ -126,7 +126,7 @@ def header_of(
     }
 
 
-def write(
+def write_tensors(
     path: Path,
     content: Mapping[str, Array] | Mapping[str, Planned],
     listener: Listener | None = None,
@@ -259,7 +259,9 @@ class TensorFile:
 
 
 @contextmanager
-def opened(path: Path, what: str, expected: str, remedy: str, content: Content | None = None) -> Iterator[TensorFile]:
+def open_tensors(
+    path: Path, what: str, expected: str, remedy: str, content: Content | None = None
+) -> Iterator[TensorFile]:
     """Open a file for reading; errors within become ArgumentError with its name and what it is a file of."""
     try:
         with TensorFile(path, content) as file:

@@ -68,14 +68,14 @@ class Shard:
         return array if self.ring is None else self.layout.shard(array, self.rank)
 
     def loss_for(self, stage: nn.Stage, sequences: int) -> Callable[..., tuple[Any, Array | None]]:
-        """Return the loss after a stage: with its head, in tiles, where logits of all `sequences` are large."""
+        """Return the loss after a stage: with its head, in tiles, where the logits of all `sequences` are large."""
         if worth_tiles(stage, sequences * self.layout.length(self.rank)):
             return nn.HeadCrossEntropy(stage)
         return nn.softmax_cross_entropy
 
 
 class Packing:
-    """The segments of the batch under way, in a call of the pipeline with so many micro-batches."""
+    """The segments of the batch under way, in a call of the pipeline with `microbatches` micro-batches."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches

@@ -117,7 +117,7 @@ def train(
 
 
 def estimate(config: TrainConfig, architecture: Architecture, ranks: int) -> MemoryEstimate:
-    """Return what a training would be on a number of ranks; for one process, without MPI."""
+    """Return what a training would be on `ranks` ranks; for one process, without MPI."""
     process = resident() + SETTLED  # before anything is tried
 
     def work(comm: Communicator) -> MemoryEstimate:

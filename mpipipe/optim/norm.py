@@ -103,7 +103,7 @@ class Norm:
     def check(self, stages: Sequence[Any]) -> None:
         """Raise ArgumentError for other stages, or other parameters that count, than those from the beginning.
 
-        The other ranks are told, since they will wait for this one.
+        The other ranks get the error, too, since they will wait for this one.
         """
         group = None if self.comm is None or self.comm.size == 1 else group_of(self.comm)
         if group is not None:

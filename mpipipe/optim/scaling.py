@@ -18,7 +18,7 @@ SMALLEST, LARGEST = 1.0, 2.0**64  # scale
 
 
 class LossScaler:
-    """The scale of the loss from step to step. It depends on nothing but the outcomes that `update` is told.
+    """The scale of the loss from step to step. It depends on nothing but the outcomes that `update` gets.
 
     Parameters
     ----------

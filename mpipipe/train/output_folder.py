@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.checkpoint import owner, whole_folder
+from mpipipe.checkpoint import Owner, is_owner_file, keep_folder, restore_folder, take_folder
 from mpipipe.errors import ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
@@ -60,7 +60,7 @@ def _new(path: str) -> str:
         raise unusable(Path(numbered), error) from error
 
 
-def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> owner.Owner:
+def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> Owner:
     """Make the output folder this job's, and mend what a job that was killed has left there; collective.
 
     `replaced` are folders in it that are replaced as a whole. For `path` see `shared_path`.
@@ -68,7 +68,7 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> o
     Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
     """
     group, out = group_of(comm), Path(shared_path(comm, path))
-    owned = owner.take(out, group, unusable)
+    owned = take_folder(out, group, unusable)
     if path is None:
         owned.made.insert(0, out)
     try:
@@ -84,7 +84,7 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> o
 def _mend(out: Path, replaced: Sequence[str]) -> None:
     try:
         for name in replaced:
-            whole_folder.restore(out / name)
+            restore_folder(out / name)
         for marker in out.glob(f"{MARKER}-*"):
             marker.unlink()
     except OSError as error:
@@ -93,7 +93,7 @@ def _mend(out: Path, replaced: Sequence[str]) -> None:
 
 def is_ours(name: str) -> bool:
     """Whether a job has a file or folder of this name in its output folder, whatever it has done there so far."""
-    return owner.is_ours(name) or name.startswith(MARKER)
+    return is_owner_file(name) or name.startswith(MARKER)
 
 
 def check_vacant(out: Path) -> None:
@@ -140,7 +140,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
                     file.write(token)
             except OSError as error:
                 raise unusable(out, error) from error
-            owner.keep(out)
+            keep_folder(out)
     try:
         with group.raise_together("looking at the output folder"):
             if writes and not _sees(marker, token):

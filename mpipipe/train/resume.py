@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import checkpoint
-from mpipipe.checkpoint import Checkpoint, folders
+from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, StorageError
 from mpipipe.files import PARTIAL
@@ -160,8 +160,8 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
     """
     if found is None or not _is_in(found, out):
         return []
-    later = [path for path in folders.find(checkpoints_of(out)) if folders.step_of(path) >= found.step]
-    return [folders.set_aside(path) for path in later if path.name != found.path.name]
+    later = [path for path in checkpoint.find(checkpoints_of(out)) if checkpoint.step_of(path) >= found.step]
+    return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 
 # -- The checkpoints of a training while it runs: written behind it, and what happens where that fails ----------------

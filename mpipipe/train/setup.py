@@ -9,8 +9,7 @@ from pathlib import Path
 
 from mpipipe import arrays, environment, optim
 from mpipipe.attention import kernels
-from mpipipe.checkpoint import Checkpoint
-from mpipipe.checkpoint.owner import released_at_end
+from mpipipe.checkpoint import Checkpoint, released_at_end
 from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.job import runtime
 from mpipipe.job.group import Group, group_of

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpipipe import checkpoint, optim
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import owner
+from mpipipe.checkpoint import owner_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import exit, lifeline
@@ -118,7 +118,7 @@ class ElasticRun:
         if self.retained is not None:
             self.retained.catch_up(places.step)
         self.facts, self.first = places.facts, places.order[0]
-        owned = owner.covering(self.out)
+        owned = owner_of(self.out)
         if owned is not None:
             owned.hand_on(group, self.first)
         self.takes_part = group.rank in places.order

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import checkpoint, optim, schedules
-from mpipipe.checkpoint import owner
+from mpipipe.checkpoint import check_owned
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError
 from mpipipe.job.consensus import agreed_by
@@ -108,7 +108,7 @@ class Trainer:
     def _report(self, record: Record) -> None:
         with group_of(self.mesh.comm).raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
-                owner.check(self.out)
+                check_owned(self.out)
         self.progress.record = record
         self.reporter.record(record)
 

@@ -95,7 +95,7 @@ def test_arrays_of_every_dtype_and_of_any_size_come_back(tmp_path, monkeypatch):
         for dtype in tensor_files.DTYPES
         for shape in ((3, 5), (), (0, 4), (131,))
     }
-    written = tensor_files.write(tmp_path / "part-0.safetensors", content)
+    written = tensor_files.write_tensors(tmp_path / "part-0.safetensors", content)
     assert written.bytes == (tmp_path / "part-0.safetensors").stat().st_size
     with tensor_files.TensorFile(tmp_path / "part-0.safetensors", written) as file:
         for name, array in content.items():
@@ -105,7 +105,7 @@ def test_arrays_of_every_dtype_and_of_any_size_come_back(tmp_path, monkeypatch):
             assert written.arrays[name].start % array.dtype.itemsize == 0
     known = {name: array for name, array in content.items() if array.dtype != ml_dtypes.bfloat16}
     os.rename(tmp_path / "part-0.safetensors", tmp_path / "all")
-    tensor_files.write(tmp_path / "part-1.safetensors", known)
+    tensor_files.write_tensors(tmp_path / "part-1.safetensors", known)
     for name, array in load_file(tmp_path / "part-1.safetensors").items():
         np.testing.assert_array_equal(array, known[name], name)
 

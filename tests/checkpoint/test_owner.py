@@ -260,10 +260,10 @@ def failed(folder, error):
 def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
     folder = mpi_tmp_path / "a" / "run"
     group = group_of(comm)
-    owned = owner.take(folder, group, failed)
-    assert owner.covering(folder / "b") is owned and owner.covering(folder.parent) is None
+    owned = owner.take_folder(folder, group, failed)
+    assert owner.owner_of(folder / "b") is owned and owner.owner_of(folder.parent) is None
     assert OwnerRecord.parse((folder / "owner.json").read_bytes()).token == owned.token
-    shared = owner.share(folder / "b", group, failed)
+    shared = owner.share_folder(folder / "b", group, failed)
     assert shared is owned
     for _ in range(2):
         comm.Barrier()
@@ -271,14 +271,14 @@ def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
         comm.Barrier()
         owned.release()
     comm.Barrier()
-    assert os.listdir(mpi_tmp_path) == [] and owner.covering(folder) is None
+    assert os.listdir(mpi_tmp_path) == [] and owner.owner_of(folder) is None
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(comm, mpi_tmp_path):
     if comm.rank == 0:
         (mpi_tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/run: "):
-        owner.take(mpi_tmp_path / "file" / "run", group_of(comm), failed)
+        owner.take_folder(mpi_tmp_path / "file" / "run", group_of(comm), failed)
 
 
 def test_a_job_that_is_refused_is_told_on_all_ranks(comm, mpi_tmp_path, quick, monkeypatch):
@@ -286,12 +286,12 @@ def test_a_job_that_is_refused_is_told_on_all_ranks(comm, mpi_tmp_path, quick, m
         leave(mpi_tmp_path, record(process=os.getppid(), job="SLURM_JOB_ID 17", starts="0"))
     comm.Barrier()
     with pytest.raises(OwnerError, match="another job owns the folder"):
-        owner.take(mpi_tmp_path, group_of(comm), failed)
+        owner.take_folder(mpi_tmp_path, group_of(comm), failed)
     for name, value in {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Stop, match="earlier start") as caught:
-        owner.take(mpi_tmp_path, group_of(comm), failed)
-    assert caught.value.code == 1 and owner.covering(mpi_tmp_path) is None
+        owner.take_folder(mpi_tmp_path, group_of(comm), failed)
+    assert caught.value.code == 1 and owner.owner_of(mpi_tmp_path) is None
 
 
 def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, mpi_tmp_path, monkeypatch):
@@ -301,7 +301,7 @@ def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, m
     monkeypatch.setattr(
         owner, "write_over", lambda *arguments: (written.append(time.monotonic()), original(*arguments))
     )
-    owned = owner.take(mpi_tmp_path, group_of(comm), failed)
+    owned = owner.take_folder(mpi_tmp_path, group_of(comm), failed)
     stop = time.monotonic() + 60
     if comm.rank == 0:
         while len(written) < 3:
@@ -326,7 +326,7 @@ def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, m
 def test_the_ranks_that_are_left_keep_the_folder(comm, mpi_tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "RENEW_SECONDS", 0.05)
     group, last = group_of(comm), comm.size - 1
-    owned = owner.take(mpi_tmp_path, group, failed)
+    owned = owner.take_folder(mpi_tmp_path, group, failed)
     owned.hand_on(group, last)
     found = OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes())
     assert found.token == owned.token and len(found.processes) == comm.size

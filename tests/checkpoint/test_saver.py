@@ -217,7 +217,9 @@ def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_pa
         if comm.rank == 0:
             path = mpi_tmp_path / "weights" / "stage-0.safetensors"
             path.parent.mkdir()
-            written = tensor_files.write(path, {name: a for stage in stages for name, a in stage.parameters.items()})
+            written = tensor_files.write_tensors(
+                path, {name: a for stage in stages for name, a in stage.parameters.items()}
+            )
             sums = {name: entry.checksum for name, entry in written.arrays.items()}
             describe(path.parent, sums)
         change(stages, optimizer)
@@ -478,13 +480,13 @@ def test_a_stage_of_half_precision_goes_on_while_its_parameters_are_saved(comm, 
 
 
 def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatch):
-    original, pause = tensor_files.write, 0.3 * (comm.rank == comm.size - 1)
+    original, pause = tensor_files.write_tensors, 0.3 * (comm.rank == comm.size - 1)
 
     def write(*arguments):
         time.sleep(pause)
         return original(*arguments)
 
-    monkeypatch.setattr(tensor_files, "write", write)
+    monkeypatch.setattr(tensor_files, "write_tensors", write)
     with saving(comm, mpi_tmp_path) as saver:
         saver.save(1)
         saver.wait()
@@ -495,7 +497,7 @@ def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path
     def write(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_files, "write", write)
+    monkeypatch.setattr(tensor_files, "write_tensors", write)
     with Mesh(comm) as mesh, Preemption(comm, signals="none", time_limit=1e-3, say=str) as preemption:
         stages, optimizer = trained(mesh)
         assert preemption.due()

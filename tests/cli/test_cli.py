@@ -32,12 +32,6 @@ WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture
-def mpipipe(launch):
-    """mpipipe(ranks, arguments): a job that runs `python -m mpipipe arguments`."""
-    return lambda ranks, *arguments, **options: launch(ranks, ["-m", "mpipipe", *arguments], **options)
-
-
-@pytest.fixture
 def small(tmp_path):
     """A config file of a small training."""
     path = tmp_path / "small.toml"

@@ -18,7 +18,7 @@ from mpipipe.errors import DataError
 
 
 class Tokens(Protocol):
-    """Tokens one after the other, of which any part is read by position.
+    """Tokens one after the other; any part is read by position.
 
     Attributes
     ----------

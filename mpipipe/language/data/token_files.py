@@ -2,7 +2,7 @@
 
     text               its bytes; the file is one document
     ids.npy            one axis of integers (numpy.lib.format)
-    tokens             such a .npy file that `mpipipe tokenize` wrote, with two files beside it
+    tokens             such a .npy file that `mpipipe tokenize` wrote, with two files next to it
     tokens.json        its vocabulary, tokenizer, numbers of tokens, documents and bytes of text, and checksums
     tokens.documents   a .npy file (2, documents), u64: the first token of each document, bytes of text before each
     name.bin, .idx     Megatron's pair, see below
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import files
-from mpipipe.checkpoint.folders import checksum_of
+from mpipipe.checkpoint import checksum_of
 from mpipipe.errors import DataError
 from mpipipe.language.data.file_bytes import read_bytes, size_of
 from mpipipe.language.data.source import Tokens, out_of_range
@@ -196,7 +196,7 @@ MOST_FACTS = 1 << 20  # bytes of the first
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What the .json beside a file of tokens says.
+    """What the .json next to a file of tokens says.
 
     vocab : number of token ids
     end : id of the end-of-text token, None if there is none
@@ -220,7 +220,7 @@ class TokenFacts:
 
 
 def beside(path: Path, end: str) -> Path:
-    """Return the path of a file beside a file of tokens."""
+    """Return the path of a file next to a file of tokens."""
     return path.with_name(path.name + end)
 
 
@@ -312,7 +312,7 @@ def _open_npy(path: Path, axes: int, exact: bool) -> tuple[FileIntegers, tuple[i
 
 
 def _open_facts(path: Path) -> tuple[TokenFacts, Documents]:
-    """Read the two files beside a file of tokens, and compare their checksums."""
+    """Read the two files next to a file of tokens, and compare their checksums."""
     place, rows = beside(path, FACTS), beside(path, DOCUMENTS)
     with files.reading(
         "what is said of a file of tokens",

@@ -140,7 +140,7 @@ def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int | None:
-    """Return the id of the token that ends a text: the one named, else the first that a file beside `path` names."""
+    """Return the id of the token that ends a text: the one named, else the first that a file next to `path` names."""
     names = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
     token: Any = named
     source = "the command line"

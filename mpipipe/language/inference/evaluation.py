@@ -113,7 +113,7 @@ class WindowLosses(nn.HeadCrossEntropy):
 
 
 class Evaluator:
-    """A pipeline on `mesh.pipe` that evaluates `rows` windows of each micro-batch, of which this rank has a `shard`.
+    """A pipeline on `mesh.pipe` that evaluates `rows` windows in each micro-batch; this rank has a `shard` of them.
 
     `losses` is its loss on the ranks of the last stage, None elsewhere. The model knows `vocab` ids.
     """
@@ -190,7 +190,7 @@ def build_evaluator(
     ----------
     folder, mesh, length : with the model; all ranks; tokens of a window
     layout : which positions of it each rank of `mesh.seq` holds
-    rows : windows of a micro-batch; None: so many that they have about `TOKENS` tokens
+    rows : windows of a micro-batch; by default as many as have about `TOKENS` tokens
     dtype : of activations
     device : "cpu" or "cuda"
 

@@ -86,7 +86,7 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
     """Yield the tokens of the answers to all prompts as they are drawn, the same on every rank; collective.
 
     One rank draws for all: ranks whose logits differ in a last bit still write the same text. An answer depends on its
-    prompt, its number and `sampling`; on the prompts beside it only as the rounding of a matrix product does on its
+    prompt, its number and `sampling`; on other prompts only as the rounding of a matrix product does on its
     number of rows.
 
     `decoder` has nothing in its slots. The `prompts`, ids that `check_prompts` accepts, are the same on every rank. An
@@ -277,7 +277,7 @@ IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all
 
 
 def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
-    """Return the cut of a model for forwards alone, with micro-batches of so many rows.
+    """Return the cut of a model for forwards alone, with micro-batches of `rows` rows.
 
     Raises ConfigError for numbers of layers and micro-batches that could not have run.
     """
@@ -338,7 +338,7 @@ class Sampling:
     """Which tokens may be drawn, and when an answer ends.
 
     temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with the lowest id
-    top_k : only the so many likeliest tokens; 0: all
+    top_k : only this number of likeliest tokens; 0: all
     top_p : of these, only the likeliest ones whose probabilities together reach this
     seed : of the draws
     stop : ids that end an answer

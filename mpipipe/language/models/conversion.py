@@ -17,7 +17,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Shape
 from mpipipe.attention import Local
-from mpipipe.checkpoint.whole_folder import replacing
+from mpipipe.checkpoint import replacing
 from mpipipe.errors import ConfigError
 from mpipipe.language.models import GPT, huggingface, weights
 from mpipipe.language.models.gpt import declared_in

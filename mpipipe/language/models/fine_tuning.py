@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, cast
 from mpipipe import nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
-from mpipipe.checkpoint.whole_folder import standing
+from mpipipe.checkpoint import standing_folder
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job.group import group_of
@@ -141,7 +141,7 @@ def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
     path = shared_path(comm, text)
     with group.raise_together("train: the adapters"):
         if comm.rank == 0:
-            folder = standing(Path(path))
+            folder = standing_folder(Path(path))
             if is_adapter_folder(folder):
                 start = open_adapter(folder)
                 found = FineTuning(freeze, start.lora, start)

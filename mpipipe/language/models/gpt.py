@@ -63,7 +63,7 @@ class GPT:
     rope_scaling : RopeScaling, optional
         `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as `dataclasses.asdict` makes one.
     qkv_bias, out_bias : bool
-        Whether the projections to queries, keys and values have a bias, and the one behind attention.
+        Whether the projections to queries, keys and values have a bias, and the one after attention.
     qk_norm : bool
         Whether each head of queries and of keys is normalised (`nn.RMSNorm`, with a gain of its own each) before it is
         turned (Dehghani et al., "Scaling vision transformers to 22 billion parameters", 2023).
@@ -329,7 +329,7 @@ def _or_heads(dim: int, heads: int, unit: int) -> str:
 
 
 def check_positions(values: dict[str, Any]) -> None:
-    """Raise ArgumentError for options of rotary positions beside learned ones, or the other way round."""
+    """Raise ArgumentError for options of rotary positions next to learned ones, or the other way round."""
     most, learned = values["max_positions"], values["positions"] == "learned"
     if learned and values["rope_scaling"] is not None:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The one place where a folder that holds a model is opened, whoever wrote it.
+"""The one place where a folder that holds a model is opened, by whatever program it was written.
 
     what is in the folder, or below it     kind
     weights/model.json, or model.json      "weights": a training of mpipipe that ended
@@ -20,11 +20,7 @@ from typing import Any, ClassVar
 
 from mpipipe import checkpoint, files, nn
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import folders
-from mpipipe.checkpoint.contents import PARAMETERS
-from mpipipe.checkpoint.loading import read_arrays
-from mpipipe.checkpoint.tensor_files import NAMES
-from mpipipe.checkpoint.whole_folder import check_same, identity, standing
+from mpipipe.checkpoint import NAMES, PARAMETERS, check_same_folder, folder_identity, read_arrays, standing_folder
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job.group import group_of
@@ -84,7 +80,7 @@ class ModelFolder(ABC):
         """Set arrays by their names in the model. Raises ArgumentError or NonFiniteError with file and parameter."""
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        """Set the parameters of this rank's stages, of which it reads its own alone; collective over the mesh.
+        """Set the parameters of this rank's stages, and read no others; collective over the mesh.
 
         Raises what `read` raises, on every rank.
         """
@@ -96,7 +92,7 @@ class ModelFolder(ABC):
                 stage.sync_compute()
         with group.raise_together("loading the model: whether it is one"):
             if group.rank == 0:  # which has opened the folder
-                check_same(self.path, self.inode)
+                check_same_folder(self.path, self.inode)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -131,12 +127,12 @@ class WeightsFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        places = (standing(path), standing(weights.folder_of(path)))
+        places = (standing_folder(path), standing_folder(weights.folder_of(path)))
         return next((place for place in places if files.exists(place / weights.DESCRIPTION)), None)
 
     @classmethod
     def open(cls, folder: Path) -> WeightsFolder:
-        inode, found = identity(folder), weights.describe(folder)
+        inode, found = folder_identity(folder), weights.describe(folder)
         return cls(folder, found.dtype, inode, found.model)
 
     @property
@@ -156,7 +152,7 @@ class CheckpointFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return path if files.exists(path / folders.MANIFEST) else folders.newest(path)
+        return path if files.exists(path / checkpoint.MANIFEST) else checkpoint.newest(path)
 
     @classmethod
     def open(cls, folder: Path) -> CheckpointFolder:
@@ -202,12 +198,12 @@ class HuggingFaceFolder(ModelFolder):
     @classmethod
     def find(cls, path: Path) -> Path | None:
         names = (CONFIG, SINGLE, INDEX, *PICKLES)  # tensors without a config.json, too
-        places = (standing(path), standing(path / INSIDE))
+        places = (standing_folder(path), standing_folder(path / INSIDE))
         return next((place for place in places if any(files.exists(place / name) for name in names)), None)
 
     @classmethod
     def open(cls, folder: Path) -> HuggingFaceFolder:
-        inode, opened = identity(folder), huggingface.open_folder(folder)
+        inode, opened = folder_identity(folder), huggingface.open_folder(folder)
         stored = opened.config.get("dtype") or opened.config.get("torch_dtype")
         # float32 holds bfloat16 and float16 as they are
         return cls(folder, "float64" if stored == "float64" else "float32", inode, opened)
@@ -230,7 +226,7 @@ class AdaptedFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return standing(path) if is_adapter_folder(standing(path)) else None
+        return standing_folder(path) if is_adapter_folder(standing_folder(path)) else None
 
     @classmethod
     def open(cls, folder: Path) -> AdaptedFolder:

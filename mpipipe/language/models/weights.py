@@ -24,10 +24,7 @@ import numpy as np
 
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import tensor_files
-from mpipipe.checkpoint.folders import checksum_of
-from mpipipe.checkpoint.tensor_files import TensorFile
-from mpipipe.checkpoint.whole_folder import replacing
+from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_tensors
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job.group import group_of
@@ -108,7 +105,7 @@ def save(
 
 def write_stage(folder: Path, number: int, parameters: Mapping[str, Array]) -> dict[str, str]:
     """Write the file of one stage; return the checksum of each parameter. Raises OSError."""
-    written = tensor_files.write(folder / file_of(number), parameters)
+    written = write_tensors(folder / file_of(number), parameters)
     return {name: entry.checksum for name, entry in written.arrays.items()}
 
 
@@ -182,9 +179,7 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
         places: dict[str, TensorFile] = {}
         for number in range(description.stages):
             path = folder / file_of(number)
-            file = opened.enter_context(
-                tensor_files.opened(path, "a file of weights", "the safetensors format", COPY_AGAIN)
-            )
+            file = opened.enter_context(open_tensors(path, "a file of weights", "the safetensors format", COPY_AGAIN))
             places.update(dict.fromkeys(file.arrays, file))
         for name, array in parameters.items():
             if name not in places:

@@ -21,8 +21,7 @@ import numpy as np
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
-from mpipipe.checkpoint.tensor_files import Planned, TensorFile, header_of
-from mpipipe.checkpoint.whole_folder import replacing
+from mpipipe.checkpoint import Planned, TensorFile, header_of, replacing
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job.group import group_of

@@ -25,9 +25,7 @@ import numpy as np
 
 from mpipipe import arrays, files
 from mpipipe.arrays import Array, Shape
-from mpipipe.checkpoint import tensor_files
-from mpipipe.checkpoint.tensor_files import Planned
-from mpipipe.checkpoint.whole_folder import replacing
+from mpipipe.checkpoint import Planned, replacing, write_tensors
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
 from mpipipe.job.group import group_of
@@ -214,7 +212,7 @@ def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
 def _write_file(folder: Path, number: int, total: int, tensors: Mapping[str, Planned]) -> TensorPlaces:
     """Write one file of `total`, counted from 0, tensor by tensor: no more than one is held twice."""
     name = "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
-    tensor_files.write(folder / name, tensors, metadata=METADATA)
+    write_tensors(folder / name, tensors, metadata=METADATA)
     return {theirs: (name, _size_of(tensor)) for theirs, tensor in tensors.items()}
 
 
