@@ -125,13 +125,8 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     """Make the folder on rank 0, and check on each rank that writes that it sees the same one; collective.
 
     Raises ConfigError on every rank if the folder cannot be made. So it does where a rank that writes sees another
-    folder or none, as with a disk that each host has for itself: weights would be lost or scattered.
-
-    Parameters
-    ----------
-    out : the folder
-    comm : all ranks of the training
-    writes : whether this rank writes into the folder; the others need not see it
+    folder or none, as with a disk that each host has for itself: weights would be lost or scattered. A rank that does
+    not write need not see it.
     """
     group = group_of(comm)
     token = group.broadcast("the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None)

@@ -75,12 +75,7 @@ def describe(
 def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], given: str | None = None) -> None:
     """Write both files into the output folder, on rank 0. Raises OSError.
 
-    Parameters
-    ----------
-    out : the folder, which exists
-    keys : result of `resolved`
-    environment : result of `mpipipe.environment.gather`
-    given : fingerprint of the data, if the caller of `train` has handed them over; no key can name such data
+    `given` is the fingerprint of data that the caller of `train` has handed over; no key can name such data.
     """
     command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config {shlex.quote(str(out / CONFIG))}"
     lines = ["# This training as it was resolved. Train it again:", f"#   {command} --out NEW"]

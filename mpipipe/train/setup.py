@@ -41,21 +41,9 @@ def check_same_config(group: Group, config: TaskConfig) -> None:
 
 
 def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Record:
-    """Train a task on all ranks of a communicator; collective. See `train`, which does it for text.
+    """Train a task on all ranks of a communicator, COMM_WORLD by default; collective.
 
-    Parameters
-    ----------
-    task : Task
-        What is trained.
-    config : TaskConfig
-        The same on every rank.
-    comm : communicator, optional
-        The ranks, COMM_WORLD by default. It is duplicated.
-
-    Returns
-    -------
-    Record
-        The state at the end of the training.
+    Returns the state at the end of the training. `train`, which does it for text, says what is raised when.
     """
     comm = runtime.resolve(comm)
     check_same_config(group_of(comm), config)

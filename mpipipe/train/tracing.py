@@ -48,15 +48,7 @@ def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool
 
 
 class Tracing:
-    """Records some steps of a training.
-
-    Parameters
-    ----------
-    folder : to write to, on rank 0; None to record nothing
-    pipeline : of the training
-    mesh : all ranks
-    say : tells what was found
-    """
+    """Records some steps of a training, if there is a folder to write them to, and shows where their time went."""
 
     def __init__(self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]) -> None:
         self.folder, self.pipeline, self.mesh, self.say = folder, pipeline, mesh, say

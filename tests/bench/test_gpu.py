@@ -330,7 +330,7 @@ def test_messages_by_nccl_are_measured_where_each_rank_has_its_gpu(subcomm, monk
 
 def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
     monkeypatch.setattr(steps, "_rate", lambda *_: 5.0)
-    monkeypatch.setattr(steps.gpu_aware, "detect", lambda comm: steps.Verdict(True, "says so"))
+    monkeypatch.setattr(steps.gpu_aware, "detect", lambda comm: steps.GpuAwareness(True, "says so"))
     monkeypatch.setattr(steps, "make_transport", lambda *_: None)
     monkeypatch.setattr(steps, "agree_on_nccl", lambda groups, device, messages: SimpleNamespace(messages=False))
     monkeypatch.setattr(steps.runtime, "resolve", lambda comm: comm)

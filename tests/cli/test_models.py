@@ -41,6 +41,7 @@ def refused(job, match):
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_prompts_of_a_file_are_answered_as_one_by_one(mpipipe, model, tmp_path):
     prompts = ["a", "gr\u00fc\u00df dich", "import os, sys"]
@@ -60,6 +61,7 @@ def test_prompts_of_a_file_are_answered_as_one_by_one(mpipipe, model, tmp_path):
         assert printed is None or f"--- prompt {number}\n{alone}" in printed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ids_of_a_model_without_a_tokenizer_are_the_last_line(mpipipe, other):
     config, tokens = OTHER, [5, 17, 9]
@@ -119,6 +121,7 @@ def test_an_evaluation_says_the_loss_in_its_last_line(mpipipe, model, tmp_path):
         assert f"{np.mean(losses) / np.log(2):.6f} bits per byte" in job.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_documents_are_reported_each(mpipipe, model, tmp_path):
     for name, length in (("a.txt", 31), ("b.txt", 9)):

@@ -347,10 +347,7 @@ def test_ranges_of_decay_may_be_the_stages_own():
     np.testing.assert_array_equal(stage.parameters["v"], before)
 
 
-def test_the_norm_counts_users_stages_and_those_of_layers_together(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_the_norm_counts_users_stages_and_those_of_layers_together(pair):
     layers = nn.Stage([nn.Linear(3, 3)], dtype="float64", first=pair.rank)
     layers.gradients.flat[...] = 1 + pair.rank
     mine = own(seed=pair.rank)

@@ -31,9 +31,15 @@ def divided(monkeypatch):
     monkeypatch.setattr(proof, "WHOLE", 0)
 
 
-@pytest.mark.parametrize("name, chunks, microbatches", [
-    ("one_f_one_b", 1, 4096), ("interleaved_1f1b", 2, 1024), ("dualpipe_v", 2, 1024), ("zero_bubble_2p", 1, 4096),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, chunks, microbatches",
+    [
+        ("interleaved_1f1b", 2, 1024),
+        pytest.param("one_f_one_b", 1, 4096, marks=pytest.mark.long),
+        pytest.param("dualpipe_v", 2, 1024, marks=pytest.mark.long),
+        pytest.param("zero_bubble_2p", 1, 4096, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_of_a_large_job_needs_little_memory(name, chunks, microbatches):
     build = partial(schedules.by_name, name, ranks=1024, chunks=chunks, microbatches=microbatches)
     tracemalloc.start()

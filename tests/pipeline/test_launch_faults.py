@@ -294,7 +294,11 @@ print("end", flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "act, max_norm, says",
-    [("os._exit(3)", "1.0", ""), ("sys.exit(0)", "None", "left the job"), ("sys.exit(0)", "1.0", "left the job")],
+    [
+        ("os._exit(3)", "1.0", ""),
+        ("sys.exit(0)", "None", "left the job"),
+        pytest.param("sys.exit(0)", "1.0", "left the job", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_dies_or_leaves_ends_the_job(launch, act, max_norm, says):
     job = launch(3, SCRIPT.replace("ACT", act).replace("MAX_NORM", max_norm), env={"MPIPIPE_SYNC_SENDS": "1"})

@@ -99,7 +99,7 @@ def test_training_gives_the_same_bits_with_one_array_and_with_many(comm, before)
         }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_training_on_a_device_has_the_same_bits_with_one_array_and_with_many(gpu, comm, dtype):
     alone = parts_of(comm, 1)
     expected, _ = trained(alone, gpipe(1, 3), device="cuda", dtype=dtype)
@@ -110,7 +110,7 @@ def test_training_on_a_device_has_the_same_bits_with_one_array_and_with_many(gpu
         assert all(array.tobytes() == expected[name].tobytes() for name, array in others.items())
 
 
-@pytest.mark.parametrize("make", [one_stage, two_chunks])
+@pytest.mark.parametrize("make", [one_stage, pytest.param(two_chunks, marks=pytest.mark.long)])
 def test_nothing_touches_what_places_have_given_up(gpu, comm, make):
     """Neither optimizer, norm, clipping, cast nor the start of a step: what is there stays, and comes into nothing."""
     alone, found = parts_of(comm, 1), []

@@ -79,11 +79,8 @@ def test_inner_stages_are_nn_stages():
     assert "TanhStage" in str(caught.value)
 
 
-def test_the_gradients_of_inner_stages_are_summed_over_replicas(subcomm):
+def test_the_gradients_of_inner_stages_are_summed_over_replicas(pair):
     """Two replicas, each a pipeline of one rank, with other data each."""
-    pair = subcomm(2)
-    if pair is None:
-        return
     own = pair.Split(pair.rank, 0)
     wrapped, whole = Wrapped(nn.Linear(4, 4), dtype="float64"), nn.Stage([nn.Linear(4, 4)], dtype="float64")
     x = np.random.default_rng(0).normal(size=(8, 4))
@@ -143,10 +140,7 @@ class Listed(np.ndarray):
     """An array type of the user's own."""
 
 
-def test_outputs_of_a_subclass_of_ndarray_are_sent(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_outputs_of_a_subclass_of_ndarray_are_sent(pair):
 
     class Typed:
         gradients = None
@@ -265,11 +259,8 @@ def stages_of(schedule, rank):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_stage_is_told_where_the_training_stands(subcomm, recompute):
+def test_a_stage_is_told_where_the_training_stands(pair, recompute):
     """Each forward has its position, also the one that is made again for its backward."""
-    pair = subcomm(2)
-    if pair is None:
-        return
     schedule = schedules.interleaved_1f1b(2, 2, 3)
     stages, (x, t) = stages_of(schedule, pair.rank), dense.batch(6, 4)
     own = dense.placed(schedule, pair.rank, x, t)
@@ -288,10 +279,7 @@ def test_a_stage_is_told_where_the_training_stands(subcomm, recompute):
         assert stage.poll is None and stage.refreshed == 4
 
 
-def test_a_stage_knows_its_replica(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_a_stage_knows_its_replica(pair):
     alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
     (stage,), (x, t) = stages_of(schedule, 0), dense.batch(4, 1)
     with Pipeline([stage], schedule, alone, loss=dense.mean_squared, replicas=pair) as pipeline:
@@ -327,11 +315,8 @@ def shortened(stage):
 
 
 @pytest.mark.parametrize("change", [replaced, set_to_none, shortened])
-def test_gradients_that_were_replaced_are_an_error_on_all_ranks(subcomm, change):
+def test_gradients_that_were_replaced_are_an_error_on_all_ranks(pair, change):
     """Otherwise they would be summed over the replicas as they were never written, or not at all, without a word."""
-    pair = subcomm(2)
-    if pair is None:
-        return
     schedule = schedules.one_f_one_b(2, 2)
     (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
     own, kept = dense.placed(schedule, pair.rank, x, t), stage.gradients
@@ -346,10 +331,7 @@ def test_gradients_that_were_replaced_are_an_error_on_all_ranks(subcomm, change)
         assert pipeline.step(*own).loss == before  # all ranks raised together, so all go on
 
 
-def test_gradients_that_are_replaced_within_a_step_are_an_error_too(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_gradients_that_are_replaced_within_a_step_are_an_error_too(pair):
     schedule = schedules.one_f_one_b(2, 2)
     (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
     backward = stage.backward
@@ -363,10 +345,7 @@ def test_gradients_that_are_replaced_within_a_step_are_an_error_too(subcomm):
     assert "rank 0, stage 0, micro-batch 1" in str(caught.value)
 
 
-def test_replicas_of_a_users_stage_start_from_the_same_parameters(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_replicas_of_a_users_stage_start_from_the_same_parameters(pair):
     alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
     (stage,) = stages_of(schedule, 0)
     stage.parameters.flat[0] += pair.rank
@@ -375,10 +354,7 @@ def test_replicas_of_a_users_stage_start_from_the_same_parameters(subcomm):
     alone.Free()
 
 
-def test_gradients_of_replicas_are_summed(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_gradients_of_replicas_are_summed(pair):
     alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
     (stage,), (x, t) = stages_of(schedule, 0), dense.batch(8, 1)
     loss, (gradient,), _, _ = dense.reference(1, x, t)
@@ -391,10 +367,7 @@ def test_gradients_of_replicas_are_summed(subcomm):
     alone.Free()
 
 
-def test_an_error_of_refresh_names_the_rank(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_an_error_of_refresh_names_the_rank(pair):
     schedule = schedules.one_f_one_b(2, 2)
     (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
     if pair.rank == 1:
@@ -419,10 +392,7 @@ class Half(Flat):
         return {**self.parameters, "frozen": self.frozen}
 
 
-def test_replicas_start_with_the_same_frozen_parameters(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_replicas_start_with_the_same_frozen_parameters(pair):
     loss, schedule = dense.mean_squared, schedules.gpipe(1, 1)
     with Mesh(pair, pipe=1) as mesh:
         with Pipeline([Half(0, 0.0)], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas):
@@ -431,10 +401,7 @@ def test_replicas_start_with_the_same_frozen_parameters(subcomm):
             Pipeline([Half(0, float(mesh.rank))], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas)
 
 
-def test_a_state_that_cannot_be_read_is_an_error_on_all_ranks(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_a_state_that_cannot_be_read_is_an_error_on_all_ranks(pair):
     stage = Half(0, 0.0)
     if pair.rank == 1:
         del stage.frozen

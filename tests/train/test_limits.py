@@ -61,9 +61,8 @@ def test_a_model_that_just_fits_is_not_refused(monkeypatch):
         with pytest.raises(ConfigError, match=f"pipeline rank {rank}") as caught:
             memory.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
         assert f"{count:,} parameters" in caught.value.found and "adamw" in caught.value.found
-        memory.check_training(
-            problem, plan, rank, "cuda", sample=sample, message=message
-        )  # there it is the GPU that must hold the rest
+        # on a GPU it is that which must hold the rest
+        memory.check_training(problem, plan, rank, "cuda", sample=sample, message=message)
 
 
 @pytest.mark.parametrize("options", [
@@ -110,11 +109,7 @@ def test_this_machine_says_how_much_memory_it_has():
 
 @pytest.mark.parametrize(
     ("model", "arguments", "match"),
-    [
-        ({"layers": 10**8}, [], "too many layers"),
-        ({"dim": 10**8}, [], "does not fit into memory"),
-        ({"dim": 16}, ["--bytes", str(10**12)], "does not fit into memory"),
-    ],
+    [({"layers": 10**8}, [], "too many layers"), ({"dim": 16}, ["--bytes", str(10**12)], "does not fit into memory")],
 )
 def test_generate_refuses_absurd_sizes_with_one_report(launch, tmp_path, model, arguments, match):
     folder = tmp_path / "run" / "weights"

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import ArgumentError, BackendError, ConfigError
 from mpipipe.train import sinks
 from mpipipe.train.sinks import SinkContext, Sinks, parse_names
 
@@ -174,3 +174,40 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     with pytest.raises(BackendError, match="tensorboardX") as caught:
         sinks.check_installed(["csv", "tensorboard"])
     assert "'.[tensorboard]'" in caught.value.remedy
+
+
+# -- metrics.jsonl over a resume: cut off after the checkpoint, as a whole, and never another program's file ----------
+
+
+LINES = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', "{"])
+@pytest.mark.parametrize("step", [0, 1, 3, 4, 7])
+def test_records_behind_a_step_and_a_torn_line_are_cut_off(tmp_path, step, tail):
+    path = tmp_path / sinks.NAME
+    path.write_text("".join(LINES) + tail)
+    sinks.cut(tmp_path, step)
+    assert path.read_text() == "".join(LINES[: step + 1] if step else [])
+    assert [file.name for file in tmp_path.iterdir()] == [sinks.NAME]
+
+
+def test_a_file_that_needs_no_cut_is_not_written_anew(tmp_path):
+    path = tmp_path / sinks.NAME
+    path.write_text("".join(LINES))
+    before = path.stat().st_ino
+    sinks.cut(tmp_path, 4)
+    assert path.stat().st_ino == before
+    sinks.cut(tmp_path / "absent", 4)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["precious", "precious\n", "[]\n", '{"loss": 1}\n', '{"step": "1"}\n', '{"step": 1}\n\n', "\xff\n"]
+)
+def test_what_is_no_record_is_refused_with_the_file(tmp_path, text):
+    path = tmp_path / sinks.NAME
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        sinks.cut(tmp_path, 3)
+    assert caught.value.found == str(path) and path.read_bytes() == text.encode("latin1")

@@ -196,8 +196,7 @@ def _held_out(token_files: Sequence[TokenFile]) -> tuple[FileTokens, FileTokens]
         for part in held:
             train.append(TokenPart(file, begin, part.start))
             begin = part.stop
-        train.append(TokenPart(file, begin, len(file)))
-        validation += held
+        validation += held  # whose last part ends with the file
     return FileTokens(train), FileTokens(validation)
 
 

@@ -112,9 +112,9 @@ CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]  # pipe x seq
 
 
 @pytest.mark.parametrize(("pipe", "seq"), CUTS)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "options", [{}, {"chunks": 2, "tied": True, "layers": 4, "dropout": 0.3, "microbatches": 3}, OPTIONS]
+    ("options", "temperature"),
+    [({}, 0.0), ({"chunks": 2, "tied": True, "layers": 4, "dropout": 0.3, "microbatches": 3}, 0.7), (OPTIONS, 0.7)],
 )
 def test_decoding_writes_what_forwards_of_the_whole_text_write(comm, pipe, seq, temperature, options):
     if comm.size % (pipe * seq):

@@ -60,7 +60,7 @@ def validations(out):
 
 
 def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, base, capsys):
-    out = run("run", from_=str(base), lora=LORA, save_as="huggingface", steps=100, eval_every=100)
+    out = run("run", from_=str(base), lora=LORA, save_as="huggingface", steps=50, eval_every=50)
     if comm.rank:
         return
     assert "and 552 of adapters, which alone are trained" in capsys.readouterr().out
@@ -120,8 +120,8 @@ def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm,
 
 
 def test_what_is_frozen_stays_as_it_is(comm, run, base, capsys):
-    out = run("run", from_=str(base), freeze=("*", "!5.*", "!7.1.weight"), save_as="huggingface", steps=100,
-              eval_every=100, schedule="zero_bubble_h1")  # fmt: skip
+    out = run("run", from_=str(base), freeze=("*", "!5.*", "!7.1.weight"), save_as="huggingface", steps=50,
+              eval_every=50, schedule="zero_bubble_h1")  # fmt: skip
     if comm.rank:
         return
     assert "of which 1,552 are trained" in capsys.readouterr().out  # norm and attention of a block, head

@@ -133,6 +133,18 @@ def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, c
     assert capsys.readouterr().err.count("cannot be written") == 1
 
 
+def test_lines_go_on_behind_those_that_are_there(tmp_path):
+    path = tmp_path / "lines"
+    for text, goes_on in (("one", False), ("two", True)):
+        lines = JsonLines(path, goes_on)
+        lines.append(text)
+        lines.sync()
+        lines.close()
+    assert path.read_text() == "one\ntwo\n"
+    with pytest.raises(FileExistsError):
+        JsonLines(path)
+
+
 def test_lines_that_never_find_room_are_counted_at_the_end(tmp_path, room, capsys):
     lines = JsonLines(tmp_path / "lines")
     room(0)
