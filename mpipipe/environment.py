@@ -1,4 +1,4 @@
-"""What a run depends on besides its configuration: versions, MPI, BLAS, the cores of each rank, hosts, git, variables.
+"""Surroundings of a run besides its configuration: versions, MPI, BLAS, the cores of each rank, hosts, git, variables.
 
 Each rank looks around itself (`_here`), and rank 0 puts together what all ranks say (`gather`). What all ranks have
 alike stands once, as rank 0 has it; `different` lists what others have in its place.
@@ -20,7 +20,6 @@ from typing import Any
 from mpipipe import __version__, arrays, processor
 from mpipipe.comm.describe import thread_level
 from mpipipe.job import runtime
-from mpipipe.job.collect import collect
 from mpipipe.job.cores import (
     cores_of,
     cores_text,
@@ -30,7 +29,7 @@ from mpipipe.job.cores import (
     own_cores,
     parse_cores,
 )
-from mpipipe.job.group import group_of
+from mpipipe.job.group import collect, group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.job.types import Communicator
 
@@ -125,47 +124,20 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of mpipipe, and of each of PACKAGES that is installed.
-
-    Returns
-    -------
-    dict
-        Version by name.
-
-    Examples
-    --------
-    >>> from mpipipe import environment
-    >>> list(environment.versions())[:3]
-    ['python', 'mpipipe', 'numpy']
-    """
-    found = {"python": platform.python_version(), "mpipipe": __version__}
+    """Return the versions of Python, of mpipipe, and of each of PACKAGES that is installed, by name."""
+    known = {"python": platform.python_version(), "mpipipe": __version__}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            known[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 def git_commit(folder: str = ".") -> dict[str, Any] | None:
-    """Return the commit of a folder.
+    """Return the commit of a folder; None where there is no commit, or git is not there.
 
-    Parameters
-    ----------
-    folder : str
-        The working folder by default.
-
-    Returns
-    -------
-    dict or None
-        `commit`, and `changed`: whether files that git knows differ from it, None if git did not say in time. None
-        where the folder belongs to no commit, or git is not there.
-
-    Examples
-    --------
-    >>> from mpipipe import environment
-    >>> environment.git_commit("/proc") is None
-    True
+    `changed` says whether files that git knows differ from it; it is None if git did not say in time.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if not commit:
@@ -219,19 +191,7 @@ def _here(gpus: bool) -> dict[str, Any]:
 
 
 def blas() -> list[dict[str, Any]]:
-    """Return the BLAS libraries that this process has loaded.
-
-    Returns
-    -------
-    list of dict
-        `library`, `version`, `kernels` (the processor that they are made for) and `threads` of each.
-
-    Examples
-    --------
-    >>> from mpipipe import environment
-    >>> [sorted(library) for library in environment.blas()][:1]
-    [['kernels', 'library', 'threads', 'version']]
-    """
+    """Return the BLAS libraries that this process has loaded: version, threads, and the processor of their kernels."""
     from threadpoolctl import threadpool_info
 
     return [
@@ -288,7 +248,7 @@ def _kibibytes(name: str) -> int | None:
 
 
 def _line_of(path: str, name: str) -> str:
-    """Return what stands behind `name:` in a file of /proc; empty if there is no such thing."""
+    """Return what follows `name:` in a file of /proc; empty if there is no such thing."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

@@ -28,7 +28,7 @@ KINDS = (
     (stat.S_ISBLK, "a block device"),
 )
 REGULAR = "a readable regular file"  # what callers say that they expected
-PARTIAL = ".partial"  # behind the name of a file that is being written
+PARTIAL = ".partial"  # after the name of a file that is being written
 SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: begin to write dirty pages, without waiting for them
 # without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
 BLOCK = 1 << 20  # bytes of a text that are read together
@@ -172,7 +172,7 @@ def write_whole(path: Path, content: bytes, before_naming: Callable[[], object] 
 
 @contextmanager
 def whole_file(path: Path, before_naming: Callable[[], object] | None = None) -> Iterator[BinaryIO]:
-    """Open a file that appears as a whole: written beside `path`, forced to the disk, then renamed.
+    """Open a file that appears as a whole: written next to `path`, forced to the disk, then renamed.
 
     Where that fails, a file that was there stays as it was, and the unfinished one is removed: a full disk gets its
     room back. One that a killed process has left is removed, too: no two processes write into one file, and no link is

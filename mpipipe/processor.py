@@ -21,7 +21,7 @@ def prepare_process(threads: int = 1) -> None:
 
 
 def limit_blas_threads(threads: int = 1) -> None:
-    """Use so many BLAS threads, unless the user set a number of threads (OMP_NUM_THREADS and its kin).
+    """Limit BLAS to `threads`, unless the user set a number of threads (OMP_NUM_THREADS and its kin).
 
     A number is a positive integer, or OpenMP's list of one for each level of nesting ("4,2"). BLAS libraries ignore
     anything else, such as an empty text, and take all cores: so there is a limit then, too.

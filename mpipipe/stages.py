@@ -55,8 +55,6 @@ METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backwar
 class StageAdapter:
     """A stage of any kind. Arrays are asked for each time: a stage of the user's own may exchange them.
 
-    Attributes
-    ----------
     given : the user's stage
     name : of its type, for errors
     models : the nn.Stage itself, or the inner stages
@@ -309,38 +307,27 @@ class StageAdapter:
         for model in self.models:
             model.position = position
         forward = self.computes.forward
-        if self.is_model or not self._takes_position(forward):
+        if self.is_model:
             return forward(x)
-        return forward(x, position=position)
-
-    def _takes_position(self, forward: Callable[..., Any]) -> bool:
-        """Whether a user's forward has a parameter `position`; it may be another function than at the last call."""
-        if self._asked[0] != forward:
+        if self._asked[0] != forward:  # a user's forward may be another function than at the last call
             self._asked = forward, takes_parameter(forward, "position")
-        return self._asked[1]
+        return forward(x, position=position) if self._asked[1] else forward(x)
 
     def begin_gradients(self) -> None:
-        """Begin gradients anew: set them to zero, or let an nn.Stage replace them by the first that it has of each."""
+        """Set all gradients to zero."""
         for model in self.models:
             model.use_parts(True)
-        if type(self.given) is nn.Stage:  # another class may add to its gradients in ways of its own
-            self.given.begin_gradients()
-            return
         for flat in self.gradient_arrays:
             arrays.set_zero(flat)
 
     def end_gradients(self) -> None:
-        """End the gradients of a step: no later action adds to them."""
+        """Raise ArgumentError where a backward has exchanged the gradients; no later action adds to them."""
         self._check_gradients()
-        for model in self.models:
-            if model.unwritten:
-                model.end_gradients()
 
     def leave_step(self) -> None:
         """Let backwards outside of a step, or after one that has failed, add to the gradients that the stage shows."""
         for model in self.models:
             model.use_parts(False)
-            model.unwritten = set()
             model.on_layer_done = None
 
     def check_storage(self) -> None:
@@ -409,7 +396,7 @@ def check_finished(stages: Iterable[Any], number: int | None = None) -> None:
                 "an optimizer step of this stage has begun, and not ended: it still needs the gradients as they are",
                 stage=getattr(stage, "index", None) if number is None else number,
                 expected="the update finished before the next one, and before the next training step",
-                remedy="call finish() of what optim.begin_step has returned; the stage has it as update_begun",
+                remedy="call wait() of what optim.begin_step has returned; the stage has it as update_begun",
             )
 
 

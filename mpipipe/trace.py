@@ -20,8 +20,6 @@ class Span(NamedTuple):
 class Wait(NamedTuple):
     """A wait for other ranks.
 
-    Attributes
-    ----------
     what : object
         What the rank waited for: the Envelope of a message, or a text.
     start, end : float
@@ -39,8 +37,6 @@ class Wait(NamedTuple):
 class Sent(NamedTuple):
     """A message that was handed over to be sent.
 
-    Attributes
-    ----------
     message : tuple of int
         Its name: edge, micro-batch, and direction (0 for an activation, 1 for a gradient). Of S stages, edge e below S
         joins stages e - 1 and e, and edge S + i is skip i of the schedule.
@@ -61,13 +57,9 @@ class Sent(NamedTuple):
 class Recorder:
     """What one rank did: `pipeline.recorder = Recorder()` switches recording on, None off.
 
-    Parameters
-    ----------
     now : callable
         The clock, in seconds.
 
-    Attributes
-    ----------
     spans : list of Span
         Actions, starts of sums over replicas, and the optimizer, in the order in which they ended.
     waits : list of Wait
@@ -75,7 +67,7 @@ class Recorder:
     sent : list of Sent
         Messages, in the order in which they were sent.
     steps : list of Span
-        Training steps that have ended, with the optimizer behind them.
+        Training steps that have ended, with the optimizer after them.
     """
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:

@@ -79,6 +79,18 @@ def subcomm(collective):
 
 
 @pytest.fixture
+def pair(subcomm):
+    """A communicator of the first two ranks; the others leave the test out."""
+    return subcomm(2)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Leave a test of a pair out on the ranks that are not in it."""
+    return True if pyfuncitem.funcargs.get("pair", True) is None else None
+
+
+@pytest.fixture
 def gpu():
     """The GPU of this machine, or else the emulated one, for this test: see gpu_emulator/fixture.py.
 

@@ -1,4 +1,9 @@
-"""Stages and losses from PyTorch and JAX. Either library is imported when it is asked for, and not before."""
+"""Stages and losses from PyTorch and JAX. Either library is imported when it is asked for, and not before.
+
+trees     what stages of both have in common: trees of arrays, skips, random numbers of a place
+pytorch   tensors: arrays as tensors, parameters as one flat array    stage: a module, its backward in two halves
+jax       functions: compiled, with arrays as JAX's and back          stage: a function with its parameters
+"""
 
 from __future__ import annotations
 

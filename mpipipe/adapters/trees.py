@@ -1,4 +1,4 @@
-"""What goes into a module or function and comes out, with skips or without, and the gradients beside it.
+"""What goes into a module or function and comes out, with skips or without, and the gradients of both.
 
     pipeline      x, or Branches(x, far=..., wide=...)      y, or Branches(y, far=...)
     parts         [x, far, wide]                            [y, far]
@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import Branches, Structure, flatten, unflatten
 from mpipipe.errors import ArgumentError
+from mpipipe.nn import Position, random_key
 
 Structures: TypeAlias = "tuple[Structure, ...]"  # of the parts
 
@@ -25,6 +28,24 @@ def skip_names(given: Sequence[str], what: str) -> tuple[str, ...]:
     if isinstance(given, str) or not all(isinstance(name, str) for name in given):
         raise ArgumentError(what, found=repr(given), expected='a tuple of names of skips, such as ("far",)')
     return tuple(given)
+
+
+class TreeStage:
+    """What the stages of both libraries have in common: the names of skips, and what pipelines and optimizers ask for.
+
+    A pipeline sets the number `index`; optimizers call `before_write` before they write parameters.
+    """
+
+    def __init__(self, maker: str, seed: int, gives: Sequence[str], takes: Sequence[str]) -> None:
+        self.seed = seed
+        self.gives, self.takes = skip_names(gives, f"gives of {maker}"), skip_names(takes, f"takes of {maker}")
+        self.takes_branches = bool(self.gives or self.takes)  # else one tree in, one tree out
+        self.index: int | None = None
+        self.before_write: list[Callable[[], object]] = []
+
+    def key(self, library: str, position: Position) -> np.ndarray:
+        """Return the words for random numbers of this place: the same in a recomputation, others everywhere else."""
+        return random_key(library, self.seed, self.index, position.step, position.microbatch, position.replica)
 
 
 def parts_of(tree: Tree | Branches, names: Sequence[str]) -> list[Tree]:

@@ -98,7 +98,7 @@ def _slowest_edge(costs: Costs, stages: int) -> str:
 
 
 def _awaited(parts: Mapping[int, Mapping[str, float]]) -> str:
-    """The rank that waits least for others who are late is the one whom they wait for, if there is one."""
+    """Name the rank with the least time in late-sender waits, if it is far below the others: they wait for it."""
     late = {rank: each["late sender"] for rank, each in parts.items()}
     rank = min(late, key=lambda number: late[number])
     if len(late) > 1 and late[rank] < 0.5 * fmean(late.values()):

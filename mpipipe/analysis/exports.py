@@ -52,8 +52,6 @@ def name_of(folder: str | Path) -> str:
 def write(folder: Path, records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]]) -> None:
     """Write the archive into a new folder.
 
-    Parameters
-    ----------
     folder : to be made
     records : of all ranks, on one clock
     pieces : of their steps, as `segments` gives them
@@ -146,8 +144,6 @@ def events(
 ) -> list[dict[str, Any]]:
     """Return the events: json.dumps of the list is what the viewers read.
 
-    Parameters
-    ----------
     records : of all ranks, on one clock
     pieces : of their steps, as `segments` gives them
     predicted : a step of the pipeline

@@ -14,14 +14,11 @@ from mpipipe.analysis.records import Handed, Interval, RankRecord, StepRecord, W
 from mpipipe.analysis.trace import Trace, check_places
 from mpipipe.comm.mailbox import Envelope
 from mpipipe.errors import ArgumentError
-from mpipipe.job.collect import collect
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.group import Group, collect, group_of
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator
-from mpipipe.pipeline import Pipeline
-from mpipipe.pipeline.plan import PlannedAction
+from mpipipe.pipeline import Pipeline, PlannedAction
 from mpipipe.schedules import Action
-from mpipipe.schedules.recompute import before_backwards
 from mpipipe.trace import Recorder, Span, Wait
 
 ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
@@ -55,7 +52,7 @@ class Recording:
         self.trace: Trace | None = None
         self._recorder = Recorder(now)
         self.spans = self._recorder.spans
-        self._group = pipeline.engine.pipe if comm is None else group_of(comm)
+        self._group = pipeline.engine.partners.pipe if comm is None else group_of(comm)
         with self._group.raise_together("the begin of a recording"):
             if pipeline.engine.recorder is not None:
                 raise ArgumentError(
@@ -65,11 +62,10 @@ class Recording:
                     remedy="end that recording first",
                 )
         engine = pipeline.engine
-        replica = 0 if engine.replicas is None else engine.replicas.rank
-        places = self._group.gather("the begin of a recording", (replica, pipeline.rank))
+        places = self._group.gather("the begin of a recording", (engine.partners.replica, pipeline.rank))
         with self._group.raise_together("the begin of a recording"):
             check_places(places, engine.schedule.ranks)
-        self._schedule = before_backwards(engine.schedule) if engine.recompute else engine.schedule  # as it is run
+        self._schedule = engine.plans.running
         self._comm = self._group.split(0, self._group.rank, "trace")
         self._before = self._offset()
         pipeline.engine.record(self._recorder)
@@ -105,14 +101,12 @@ class Recording:
 
     def _record(self, before: Offset, after: Offset) -> RankRecord:
         engine = self.pipeline.engine
-        replicas = engine.replicas
-        sums = None if replicas is None else replicas.key
-        planned = engine.plans["step"].steps if engine.executor.clock.waits else None
-        steps = steps_of(self._recorder, sums, planned)
-        replica = 0 if replicas is None else replicas.rank
+        replicas = engine.partners.replicas
+        planned = engine.plans.training.steps if engine.executor.clock.waits else None
+        steps = steps_of(self._recorder, None if replicas is None else replicas.key, planned)
         clock = (before.at, before.ahead), (after.at, after.ahead)
         skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
-        return RankRecord(self._group.rank, self.pipeline.rank, replica, clock, steps, skips)
+        return RankRecord(self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips)
 
 
 @contextmanager
@@ -177,8 +171,6 @@ def steps_of(
 ) -> list[StepRecord]:
     """Put what a recorder has noted in order, step by step.
 
-    Parameters
-    ----------
     recorder : has noted it
     sums : key of the group of replicas, whose waits are sums
     planned : the actions of a step where they run on a device. There the host runs ahead, and its waits say nothing of
@@ -248,25 +240,16 @@ WHAT = "the clock of rank 0"
 
 
 class Offset(NamedTuple):
-    """A comparison with the clock of rank 0, in seconds.
+    """A comparison with the clock of rank 0, in seconds."""
 
-    Attributes
-    ----------
-    at : when it was, by this rank's clock
-    ahead : the clock of rank 0 less this rank's
-    error : how far `ahead` may be off
-    """
-
-    at: float
-    ahead: float
-    error: float
+    at: float  # when it was, by this rank's clock
+    ahead: float  # the clock of rank 0 less this rank's
+    error: float  # how far `ahead` may be off
 
 
 def clock_offset(group: Group, comm: Communicator, now: Callable[[], float]) -> Offset:
     """Compare this rank's clock with that of rank 0; collective.
 
-    Parameters
-    ----------
     group : the ranks
     comm : a communicator of the same ranks, on which no other messages are under way
     now : this rank's clock, in seconds

@@ -20,21 +20,15 @@ SkipEdge: TypeAlias = tuple[int, int, int]  # number of the edge, and the stages
 class Waited(NamedTuple):
     """A wait for other ranks.
 
-    Attributes
-    ----------
-    what : what for
     start, end : seconds
-    message : the message that it was for, or None
-    group : key of the group whose ranks all had to come, or None
-    sums : whether it is a sum over replicas
     """
 
-    what: str
+    what: str  # what for
     start: float
     end: float
-    message: Message | None = None
-    group: tuple[int, ...] | None = None
-    sums: bool = False
+    message: Message | None = None  # the message that it was for, or None
+    group: tuple[int, ...] | None = None  # key of the group whose ranks all had to come, or None
+    sums: bool = False  # whether it is a sum over replicas
 
 
 class Handed(NamedTuple):
@@ -85,22 +79,15 @@ class StepRecord(NamedTuple):
 class RankRecord(NamedTuple):
     """What one rank did.
 
-    Attributes
-    ----------
-    rank : its number among all that were recorded
-    position : its rank in its pipeline
-    replica : number of that pipeline
     clock : two comparisons with the clock of rank 0: (when, by this rank's clock; seconds that rank 0 is ahead)
-    steps : the recorded steps
-    skips : the skips of the schedule
     """
 
-    rank: int
-    position: int
-    replica: int
+    rank: int  # its number among all that were recorded
+    position: int  # its rank in its pipeline
+    replica: int  # number of that pipeline
     clock: tuple[tuple[float, float], tuple[float, float]]
-    steps: list[StepRecord]
-    skips: Sequence[SkipEdge] = ()
+    steps: list[StepRecord]  # the recorded steps
+    skips: Sequence[SkipEdge] = ()  # the skips of the schedule
 
 
 def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
@@ -119,20 +106,15 @@ def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
 class Delivery(NamedTuple):
     """A message that was sent and received.
 
-    Attributes
-    ----------
-    step : number of the step
     source, target : numbers of the two ranks among the records
-    message : its name
-    nbytes : its size
     sent, received : seconds
     """
 
-    step: int
+    step: int  # number of the step
     source: int
     target: int
-    message: Message
-    nbytes: int
+    message: Message  # its name
+    nbytes: int  # its size
     sent: float
     received: float
 

@@ -1,4 +1,4 @@
-"""What each moment of a recorded step went into: pieces of time, no two of which overlap.
+"""What each moment of a recorded step went into: pieces of time that do not overlap.
 
 Several things may be true of one moment. The first of these takes it:
 
@@ -7,7 +7,7 @@ Several things may be true of one moment. The first of these takes it:
     transfer     it waits for a message that was sent
     sums         it starts sums over replicas, or waits for them once all replicas have come
     optimizer    the optimizer runs
-    overhead     none of these: agreement, bookkeeping, copies
+    overhead     all else: agreement, bookkeeping, copies
 
 A wait for a message is late until its sender sent it. A wait for all ranks of a group is late until the last of them
 had come. A wait for one rank to take or to send something else is late as a whole.
@@ -38,16 +38,10 @@ class Segment(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """What a rank has to know of the others to divide its waits.
+    """What a rank has to know of the others to divide its waits."""
 
-    Attributes
-    ----------
-    sent : (replica, step, message) -> when it was sent
-    entries : (step, group, what, how many-th of these) -> when the last rank of the group had come
-    """
-
-    sent: dict[tuple, float]
-    entries: dict[tuple, float]
+    sent: dict[tuple, float]  # (replica, step, message) -> when it was sent
+    entries: dict[tuple, float]  # (step, group, what, how many-th of these) -> when the last rank of the group had come
 
 
 def segments(records: Sequence[RankRecord]) -> list[list[list[Segment]]]:
@@ -114,7 +108,7 @@ def _times(segment: Segment) -> Interval:
 
 
 def _outside(layer: Iterable[Segment], covered: Sequence[Segment], whole: Interval) -> list[Segment]:
-    """The pieces of a layer, in order, without what lies beside `whole`, below `covered`, or below one another."""
+    """The pieces of a layer, in order, without what lies outside of `whole`, below `covered`, or below one another."""
     left: list[Segment] = []
     at, now = 0, whole[0]
     for segment in layer:
@@ -163,8 +157,6 @@ def parts_of_steps(
 ) -> list[list[dict[str, float]]]:
     """Return the seconds of each part, for each rank, for each of its steps.
 
-    Parameters
-    ----------
     records : of all ranks
     pieces : of their steps, as `segments` gives them
     schedule : of the pipeline

@@ -5,9 +5,30 @@ when a device is asked for, so everything else works without it. Of its many fun
 events, the compiler and cuBLAS are used: what computes on the device is source in this package. Device work is in the
 order of CuPy's current stream of the calling thread. Nothing here waits for the device but `download`, and `upload` of
 large arrays.
+
+    devices  device_checks     which GPUs there are, and whether kernels compile and matrices multiply on one
+    dtypes  trees              arrays and dtypes that are accepted; tuples and dicts of arrays between stages
+    memory  transfer           new arrays and copies on one device; copies between host and device, pinned memory
+    streams  graphs            the order of device work; work that is recorded once and launched often
+    cuda  products  strided    for code with kernels: compiled sources and their launches, products, copies with strides
+    half_precision  nccl       host functions that upcast once; NCCL's names
 """
 
-from mpipipe.arrays.cuda import check_device, cuda_declarations, cuda_function, missing_parts
+from mpipipe.arrays.cuda import (
+    BLOCK,
+    WORD,
+    Launch,
+    Packed,
+    bitwise_or,
+    cuda_declarations,
+    cuda_function,
+    grid,
+    launch,
+    over,
+    scalar_type,
+    vector_width,
+)
+from mpipipe.arrays.device_checks import check_device, missing_parts
 from mpipipe.arrays.devices import (
     AMD_UNTRIED,
     check_computable,
@@ -39,9 +60,10 @@ from mpipipe.arrays.dtypes import (
     refuse_mask,
     strip_subclass,
 )
-from mpipipe.arrays.gemm_recorded import graphs_refused
 from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
+from mpipipe.arrays.half_precision import float32_like, round_into, upcast, upcast_halves
 from mpipipe.arrays.memory import (
+    ALIGNMENT,
     Shortage,
     address,
     aligned_empty,
@@ -51,13 +73,13 @@ from mpipipe.arrays.memory import (
     empty,
     empty_like,
     memory_shortage,
-    read_only,
     set_zero,
     shares_memory,
     zeros,
     zeros_like,
 )
 from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
+from mpipipe.arrays.products import batched_gemm, gemm, graphs_refused, products_by
 from mpipipe.arrays.streams import (
     annotated,
     is_done,
@@ -67,6 +89,16 @@ from mpipipe.arrays.streams import (
     side_stream,
     stream,
     wait_for,
+)
+from mpipipe.arrays.strided import (
+    THREADS,
+    blocks_of,
+    cast,
+    copied,
+    element_strides,
+    fill,
+    strided_copy,
+    strided_copy_views,
 )
 from mpipipe.arrays.transfer import (
     Download,
@@ -78,29 +110,43 @@ from mpipipe.arrays.transfer import (
     pinned,
     upload,
 )
+from mpipipe.arrays.trees import Branches, Structure, flatten, read_only, unflatten
 
 __all__ = [
+    "ALIGNMENT",
     "AMD_UNTRIED",
+    "BLOCK",
     "COMPUTE_DTYPES",
+    "THREADS",
+    "WORD",
     "Array",
+    "Branches",
     "DeviceArray",
     "Download",
     "Event",
     "Graph",
+    "Launch",
+    "Packed",
     "Shape",
     "Shortage",
     "Stream",
+    "Structure",
     "Tree",
     "accumulator",
     "address",
     "aligned_empty",
     "annotated",
     "as_reals",
+    "batched_gemm",
+    "bitwise_or",
+    "blocks_of",
     "bus_id",
+    "cast",
     "check_computable",
     "check_device",
     "compute_capability",
     "concatenate",
+    "copied",
     "copy",
     "copy_into",
     "copy_to_device",
@@ -115,9 +161,15 @@ __all__ = [
     "download",
     "download_all",
     "dtype",
+    "element_strides",
     "empty",
     "empty_like",
+    "fill",
+    "flatten",
+    "float32_like",
+    "gemm",
     "graphs_refused",
+    "grid",
     "host_pieces",
     "is_amd",
     "is_array",
@@ -126,26 +178,37 @@ __all__ = [
     "is_floating",
     "is_half",
     "keep_for_graph",
+    "launch",
     "load_cuda_runtime",
     "memory_shortage",
     "missing_parts",
     "multiprocessors",
     "nccl",
     "nccl_type",
+    "over",
     "own_stream",
     "pinned",
+    "products_by",
     "read_only",
     "record",
     "record_graph",
     "refuse_mask",
+    "round_into",
+    "scalar_type",
     "seconds_between",
     "set_zero",
     "shares_memory",
     "side_stream",
     "stream",
+    "strided_copy",
+    "strided_copy_views",
     "strip_subclass",
+    "unflatten",
+    "upcast",
+    "upcast_halves",
     "upload",
     "use_gpu",
+    "vector_width",
     "wait_for",
     "zeros",
     "zeros_like",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from mpipipe.arrays.devices import AMD_UNTRIED, cupy, use_gpu, visible_gpus
+from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import DeviceArray
-from mpipipe.errors import BackendError
 
 COMMON = Path(__file__).parent / "common.cuh"  # goes before every source
 C_TYPES = {
@@ -38,24 +36,7 @@ def _function(path: Path, name: str, constants: tuple[tuple[str, np.dtype | int]
 
 
 def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...]:
-    """Write the C++ declarations of the constants that `cuda_function` takes.
-
-    Parameters
-    ----------
-    constants : mapping of str to numpy.dtype or int
-        Types and integers by name.
-
-    Returns
-    -------
-    tuple of str
-        One declaration for each constant.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> arrays.cuda_declarations({"T": arrays.dtype("float32"), "N": 4})
-    ('typedef float T;', 'constexpr int N = 4;')
-    """
+    """Write one C++ declaration for each constant of `cuda_function`: 'typedef float T;', 'constexpr int N = 4;'."""
     return tuple(
         f"typedef {C_TYPES[value.name]} {name};" if isinstance(value, np.dtype) else f"constexpr int {name} = {value};"
         for name, value in constants.items()
@@ -65,26 +46,9 @@ def cuda_declarations(constants: Mapping[str, np.dtype | int]) -> tuple[str, ...
 def cuda_function(path: Path, name: str, **constants: np.dtype | int) -> Callable:
     """Return an `extern "C"` function of a CUDA source file, compiled once for the current GPU and these constants.
 
-    Parameters
-    ----------
-    path : Path
-        The source file.
-    name : str
-        Name of the function.
-    **constants : numpy.dtype or int
-        A dtype declares a type of that name in front of the source (`T=array.dtype`), an integer a `constexpr int`.
-
-    Returns
-    -------
-    callable
-        Takes `(grid, block, arguments)`, and by keyword `shared_mem`, the bytes of dynamic shared memory. `grid` and
-        `block` are tuples of integers. `arguments` is a tuple of device arrays and numpy scalars, whose
-        dtypes must be the C types of the parameters.
-
-    Raises
-    ------
-    BackendError
-        CuPy is not installed.
+    A dtype declares a type of that name in front of the source (`T=array.dtype`), an integer a `constexpr int`. The
+    function takes (grid, block, arguments), and by keyword `shared_mem`, the bytes of dynamic shared memory. Arguments
+    are device arrays and numpy scalars, whose dtypes must be the C types of the parameters.
     """
     return _function(path, name, tuple(constants.items()), cupy().cuda.runtime.getDevice())
 
@@ -97,11 +61,11 @@ BLOCK = 256  # threads of a block without a reason for another number
 MOST_BLOCKS = 1 << 20  # of one grid; the threads of a kernel with more to do come back for it
 
 
-class Call(NamedTuple):
+class Launch(NamedTuple):
     """A launch without its arrays.
 
     function : as `cuda_function` returns it
-    numbers : the parameters behind the arrays, in their types
+    numbers : the parameters after the arrays, in their types
     """
 
     function: Callable
@@ -110,7 +74,7 @@ class Call(NamedTuple):
     numbers: tuple[Any, ...] = ()
 
     def launch(self, given: tuple[DeviceArray, ...], varying: tuple[Any, ...] = ()) -> None:
-        """Launch with these arrays, and with more numbers behind its own."""
+        """Launch with these arrays, and with more numbers after its own."""
         self.function(self.grid, self.block, (*given, *self.numbers, *varying))
 
 
@@ -137,7 +101,7 @@ def bitwise_or(*groups: Iterable[int]) -> int:
 
 
 def grid(count: int, per_block: int) -> tuple[int]:
-    """Return the grid for `count` items, of which one block takes `per_block` at a time."""
+    """Return the grid for `count` items, where one block takes `per_block` at a time."""
     return (min(-(-count // per_block), MOST_BLOCKS),)
 
 
@@ -160,11 +124,11 @@ def launch(
 
 def over(
     source: Path, name: str, size: int, numbers: tuple[Any, ...] = (), *, V: int, words: int = 2, **dtypes: np.dtype
-) -> Call | None:
-    """Return the call of a kernel over `size` elements, with these numbers behind its arrays; None for 0 elements."""
+) -> Launch | None:
+    """Return the call of a kernel over `size` elements, with these numbers after its arrays; None for 0 elements."""
     if not size:
         return None
-    return Call(cuda_function(source, name, **dtypes, V=V), grid(-(-size // V), words * BLOCK), (BLOCK,), numbers)
+    return Launch(cuda_function(source, name, **dtypes, V=V), grid(-(-size // V), words * BLOCK), (BLOCK,), numbers)
 
 
 # -- Launches that are packed once for each combination of shapes, and then want addresses alone ----------------------
@@ -178,20 +142,16 @@ MOST = 4096  # packed calls that one kernel keeps; where shapes never repeat, al
 LOW = WORD - 1
 
 
-C = TypeVar("C", bound="Call | None")
+C = TypeVar("C", bound="Launch | None")
 
 
 class Packed(Generic[C]):
     """The calls of one kernel, or of several that differ by options.
 
     The parameters of a kernel are its arrays, then the numbers of the call, then numbers that vary between launches.
-
-    Parameters
-    ----------
-    pack : callable
-        Takes the arrays of a launch and its options, checks them, and returns the Call; None if there is nothing to
-        do. It is asked once for each combination of facts, options and GPU, so it must look at nothing else. What it
-        raises is raised again the next time.
+    `pack` takes the arrays of a launch and its options, checks them, and returns the Launch; None if there is
+    nothing to do. It is called once for each combination of facts, options and GPU, so it must look at nothing else.
+    Its errors are raised again the next time.
     """
 
     def __init__(self, pack: Callable[..., C]):
@@ -215,12 +175,9 @@ class Packed(Generic[C]):
     ) -> C:
         """Return the call for these arrays.
 
-        Parameters
-        ----------
         given : arrays by whose facts the call is known
         fresh : more arrays, whose shapes and dtypes follow from those of `given` and the options; either just
             allocated, so that they start on a boundary of words, or among `given` too
-        options : hashable values
         """
         facts: list[Any] = [options, _current_gpu()()]
         for x in given:
@@ -243,156 +200,5 @@ class Packed(Generic[C]):
 
 @cache
 def _current_gpu() -> Callable[[], int]:
-    """Return the function that tells the current GPU."""
+    """Return the function that returns the current GPU."""
     return cupy().cuda.runtime.getDevice
-
-
-# -- Whether a device can be used: a driver, a GPU, and what compiles and multiplies on it ----------------------------
-#
-# CuPy's wheel brings none of the CUDA toolkit. What is missing would show at the first kernel or the first product, in
-# the middle of a step, on the rank that comes to it first. So the first use of a GPU looks for all of it at once.
-
-
-PROBE = Path(__file__).with_name("fill.cu")  # a short one; common.cuh in front of it includes all headers
-NO_DRIVER = "run on a node with an NVIDIA GPU and its driver (nvidia-smi must answer), or use device='cpu'"
-NO_GPU = "ask the batch system for GPUs (--gpus-per-node), look at CUDA_VISIBLE_DEVICES, or use device='cpu'"
-
-
-def check_device(device: str) -> str:
-    """Accept a device that exists and on which kernels can be compiled and matrices multiplied.
-
-    The first call for a GPU compiles a kernel of one line and takes cuBLAS's memory.
-
-    Parameters
-    ----------
-    device : str
-        `"cpu"`; `"cuda"`, the current GPU of this process; `"cuda:1"`, which becomes the current one; or `"auto"`, the
-        GPU where there is one.
-
-    Returns
-    -------
-    str
-        `"cpu"` or `"cuda"`.
-
-    Raises
-    ------
-    BackendError
-        The device is not there, or parts of CUDA that it needs are missing: a line for each. Nothing is simulated.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> arrays.check_device("cpu")
-    'cpu'
-    """
-    name, colon, number = device.partition(":") if isinstance(device, str) else ("", "", "")
-    if name not in ("cpu", "cuda", "auto") or (colon and (name != "cuda" or not number.isdigit())):
-        raise BackendError("unknown device", found=repr(device), expected="'cpu', 'cuda', 'cuda:N' or 'auto'")
-    if name == "auto":
-        name = "cuda" if visible_gpus() else "cpu"  # a CuPy that is too old is no reason to take the CPU in silence
-    if name == "cuda":
-        _check_gpu()
-        if number:
-            use_gpu(int(number))
-        _check_toolkit()
-    return name
-
-
-def _check_gpu() -> None:
-    library = cupy()
-    try:
-        count = library.cuda.runtime.getDeviceCount()
-    except RuntimeError as error:
-        raise BackendError(f"device 'cuda' was asked for, and no GPU can be used ({error})", remedy=NO_DRIVER) from None
-    if count == 0:
-        raise BackendError("device 'cuda' was asked for, and this process sees no GPU", found="0 GPUs", remedy=NO_GPU)
-
-
-def missing_parts() -> list[str]:
-    """List what of the CUDA toolkit is missing or does not work on the current GPU.
-
-    Returns
-    -------
-    list of str
-        A line for each part: what it is, what CuPy said. Empty if nothing is missing.
-
-    Raises
-    ------
-    BackendError
-        CuPy cannot be imported.
-    """
-    return list(_missing(cupy()))
-
-
-def _check_toolkit() -> None:
-    missing = _looked_for(cupy(), cupy().cuda.runtime.getDevice())
-    if missing:
-        untried = f". {AMD_UNTRIED}" if cupy().cuda.runtime.is_hip else ""
-        raise BackendError(
-            f"device 'cuda' was asked for, and parts of the GPU's toolkit that CuPy needs cannot be used{untried}",
-            found="".join(f"\n    {line}" for line in missing),
-            remedy=_remedy(cupy().cuda.runtime),
-        )
-
-
-def _remedy(runtime: Any) -> str:
-    if runtime.is_hip:
-        return "load the ROCm module of this site, and set ROCM_HOME where CuPy does not find it"
-    major = runtime.runtimeGetVersion() // 1000  # of the runtime within CuPy
-    return f"pip install 'cupy-cuda{major}x[ctk]', or load the CUDA {major} module of this site, and no other"
-
-
-@lru_cache(maxsize=64)
-def _looked_for(library: ModuleType, device: int) -> tuple[str, ...]:
-    return tuple(_missing(library))
-
-
-def _missing(library: ModuleType) -> Iterator[str]:
-    works, why = _works(lambda: cuda_function(PROBE, "fill", T=np.dtype(np.float32)))
-    if not works:
-        # where CuPy compiles, it has all it needs, wherever that lies; hipRTC and ROCm's headers come as a whole
-        reasons = [] if library.cuda.runtime.is_hip else list(_missing_for_kernels(library))
-        yield from reasons or [f"the first kernel does not compile{_versions(library)}: {why}"]
-    works, why = _works(lambda: (library.cuda.cublas, library.cuda.device.get_cublas_handle()))
-    if not works:
-        yield f"the library cuBLAS: {why}"
-
-
-def _missing_for_kernels(library: ModuleType) -> Iterator[str]:
-    works, why = _works(library.cuda.nvrtc.getVersion)
-    if not works:
-        yield f"the compiler NVRTC: {why}"
-    works, why = _works(_headers)
-    if not works:
-        yield f"the headers of CUDA (cuda_fp16.h): {why}"
-
-
-def _works(attempt: Callable[[], object]) -> tuple[bool, str]:
-    """Return whether an attempt raises nothing, and the first line of what it raised."""
-    try:
-        attempt()
-    except Exception as error:  # what is missing is told in many ways: ImportError, RuntimeError, CompileException
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return False, lines[0] if lines else type(error).__name__
-    return True, ""
-
-
-def _headers() -> str:
-    """Return the folder of CUDA's headers, found as CuPy finds it."""
-    from cuda import pathfinder
-
-    folder = pathfinder.find_nvidia_header_directory("cudart")
-    if folder is None:
-        raise BackendError("cuda.pathfinder finds no folder with them")
-    return str(folder)
-
-
-def _versions(library: ModuleType) -> str:
-    """Return the versions in words where the compiler is of another CUDA than CuPy; empty if it is not."""
-    if library.cuda.runtime.is_hip:
-        return ""
-    built = library.cuda.runtime.runtimeGetVersion() // 1000
-    major, minor = library.cuda.nvrtc.getVersion()
-    if major == built:
-        return ""
-    return f" (two CUDA versions are visible: NVRTC {major}.{minor} was found, and CuPy is built for CUDA {built})"

@@ -25,18 +25,7 @@ OLDEST = (
 
 @cache
 def cupy() -> Any:
-    """Return the module cupy, imported on first use.
-
-    Returns
-    -------
-    module
-        CuPy.
-
-    Raises
-    ------
-    BackendError
-        CuPy cannot be imported, or is too old; the text has the remedy.
-    """
+    """Return the module cupy, imported on first use; raises BackendError where it is missing or too old."""
     library = _any_cupy()
     if int(library.__version__.partition(".")[0]) < OLDEST:
         raise BackendError(
@@ -60,13 +49,7 @@ def _any_cupy() -> Any:
 
 
 def device_count() -> int:
-    """Return the number of GPUs that this process can use.
-
-    Returns
-    -------
-    int
-        0 without CuPy, with one that is too old, or without a driver.
-    """
+    """Return the number of GPUs that this process can use: 0 without CuPy, with an old one, or without a driver."""
     try:
         cupy()
     except BackendError:
@@ -83,18 +66,7 @@ def visible_gpus() -> int:
 
 
 def use_gpu(number: int) -> None:
-    """Make a GPU the current one of this process.
-
-    Parameters
-    ----------
-    number : int
-        Number of the GPU, from 0.
-
-    Raises
-    ------
-    BackendError
-        There is no such GPU.
-    """
+    """Make a GPU the current one of this process; raises BackendError if there is no such GPU."""
     count = device_count()
     if not 0 <= number < count:
         raise BackendError(
@@ -107,34 +79,12 @@ def use_gpu(number: int) -> None:
 
 
 def current_gpu() -> int:
-    """Return the number of the GPU that this process computes on now.
-
-    Returns
-    -------
-    int
-        From 0.
-
-    Raises
-    ------
-    BackendError
-        CuPy cannot be imported.
-    """
+    """Return the number of the GPU that this process computes on now, from 0."""
     return cupy().cuda.runtime.getDevice()
 
 
 def compute_capability() -> int:
-    """Return the compute capability of the current GPU.
-
-    Returns
-    -------
-    int
-        Ten times its major number plus its minor one: 90 for H100 and H200.
-
-    Raises
-    ------
-    BackendError
-        CuPy cannot be imported.
-    """
+    """Return ten times the major number of the GPU's compute capability plus the minor one: 90 for H100, H200."""
     return _capability(cupy(), current_gpu())
 
 
@@ -144,7 +94,7 @@ def _capability(library: ModuleType, device: int) -> int:
 
 
 def _architecture(properties: dict[str, Any]) -> str:
-    """Return what the compiler calls this GPU: CuPy's properties of an AMD GPU have gcnArchName, gfx90a:sramecc+..."""
+    """Return how the compiler names this GPU: CuPy's properties of an AMD GPU have gcnArchName, gfx90a:sramecc+..."""
     gcn = properties.get("gcnArchName", b"")
     if cupy().cuda.runtime.is_hip and gcn:
         return f"AMD {(gcn.decode() if isinstance(gcn, bytes) else gcn).split(':')[0]}"
@@ -152,13 +102,7 @@ def _architecture(properties: dict[str, Any]) -> str:
 
 
 def describe_gpus() -> list[str]:
-    """Describe each GPU that this process sees in one line: name, memory, compute capability or AMD's architecture.
-
-    Returns
-    -------
-    list of str
-        One line for each GPU; empty without CuPy or without a driver.
-    """
+    """Describe each GPU that this process sees in one line: name, memory, compute capability or AMD's architecture."""
     lines = []
     for number in range(device_count()):
         properties = cupy().cuda.runtime.getDeviceProperties(number)
@@ -171,20 +115,14 @@ def describe_gpus() -> list[str]:
 # -- Whether GPUs are NVIDIA's or AMD's, and what cannot be computed on AMD's -----------------------------------------
 #
 # CuPy answers for both under CUDA's names: on AMD's GPUs its `cuda` module calls HIP, its NVRTC is hipRTC and its
-# cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in gemm.py.
+# cuBLAS hipBLAS. What differs for this package stands here, in common.cuh and in products.py.
 
 
 AMD_UNTRIED = "AMD's GPUs are not supported yet: nothing of this package has run on one"
 
 
 def is_amd() -> bool:
-    """Return whether CuPy computes on AMD's GPUs.
-
-    Returns
-    -------
-    bool
-        True if CuPy is built for ROCm; False for CUDA, and without CuPy.
-    """
+    """Return whether CuPy is built for ROCm; False for CUDA, and without CuPy."""
     try:
         return bool(cupy().cuda.runtime.is_hip)
     except BackendError:
@@ -192,27 +130,10 @@ def is_amd() -> bool:
 
 
 def check_computable(kind: np.dtype, device: str) -> None:
-    """Refuse a dtype in which this device cannot compute matrix products.
+    """Raise BackendError for a dtype in which this device ("cpu" or "cuda") cannot compute matrix products.
 
     CuPy's cupy_hipblas.h translates no bfloat16 (cupy-rocm-7-0 14.2): it throws where nothing can catch, and the
     process would be aborted.
-
-    Parameters
-    ----------
-    kind : numpy.dtype
-        A dtype of COMPUTE_DTYPES.
-    device : str
-        `"cpu"` or `"cuda"`.
-
-    Raises
-    ------
-    BackendError
-        bfloat16 was asked for, on an AMD GPU.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> arrays.check_computable(arrays.dtype("bfloat16"), "cpu")
     """
     if device == "cuda" and kind.name == "bfloat16" and is_amd():
         raise BackendError(
@@ -231,18 +152,10 @@ def check_computable(kind: np.dtype, device: str) -> None:
 
 
 def load_cuda_runtime() -> str:
-    """Load the CUDA runtime library, so that others in this process find it by its name.
+    """Load the CUDA runtime library, so that others in this process find it by its name; return its file, or its name.
 
-    Returns
-    -------
-    str
-        Its file, or its name. Of the version that CuPy was built for where that one is found, else of the one that is:
-        the functions that cuDNN's package takes from it are the same in both.
-
-    Raises
-    ------
-    BackendError
-        CuPy is not installed, or there is no such library.
+    It is of the version that CuPy was built for where that one is found, else of the one that is: the functions that
+    cuDNN's package takes from it are the same in both. Raises BackendError without CuPy or without such a library.
     """
     return _loaded(cupy())
 
@@ -253,14 +166,14 @@ def _loaded(library: ModuleType) -> str:
     try:
         from cuda import pathfinder  # a dependency of CuPy's wheels; other builds may come without it
 
-        found = str(pathfinder.load_nvidia_dynamic_lib("cudart").abs_path)
+        path = str(pathfinder.load_nvidia_dynamic_lib("cudart").abs_path)
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise BackendError(f"{wanted} is not found ({lines[0]})", remedy="pip install nvidia-cuda-runtime") from None
-    if re.search(rf"{re.escape(wanted)}(\D|$)", found):
-        return found
+    if re.search(rf"{re.escape(wanted)}(\D|$)", path):
+        return path
     try:
         ctypes.CDLL(wanted, ctypes.RTLD_GLOBAL)
     except OSError:
-        return found
+        return path
     return wanted

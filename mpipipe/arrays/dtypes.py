@@ -24,18 +24,7 @@ Event: TypeAlias = Any  # cupy.cuda.Event
 
 
 def is_device(array: object) -> bool:
-    """Return whether this is an array in the memory of a GPU.
-
-    Parameters
-    ----------
-    array : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        True for a cupy.ndarray. CuPy is not imported for this.
-    """
+    """Return whether this is a cupy.ndarray. CuPy is not imported for this."""
     return _is_of_cupy(cast(Any, type(array))) and hasattr(array, "data")
 
 
@@ -45,46 +34,12 @@ def _is_of_cupy(kind: type) -> bool:
 
 
 def is_array(array: object) -> bool:
-    """Return whether this is an array of numpy or CuPy.
-
-    Parameters
-    ----------
-    array : object
-        Anything.
-
-    Returns
-    -------
-    bool
-        True for a numpy.ndarray or a cupy.ndarray.
-    """
+    """Return whether this is a numpy.ndarray or a cupy.ndarray."""
     return isinstance(array, np.ndarray) or is_device(array)
 
 
 def device_of(array: object) -> str:
-    """Return the kind of device that an array lies on.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        An array of any shape and dtype.
-
-    Returns
-    -------
-    str
-        `"cpu"` or `"cuda"`.
-
-    Raises
-    ------
-    ArgumentError
-        It is no array.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import arrays
-    >>> arrays.device_of(np.zeros(3))
-    'cpu'
-    """
+    """Return the kind of device that an array lies on, "cpu" or "cuda"; raises ArgumentError if it is no array."""
     if isinstance(array, np.ndarray):
         return "cpu"
     if is_device(array):
@@ -100,38 +55,14 @@ def device_of(array: object) -> str:
 def strip_subclass(array: Array) -> Array:
     """Return a host array of a subclass of numpy.ndarray (memmap, matrix, ...) as an ndarray itself, without a copy.
 
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        An array of any shape and dtype.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        A view of a subclass; any other array as it is.
-
-    Raises
-    ------
-    ArgumentError
-        The array is masked.
+    Other arrays are returned as they are; a masked one raises ArgumentError.
     """
     refuse_mask(array)
     return array.view(np.ndarray) if isinstance(array, np.ndarray) and type(array) is not np.ndarray else array
 
 
 def refuse_mask(array: Any) -> None:
-    """Refuse a masked array: nothing here would look at its mask.
-
-    Parameters
-    ----------
-    array : object
-        Anything.
-
-    Raises
-    ------
-    ArgumentError
-        It is a masked array.
-    """
+    """Raise ArgumentError for a masked array: nothing here would look at its mask."""
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
             "a masked array, whose mask would be lost",
@@ -142,29 +73,7 @@ def refuse_mask(array: Any) -> None:
 
 
 def dtype(name: DTypeLike) -> np.dtype:
-    """Return the numpy dtype of a name.
-
-    Parameters
-    ----------
-    name : str or numpy.dtype
-        What `numpy.dtype` takes, or `"bfloat16"`.
-
-    Returns
-    -------
-    numpy.dtype
-        The dtype.
-
-    Raises
-    ------
-    ArgumentError
-        There is no such dtype.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> arrays.dtype("bfloat16").itemsize
-    2
-    """
+    """Return the dtype of what `numpy.dtype` takes, or of "bfloat16"; raises ArgumentError for an unknown name."""
     try:
         return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     except TypeError:
@@ -175,61 +84,19 @@ COMPUTE_DTYPES = tuple(map(dtype, ("float32", "float64", *HALVES)))  # in which 
 
 
 def is_floating(kind: np.dtype) -> bool:
-    """Return whether gradients exist for arrays of this dtype.
-
-    Parameters
-    ----------
-    kind : numpy.dtype
-        The dtype.
-
-    Returns
-    -------
-    bool
-        True for real and complex floating dtypes, bfloat16 included (whose kind is "V").
-    """
+    """Return whether gradients exist for arrays of this dtype; the kind of bfloat16 is "V"."""
     return kind.kind in "fc" or kind.name == "bfloat16"
 
 
 def as_reals(array: Array) -> Array:
-    """Return complex numbers as pairs of real ones.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        An array of any dtype; a complex one is C-contiguous.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        Of a complex array (...) the real array (..., 2) of real and imaginary parts, on the same memory. Any other
-        array as it is.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import arrays
-    >>> arrays.as_reals(np.array([1 + 2j, 3]))
-    array([[1., 2.],
-           [3., 0.]])
-    """
+    """Return a C-contiguous complex array (...) as the real array (..., 2) on the same memory; any other as it is."""
     if array.dtype.kind != "c":
         return array
     return array.reshape(-1).view(array.dtype.char.lower()).reshape(*array.shape, 2)
 
 
 def is_half(kind: np.dtype) -> bool:
-    """Return whether this dtype is float16 or bfloat16.
-
-    Parameters
-    ----------
-    kind : numpy.dtype
-        The dtype.
-
-    Returns
-    -------
-    bool
-        True for these two.
-    """
+    """Return whether this dtype is float16 or bfloat16."""
     return kind.itemsize == 2 and _is_half(kind)
 
 
@@ -239,22 +106,5 @@ def _is_half(kind: np.dtype) -> bool:
 
 
 def accumulator(kind: np.dtype) -> np.dtype:
-    """Return the dtype in which values of a dtype are summed and parameters are kept.
-
-    Parameters
-    ----------
-    kind : numpy.dtype
-        The dtype of the values.
-
-    Returns
-    -------
-    numpy.dtype
-        float32 for float16 and bfloat16, any other dtype itself.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> arrays.accumulator(arrays.dtype("bfloat16"))
-    dtype('float32')
-    """
+    """Return the dtype in which values are summed and parameters kept: float32 for halves, else itself."""
     return FLOAT32 if is_half(kind) else kind

@@ -1,6 +1,6 @@
 """CUDA graphs: device work that is recorded once, and then started by one call as often as one likes.
 
-A recording notes every launch and every copy on the device with its addresses and numbers, and runs none of them. So
+A recording notes every launch and every copy on the device with its addresses and numbers, and runs nothing. So
 what is recorded must read and write the same memory in every run, and the host must not wait for the device within.
 """
 
@@ -44,19 +44,9 @@ def is_recording() -> bool:
 
 
 def keep_for_graph(thing: T) -> T:
-    """Let a graph that is being recorded keep something alive; elsewhere this does nothing.
+    """Let a graph that is being recorded keep something alive, and return it; elsewhere this does nothing.
 
-    Whoever takes an array, or a kernel, from a cache that may drop it calls this: a graph knows its address alone.
-
-    Parameters
-    ----------
-    thing : object
-        Anything.
-
-    Returns
-    -------
-    object
-        The same object.
+    Call it with an array or a kernel from a cache that may drop it: a graph knows its address alone.
     """
     if _recording.held is not None:
         _recording.held.append(thing)
@@ -73,25 +63,14 @@ def _place() -> tuple:
 
 
 def _make_workspace() -> None:
-    """Allocate it, outside of a recording: it is larger than most graphs, and none of them owns it."""
+    """Allocate it, outside of a recording: it is larger than most graphs, and no graph owns it."""
     place = _place()
     if place not in _recording.workspaces:
         _recording.workspaces[place] = cupy().empty((WORKSPACE_BYTES,), np.uint8)
 
 
 def refuse_recording(what: str) -> None:
-    """Raise where this thread records a graph.
-
-    Parameters
-    ----------
-    what : str
-        What cannot be recorded.
-
-    Raises
-    ------
-    BackendError
-        A recording is under way.
-    """
+    """Raise BackendError, with `what` cannot be recorded, where this thread records a graph."""
     if _recording.held is not None:
         raise BackendError(
             f"{what} while a CUDA graph is recorded",
@@ -103,14 +82,9 @@ def refuse_recording(what: str) -> None:
 class Graph(NamedTuple):
     """Recorded work.
 
-    Attributes
-    ----------
     recorded : cupy.cuda.Graph
-        The work itself.
-    memory : cupy.cuda.MemoryPool
-        Where the arrays lie that it makes; it alone writes there.
-    held : list
-        What else it uses that might be freed.
+    memory : pool of the arrays that it makes; it alone writes there
+    held : whatever else it uses that might be freed
     """
 
     recorded: Any
@@ -123,25 +97,11 @@ class Graph(NamedTuple):
 
 
 def record_graph(work: Callable[[], T]) -> tuple[Graph, T]:
-    """Record what a function puts on the current stream; nothing of it runs before the graph is launched.
+    """Record what `work` puts on the current stream; return (graph, result). Nothing runs before a launch.
 
-    Parameters
-    ----------
-    work : callable
-        Called once, or twice where device memory runs out the first time. It has run before, so that it compiles and
-        measures nothing now.
-
-    Returns
-    -------
-    graph : Graph
-        The work.
-    result : object
-        What the function returned. Its arrays hold nothing before the first launch; each launch writes them.
-
-    Raises
-    ------
-    Exception
-        What the function raised, or CuPy's error where it did what a recording does not allow.
+    `work` is called once, or twice where device memory runs out the first time. It has run before, so that it compiles
+    and measures nothing now. Arrays of its result hold nothing before the first launch; each launch writes them. Raises
+    what `work` raised, or CuPy's error where it did something that a recording does not allow.
     """
     try:
         return _record(work)

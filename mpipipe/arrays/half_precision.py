@@ -1,4 +1,4 @@
-"""Functions of float32 arrays take half precision too: they upcast once and round once."""
+"""Host functions of float32 arrays take half precision too: they upcast once and round once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from mpipipe.arrays.dtypes import is_half
+from mpipipe.arrays.dtypes import FLOAT32, is_half
 from mpipipe.arrays.memory import aligned_empty
 
 P = ParamSpec("P")
@@ -23,9 +23,6 @@ def upcast_halves(
     Where its first argument is of a half dtype, the function sees each half array as a float32 one. A value too large
     for float16 becomes infinite without a warning: scaling of the loss looks for it.
 
-    Parameters
-    ----------
-    function : takes and returns float32 arrays, among others
     returned : which of its results are rounded to the dtype of the first argument
     written : which of its positional arguments it sets; those in half precision are rounded when it has set them, and
         are never added to
@@ -33,16 +30,15 @@ def upcast_halves(
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: tuple[Any, ...] = args
-        dtype = given[0].dtype
+        values: tuple[Any, ...] = args
+        dtype = values[0].dtype
         if dtype.itemsize != 2:
             return function(*args, **kwargs)
         with np.errstate(over="ignore", invalid="ignore"):
-            seen = [_result(x) if i in written else upcast(x) for i, x in enumerate(given)]
+            seen = [float32_like(x) if i in written else upcast(x) for i, x in enumerate(values)]
             results: Any = cast(Any, function)(*seen, **kwargs)
             for i in written:
-                if seen[i] is not given[i]:
-                    given[i][...] = seen[i]
+                round_into(values[i], seen[i])
             if isinstance(results, tuple):
                 results = tuple(x.astype(dtype) if i in returned else x for i, x in enumerate(results))
             elif returned:
@@ -53,12 +49,19 @@ def upcast_halves(
 
 
 def upcast(x: Any) -> Any:
-    """Return an array of halves as float32, and anything else as it is."""
-    return x.astype(np.float32) if _is_half_array(x) else x
+    """Return a host array of halves as float32, and anything else as it is."""
+    return x.astype(FLOAT32) if _is_half_array(x) else x
 
 
-def _result(x: Any) -> Any:
-    return aligned_empty(x.shape, np.float32) if _is_half_array(x) else x
+def float32_like(target: Any) -> Any:
+    """Return float32 memory for the values of a host array of halves, and anything else as it is."""
+    return aligned_empty(target.shape, FLOAT32) if _is_half_array(target) else target
+
+
+def round_into(target: Any, values: Any) -> None:
+    """Set `target` from what `float32_like` returned for it."""
+    if values is not target:
+        target[...] = values
 
 
 def _is_half_array(x: Any) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipipe.arrays.devices import cupy
-from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, device_of, strip_subclass
+from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, device_of
 from mpipipe.arrays.streams import stream
 from mpipipe.errors import ArgumentError
 
@@ -20,20 +20,7 @@ ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 
 
 def aligned_empty(shape: int | Shape, dtype: DTypeLike) -> np.ndarray:
-    """Return an uninitialised C-contiguous host array that starts on a cache line.
-
-    Parameters
-    ----------
-    shape : int or tuple of int
-        Its shape.
-    dtype : numpy.dtype
-        Its dtype.
-
-    Returns
-    -------
-    numpy.ndarray
-        An array without values that starts on a 64-byte boundary.
-    """
+    """Return an uninitialised C-contiguous host array that starts on a 64-byte boundary."""
     dtype = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -43,27 +30,10 @@ def aligned_empty(shape: int | Shape, dtype: DTypeLike) -> np.ndarray:
 
 
 def empty(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
-    """Return an uninitialised C-contiguous array.
+    """Return an uninitialised C-contiguous array on the host ("cpu"), or on the current GPU ("cuda").
 
-    Parameters
-    ----------
-    shape : int or tuple of int
-        Its shape.
-    dtype : numpy.dtype
-        Its dtype.
-    device : str
-        `"cpu"`, or `"cuda"` for the current GPU: there the memory is CuPy's pool's, in the order of the current stream.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        An array without values. On the host it starts on a 64-byte boundary.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> arrays.empty((2, 3), arrays.dtype("bfloat16")).shape
-    (2, 3)
+    On the host it starts on a 64-byte boundary. On a GPU the memory is that of CuPy's pool, in the order of the current
+    stream.
     """
     if device == "cpu":
         return aligned_empty(shape, dtype)
@@ -71,75 +41,24 @@ def empty(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
 
 
 def zeros(shape: int | Shape, dtype: DTypeLike, device: str = "cpu") -> Array:
-    """Return a C-contiguous array of zeros.
-
-    Parameters
-    ----------
-    shape : int or tuple of int
-        Its shape.
-    dtype : numpy.dtype
-        Its dtype.
-    device : str
-        `"cpu"` or `"cuda"`, as for `empty`.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        An array of zeros. On the host it starts on a 64-byte boundary.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> arrays.zeros(3, "float32")
-    array([0., 0., 0.], dtype=float32)
-    """
+    """Return a C-contiguous array of zeros, as `empty` does."""
     array = empty(shape, dtype, device)
     set_zero(array)
     return array
 
 
 def empty_like(array: Array, dtype: DTypeLike | None = None) -> Array:
-    """Return an uninitialised C-contiguous array of the same shape on the same device.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        An array of any strides.
-    dtype : numpy.dtype, optional
-        The dtype of the new array; by default that of `array`.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        An array without values.
-    """
+    """Return an uninitialised C-contiguous array of the same shape on the same device, of the same dtype or another."""
     return empty(array.shape, array.dtype if dtype is None else dtype, device_of(array))
 
 
 def zeros_like(array: Array) -> Array:
-    """Return a C-contiguous array of zeros of the same shape and dtype on the same device.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        An array of any strides.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        An array of zeros.
-    """
+    """Return a C-contiguous array of zeros of the same shape and dtype on the same device."""
     return zeros(array.shape, array.dtype, device_of(array))
 
 
 def set_zero(array: Array) -> None:
-    """Fill an array with zeros.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        A C-contiguous array.
-    """
+    """Fill a C-contiguous array with zeros."""
     if isinstance(array, np.ndarray):
         array.fill(0)
     elif array.nbytes:
@@ -148,20 +67,7 @@ def set_zero(array: Array) -> None:
 
 
 def copy_into(target: Array, source: Array) -> None:
-    """Copy the elements of one array to another on the same device.
-
-    Parameters
-    ----------
-    target : numpy.ndarray or cupy.ndarray
-        A C-contiguous array, to be set.
-    source : numpy.ndarray or cupy.ndarray
-        A C-contiguous array of the dtype and size of `target`.
-
-    Raises
-    ------
-    ArgumentError
-        Their dtypes or sizes differ.
-    """
+    """Copy the elements of `source` to `target`, both C-contiguous on one device; raises if dtypes or sizes differ."""
     if target.dtype != source.dtype or target.size != source.size:
         found, expected = (f"{array.dtype}{list(array.shape)}" for array in (source, target))
         raise ArgumentError("a copy to another kind of array", found=found, expected=expected)
@@ -174,18 +80,7 @@ def copy_into(target: Array, source: Array) -> None:
 
 
 def copy(array: Array) -> Array:
-    """Return a copy of an array on the same device.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        An array of any strides.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        A new array of the same shape, dtype and values.
-    """
+    """Return a copy of an array of any strides on the same device."""
     if isinstance(array, np.ndarray) or not array.flags.c_contiguous:
         return array.copy()
     new = empty_like(array)
@@ -194,18 +89,7 @@ def copy(array: Array) -> Array:
 
 
 def concatenate(parts: Sequence[Array]) -> Array:
-    """Put arrays together along axis 0.
-
-    Parameters
-    ----------
-    parts : sequence of numpy.ndarray or cupy.ndarray
-        C-contiguous arrays of one dtype, on one device, at least one.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        A new array with their rows in order.
-    """
+    """Put at least one array together along axis 0: C-contiguous arrays of one dtype on one device."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     whole = empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype, "cuda")
@@ -217,67 +101,12 @@ def concatenate(parts: Sequence[Array]) -> Array:
 
 
 def address(array: Array) -> int:
-    """Return the address of the first element, in host or device memory.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        An array of any strides.
-
-    Returns
-    -------
-    int
-        The address in bytes.
-    """
+    """Return the address in bytes of the first element, in host or device memory."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
-def read_only(array: Array) -> Array:
-    """Return a view that cannot be written to; a device array as it is, since nothing can protect it.
-
-    Parameters
-    ----------
-    array : numpy.ndarray or cupy.ndarray
-        An array of any shape and dtype.
-
-    Returns
-    -------
-    numpy.ndarray or cupy.ndarray
-        The same memory; of numpy.ndarray itself where the array is of a subclass.
-
-    Raises
-    ------
-    ArgumentError
-        The array is masked.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import arrays
-    >>> x = np.zeros(3)
-    >>> arrays.read_only(x).flags.writeable, x.flags.writeable
-    (False, True)
-    """
-    if not isinstance(array, np.ndarray):
-        return array
-    view = array.view() if type(array) is np.ndarray else strip_subclass(array).view()
-    view.setflags(write=False)
-    return view
-
-
 def shares_memory(first: Array, second: Array) -> bool:
-    """Return whether two arrays may overlap in memory.
-
-    Parameters
-    ----------
-    first, second : numpy.ndarray or cupy.ndarray
-        Arrays of any strides.
-
-    Returns
-    -------
-    bool
-        Exact for C-contiguous device arrays. For others it may be True if they only lie between each other.
-    """
+    """Return whether two arrays may overlap; exact for C-contiguous device arrays, else they may only interleave."""
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and np.may_share_memory(first, second)
     (low, high), (start, end) = _bounds(first), _bounds(second)
@@ -302,14 +131,9 @@ SAID = ("cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS
 class Shortage(NamedTuple):
     """Memory of the current GPU when a request for more of it had failed.
 
-    Attributes
-    ----------
-    asked : int or None
-        Bytes asked for; None if the library that asked does not say.
-    free : int
-        Bytes that nobody uses, in CuPy's pool and beyond it.
-    total : int
-        Bytes of the GPU, or those that CuPy's pool is limited to.
+    asked : bytes asked for; None if the library that asked does not say
+    free : unused bytes, in CuPy's pool and beyond it
+    total : bytes of the GPU, or those that CuPy's pool is limited to
     """
 
     asked: int | None
@@ -318,24 +142,7 @@ class Shortage(NamedTuple):
 
 
 def memory_shortage(error: BaseException) -> Shortage | None:
-    """Return what an error says about device memory.
-
-    Parameters
-    ----------
-    error : BaseException
-        Any error.
-
-    Returns
-    -------
-    Shortage or None
-        None if the error is of another kind.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> arrays.memory_shortage(ValueError("no shortage")) is None
-    True
-    """
+    """Return how much device memory an error asked for, and how much there is; None if the error is of another kind."""
     if "cupy" not in sys.modules:
         return None
     library = cupy()

@@ -32,18 +32,7 @@ NAMES = {
 
 @cache
 def nccl() -> Any:
-    """Return the module cupy.cuda.nccl, imported on first use.
-
-    Returns
-    -------
-    module
-        CuPy's names for NCCL, or for RCCL.
-
-    Raises
-    ------
-    BackendError
-        CuPy, or the library, is missing; the text has the remedy.
-    """
+    """Return the module cupy.cuda.nccl (RCCL on ROCm), imported on first use; raises BackendError if it is missing."""
     cupy()
     try:
         with warnings.catch_warnings():
@@ -57,39 +46,16 @@ def nccl() -> Any:
 
 
 def nccl_type(kind: np.dtype) -> tuple[int, int] | None:
-    """Return how NCCL calls a dtype.
-
-    Parameters
-    ----------
-    kind : numpy.dtype
-        Of the elements of an array.
-
-    Returns
-    -------
-    tuple of int, or None
-        (NCCL's number of the type, elements of it in one of ours); None for what NCCL cannot add.
-    """
+    """Return (NCCL's number of a dtype, elements of it in one of ours); None for a dtype that NCCL cannot add."""
     name, count = NAMES.get(dtype(kind).name, ("", 0))
     return (int(getattr(nccl(), name)), count) if name else None
 
 
 def bus_id() -> str:
-    """Return the PCI address of the current GPU, the same for all processes of a machine.
-
-    Returns
-    -------
-    str
-        Such as "0000:41:00.0".
-    """
+    """Return the PCI address of the current GPU, "0000:41:00.0", the same for all processes of a machine."""
     return str(cupy().cuda.runtime.deviceGetPCIBusId(current_gpu()))
 
 
 def multiprocessors() -> int:
-    """Return the number of multiprocessors of the current GPU.
-
-    Returns
-    -------
-    int
-        Such as 132.
-    """
+    """Return the number of multiprocessors of the current GPU, such as 132."""
     return int(cupy().cuda.runtime.getDeviceProperties(current_gpu())["multiProcessorCount"])

@@ -14,24 +14,12 @@ NOT_READY = 600  # cudaErrorNotReady
 
 
 def stream() -> Stream:
-    """Return CuPy's current stream of this thread.
-
-    Returns
-    -------
-    Stream
-        A cupy.cuda.Stream.
-    """
+    """Return CuPy's current stream of this thread."""
     return cupy().cuda.get_current_stream()
 
 
 def side_stream() -> Stream:
-    """Return a new stream that no other waits for.
-
-    Returns
-    -------
-    Stream
-        A cupy.cuda.Stream; `with` makes it the current one.
-    """
+    """Return a new stream that no other waits for; `with` makes it the current one."""
     return cupy().cuda.Stream(non_blocking=True)
 
 
@@ -47,27 +35,11 @@ _own = _OwnStreams()
 
 @contextmanager
 def own_stream(device: str = "cuda") -> Iterator[None]:
-    """Within, device work of this thread goes to a stream of its own; for `with`, once the GPU is chosen.
+    """Send device work of this thread to a stream of its own, within; on "cpu" do nothing. Choose the GPU before.
 
     CuPy's default is the null stream, which waits for the work of every blocking stream of the process, as they do for
-    its. This one waits for no other and none for it, but for its ends: work before the block comes before work within,
-    and that before work behind.
-
-    Parameters
-    ----------
-    device : str
-        `"cuda"`, or `"cpu"`, for which this does nothing.
-
-    Yields
-    ------
-    None
-        Nothing.
-
-    Examples
-    --------
-    >>> from mpipipe import arrays
-    >>> with arrays.own_stream("cpu"):
-    ...     x = arrays.zeros(3, "float32")
+    its. This stream waits for no other, and no other for it, except at its ends: work before the block comes before
+    work within, and that before work after the block.
     """
     if device == "cpu":
         yield
@@ -88,41 +60,14 @@ def own_stream(device: str = "cuda") -> Iterator[None]:
 
 
 def record(timing: bool = False) -> Event:
-    """Record an event behind all work put on the current stream so far.
-
-    Parameters
-    ----------
-    timing : bool
-        Whether the event is for `seconds_between`.
-
-    Returns
-    -------
-    Event
-        For `is_done` and `wait_for`; its `synchronize()` makes the host wait.
-    """
+    """Record an event after all work put on the current stream so far; `timing` for `seconds_between`."""
     event = cupy().cuda.Event(disable_timing=not timing)
     event.record(stream())
     return event
 
 
 def is_done(event: Event) -> bool:
-    """Return whether the device has come to an event.
-
-    Parameters
-    ----------
-    event : Event
-        What `record` returned.
-
-    Returns
-    -------
-    bool
-        True once all work before it is done.
-
-    Raises
-    ------
-    BackendError
-        The device has failed, and never will come to it.
-    """
+    """Return whether the device has reached an event; raises BackendError if the device has failed, and never will."""
     runtime = cupy().cuda.runtime
     status = runtime.eventQuery(event.ptr)  # Event.done is False for ever after a failure
     if status in (0, NOT_READY):
@@ -134,46 +79,18 @@ def is_done(event: Event) -> bool:
 
 
 def wait_for(event: Event) -> None:
-    """Let later work on the current stream wait for an event; the host does not wait.
-
-    Parameters
-    ----------
-    event : Event
-        What `record` returned, on any stream.
-    """
+    """Let later work on the current stream wait for an event of any stream; the host does not wait."""
     stream().wait_event(event)
 
 
 def seconds_between(start: Event, end: Event) -> float:
-    """Return the device time between two events that are done.
-
-    Parameters
-    ----------
-    start, end : Event
-        What `record(timing=True)` returned.
-
-    Returns
-    -------
-    float
-        Seconds from `start` to `end`.
-    """
+    """Return the device time between two events that are done, recorded with timing=True."""
     return float(cupy().cuda.get_elapsed_time(start, end)) * 1e-3
 
 
 @contextmanager
 def annotated(name: str) -> Iterator[None]:
-    """Show what is done within as a range in NVIDIA's profilers; for `with`.
-
-    Parameters
-    ----------
-    name : str
-        Name of the range.
-
-    Yields
-    ------
-    None
-        Nothing.
-    """
+    """Show the work within as a range of this name in NVIDIA's profilers."""
     nvtx = cupy().cuda.nvtx
     nvtx.RangePush(name)
     try:

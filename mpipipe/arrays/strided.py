@@ -1,4 +1,4 @@
-"""Copies, casts and sums of device arrays with any strides."""
+"""Copies, casts and sums of arrays with any strides, on the device by kernels of our own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipipe.arrays.cuda import Call, Packed, bitwise_or, cuda_function, over, vector_width
-from mpipipe.arrays.dtypes import DeviceArray, Shape
+from mpipipe.arrays.cuda import Launch, Packed, bitwise_or, cuda_function, over, vector_width
+from mpipipe.arrays.dtypes import Array, DeviceArray, Shape
 from mpipipe.arrays.memory import copy_into, empty
 
 STRIDED, FILL = (Path(__file__).with_name(f"{name}.cu") for name in ("strided", "fill"))
@@ -40,7 +40,7 @@ def strided_copy(source: DeviceArray, target: DeviceArray, add: bool = False) ->
         _copies((source, target), (), (add,))
 
 
-def _pack_copy(source: DeviceArray, target: DeviceArray, add: bool) -> Call | None:
+def _pack_copy(source: DeviceArray, target: DeviceArray, add: bool) -> Launch | None:
     return _pack_views(source, target, element_strides(source), element_strides(target), target.shape, add)
 
 
@@ -63,7 +63,7 @@ def _pack_views(
     target_strides: tuple[int, ...],
     shape: Shape,
     add: bool,
-) -> Call | None:
+) -> Launch | None:
     count = math.prod(shape)
     if not count:
         return None
@@ -117,8 +117,17 @@ def copied(x: DeviceArray, dtype: DTypeLike | None = None) -> DeviceArray:
     return new
 
 
-def fill(x: DeviceArray, value: float) -> None:
+def cast(x: Array, dtype: np.dtype) -> Array:
+    """Return x itself if it is of this dtype, else a C-contiguous copy that is, on the same device."""
+    if x.dtype == dtype:
+        return x
+    return x.astype(dtype) if isinstance(x, np.ndarray) else copied(x, dtype)
+
+
+def fill(x: Array, value: float) -> None:
     """Set all elements of a C-contiguous array."""
-    if x.size:
+    if isinstance(x, np.ndarray):
+        x.fill(value)
+    elif x.size:
         kernel = cuda_function(FILL, "fill", T=x.dtype)
         kernel(blocks_of(x.size, THREADS), (THREADS,), (x, np.int64(x.size), x.dtype.type(value)))

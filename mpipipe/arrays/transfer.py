@@ -21,18 +21,7 @@ PIECE_BYTES = 64 << 20  # of pinned memory for one piece of an array; CuPy keeps
 
 
 def pinned(nbytes: int) -> np.ndarray:
-    """Return page-locked host memory: the device copies from and to it without the processor.
-
-    Parameters
-    ----------
-    nbytes : int
-        Number of bytes, at least 0.
-
-    Returns
-    -------
-    numpy.ndarray
-        (nbytes,), uint8, without values.
-    """
+    """Return (nbytes,) uint8 of page-locked host memory: the device copies from and to it without the processor."""
     memory = cupy().cuda.alloc_pinned_memory(max(nbytes, 1))
     return np.frombuffer(memory, np.uint8, nbytes)
 
@@ -44,36 +33,11 @@ def _uploads() -> tuple[deque[tuple[Event, np.ndarray]], threading.Lock]:
 
 
 def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
-    """Copy a host array to the current GPU, in the order of the current stream.
+    """Copy a host array of any strides to `out`, or to a new array on the current GPU, in the order of the stream.
 
     The host array may change at once: it is copied to pinned memory first, which is kept until the device has read it.
     The host does not wait, except for the device to read all but the last two pieces of an array of more than
-    `PIECE_BYTES`.
-
-    Parameters
-    ----------
-    host : numpy.ndarray
-        An array of any shape, dtype and strides.
-    out : cupy.ndarray, optional
-        A C-contiguous array of the size and dtype of `host`, to be set.
-
-    Returns
-    -------
-    cupy.ndarray
-        `out`, or a new C-contiguous array.
-
-    Raises
-    ------
-    BackendError
-        CuPy is not installed, or there is no GPU.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import arrays
-    >>> x = arrays.upload(np.arange(3.0))  # doctest: +SKIP
-    >>> arrays.download(x)                 # doctest: +SKIP
-    array([0., 1., 2.])
+    `PIECE_BYTES`. `out` is C-contiguous, of the size and dtype of `host`.
     """
     host = np.asarray(host, order="C")
     array = empty(host.shape, host.dtype, "cuda") if out is None else out
@@ -97,42 +61,16 @@ def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
 
 
 def download(*device_arrays: Array) -> Any:
-    """Copy arrays to the host, and wait for the current stream: once, unless an array has more than `PIECE_BYTES`.
+    """Copy C-contiguous arrays to the host; return one array for one, else a list. Host arrays come back as they are.
 
-    Parameters
-    ----------
-    *device_arrays : cupy.ndarray or numpy.ndarray
-        C-contiguous arrays of any shape and dtype.
-
-    Returns
-    -------
-    numpy.ndarray or list of numpy.ndarray
-        One array for one, a list for any other number. Host arrays come back as they are.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import arrays
-    >>> arrays.download(np.arange(3.0))
-    array([0., 1., 2.])
+    The host waits for the current stream: once, unless an array has more than `PIECE_BYTES`.
     """
-    found = download_all(device_arrays)
-    return found[0] if len(found) == 1 else found
+    hosts = download_all(device_arrays)
+    return hosts[0] if len(hosts) == 1 else hosts
 
 
 def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
-    """Copy any number of arrays to the host, as `download` does.
-
-    Parameters
-    ----------
-    device_arrays : sequence of cupy.ndarray or numpy.ndarray
-        C-contiguous arrays of any shape and dtype.
-
-    Returns
-    -------
-    list of numpy.ndarray
-        As many arrays. Host arrays come back as they are.
-    """
+    """Copy any number of arrays to the host, as `download` does, and return a list."""
     results: list[np.ndarray] = []
     waiting: list[tuple[np.ndarray, np.ndarray]] = []
     for array in device_arrays:
@@ -154,12 +92,9 @@ def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
 
 
 class Download:
-    """Copies of device arrays to the host, begun in the order of the current stream.
+    """Copies of C-contiguous device arrays to the host, begun in the order of the current stream.
 
-    Parameters
-    ----------
-    device_arrays : sequence of cupy.ndarray
-        C-contiguous, of any shape and dtype. They may change once the stream has come to the copies.
+    The device arrays may change once the stream has come to the copies.
     """
 
     def __init__(self, device_arrays: Sequence[DeviceArray]):
@@ -170,23 +105,11 @@ class Download:
         self._done = record()
 
     def is_done(self) -> bool:
-        """Tell whether the copies are there; never waits.
-
-        Returns
-        -------
-        bool
-            True once `result` will not wait.
-        """
+        """Return whether `result` will not wait; never waits itself."""
         return is_done(self._done)
 
     def result(self) -> list[np.ndarray]:
-        """Wait for the copies, and for nothing that was asked of the device behind them.
-
-        Returns
-        -------
-        list of numpy.ndarray
-            New arrays of the same shapes and dtypes.
-        """
+        """Wait for the copies, and for no later work of the device; return new host arrays."""
         self._done.synchronize()
         return [buffer.copy().view(array.dtype).reshape(array.shape) for array, buffer in self._copies]
 
@@ -201,19 +124,10 @@ def _receive(waiting: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:
-    """Start copying pinned bytes to a device array, in the order of the current stream.
+    """Start copying pinned bytes to a C-contiguous device array, in the order of the current stream.
 
-    Parameters
-    ----------
-    target : cupy.ndarray
-        A C-contiguous array of as many bytes, to be set.
-    buffer : numpy.ndarray
-        Pinned bytes. They must stay as they are until the stream has come to the copy.
-
-    Raises
-    ------
-    BackendError
-        A CUDA graph is being recorded, which would repeat the copy from memory that is no longer there.
+    The bytes must stay as they are until the stream has come to the copy. A CUDA graph cannot record this: it would
+    repeat the copy from memory that is no longer there.
     """
     refuse_recording("a copy to the device")
     runtime = cupy().cuda.runtime
@@ -221,26 +135,13 @@ def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:
 
 
 def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
-    """Start copying a device array to pinned bytes, in the order of the current stream.
-
-    Parameters
-    ----------
-    buffer : numpy.ndarray
-        Pinned bytes, to be set. They are there once the stream has come to the copy.
-    source : cupy.ndarray
-        A C-contiguous array of as many bytes.
-
-    Raises
-    ------
-    BackendError
-        A CUDA graph is being recorded.
-    """
+    """Start copying a C-contiguous device array to pinned bytes, there once the stream has come to the copy."""
     refuse_recording("a copy to the host")
     runtime = cupy().cuda.runtime
     runtime.memcpyAsync(address(buffer), address(source), buffer.nbytes, runtime.memcpyDeviceToHost, stream().ptr)
 
 
-# -- The bytes of arrays as pieces in host memory, one after the other, for whoever writes them somewhere -------------
+# -- The bytes of arrays as pieces in host memory, one after the other, for code that writes them ---------------------
 
 
 DEPTH = 2  # pinned buffers: one that the caller looks at, and one into which the next piece is copied
@@ -256,31 +157,10 @@ class _Copy(NamedTuple):
 
 
 def host_pieces(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the bytes of arrays in order, in pieces that are in host memory, without a copy of a whole array.
+    """Yield (number of the array, bytes) in order, in pieces of at most `nbytes` in host memory.
 
     From a GPU each piece passes through one of two pinned buffers, in the order of the current stream: while the caller
-    looks at one piece, the next one is copied.
-
-    Parameters
-    ----------
-    several : sequence of cupy.ndarray or numpy.ndarray
-        C-contiguous arrays of any shape and dtype.
-    nbytes : int
-        The most bytes of a piece.
-
-    Yields
-    ------
-    int
-        Which of the arrays.
-    numpy.ndarray
-        Bytes of it, uint8; those of a device array stay until the next iteration.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import arrays
-    >>> [(which, piece.nbytes) for which, piece in arrays.host_pieces([np.zeros(3), np.zeros(1)], 16)]
-    [(0, 16), (0, 8), (1, 8)]
+    looks at one piece, the next one is copied. Pieces of a device array stay until the next iteration.
     """
     copies: deque[_Copy] = deque()
     free: list[np.ndarray] = []

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe.arrays import memory
-from mpipipe.arrays.dtypes import Array, Tree, is_array
+from mpipipe.arrays.dtypes import Array, Tree, is_array, strip_subclass
 from mpipipe.errors import ArgumentError
 
 Structure: TypeAlias = "int | tuple[str, ...] | None"
@@ -38,17 +37,14 @@ def flatten(tree: Tree) -> tuple[list, Structure]:
 
 
 def read_only(tree: Any) -> Any:
-    """Return the tree with views in place of its host arrays that cannot be written to; anything else as it is."""
-    if type(tree) is np.ndarray:  # the common case, on the hot path
-        view = tree.view()
+    """Return an array or a tree with read-only views in place of its host arrays; anything else as it is.
+
+    Nothing can protect a device array. Views are of numpy.ndarray itself; a masked array raises ArgumentError.
+    """
+    if isinstance(tree, np.ndarray):
+        view = tree.view() if type(tree) is np.ndarray else strip_subclass(tree).view()
         view.setflags(False)
         return view
-    if type(tree) is np.ndarray:  # the common case, on the hot path
-        view = tree.view()
-        view.setflags(write=False)
-        return view
-    if isinstance(tree, np.ndarray):
-        return memory.read_only(tree)
     if isinstance(tree, dict):
         return {key: read_only(leaf) for key, leaf in tree.items()}
     if isinstance(tree, tuple):

@@ -1,8 +1,22 @@
-"""Exact attention: on one rank, and over a sequence that is spread over a ring of ranks."""
+"""Exact attention: on one rank, and over a sequence that is spread over a ring of ranks.
+
+local                 over a sequence that lies wholly on this rank
+ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is the algorithm
+ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
+layout  mask          who holds which positions; parts of shards that see each other
+cache  decode         few queries over many cached keys, for models that decode
+kernels/  merge       attention on one device by numpy, PyTorch, cuDNN or CuPy; partial results become one
+cost                  bytes on the wire, and when computation hides the transfers
+
+`kernels` has a face of its own.
+"""
 
 from __future__ import annotations
 
 from mpipipe.attention.cache import Cached, KVCache
+from mpipipe.attention.cache import Piece as Piece
+from mpipipe.attention.cache import Pieces as Pieces
+from mpipipe.attention.cache import SlotCache as SlotCache
 from mpipipe.attention.decode import decode_attention
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local

@@ -19,14 +19,34 @@ from mpipipe.attention.decode import (
     shared_facts,
     sharing_group,
 )
-from mpipipe.attention.kernels import Block, Result, no_poll
+from mpipipe.attention.kernels import KVBlock, OutLse, no_poll
 from mpipipe.attention.mask import PositionRange, Slice
 from mpipipe.errors import ArgumentError
 from mpipipe.job.types import Communicator
-from mpipipe.nn.layers.attend import Attend
+from mpipipe.nn import Attend
 
 
-class KVCache(Attend):
+class _CausalCache(Attend):
+    """Causal attention over keys and values that the ranks of a communicator share. There is no backward."""
+
+    def __init__(self, comm: Communicator | None, window: int | None, scale: float | None) -> None:
+        mask.check_window(True, window)
+        mask.check_scale(scale)
+        self.window, self.scale = window, scale
+        self.group = sharing_group(comm)
+        self.size, self.rank = (1, 0) if self.group is None else (self.group.size, self.group.rank)
+        self.poll: Callable[[], object] = no_poll
+        self._kept: list[np.ndarray] = []  # keys and values, once their shapes are known
+
+    def backward(self, dout: Array, saved: None) -> NoReturn:
+        raise ArgumentError(
+            "a cache of keys and values has no backward",
+            expected="a model that only runs forward",
+            remedy="train with attention.Local or attention.Ring",
+        )
+
+
+class KVCache(_CausalCache):
     """Causal attention that keeps the keys and values of all positions so far, in one layer of a model that decodes.
 
     Rank r of N keeps positions r c ... (r + 1) c - 1 with c = ceil(capacity / N), so a prompt that fills most of the
@@ -80,49 +100,21 @@ class KVCache(Attend):
             raise ArgumentError(
                 "capacity of a cache", found=repr(capacity), expected="an integer of at least 1, the positions in all"
             )
-        mask.check_window(True, window)
-        mask.check_scale(scale)
-        self.capacity, self.window, self.scale = int(capacity), window, scale
-        self.group = sharing_group(comm)
-        size, rank = (1, 0) if self.group is None else (self.group.size, self.group.rank)
-        part = -(-self.capacity // size)
-        self.first, self.stop = (min(r * part, self.capacity) for r in (rank, rank + 1))
-        self.poll: Callable[[], object] = no_poll
-        self.clear()
+        super().__init__(comm, window, scale)
+        self.capacity = int(capacity)
+        part = -(-self.capacity // self.size)
+        self.first, self.stop = (min(r * part, self.capacity) for r in (self.rank, self.rank + 1))
+        self.length = 0
 
     def clear(self) -> None:
         """Drop all positions."""
         self.length = 0
-        self._kept: list[np.ndarray] = []  # keys and values, once their shapes are known
+        self._kept = []
 
     def positions(self, rows: int) -> np.ndarray:
-        """Return the positions of the next rows.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-
-        Returns
-        -------
-        numpy.ndarray
-            length ... length + rows - 1.
-        """
         return np.arange(self.length, self.length + rows)
 
     def advance(self, rows: int) -> None:
-        """Count new positions without keys and values, for a layer that asks for positions alone.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-
-        Raises
-        ------
-        ArgumentError
-            If they exceed the capacity.
-        """
         self._check_room(rows)
         self.length += rows
 
@@ -158,27 +150,6 @@ class KVCache(Attend):
         out = attend_over_ranks(self.group, kernel, replace(block, poll=self.poll))
         self.length = end
         return out, None
-
-    def backward(self, dout: Array, saved: None) -> NoReturn:
-        """Raise ArgumentError: a cache is for models that only run forward.
-
-        Parameters
-        ----------
-        dout : array
-            Not used.
-        saved : None
-            Not used.
-
-        Raises
-        ------
-        ArgumentError
-            Always.
-        """
-        raise ArgumentError(
-            "a cache of keys and values has no backward",
-            expected="a model that only runs forward",
-            remedy="train with attention.Local or attention.Ring",
-        )
 
     def _facts(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Any]:
         facts = shared_facts(q, k, v, start=self.length, window=self.window, scale=self.scale)
@@ -232,7 +203,7 @@ Cached = KVCache  # an older name
 
 # -- Keys and values of several sequences at once, for one layer of a model that decodes a batch of any lengths -------
 #
-# Tokens of all sequences stand one behind the other in a micro-batch (1, tokens); pieces say whose they are. A sequence
+# Tokens of all sequences stand one after the other in a micro-batch (1, tokens); pieces say whose they are. A sequence
 # has a slot in the cache:
 #
 #     micro-batch   | piece of slot 2: 5 tokens from position 0 | slot 0: 1 token at 31 | slot 1: 1 token at 7 |
@@ -241,7 +212,7 @@ Cached = KVCache  # an older name
 #                     slot 1  ####............................      up to 7
 #                     slot 2  ###.............................      up to 4
 #
-# Each query sees its own slot alone. So the result for a sequence does not depend on the others beside it. The
+# Each query sees its own slot alone. So the result for a sequence does not depend on the others. The
 # positions of each slot are spread over the ranks that share the cache, as those of a KVCache are.
 
 
@@ -252,7 +223,7 @@ class Piece(NamedTuple):
     start : position of the first token
     rows : number of tokens
     total : positions that the sequence may come to have, which decides what each rank keeps of it
-    ends : whether what the model says behind the last token is asked for
+    ends : whether the logits after the last token are wanted
     """
 
     slot: int
@@ -263,7 +234,7 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """What the micro-batch under way consists of: set by whoever runs the layers, read by the caches of all of them."""
+    """The pieces of the current micro-batch: set by the loop that runs the layers, read by the caches of all layers."""
 
     def __init__(self) -> None:
         self.now: Sequence[Piece] = ()
@@ -275,15 +246,13 @@ class Pieces:
         self.positions = np.concatenate([np.arange(piece.start, piece.start + piece.rows) for piece in pieces])
 
 
-class SlotCache(Attend):
+class SlotCache(_CausalCache):
     """Causal attention that keeps keys and values of the sequences in its slots. There is no backward.
 
-    Parameters
-    ----------
     pieces : what the next micro-batch consists of
     slots : number of sequences at once
     capacity : largest `total` of a piece
-    comm : ranks that share the cache, each of which brings the same queries, keys and values, and gets the same result
+    comm : ranks that share the cache: they all bring the same queries, keys and values, and get the same result
     window : a query sees itself and the window - 1 positions before it
     scale : factor on the scores; default 1 / sqrt(head_dim)
     """
@@ -297,14 +266,9 @@ class SlotCache(Attend):
         window: int | None = None,
         scale: float | None = None,
     ) -> None:
-        mask.check_window(True, window)
-        mask.check_scale(scale)
-        self.pieces, self.slots, self.capacity, self.window, self.scale = pieces, slots, capacity, window, scale
-        self.group = sharing_group(comm)
-        self.size, self.rank = (1, 0) if self.group is None else (self.group.size, self.group.rank)
+        super().__init__(comm, window, scale)
+        self.pieces, self.slots, self.capacity = pieces, slots, capacity
         self.rows = -(-capacity // self.size)  # of a slot here
-        self.poll: Callable[[], object] = no_poll
-        self._kept: list[np.ndarray] = []  # keys and values (kv_heads, slots, rows, dim), once their shapes are known
 
     def positions(self, rows: int) -> np.ndarray:
         """Return the positions of the tokens of the micro-batch."""
@@ -325,11 +289,11 @@ class SlotCache(Attend):
                 expected=f"(1, {tokens}, heads, head_dim)",
             )
         if not self._kept:
-            # zeros: pages that no sequence reaches are never touched
+            # (kv_heads, slots, rows, dim) of zeros: pages that no sequence reaches are never touched
             self._kept = [np.zeros((x.shape[2], self.slots, self.rows, x.shape[3]), x.dtype) for x in (k, v)]
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
 
-        def attend(result: Result) -> None:
+        def attend(result: OutLse) -> None:
             nothing_yet(result)
             slices: list[Slice] = []
             row = 0
@@ -344,15 +308,11 @@ class SlotCache(Attend):
                 row += piece.rows
             if slices:
                 keys_held, values_held = map(_side_by_side, self._kept)
-                block = Block(q, keys_held, values_held, scale, slices, self.poll)
+                block = KVBlock(q, keys_held, values_held, scale, slices, self.poll)
                 kernels.chosen().forward(block, result, overwrite=False)
             self.poll()
 
         return merged_over_ranks(self.group, q, v.shape[3], attend), None
-
-    def backward(self, dout: Array, saved: None) -> NoReturn:
-        """Raise ArgumentError: a cache is for models that only run forward."""
-        raise ArgumentError("a cache of keys and values has no backward", expected="a model that only runs forward")
 
     def _append(self, piece: Piece, row: int, k: np.ndarray, v: np.ndarray) -> tuple[int, int]:
         """Keep this rank's part of a piece; return its first position of the slot, and how many it has from there."""
@@ -372,7 +332,7 @@ class SlotCache(Attend):
                 kept[:, piece.slot, low - first : high - first] = new.swapaxes(0, 1)
         return first, max(0, high - first)
 
-    def _attend_one(self, piece: Piece, row: int, filled: int, asks: Any, result: Result) -> None:
+    def _attend_one(self, piece: Piece, row: int, filled: int, asks: Any, result: OutLse) -> None:
         """Let the single query of a piece attend to the keys of its slot, for all heads at once.
 
         The kernels go head by head, in tiles made for many queries.

@@ -1,4 +1,4 @@
-"""What ring attention costs: bytes on the wire, memory saved, and when transfers hide behind computation.
+"""What ring attention costs: bytes on the wire, memory saved, and when computation hides the transfers.
 
 Pure arithmetic, to plan with and to check measurements against. N is the size of the ring, s the local length of the
 sequence, g the number of query heads to a key head.
@@ -28,7 +28,7 @@ def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> 
     Parameters
     ----------
     blocks : `kv_bytes` of each rank of the ring, in rank order
-    steps : ring steps (`Layout.steps`: fewer than N behind a window); default N
+    steps : ring steps (`Layout.steps`: fewer than N with a window); default N
 
     In every step t but the last, the rank passes on the block of rank - t. That makes N - 1 blocks: (N - 1) kv_bytes if
     shards are even.
@@ -60,7 +60,7 @@ def sent_backward(
 def sent_backward_full_circle(block: int, ranks: int) -> int:
     """Bytes that a rank would send in a backward that begins with its own block, as ring-flash-attention's does.
 
-    K and V take N - 1 hops. dK and dV take N, of which the last brings them home: (2 N - 1) kv_bytes. This is for
+    K and V take N - 1 hops. dK and dV take N, where the last brings them home: (2 N - 1) kv_bytes. This is for
     comparison with `sent_backward`.
     """
     return (2 * ranks - 1) * block if ranks > 1 else 0
@@ -82,7 +82,7 @@ def saved_by_ring_blocks(ranks: int) -> float:
 def hiding_length_forward(
     flops: float, bandwidth: float, group: int = 1, itemsize: int = 4, causal: bool = True
 ) -> float:
-    """The shortest local length at which the transfers of a forward hide behind its computation.
+    """The shortest local length at which the computation of a forward hides its transfers.
 
     Parameters
     ----------

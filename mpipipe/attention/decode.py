@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe.arrays import accumulator, aligned_empty, is_device
+from mpipipe.arrays import accumulator, aligned_empty, cast, is_device
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.accumulate import cast
-from mpipipe.attention.checks import check_arrays
-from mpipipe.attention.kernels import AttentionKernel, Block, Result
+from mpipipe.attention.kernels import AttentionKernel, KVBlock, OutLse
+from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.mask import PositionRange
 from mpipipe.attention.merge import merge
 from mpipipe.errors import ArgumentError
@@ -40,7 +39,7 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> np.ndarray:
-    """Attend causally from a few queries to keys and values of which each rank has a part; collective.
+    """Attend causally from a few queries to keys and values that are spread over the ranks; collective.
 
     The first call on a communicator makes a private duplicate of it, which is freed with it.
 
@@ -97,17 +96,17 @@ def decode_attention(
 
 def causal_block(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, start: int, first: int, window: int | None, scale: float | None
-) -> Block:
+) -> KVBlock:
     """Return the work of queries from position `start` on keys from position `first`."""
     queries, keys = PositionRange(0, q.shape[1], start, 1), PositionRange(0, k.shape[1], first, 1)
     slices = mask.mask_slices([queries], [keys], True, window)
-    return Block(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices)
+    return KVBlock(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices)
 
 
-def attend_over_ranks(group: Group | None, kernel: AttentionKernel, block: Block) -> np.ndarray:
+def attend_over_ranks(group: Group | None, kernel: AttentionKernel, block: KVBlock) -> np.ndarray:
     """Attend to this rank's block, and merge the results of all ranks."""
 
-    def attend(result: Result) -> None:
+    def attend(result: OutLse) -> None:
         overwrite = mask.each_row_once(block.slices, block.q.shape[1])
         if not overwrite:
             nothing_yet(result)
@@ -116,7 +115,7 @@ def attend_over_ranks(group: Group | None, kernel: AttentionKernel, block: Block
     return merged_over_ranks(group, block.q, block.v.shape[3], attend)
 
 
-def merged_over_ranks(group: Group | None, q: np.ndarray, width: int, attend: Callable[[Result], object]) -> np.ndarray:
+def merged_over_ranks(group: Group | None, q: np.ndarray, width: int, attend: Callable[[OutLse], object]) -> np.ndarray:
     """Let `attend` set what queries find on this rank, and merge the results of all ranks.
 
     Returns (batch, rows, heads, width) for queries (batch, rows, heads, head_dim), with the same bits on every rank.
@@ -124,8 +123,8 @@ def merged_over_ranks(group: Group | None, q: np.ndarray, width: int, attend: Ca
     batch, rows, heads, _ = q.shape
     split = batch * rows * heads * width
 
-    def unpack(message: np.ndarray) -> Result:
-        return Result(message[:split].reshape(batch, rows, heads, width), message[split:].reshape(batch, heads, rows))
+    def unpack(message: np.ndarray) -> OutLse:
+        return OutLse(message[:split].reshape(batch, rows, heads, width), message[split:].reshape(batch, heads, rows))
 
     sum_dtype = accumulator(q.dtype)
     message = aligned_empty(split + batch * heads * rows, sum_dtype)
@@ -144,7 +143,7 @@ def merged_over_ranks(group: Group | None, q: np.ndarray, width: int, attend: Ca
     return cast(out, q.dtype)
 
 
-def nothing_yet(result: Result) -> None:
+def nothing_yet(result: OutLse) -> None:
     """Set a result to that of queries which have seen no key."""
     result.out.fill(0)
     result.lse.fill(-np.inf)

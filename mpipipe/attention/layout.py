@@ -124,8 +124,8 @@ class Layout:
         numpy.ndarray
             (length(rank),), int64, rising.
         """
-        found = [part.first + part.stride * np.arange(part.rows) for part in self._ranges[rank]]
-        return np.concatenate(found).astype(np.int64)
+        ranges = [part.first + part.stride * np.arange(part.rows) for part in self._ranges[rank]]
+        return np.concatenate(ranges).astype(np.int64)
 
     def shard(self, array: np.ndarray, rank: int, axis: int = 1) -> np.ndarray:
         """Cut out the rows that a rank holds.
@@ -177,10 +177,10 @@ class Layout:
         ArgumentError
             If the shards have other lengths than the layout.
         """
-        found = [array.shape[axis] for array in arrays]
+        lengths = [array.shape[axis] for array in arrays]
         expected = [self.length(rank) for rank in range(self.ranks)]
-        if found != expected:
-            raise ArgumentError("the shards have other lengths than the layout", found=found, expected=expected)
+        if lengths != expected:
+            raise ArgumentError("the shards have other lengths than the layout", found=lengths, expected=expected)
         order = np.argsort(np.concatenate([self.positions(rank) for rank in range(self.ranks)]))
         return np.concatenate(arrays, axis=axis).take(order, axis=axis)
 
@@ -211,7 +211,7 @@ class Layout:
         Returns
         -------
         list of mpipipe.attention.mask.Slice
-            Empty if the queries see none of the keys.
+            Empty if the queries see no key.
 
         Examples
         --------
@@ -252,7 +252,7 @@ class Layout:
         Returns
         -------
         int
-            `ranks`, or fewer behind a window.
+            `ranks`, or fewer with a window.
 
         Examples
         --------

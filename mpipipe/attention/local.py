@@ -12,12 +12,11 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.accumulate import attend_once
-from mpipipe.attention.checks import check_arrays
-from mpipipe.attention.kernels import Block, Gradients, Result, no_poll
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, no_poll
+from mpipipe.attention.kernels.interface import attend_once, check_arrays
 from mpipipe.attention.mask import PositionRange, Slice, document_offsets
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.attend import Attend
+from mpipipe.nn import Attend
 
 
 class LocalSaved(NamedTuple):
@@ -118,7 +117,7 @@ class Local(Attend):
             (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : LocalSaved
             For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
-            stand one behind the other as one sequence in it, as in all arrays of `saved`.
+            stand one after the other as one sequence in it, as in all arrays of `saved`.
 
         Raises
         ------
@@ -133,30 +132,16 @@ class Local(Attend):
         else:
             slices = self._packed_slices(segments, q, k)
             q, k, v = map(as_one_sequence, (q, k, v))
-        out, lse = attend_once(kernels.chosen(q, k, v), Block(q, k, v, scale, slices, self.poll))
+        out, lse = attend_once(kernels.chosen(q, k, v), KVBlock(q, k, v, scale, slices, self.poll))
         return out.reshape(shape), LocalSaved(q, k, v, out, lse, scale, slices)
 
     def backward(self, dout: Array, saved: LocalSaved) -> Gradients:
-        """Return the gradients of the inputs.
-
-        Parameters
-        ----------
-        dout : array
-            Gradient of `out`, in its shape and dtype.
-        saved : LocalSaved
-            From `forward`.
-
-        Returns
-        -------
-        dq, dk, dv : array
-            In the shapes and dtype of q, k and v, C-contiguous.
-        """
         room = Gradients(*(by_rows(arrays.empty_like(x), dout.shape[0]) for x in saved[:3]))
         return Local.backward_into(self, dout, saved, room)
 
     def backward_into(self, dout: Array, saved: LocalSaved, room: tuple[Array, Array, Array]) -> Gradients:
         q, k, v, out, lse, scale, slices = saved
-        block, result = Block(q, k, v, scale, slices, self.poll), Result(out, lse)
+        block, result = KVBlock(q, k, v, scale, slices, self.poll), OutLse(out, lse)
         dout, targets, fits = like(dout, out), Gradients(*room), True
         if room[0].shape != q.shape:  # the rows are one sequence
             fits = all(map(writable_as_one, room))
@@ -197,7 +182,7 @@ class Local(Attend):
         return self._planned[1]
 
 
-# -- Rows of a batch that hold several documents each: they are attended to as one sequence, row behind row -----------
+# -- Rows of a batch that hold several documents each: they are attended to as one sequence, row after row ------------
 #
 #     row 0   a a a b b b b b        as one sequence   a a a b b b b b|c c c c c c d d
 #     row 1   c c c c c c d d
@@ -206,14 +191,9 @@ class Local(Attend):
 
 
 def documents_of_rows(segments: np.ndarray, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Return, for each row, where its documents begin, rising from 0, and its length at the end.
+    """Return, for each row of `segments`, where its documents begin, rising from 0, and its length at the end.
 
-    Parameters
-    ----------
-    segments : (batch, seq) integers, the document of each position; equal numbers of a row stand together
-    batch : number of rows
-
-    Raises ArgumentError for another shape, and for documents whose positions do not stand together.
+    `segments` (batch, seq) are integers, the document of each position; equal numbers of a row stand together.
     """
     numbers = np.asarray(segments)
     if numbers.ndim != 2 or len(numbers) != batch or numbers.dtype.kind not in "iu":

@@ -1,4 +1,4 @@
-"""Which parts of which shards see each other: one planner for layouts, causality, windows and packed documents.
+"""Parts of shards that see each other: one planner for layouts, causality, windows and packed documents.
 
 A shard is a few ranges of evenly spaced positions. Take a range of queries at a + d i and a range of keys at b + d j.
 Causality (no key after its query) and a window of W (the query itself and the W - 1 before it) both bound j - i:
@@ -75,8 +75,6 @@ def mask_slices(
 ) -> list[Slice]:
     """The slices in which queries of one shard see keys of another.
 
-    Parameters
-    ----------
     queries, keys : position ranges of the two shards
     causal : a query sees no later position
     window : a query sees itself and the window - 1 positions before it; needs causal
@@ -124,7 +122,7 @@ def disjoint(ranges: Sequence[tuple[int, int]]) -> bool:
 
 
 def each_row_once(slices: Sequence[Slice], rows: int) -> bool:
-    """Whether each of so many query rows lies in exactly one slice."""
+    """Whether each of the first `rows` query rows lies in exactly one slice."""
     return covers_once([(part.q_start, part.q_stop) for part in slices], rows)
 
 
@@ -194,8 +192,6 @@ def check_scale(scale: object) -> None:
 def document_offsets(segments: ArrayLike | None, seq_len: int) -> list[int] | None:
     """Where the documents of a packed sequence begin, rising from 0, and `seq_len` at the end.
 
-    Parameters
-    ----------
     segments : None, or integers. `seq_len` integers give the document of each position; equal numbers stand together.
         Any other count of integers gives the documents' lengths, which add up to `seq_len`.
 

@@ -11,9 +11,8 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.accumulate import attend_once
-from mpipipe.attention.checks import check_positions
-from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result, no_poll
+from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse, no_poll
+from mpipipe.attention.kernels.interface import attend_once
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import as_one_sequence, by_rows, documents_of_rows, like
 from mpipipe.attention.ring_pass import RingPass
@@ -23,7 +22,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import runtime, settings
 from mpipipe.job.communicators import cached
 from mpipipe.job.types import Communicator
-from mpipipe.nn.layers.attend import Attend
+from mpipipe.nn import Attend
 from mpipipe.text import counted
 
 
@@ -121,6 +120,14 @@ class Ring(Attend):
         self._others: dict[int, Ring] = {}  # by their windows
         self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
 
+    def __repr__(self) -> str:
+        options = self.options
+        parts = [f"rank {self.group.rank} of {self.group.size}", "causal" if options.causal else "not causal"]
+        parts += [] if options.window is None else [f"window {options.window}"]
+        parts += [] if options.seq_len is None else [counted(options.seq_len, "position")]
+        parts += [] if options.segments is None else ["documents"]
+        return f"<Ring {options.layout}: {', '.join(parts)}>"
+
     def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
         """Attend; collective.
 
@@ -142,7 +149,7 @@ class Ring(Attend):
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : RingSaved
             For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq); with `segments` the
-            rows stand one behind the other as one sequence in it, as in all arrays of `saved`.
+            rows stand one after the other as one sequence in it, as in all arrays of `saved`.
 
         Raises
         ------
@@ -164,7 +171,7 @@ class Ring(Attend):
                 check_positions(expected, plan.layout.positions(rank), options.layout, rank)
             if plan.steps == 1:
                 message = None
-                out, lse = attend_once(kernel, Block(q, k, v, scale, plan.slices[0], self.poll))
+                out, lse = attend_once(kernel, KVBlock(q, k, v, scale, plan.slices[0], self.poll))
             else:
                 run = self._run(plan, kernel)
                 (out, lse), message = run.forward(scale, q, k, v)
@@ -200,14 +207,14 @@ class Ring(Attend):
         batch, dout = dout.shape[0], like(dout, saved.out)
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
         with self.group.failing("the backward of a ring"):
-            given, result = (saved.q, saved.k, saved.v), Result(saved.out, saved.lse)
-            block = Block(*given, saved.scale, saved.plan.slices[0], self.poll)
+            inputs, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
+            block = KVBlock(*inputs, saved.scale, saved.plan.slices[0], self.poll)
             if saved.message is None:
                 fits = room is not None and room[0].shape == saved.q.shape
-                gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, given)))
-                kernels.chosen(*given).backward(block, dout, result, gradients, overwrite=True)
+                gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, inputs)))
+                kernels.chosen(*inputs).backward(block, dout, result, gradients, overwrite=True)
             else:
-                run = self._run(saved.plan, kernels.chosen(*given))
+                run = self._run(saved.plan, kernels.chosen(*inputs))
                 gradients = run.backward(block, dout, result, saved.message)
                 self.bytes_sent += run.bytes_sent
             return Gradients(*(by_rows(x, batch) for x in gradients))
@@ -274,6 +281,25 @@ class Ring(Attend):
 
     def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
         return RingPass(plan, kernel, self._exchange(plan.message.shapes.device), self.options.rotation, self.poll)
+
+
+def check_positions(found: np.ndarray, expected: np.ndarray, layout: str, rank: int) -> None:
+    """Raise ArgumentError unless a layer has the positions of its rows that a ring attends by."""
+    if not np.array_equal(found, expected):
+        raise ArgumentError(
+            "a layer and its ring differ in the positions of this rank's rows",
+            rank=rank,
+            found=_listed(found),
+            expected=f"{_listed(expected)}, the {layout} shard that the ring attends by",
+            remedy="use one Layout for all: layout.shard(x, rank), Ring(comm, layout=layout), layout.positions(rank)",
+        )
+
+
+def _listed(positions: np.ndarray) -> str:
+    """The first positions, and how many there are."""
+    numbers = positions.reshape(-1)
+    more = f" ... ({numbers.size} in all)" if numbers.size > 8 else ""
+    return " ".join(map(str, numbers[:8].tolist())) + more
 
 
 # -- Ring attention as two functions, forward and backward ------------------------------------------------------------

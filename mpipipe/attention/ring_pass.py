@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
-from mpipipe.attention.accumulate import cast, strided_add, strided_copy
-from mpipipe.attention.kernels import AttentionKernel, Block, Gradients, Result
+from mpipipe.arrays import Array, cast
+from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse
+from mpipipe.attention.kernels.interface import strided_add, strided_copy
 from mpipipe.attention.ring_plan import RingPlan
 from mpipipe.comm.ring_exchange import RingExchange
 
@@ -34,16 +34,12 @@ from mpipipe.comm.ring_exchange import RingExchange
 class RingPass:
     """One forward or backward of a ring with more than one step.
 
-    Parameters
-    ----------
     plan : of this rank
     kernel : what computes a block
     exchange : what moves messages
     rotation : "overlap" or "sendrecv"
     poll : called after each tile, besides that of the exchange
 
-    Attributes
-    ----------
     bytes_sent : by this rank, in this pass
     """
 
@@ -55,7 +51,7 @@ class RingPass:
         self.bytes_sent = 0
         self._user_poll = poll
 
-    def forward(self, scale: float, q: Array, k: Array, v: Array) -> tuple[Result, Array]:
+    def forward(self, scale: float, q: Array, k: Array, v: Array) -> tuple[OutLse, Array]:
         """Return the result, and the message with the keys and values of the last step."""
         plan, packing, rank = self.plan, self.plan.message, self.rank
         accumulator = self.kernel.make_accumulator(q, v, plan.overwrite)
@@ -66,13 +62,13 @@ class RingPass:
                 incoming = packing.empty(packing.kv_bytes(rank - step - 1))
                 self._start(message, +1, incoming)
             keys, values = (k, v) if step == 0 else packing.unpack(message, rank - step)
-            accumulator.attend(Block(q, keys, values, scale, plan.slices[step], self._poll))
+            accumulator.attend(KVBlock(q, keys, values, scale, plan.slices[step], self._poll))
             self.exchange.finish()
             if more:
                 message = incoming
         return accumulator.end(), message
 
-    def backward(self, own: Block, dout: Array, result: Result, message: Array) -> Gradients:
+    def backward(self, own: KVBlock, dout: Array, result: OutLse, message: Array) -> Gradients:
         """Return the gradients of the arrays of `own`, this rank's block.
 
         `message` is what the forward returned. From the second step on it also has gradients, before keys and values.
@@ -100,7 +96,7 @@ class RingPass:
         return Gradients(*(cast(x, packing.dtype) for x in (dq, dk, dv)))
 
     def _start(self, outgoing: Array, shift: int, incoming: Array) -> None:
-        """Send to the rank `shift` places ahead, and receive from the one as far behind."""
+        """Send to the rank `shift` places ahead, and receive from the one as far back."""
         dest, source = ((self.rank + places) % self.size for places in (shift, -shift))
         self.bytes_sent += outgoing.nbytes
         self.exchange.start(self.rotation, outgoing, dest, incoming, source)

@@ -11,9 +11,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.accumulate import strided_copy
-from mpipipe.attention.checks import check_arrays
 from mpipipe.attention.kernels import AttentionKernel
+from mpipipe.attention.kernels.interface import check_arrays, strided_copy
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm.ring_exchange import ROTATIONS
@@ -110,10 +109,8 @@ class KVMessage:
     """How the keys and values of a rank, and their gradients, are packed.
 
     A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
-    one array behind the other, all C-contiguous. Either half may be missing.
+    one array after the other, all C-contiguous. Either half may be missing.
 
-    Attributes
-    ----------
     shapes : of the arrays of all ranks
     lengths : number of keys of each rank. Methods count ranks modulo the ring.
     dtype : of keys and values
@@ -174,8 +171,6 @@ class KVMessage:
 class RingPlan:
     """What one rank does in a forward or backward.
 
-    Attributes
-    ----------
     steps : ring steps
     slices : for each ring step t, what this rank's queries need of the keys of rank r - t
     overwrite : whether each row of queries lies in exactly one slice of the first step
@@ -260,7 +255,7 @@ KEPT_PLANS = 64
 REMEDY = "give the same options and arrays of the same kind on all ranks, and make the same calls in the same order"
 
 
-class Agreed(NamedTuple):
+class AgreedForward(NamedTuple):
     """What the ranks agreed on for a forward: the plan, this rank's kernel, and the number of the call."""
 
     plan: RingPlan
@@ -273,8 +268,6 @@ class RingAgreement:
 
     Every method is collective, and raises the same error on every rank if the ranks differ or one of them has an error.
 
-    Attributes
-    ----------
     group : the job.group.Group of the ranks
     calls : number of forwards so far
     plans : by what they are made of, at most KEPT_PLANS
@@ -300,8 +293,8 @@ class RingAgreement:
 
     def agree_on_forward(
         self, options: RingOptions, digest: str, q: Array, k: Array, v: Array, *, error: Exception | None = None
-    ) -> Agreed:
-        """Compare shapes and dtype. `digest` is the hash of the options; `error` tells why this rank has no options."""
+    ) -> AgreedForward:
+        """Compare shapes and dtype. `digest` is the hash of the options; `error`: why this rank has no options."""
         self.calls += 1
         kernel: AttentionKernel | None = None
         shapes: RingShapes | None = None
@@ -319,7 +312,7 @@ class RingAgreement:
         rows, keys = ballot.cast(self.group, lengths).T.tolist()
         ballot.decide()
         assert kernel is not None and shapes is not None  # else the agreement has raised
-        return Agreed(self._plan(options, shapes, rows, keys), kernel, self.calls)
+        return AgreedForward(self._plan(options, shapes, rows, keys), kernel, self.calls)
 
     def _plan(self, options: RingOptions, shapes: RingShapes, rows: list[int], keys: list[int]) -> RingPlan:
         key = shapes, options, tuple(rows), tuple(keys)

@@ -1,1 +1,12 @@
-"""python -m mpipipe bench: measurements side by side with the bare thing, in one run. Ratios, not promises."""
+"""`python -m mpipipe bench`: measurements next to a reference that runs in the same job, as ratios.
+
+commands            the command line of each measurement
+timing              candidates that take turns, times on a GPU, how both are reported
+pipeline            the machinery on small stages, steps without a barrier between them, messages
+schedules           large schedules, and how far searched ones are from the best
+train               trainings next to their predictions: a GPT's step, plans, the memory of a dry run
+files               checkpoints next to dd, tokens next to the library tokenizers
+attention           kernels on the host, and a ring
+gpu/                kernels, steps and messages on GPUs
+torch_gpt           the same GPT in PyTorch
+"""

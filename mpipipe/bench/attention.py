@@ -1,4 +1,4 @@
-"""`bench attention`: the kernels on one rank beside PyTorch's, and a ring of all ranks beside one rank alone.
+"""`bench attention`: the kernels on one rank next to PyTorch's, and a ring of all ranks next to one rank alone.
 
 The ring uses the kernel that MPIPIPE_ATTENTION chooses; PyTorch has one thread, as BLAS has.
 
@@ -18,8 +18,7 @@ import numpy as np
 
 from mpipipe import attention
 from mpipipe.attention import cost, kernels
-from mpipipe.attention.kernels import Block, Gradients, Result, host, no_poll
-from mpipipe.attention.layout import Layout
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, no_poll
 from mpipipe.bench.timing import Call, compare, report
 from mpipipe.comm.ring_exchange import ROTATIONS
 from mpipipe.job import runtime
@@ -45,12 +44,12 @@ def _arrays(seq_len: int, heads: int, dim: int) -> list[np.ndarray]:
 
 
 def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
-    candidates = {"host": _local(host, seq_len, heads, dim)}
+    candidates = {"host": _local(kernels.load("host"), seq_len, heads, dim)}
     if find_spec("torch"):
-        from mpipipe.attention.kernels import torch_cpu
+        import torch
 
-        torch_cpu.torch.set_num_threads(1)
-        candidates["torch"] = _local(torch_cpu, seq_len, heads, dim)
+        torch.set_num_threads(1)
+        candidates["torch"] = _local(kernels.load("torch"), seq_len, heads, dim)
         candidates["PyTorch"] = _pytorch(seq_len, heads, dim)
     times = compare(comm, [call for pair in candidates.values() for call in pair], repeats, WARMUP)
     for at, direction in enumerate(("forward", "backward")):
@@ -68,9 +67,9 @@ def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: in
 def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
     """Return forward and backward of a kernel, as attention.Local calls it."""
     q, k, v, dout = _arrays(seq_len, heads, dim)
-    slices, scale = Layout("contiguous", 1, seq_len).needs(0, 0), dim**-0.5
-    block = Block(q, k, v, scale, slices)
-    result = Result(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
+    slices, scale = attention.Layout("contiguous", 1, seq_len).needs(0, 0), dim**-0.5
+    block = KVBlock(q, k, v, scale, slices)
+    result = OutLse(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
     forward = partial(kernel.forward, block, result, True)
 
     def backward() -> None:
@@ -83,22 +82,21 @@ def _pytorch(seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
     """Return the same for PyTorch's own kernel, on arrays in the order that it likes best."""
     import torch
 
-    from mpipipe.attention.kernels.torch_cpu import flash, flash_backward
-
+    kernel: Any = kernels.load("torch")
     q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in _arrays(seq_len, heads, dim))
-    out, lse = flash(q, k, v, 0.0, True)
+    out, lse = kernel.flash(q, k, v, 0.0, True)
     block = q, k, v
-    return partial(flash, *block, 0.0, True), partial(flash_backward, dout, *block, out, lse, 0.0, True)
+    return partial(kernel.flash, *block, 0.0, True), partial(kernel.flash_backward, dout, *block, out, lse, 0.0, True)
 
 
 def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
     kernel = kernels.chosen()
-    if kernel is not host:
+    if kernel is not kernels.load("host"):
         import torch
 
         torch.set_num_threads(1)
     whole = _arrays(seq_len, heads, dim)
-    layout = Layout("zigzag", comm.size, seq_len)
+    layout = attention.Layout("zigzag", comm.size, seq_len)
     shards = [layout.shard(array, comm.rank) for array in whole]
     rings = [attention.Ring(comm, layout=layout, rotation=rotation) for rotation in ROTATIONS]
     alone = _calls(attention.Local(), whole) if comm.rank == 0 else (no_poll, no_poll)

@@ -1,15 +1,22 @@
-"""Side by side timing: candidates take turns in one run, and medians are compared."""
+"""Candidates that take turns in one run, times on the device, and how both are reported."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import DeviceArray, Shape
 from mpipipe.cli.output import show
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
+from mpipipe.text import text_table
 
 Call: TypeAlias = "Callable[[], object]"  # what is measured
 
@@ -41,3 +48,120 @@ def report(comm: Communicator, name: str, measured: str, ratio: float | None = N
     if comm.rank == 0:
         tail = "" if ratio is None else f"; ratio {ratio:.2f} ({goal})"
         show(f"{name}: {measured}{tail}\n")
+
+
+# -- A number that was measured, next to its peer: as a table for people, and as JSON for programs ---------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: a rate or a share; more is better unless `goal` says otherwise.
+
+    what : what was measured, with its sizes
+    value, unit : measured here, now
+    peer, peer_value : what the value is compared with, in the same unit; a published number says so in its name
+    goal : for the ratio to the peer, or for the value where there is no peer
+    """
+
+    what: str
+    value: float
+    unit: str
+    peer: str = ""
+    peer_value: float | None = None
+    goal: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """The value over that of the peer, None without a peer."""
+        return None if self.peer_value is None else self.value / self.peer_value
+
+    def facts(self) -> dict[str, str | float | None]:
+        """Return all fields and the ratio, for JSON."""
+        return {**asdict(self), "ratio": self.ratio}
+
+    def __str__(self) -> str:
+        beside = "" if self.ratio is None else f"; {self.peer} {self.peer_value:.4g}, ratio {self.ratio:.3f}"
+        return f"{self.what}: {self.value:.4g} {self.unit}".rstrip() + beside + (f" ({self.goal})" if self.goal else "")
+
+
+def show_rows(title: str, rows: list[Row], notes: list[str], stream: TextIO | None = None) -> None:
+    """Print the rows as a table, and below it a line for each note."""
+    heads = ("measured", "value", "beside", "value", "ratio", "goal")
+    cells = [
+        (
+            row.what,
+            f"{row.value:.4g} {row.unit}",
+            row.peer,
+            "" if row.peer_value is None else f"{row.peer_value:.4g}",
+            "" if row.ratio is None else f"{row.ratio:.3f}",
+            row.goal,
+        )
+        for row in rows
+    ]
+    print(title, *text_table(heads, cells, left=(0, 2, 5)), *notes, sep="\n", file=stream or sys.stdout)
+
+
+# -- Times on the device, between events ------------------------------------------------------------------------------
+
+
+WARMUP = 2
+BLOCK = 1 << 20
+LEADS = 5  # attempts to get the host ahead, each with twice the work in front
+
+
+def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
+    """Return the median device time of `call()` on the current stream. The first `warmup` calls do not count."""
+    for _ in range(warmup):
+        call()
+    marks = []
+    for _ in range(repeats):
+        start = arrays.record(timing=True)
+        call()
+        marks.append((start, arrays.record(timing=True)))
+    marks[-1][1].synchronize()
+    return median(arrays.seconds_between(start, end) for start, end in marks)
+
+
+def seconds_behind(work: Call, call: Call, repeats: int) -> tuple[float, bool]:
+    """Return the median device time of `call()` when all of it is queued before it begins, and whether it always was.
+
+    Enough of `work()` is queued in front: the host launches the last kernel of `call()` before the device begins the
+    first. No latency of the host is in the result.
+    """
+    each = seconds(work, 3)
+    arrays.stream().synchronize()
+    began = perf_counter()
+    call()
+    turns = 2 + int(3 * (perf_counter() - began) / max(each, 1e-6))
+    times: list[float] = []
+    always = True
+    for _ in range(repeats):
+        for _ in range(LEADS):
+            arrays.stream().synchronize()
+            for _ in range(min(turns, 1 << 8)):  # a GPU's queue holds about 2^10 launches
+                work()
+            start = arrays.record(timing=True)
+            call()
+            end = arrays.record(timing=True)
+            ahead = not arrays.is_done(start)
+            end.synchronize()
+            if ahead:
+                break
+            turns *= 2
+        always &= ahead
+        times.append(arrays.seconds_between(start, end))
+    return median(times), always
+
+
+def normal(shape: Shape, dtype: str, seed: int = 0) -> DeviceArray:
+    """Return a device array of random values. Those of a long array repeat after 2^20."""
+    count, kind = int(np.prod(shape)), arrays.dtype(dtype)
+    values = np.random.default_rng(seed).standard_normal(min(count, BLOCK), np.float32)
+    flat = arrays.empty((count,), kind, "cuda")
+    arrays.upload(values.astype(kind), flat[: values.size])
+    done = values.size
+    while done < count:
+        more = min(done, count - done)
+        arrays.copy_into(flat[done : done + more], flat[:more])
+        done += more
+    return flat.reshape(shape)

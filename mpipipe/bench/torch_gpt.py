@@ -12,7 +12,7 @@ from torch import nn
 
 from mpipipe.language.models import GPT
 
-# name -> (whether weights are bfloat16 beside float32 masters, instead of float32 under autocast; whether compiled)
+# name -> (whether weights are bfloat16 with float32 masters, instead of float32 under autocast; whether compiled)
 PEERS = {
     "eager, autocast": (False, False),
     "eager, bfloat16 weights": (True, False),
@@ -43,12 +43,10 @@ def training_step(
 ) -> Callable[[], float]:
     """Return a function that makes a step: all micro-batches, clipping by the norm, AdamW.
 
-    Parameters
-    ----------
     model : sizes, models.GPT
     tokens : int64 (2, rows, seq): inputs and targets
     dtype : of the products, torch.bfloat16
-    masters : weights of `dtype` beside float32 ones that the optimizer changes; otherwise float32 under autocast
+    masters : weights of `dtype` with float32 ones that the optimizer changes; otherwise float32 under autocast
     compiled : by torch.compile
     """
     gpt = _model(model).to(device)

@@ -1,28 +1,50 @@
-"""`bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules.
-
-Where PyTorch is installed, forward and backward of one micro-batch of the whole model on one rank stand beside it.
-"""
+"""Trainings next to their predictions: a GPT's step, the plans of the planner, the memory of a dry run."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
-from statistics import median
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import mean, median
 
 import numpy as np
 
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import compare, report
+from mpipipe.cli.output import show
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import BackendError
 from mpipipe.job import runtime
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.language.models import GPT
+from mpipipe.language.task import TextTask, estimate
+from mpipipe.planning import Choice, Profile, Space, predict
+from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds
+from mpipipe.planning.links import TrialSteps, trial_steps
+from mpipipe.planning.memory import resident
+from mpipipe.planning.problem import MeasuredRanks
+from mpipipe.planning.search import cuts_by_time
 from mpipipe.text import counted
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.planned import measured_ranks
+
+# -- `bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules ------
+#
+# Where PyTorch is installed, forward and backward of one micro-batch of the whole model on one rank are measured too.
+
 
 WARMUP = 1
 
 
-def run(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatches: int, rows: int) -> None:
+def run_train(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatches: int, rows: int) -> None:
     """Print seconds a step, tokens/s, and the ratio to the simulated step, for 1F1B and interleaved 1F1B."""
     comm = runtime.world()
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
@@ -42,7 +64,7 @@ def run(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatc
 
 
 def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> None:
-    """Report forward and backward of one micro-batch on one rank, beside PyTorch's."""
+    """Report forward and backward of one micro-batch on one rank, next to PyTorch's."""
     from mpipipe.bench.torch_gpt import micro_batch
 
     tokens, targets = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
@@ -93,3 +115,172 @@ def _measure(
             times.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
         costs = pipeline.durations()
     return median(times[WARMUP:]), schedules.simulate(schedule, costs).makespan
+
+
+# -- `bench plan`: predicted steps against real ones, for plans drawn at random ----------------------------------------
+#
+# The speed of a shared machine changes from second to second. So the steps of each plan alternate with those of the
+# chosen plan, and their ratio is measured. The time of a plan is its median ratio, times the median step of the chosen
+# plan in the whole run. Noise is how far the turns of one plan are apart: half of the plans have a smaller spread.
+
+
+PLAN_PAIRS = 3  # in each turn of a plan: its steps, between those of the chosen plan
+PLAN_STEPS = 2  # in a row
+MOVED = 2  # layers that may lie elsewhere than in the cut by time
+
+
+def run_plan(configurations: int, repeats: int, seed: int, config: TrainConfig) -> None:
+    """Print each plan, the errors of predictions, and whether the chosen plan is the fastest of all."""
+    comm = runtime.world()
+    with Mesh(comm, pipe=comm.size) as mesh:
+        measured = measured_ranks(config, TextTask(config, GPT), mesh)
+        problem = measured.problem
+        plans = find_plan(measured, "cpu")
+        drawn = [] if comm.rank else draw(plans, problem.space, configurations, Random(seed))
+        choices = group_of(comm).broadcast("bench: the plans", drawn)
+        turns = measure_plans(measured, choices, repeats, Random(seed))
+        if comm.rank == 0:
+            predicted = [predict(plans.profile, each, problem.rows, problem.trained_layers).seconds for each in choices]
+            _report_plans(comm, plans, choices, predicted, turns)
+
+
+def measure_plans(
+    measured: MeasuredRanks, choices: Sequence[Choice], repeats: int, random: Random
+) -> list[list[float]]:
+    """Return seconds of a step for each plan and turn; the first plan is the one that all others alternate with."""
+    ratios: dict[Choice, list[float]] = {choice: [] for choice in choices[1:]}
+    seconds: list[float] = []
+    with trial_steps(measured, choices[0]) as first:
+        for _ in range(repeats):
+            for choice in random.sample(choices[1:], len(choices) - 1):
+                with trial_steps(measured, choice) as other:
+                    before, between = _alternate(first, other)
+                ratios[choice].append(median(b / a for a, b in zip(_pairwise_means(before), between)))
+                seconds += before
+    typical = median(seconds)
+    return [[typical], *([ratio * typical for ratio in ratios[choice]] for choice in choices[1:])]
+
+
+def _alternate(first: TrialSteps, other: TrialSteps) -> tuple[list[float], list[float]]:
+    """Return the seconds of a step of `first`, which has one turn more, and of `other`, in each of their turns."""
+    before, between = [mean(first.steps(PLAN_STEPS))], []
+    for _ in range(PLAN_PAIRS):
+        between.append(mean(other.steps(PLAN_STEPS)))
+        before.append(mean(first.steps(PLAN_STEPS)))
+    return before, between
+
+
+def _pairwise_means(numbers: Sequence[float]) -> list[float]:
+    """Return the mean of each number and the next."""
+    return [(a + b) / 2 for a, b in pairwise(numbers)]
+
+
+def draw(found: PlanReport, space: Space, count: int, random: Random) -> list[Choice]:
+    """Return the chosen plan, and others drawn at random, no two alike."""
+    drawn = [found.choice]
+    for _ in range(100 * count):
+        if len(drawn) > count:
+            break
+        choice = _drawn(found.profile, space, random)
+        if choice not in drawn:
+            drawn.append(choice)
+    return drawn
+
+
+def _drawn(profile: Profile, space: Space, random: Random) -> Choice:
+    name, chunks = random.choice(space.forms)
+    microbatches = random.choice(space.microbatches)
+    size, placement = -(-space.rows // microbatches), Choice(name, chunks, microbatches, ()).placement(space.ranks)
+    partition = list(random.choice(cuts_by_time(profile, size, placement)))
+    for _ in range(random.randint(0, MOVED)):
+        giver, taker = random.choice(range(len(partition))), random.choice(range(len(partition)))
+        if abs(giver - taker) == 1 and partition[giver] > 1:
+            partition[giver] -= 1
+            partition[taker] += 1
+    choice = Choice(name, chunks, microbatches, tuple(partition))
+    return replace(choice, recompute=True) if random.random() < 0.2 else choice
+
+
+def _report_plans(
+    comm: Communicator,
+    found: PlanReport,
+    choices: Sequence[Choice],
+    predicted: Sequence[float],
+    turns: list[list[float]],
+) -> None:
+    measured = [median(each) for each in turns]
+    errors = [abs(guess / real - 1) for guess, real in zip(predicted, measured)]
+    spreads = [(max(each) - min(each)) / median(each) for each in turns]
+    noise = median(spreads)
+    lines = []
+    for place in sorted(range(len(choices)), key=lambda each: measured[each]):
+        choice, guess, real = choices[place], predicted[place], measured[place]
+        lines.append(
+            f"plan {choice.schedule} x {choice.chunks}, {choice.microbatches} micro-batches, layers "
+            f"{','.join(map(str, choice.partition))}, run again {choice.recomputation}: {shown_seconds(real)} a step, "
+            f"predicted {shown_seconds(guess)}, error {guess / real - 1:+.1%}, spread {spreads[place]:.1%}"
+        )
+    behind = measured[0] / min(measured) - 1
+    verdict = "the fastest" if behind == 0 else "within noise of the fastest" if behind <= noise else "not the fastest"
+    lines += [
+        f"plan: {len(choices)} configurations on {comm.size} ranks: error {median(errors):.1%} median, "
+        f"{max(errors):.1%} worst (2 % and 4 % with a core for each rank); noise {noise:.1%}",
+        f"plan: chosen {in_words(found.plans[0])}",
+        f"plan: measured {shown_seconds(measured[0])}, {behind:.1%} behind the fastest: {verdict}",
+    ]
+    if found.oversubscribed:
+        lines.append(f"plan: {found.oversubscribed}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+# -- `bench dry-run`: the memory that `train --dry-run` foresees against what a training takes, rank by rank -----------
+#
+# Measured is how far the resident memory of a process grows from the first line of `train` to its peak. Such a training
+# must be the first thing that a process does: what an earlier one has left behind is taken again.
+
+
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STEPS = 2
+MIB = 2**20
+
+
+def run_dry_run(config: TrainConfig) -> None:
+    """Train two steps, and print for each rank the bytes foreseen, those measured, and their ratio."""
+    comm = runtime.world()
+    group = group_of(comm)
+    folder = group.broadcast("bench: a folder", tempfile.mkdtemp() if comm.rank == 0 else None)
+    try:
+        with group.raise_together("bench: the peak of resident memory"):
+            begin_peak()
+        before = resident()
+        train(replace(config, steps=STEPS, out=str(Path(folder, "run"))), GPT, comm)
+        grown = group.gather("bench: the peaks", peak() - before)
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if comm.rank == 0:
+        before = resident()
+        memory = estimate(config, GPT, comm.size)
+        for rank, measured in enumerate(grown):
+            pipe_rank = rank // (memory.problem.replicas * memory.problem.seq)
+            foreseen = memory.ranks[pipe_rank].total - before
+            show(
+                f"dry run, rank {rank}: foreseen {foreseen / MIB:.1f} MiB, measured {measured / MIB:.1f} MiB, "
+                f"ratio {foreseen / measured:.3f} (within 0.9 ... 1.1)\n"
+            )
+    group.agree("bench: the end")
+
+
+def begin_peak() -> None:
+    """Let the peak of resident memory begin anew. Raises BackendError if the system has no such thing."""
+    try:
+        RESET.write_text("5")
+    except OSError as error:
+        raise BackendError(f"the peak of memory cannot be measured here ({error})", remedy="run it on Linux") from None
+
+
+def peak() -> int:
+    """Return the most bytes that were resident since."""
+    lines = STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

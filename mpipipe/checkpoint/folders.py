@@ -1,26 +1,41 @@
-"""Checkpoints beside each other in one folder: step-00000100/, step-00000200/, ... Which are whole, and which go."""
+"""Folders of checkpoints, and the manifest of each: what it holds, and where.
+
+    step-00000100/part-0.safetensors     each rank writes a file; its name is a part of the manifest
+                  manifest.json          written last, so a checkpoint is whole or absent
+    step-00000200/...
+
+A manifest may come from anywhere, so nothing in it is taken on trust: types, numbers, and the names of files, which
+must stay inside the folder. It is JSON, and nothing in a checkpoint is code.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from mpipipe import files
-from mpipipe.checkpoint.tensor_files import NAMES, Content, Entry
-from mpipipe.errors import ArgumentError
+from mpipipe.checkpoint import owner
+from mpipipe.checkpoint.tensor_files import NAMES, Content, TensorEntry
+from mpipipe.errors import ArgumentError, StorageError
 
 NAME = re.compile(r"step-([0-9]{8,18})")
 INSIDE = "checkpoints"  # the folder of a training that has them
+MANIFEST = "manifest.json"
+FORMAT = 1
+MOST_BYTES = 64 << 20  # of a manifest, and of the header of a file
+FILE = re.compile(r"part-[0-9]{1,10}\.safetensors")
+CHECKSUM = re.compile(r"[0-9a-f]{8}")
+COPY_AGAIN = "copy the checkpoint again from where it is whole, or take another one"
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after so many steps."""
+    """Return the folder of the checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
@@ -49,19 +64,19 @@ def newest(root: str | Path) -> Path | None:
 def locate(path: str | Path) -> Path:
     """Return a checkpoint: `path` itself, or the newest one in it. Raises ArgumentError if there is none."""
     path = Path(path).absolute()
-    found = path if files.exists(path / MANIFEST) else newest(path)
-    if found is None:
+    checkpoint = path if files.exists(path / MANIFEST) else newest(path)
+    if checkpoint is None:
         raise ArgumentError(
             "no checkpoint is here",
             found=str(path),
             expected=f"a folder step-... with {MANIFEST}, or a folder with some of these",
             remedy="name another folder; a save that was cut short leaves no manifest, and cannot be read",
         )
-    return found
+    return checkpoint
 
 
 def other_whole(path: Path) -> Path | None:
-    """Return the newest checkpoint beside `path` whose manifest can be read and whose files have their sizes."""
+    """Return the newest checkpoint next to `path` whose manifest can be read and whose files have their sizes."""
     for other in reversed(find(path.parent)):
         with suppress(OSError, ArgumentError):
             contents = read(other).files
@@ -76,7 +91,8 @@ def clear(folder: Path) -> bool:
 
     Returns whether there was anything to remove.
     """
-    ours = sorted(path.name for path in folder.iterdir() if _is_ours(path.name))
+    names = [path.name for path in folder.iterdir()]
+    ours = sorted(name for name in names if _is_ours(name.removesuffix(files.PARTIAL)))
     for name in [MANIFEST, *ours]:
         (folder / name).unlink(missing_ok=True)
     return bool(ours)
@@ -94,7 +110,7 @@ def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
     keep : int
         How many stay, at least 1.
     just_saved : Path, optional
-        A checkpoint behind which saves may be under way: folders behind it that are no checkpoints yet stay.
+        A checkpoint after which others may be under way: later folders that are no checkpoints yet stay.
 
     Raises
     ------
@@ -137,10 +153,9 @@ def _folders(root: Path) -> list[Path]:
     if not files.is_folder(root):
         return []
     try:
-        found = [path for path in root.iterdir() if NAME.fullmatch(path.name)]
+        return sorted((path for path in root.iterdir() if NAME.fullmatch(path.name)), key=_place)
     except (FileNotFoundError, NotADirectoryError):  # it has gone since
         return []
-    return sorted(found, key=_place)
 
 
 def step_of(path: Path) -> int:
@@ -153,22 +168,76 @@ def _place(path: Path) -> tuple[int, str]:
 
 
 def _is_ours(name: str) -> bool:
-    stem = name.removesuffix(files.PARTIAL)
-    return stem == MANIFEST or FILE.fullmatch(stem) is not None
+    return name == MANIFEST or FILE.fullmatch(name) is not None
 
 
-# -- The manifest of a checkpoint: what it holds, and where. It is written last, so a checkpoint is whole or absent ---
-#
-# A manifest may come from anywhere, so nothing in it is taken on trust: types, numbers, and the names of files, which
-# must stay inside the folder. It is JSON, and nothing in a checkpoint is code.
+# -- One folder: made, cleaned up, and what its errors say ------------------------------------------------------------
 
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-MOST_BYTES = 64 << 20  # of a manifest, and of the header of a file
-FILE = re.compile(r"part-[0-9]{1,10}\.safetensors")
-CHECKSUM = re.compile(r"[0-9a-f]{8}")
-COPY_AGAIN = "copy the checkpoint again from where it is whole, or take another one"
+def part_of(rank: int) -> str:
+    """Return the name of the file that a rank of the mesh writes."""
+    return f"part-{rank}.safetensors"
+
+
+def open_folder(folder: Path) -> None:
+    """Make the folder, without what an earlier save has left in it. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if clear(folder):  # the old manifest must be gone before anything else in there changes
+        files.sync_folder(folder)
+
+
+def drop(folder: Path, name: str) -> None:
+    """Remove a file, finished or not. A thread that still writes it cannot give it a name that is gone."""
+    for each in (name + files.PARTIAL, name):  # in this order: it may be renamed between the two
+        with suppress(OSError):
+            (folder / each).unlink()
+
+
+def take_back(folder: Path, rank: int) -> None:
+    """Remove what one rank has written for a checkpoint without a manifest; the last rank removes the folder."""
+    drop(folder, part_of(rank))
+    with suppress(OSError):  # others have files in it
+        folder.rmdir()
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        owner.check_owned(folder)  # another job may have removed what this one was writing
+        raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> StorageError:
+    """Make the error for a folder that cannot be written to."""
+    return StorageError(
+        f"the checkpoint cannot be written: {error}",
+        found=str(folder),
+        expected="a folder with room, on a file system that all ranks share",
+        remedy="make room, or choose another folder",
+    )
+
+
+@contextmanager
+def offering(folder: Path) -> Iterator[None]:
+    """Let an error name the newest whole checkpoint next to this one."""
+    try:
+        yield
+    except ArgumentError as error:
+        offer(error, folder)
+        raise
+
+
+def offer(error: ArgumentError, folder: Path) -> None:
+    """Name the newest whole checkpoint next to `folder` in the remedy of an error that is about to be raised."""
+    other = other_whole(folder)
+    if other is not None:
+        error.remedy = f"{error.remedy or COPY_AGAIN}; the newest whole checkpoint beside it is {other}"
+
+
+# -- The manifest -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -278,11 +347,11 @@ def _content(name: str, facts: Any) -> Content:
     return Content(size, header, _checksum(facts["checksum"]), entries)
 
 
-def _entry(name: str, facts: Any, header: int, size: int) -> Entry:
+def _entry(name: str, facts: Any, header: int, size: int) -> TensorEntry:
     dtype, shape = facts["dtype"], tuple(map(_count, _of(list, facts["shape"])))
     if dtype not in NAMES:
         raise ValueError(f"{name} has the dtype {dtype!r:.40}")
-    entry = Entry(dtype, shape, _count(facts["start"]), _checksum(facts["checksum"]))
+    entry = TensorEntry(dtype, shape, _count(facts["start"]), _checksum(facts["checksum"]))
     if entry.start < header or entry.start + entry.nbytes > size:
         raise ValueError(f"{name} would begin at byte {entry.start} and end behind its file, which has {size}")
     return entry

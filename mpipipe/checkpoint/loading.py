@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import contents, folders
-from mpipipe.checkpoint.contents import (
-    PARAMETERS,
-    Optimizer,
-    Storable,
-    announcements_of,
-    contents_of,
-    set_arrays,
-    sync_compute,
-)
+from mpipipe.checkpoint import folders
+from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
-from mpipipe.checkpoint.tensor_files import DTYPES, opened
+from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import group_of
+from mpipipe.nn import announce_write
+from mpipipe.stages import StageAdapter
 
 OTHER_MODEL = "build the model with the sizes and the dtype that it had when the checkpoint was saved"
 
 
-def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None = None) -> Checkpoint:
+def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None) -> Checkpoint:
     """Set parameters and the state of an optimizer from a checkpoint; collective over the mesh.
 
     The mesh and the cut into stages may be others than those that saved it: arrays are found by their names, and each
@@ -37,8 +32,8 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     Parameters
     ----------
     path : str or Path
-        A checkpoint, or a folder with some, of which the newest is taken. A relative path begins in the working folder
-        of rank 0.
+        A checkpoint, or a folder with some: then the newest is taken. A relative path begins in the working folder of
+        rank 0.
     mesh : Mesh
         All ranks of the training.
     stages : sequence of stages
@@ -55,29 +50,30 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Storable], optimizer: Op
     ------
     ArgumentError
         On every rank, with the name of the file: there is no checkpoint, it is damaged or of a newer format, or its
-        arrays are not those of the model or of the optimizer. The newest whole checkpoint beside it is named. After an
+        arrays are not those of the model or of the optimizer. The newest whole checkpoint next to it is named. After an
         error the stages hold values of no use.
     """
-    group = group_of(mesh.comm)
-    found = None
+    group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
+    saved = None
     with group.raise_together("checkpoint.load: the manifest"):
-        wanted = {name: _writable(array) for name, array in contents_of(stages, optimizer).items()}
+        wanted = {name: _writable(array) for name, array in contents_of(adapters, optimizer).items()}
         if mesh.rank == 0:
-            found = read(path)
-    found = group.broadcast("checkpoint.load: the manifest", found)
+            saved = read(path)
+    saved = group.broadcast("checkpoint.load: the manifest", saved)
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(wanted) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
-    with group.raise_together("checkpoint.load: the arrays"), contents.offering(found.path):
-        _check_names(found, names, kinds, optimizer)
-        _announce(stages, optimizer)
-        read_arrays(found, wanted)
+    with group.raise_together("checkpoint.load: the arrays"), folders.offering(saved.path):
+        _check_names(saved, names, kinds, optimizer)
+        writers: list[Any] = [each for each in (*adapters, optimizer) if hasattr(each, "before_write")]
+        announce_write(*writers)  # a save that still reads these arrays finishes first
+        read_arrays(saved, wanted)
         if optimizer is not None:
-            optimizer.steps = found.optimizer_steps or 0
-        for stage in stages:
-            set_arrays(stage, lambda name: wanted[f"{PARAMETERS}/{name}"])
-            sync_compute(stage)
-    return found
+            optimizer.steps = saved.optimizer_steps or 0
+        for stage in adapters:
+            stage.set_contents(lambda name: wanted[f"{PARAMETERS}/{name}"])
+            stage.sync_compute()
+    return saved
 
 
 def read(path: str | Path) -> Checkpoint:
@@ -86,7 +82,7 @@ def read(path: str | Path) -> Checkpoint:
     Parameters
     ----------
     path : str or Path
-        A checkpoint, or a folder with some, of which the newest is taken.
+        A checkpoint, or a folder with some: then the newest is taken.
 
     Returns
     -------
@@ -99,7 +95,7 @@ def read(path: str | Path) -> Checkpoint:
         There is no checkpoint, or its manifest is damaged or of a newer format.
     """
     folder = folders.locate(path)
-    with contents.offering(folder):
+    with folders.offering(folder):
         return folders.read(folder)
 
 
@@ -108,21 +104,14 @@ def _writable(array: Array) -> Array:
     return array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
 
 
-def _announce(stages: Sequence[Storable], optimizer: Optimizer | None) -> None:
-    """Let whoever reads these arrays in the background finish first."""
-    for each in stages if optimizer is None else (*stages, optimizer):
-        for function in tuple(announcements_of(each) or ()):
-            function()
-
-
-def _check_names(found: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None) -> None:
+def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None) -> None:
     """Raise ArgumentError unless the checkpoint has exactly what all ranks want, of the kinds that they want."""
-    held = {name for content in found.files.values() for name in content.arrays}
+    held = {name for content in saved.files.values() for name in content.arrays}
     states = sorted({name.split("/", 1)[0] for name in held} - {PARAMETERS})
-    if optimizer is not None and (found.optimizer_steps is None or {PARAMETERS, *states} != kinds):
+    if optimizer is not None and (saved.optimizer_steps is None or {PARAMETERS, *states} != kinds):
         raise ArgumentError(
             "the checkpoint has no state for this optimizer",
-            found=f"state {' and '.join(states) or 'of none'} in {found.path / folders.MANIFEST}",
+            found=f"state {' and '.join(states) or 'of none'} in {saved.path / folders.MANIFEST}",
             expected=f"{' and '.join(sorted(kinds - {PARAMETERS})) or 'an optimizer without state'}",
             remedy="take the optimizer that was saved, with the same options, or load parameters alone",
         )
@@ -131,30 +120,30 @@ def _check_names(found: Checkpoint, wanted: set[str], kinds: set[str], optimizer
         if of_interest:
             raise ArgumentError(
                 f"the checkpoint {text} {of_interest[0]}",
-                found=f"{len(held)} arrays in {found.path / folders.MANIFEST}",
+                found=f"{len(held)} arrays in {saved.path / folders.MANIFEST}",
                 expected=f"the same names; {len(of_interest)} differ in this way",
                 remedy=OTHER_MODEL,
             )
 
 
-def read_arrays(found: Checkpoint, wanted: Mapping[str, Array]) -> None:
+def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array]) -> None:
     """Set arrays, by their names in a checkpoint. Shapes and dtypes are compared before anything is read.
 
     Raises ArgumentError, with the name of the file. One rank may call this.
     """
-    places = {name: file for file, content in found.files.items() for name in content.arrays if name in wanted}
+    places = {name: file for file, content in saved.files.items() for name in content.arrays if name in wanted}
     for name, array in wanted.items():
-        entry = found.files[places[name]].arrays[name]
+        entry = saved.files[places[name]].arrays[name]
         if (entry.dtype, entry.shape) != (DTYPES[array.dtype.name], array.shape):
             raise ArgumentError(
                 f"{name} does not fit the model",
-                found=f"{entry.dtype}{list(entry.shape)} in {found.path / places[name]}",
+                found=f"{entry.dtype}{list(entry.shape)} in {saved.path / places[name]}",
                 expected=f"{DTYPES[array.dtype.name]}{list(array.shape)}",
                 remedy=OTHER_MODEL,
             )
     for file in dict.fromkeys(places.values()):
         what, says = "a file of the checkpoint", f"what {folders.MANIFEST} says"
-        with opened(found.path / file, what, says, COPY_AGAIN, found.files[file]) as reader:
+        with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
             for name in (name for name, place in places.items() if place == file):
                 checksum, expected = reader.read_summed(name, wanted[name]), reader.arrays[name].checksum
                 if checksum != expected:

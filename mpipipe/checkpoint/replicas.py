@@ -14,38 +14,34 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
-from mpipipe.checkpoint.contents import Optimizer, Storable, contents_of, ties_of
+from mpipipe.checkpoint.contents import Optimizer, contents_of
 from mpipipe.checkpoint.tensor_files import PIECE_BYTES
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ReplicaError
 from mpipipe.job import rank_list
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import group_of
+from mpipipe.stages import StageAdapter
 
 WHAT = "checkpoint.check_replicas"
 LISTED = 4  # arrays that an error writes out
 ABSENT = "absent"
 
 
-class Held(NamedTuple):
-    """What one rank holds.
+class Hashes(NamedTuple):
+    """What one rank holds: hashes of arrays by name, and which of these are one tied parameter, or its state.
 
-    Attributes
-    ----------
-    pipe : its place along the pipe: ranks with the same one have the same stages
-    host : where it runs
-    hashes : of each array, by its name
-    ties : names of the arrays that are one tied parameter, or its state, by kind and key
+    Ranks with the same place `pipe` along the pipe have the same stages.
     """
 
     pipe: int
     host: str
     hashes: dict[str, str]
-    ties: dict[str, list[str]]
+    ties: dict[str, list[str]]  # by kind and key
 
 
 class Difference(NamedTuple):
@@ -67,7 +63,7 @@ class Difference(NamedTuple):
         return f"{self.name} is " + ", ".join(f"{value} on {rank_list.named(ranks)}" for value, ranks in sides)
 
 
-def check_replicas(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None = None) -> None:
+def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None = None) -> None:
     """Compare parameters and optimizer state over all ranks that must have the same; collective over the mesh.
 
     Equal they are, to the bit, as long as nothing has gone wrong: replicas start equal, get the same sums of gradients
@@ -113,7 +109,7 @@ def check_replicas(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer 
     numbers: dict[int, set[int]] = {}
     for rank, (number, _) in enumerate(table.tolist()):
         numbers.setdefault(mesh.coords_of(rank).pipe, set()).add(number)
-    differ = {pipe for pipe, found in numbers.items() if len(found) > 1}
+    differ = {pipe for pipe, several in numbers.items() if len(several) > 1}
     if not differ and not table[:, 1].any():
         return
     everyone = group.gather(f"{WHAT}: the names", held if held.pipe in differ else _tied(held))
@@ -122,31 +118,33 @@ def check_replicas(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer 
         raise_on_all(min(differences[0].odd), _error(differences, everyone), group)
 
 
-def compare(everyone: Sequence[Held]) -> list[Difference]:
-    """Find what differs between ranks with the same stages, and between places of a tied parameter."""
-    found: dict[str, Difference] = {}
+def compare(everyone: Sequence[Hashes]) -> list[Difference]:
+    """Find what differs between ranks with the same stages, and between places of a tied parameter.
+
+    Those differences that name few ranks come first.
+    """
+    values: dict[str, dict[int, set[str]]] = {}  # what each rank has, by the names of arrays that must be equal
     for pipe in sorted({held.pipe for held in everyone}):
-        current_rank = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
-        for name in sorted({name for hashes in current_rank.values() for name in hashes}):
-            _add(found, name, {rank: {hashes.get(name, ABSENT)} for rank, hashes in current_rank.items()})
+        same = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
+        for name in sorted({name for hashes in same.values() for name in hashes}):
+            values[name] = {rank: {hashes.get(name, ABSENT)} for rank, hashes in same.items()}
     for key in sorted({key for held in everyone for key in held.ties}):
-        names = sorted({name for held in everyone for name in held.ties.get(key, ())})
         holders = {rank: held for rank, held in enumerate(everyone) if key in held.ties}
-        values = {rank: {held.hashes[name] for name in held.ties[key]} for rank, held in holders.items()}
-        _add(found, " = ".join(names), values)
-    return sorted(found.values(), key=lambda difference: len(difference.odd))  # those that name few ranks first
+        names = sorted({name for held in holders.values() for name in held.ties[key]})
+        values[" = ".join(names)] = {
+            rank: {held.hashes[name] for name in held.ties[key]} for rank, held in holders.items()
+        }
+    differences = []
+    for name, hashes in values.items():
+        if len(set().union(*hashes.values())) > 1:
+            ranks: dict[str, list[int]] = {}
+            for rank, several in hashes.items():
+                ranks.setdefault(" and ".join(sorted(several)), []).append(rank)
+            differences.append(Difference(name, ranks))
+    return sorted(differences, key=lambda difference: len(difference.odd))
 
 
-def _add(found: dict[str, Difference], name: str, values: Mapping[int, set[str]]) -> None:
-    """Note a difference where the ranks have more than one hash of an array among them."""
-    if len(set().union(*values.values())) > 1:
-        ranks: dict[str, list[int]] = {}
-        for rank, hashes in values.items():
-            ranks.setdefault(" and ".join(sorted(hashes)), []).append(rank)
-        found[name] = Difference(name, ranks)
-
-
-def _held(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None) -> Held:
+def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Hashes:
     contents = contents_of(stages, optimizer)
     known: dict[tuple[int, str, Shape], str] = {}  # a tied parameter is one array for all its places on a rank
     hashes = {}
@@ -157,13 +155,13 @@ def _held(mesh: Mesh, stages: Sequence[Storable], optimizer: Optimizer | None) -
         hashes[name] = known[place]
     ties: dict[str, list[str]] = {}
     kinds = dict.fromkeys(name.split("/", 1)[0] for name in contents)
-    for stage in stages:
-        for key, names in ties_of(stage).items():
+    for stage in StageAdapter.of(stages):
+        for key, names in stage.ties.items():
             for kind in kinds:
                 held = [f"{kind}/{name}" for name in names if f"{kind}/{name}" in contents]
                 if held:  # not every optimizer has every kind of state for every parameter
                     ties.setdefault(f"{kind}/{key}", []).extend(held)
-    return Held(mesh.coords.pipe, socket.gethostname(), hashes, ties)
+    return Hashes(mesh.coords.pipe, socket.gethostname(), hashes, ties)
 
 
 def hash_of(array: Array) -> str:
@@ -180,12 +178,12 @@ def _number(hashes: Mapping[str, str]) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big") >> 1
 
 
-def _tied(held: Held) -> Held:
+def _tied(held: Hashes) -> Hashes:
     names = {name for some in held.ties.values() for name in some}
     return held._replace(hashes={name: value for name, value in held.hashes.items() if name in names})
 
 
-def _error(differences: Sequence[Difference], everyone: Sequence[Held]) -> ReplicaError:
+def _error(differences: Sequence[Difference], everyone: Sequence[Hashes]) -> ReplicaError:
     first, odd = differences[0], differences[0].odd
     more = len(differences) - LISTED
     texts = [*map(str, differences[:LISTED]), *([f"and {more} arrays more"] if more > 0 else [])]

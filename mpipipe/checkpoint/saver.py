@@ -1,4 +1,4 @@
-"""Saving behind a training: a thread of each rank reads the arrays themselves while the next step computes.
+"""Saving while a training goes on: a thread of each rank reads the arrays themselves while the next step computes.
 
     rank 0   ... step 7 | save | forwards, backwards of step 8 | optimizer | poll | save | step 9
     thread                |read, write ........| fsync, rename |            | manifest |
@@ -14,39 +14,31 @@ the arrays of one checkpoint are on their way, the manifest of the one before ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import contents, folders, owner
-from mpipipe.checkpoint.contents import (
-    Optimizer,
-    Storable,
-    announced_by,
-    contents_of,
-    offer,
-    shares,
-    state_of,
-    unwritable,
-)
-from mpipipe.checkpoint.in_flight import ENDED, FAILED, Place, Saving, logger, progress_of, wait_for_given_up
+from mpipipe.checkpoint.contents import Optimizer
+from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveFacts, SaveTask, logger, wait_for_given_up
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.job import runtime
 from mpipipe.job.consensus import raise_on_all
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.context import whoami
+from mpipipe.job.group import group_of
 from mpipipe.job.wait import wait_locally
-from mpipipe.optim.optimizers import same_name
+from mpipipe.optim import duplicate_name_error
 
 
 class Saver:
     """Saves checkpoints of one training while it goes on.
 
     Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
-    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where nobody could tell (a stage is none
-    of the optimizer's, or has no list `before_write`), `save` returns only once everything has been read.
+    package, `checkpoint.load` and `weights.load` wait for that by themselves. Where a write could go unnoticed (the
+    optimizer does not have a stage, or that has no list `before_write`), `save` returns only once everything has been
+    read.
 
     A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
     ranks raise alike. After any other error that save is given up, and what this rank has written of it is removed.
@@ -96,7 +88,7 @@ class Saver:
         self,
         root: str | Path,
         mesh: Mesh,
-        stages: Sequence[Storable],
+        stages: Sequence[Any],
         optimizer: Optimizer | None = None,
         *,
         keep: int | None = None,
@@ -107,12 +99,12 @@ class Saver:
         self._group = group_of(mesh.comm)
         self.waited = self.seconds = 0.0
         self._compared = False  # whether no two ranks have an array of one name
-        self._saving: Saving | None = None  # whose arrays are being written
-        self._sealing: Saving | None = None  # whose manifest is
+        self._saving: SaveTask | None = None  # whose arrays are being written
+        self._sealing: SaveTask | None = None  # whose manifest is
         self._owners: list[owner.Owner] = []  # one, once a checkpoint has been begun
-        self._lists, self._announced = announced_by(self.stages, optimizer)
-        for each in self._lists:
-            each.append(self.wait_until_read)
+        self._lists, self._announced = contents.announcements_of(self.stages, optimizer)
+        for functions in self._lists:
+            functions.append(self.wait_until_read)
 
     @property
     def in_flight(self) -> bool:
@@ -139,7 +131,7 @@ class Saver:
         Returns
         -------
         Path
-            The folder of the checkpoint. It is one only once `poll`, `finish` or `close` has said so.
+            The folder of the checkpoint. It is one only once `poll`, `wait` or `close` has said so.
 
         Raises
         ------
@@ -148,23 +140,52 @@ class Saver:
         ArgumentError, MismatchError, OwnerError
             As for `checkpoint.save`.
         """
-        self.finish(room_for=step)
+        self.wait(room_for=step)
         wait_for_given_up()
         group, rank = self._group, self.mesh.rank
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         with group.raise_together("checkpoint.save: what is to be saved"):
-            contents, plain = checked_contents(self.stages, self.optimizer, step, state)
-        if not self._compared:
-            check_names(self.mesh, group, contents)
-            self._compared = True
+            held, plain = contents.contents_of(self.stages, self.optimizer), contents.state_of(state)
+            if type(step) is not int or step < 0:
+                raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
+        self._compare_names(held)
         if not self._owners:
-            self._owners.append(owner.share(self.root, group, unwritable))
-        path = begin_folder(self.mesh, group, self.root, step)
-        share = shares(contents, self.mesh.replicas.size)[self.mesh.replicas.rank]
-        self._saving = Saving(Place(path, rank, step, plain, steps), share, self.keep, beforehand)
+            self._owners.append(owner.share_folder(self.root, group, folders.unwritable))
+        path = self._open_folder(step)
+        share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
+        self._saving = SaveTask(SaveFacts(path, rank, step, plain, steps), share, self.keep, beforehand)
         if not self._announced:
             self.wait_until_read()
+        return path
+
+    def _compare_names(self, held: Mapping[str, Array]) -> None:
+        """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective.
+
+        Such a checkpoint could be written, and not be read.
+        """
+        if self._compared:
+            return
+        own = sorted(held) if self.mesh.replicas.rank == 0 else []
+        holders: dict[str, list[int]] = {}
+        for rank, names in enumerate(self._group.gather("checkpoint.save: the names of all ranks", own)):
+            for name in names:
+                holders.setdefault(name, []).append(rank)
+        for name, ranks in sorted(holders.items()):
+            if len(ranks) > 1:
+                raise_on_all(ranks[1], duplicate_name_error(name.split("/", 1)[1], ranks), self._group)
+        self._compared = True
+
+    def _open_folder(self, step: int) -> Path:
+        """Make the folder of a checkpoint on rank 0; raises StorageError on all ranks; collective."""
+        folder = None
+        with self._group.raise_together("checkpoint.save: its folder"):
+            if self.mesh.rank == 0:
+                folder = folders.folder_of(self.root.absolute(), step)
+                owner.check_owned(folder)
+                with folders.offering(folder), folders.explained(folder):
+                    folders.open_folder(folder)
+        path: Path = self._group.broadcast("checkpoint.save: the folder", folder)
         return path
 
     def poll(self) -> Path | None:
@@ -185,10 +206,11 @@ class Saver:
             return None
         group, whole, sealing, saving = self._group, None, self._sealing, self._saving
         try:
-            states = group.agree("checkpoint.poll", values=[progress_of(sealing), progress_of(saving)])
+            progress = [ENDED if task is None else task.progress for task in (sealing, saving)]
+            states = group.agree("checkpoint.poll", values=progress)
             failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
             if sealing is not None and ended[0]:
-                whole, self._sealing, self.seconds = sealing.place.folder, None, sealing.seconds
+                whole, self._sealing, self.seconds = sealing.facts.folder, None, sealing.seconds
                 sealing.leave()
             elif failed[0] or (failed[1] and sealing is None):  # a later one fails once the earlier one has ended
                 self._fail(sealing if failed[0] else None, saving if failed[1] else None)
@@ -201,10 +223,10 @@ class Saver:
             raise
         return whole
 
-    def _fail(self, sealing: Saving | None, saving: Saving | None) -> None:
+    def _fail(self, sealing: SaveTask | None, saving: SaveTask | None) -> None:
         """Raise on all ranks why these cannot be saved; another one in flight goes on."""
-        failed = [each for each in (sealing, saving) if each is not None]
-        problem = next((each.task.problem for each in failed if each.task.problem is not None), None)
+        failed = [task for task in (sealing, saving) if task is not None]
+        problem = next((task.work.problem for task in failed if task.work.problem is not None), None)
         if sealing is not None:
             sealing.sealed, self._sealing = False, None  # rank 0 has written no manifest, and will not
             sealing.give_up()
@@ -212,18 +234,18 @@ class Saver:
             self._saving = None
             saving.give_up()
         if isinstance(problem, StorageError):
-            offer(problem, failed[0].place.folder)
+            folders.offer(problem, failed[0].facts.folder)
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
-    def _seal(self, saving: Saving) -> None:
+    def _seal(self, saving: SaveTask) -> None:
         """Let rank 0 write the manifest; all files have their names."""
         saving.sealed = True  # from here on rank 0 may do that: no rank removes its file any more
         self._saving, self._sealing = None, saving
-        parts = self._group.gather("checkpoint.poll: what was written", (saving.task.result, saving.task.seconds))
+        parts = self._group.gather("checkpoint.poll: what was written", (saving.work.result, saving.work.seconds))
         written = {name: content for part, _ in parts for name, content in part.items()}
         saving.write_manifest(written, max(seconds for _, seconds in parts))
 
-    def finish(self, *, room_for: int | None = None) -> Path | None:
+    def wait(self, *, room_for: int | None = None) -> Path | None:
         """Wait until every checkpoint in flight is whole; collective over the mesh.
 
         Parameters
@@ -243,19 +265,15 @@ class Saver:
         """
         whole = None
         while self._saving is not None or self._is_in_the_way(room_for):
-            whole = self._advance() or whole
+            oldest = self._sealing or self._saving
+            if oldest is not None:
+                wait_locally(oldest.work.wait, oldest)
+            whole = self.poll() or whole
         return whole
 
     def _is_in_the_way(self, step: int | None) -> bool:
         sealing = self._sealing  # a later save of the same step, or an earlier one, would remove its files
-        return sealing is not None and (step is None or sealing.place.step >= step)
-
-    def _advance(self) -> Path | None:
-        """Wait for the oldest task of this rank, and look how far the others are."""
-        oldest = self._sealing or self._saving
-        if oldest is not None:
-            wait_locally(oldest.task.wait, oldest)
-        return self.poll()
+        return sealing is not None and (step is None or sealing.facts.step >= step)
 
     def wait_until_read(self) -> None:
         """Return once this rank has read all arrays of the save in flight: optimizers call this before they write."""
@@ -275,13 +293,13 @@ class Saver:
             As for `poll`.
         """
         try:
-            self.finish()
+            self.wait()
         finally:
             self._let_go()
 
     def _let_go(self) -> None:
-        for each in self._lists:
-            each.remove(self.wait_until_read)
+        for functions in self._lists:
+            functions.remove(self.wait_until_read)
         self._lists = []
         while self._owners:
             self._owners.pop().release()
@@ -299,9 +317,9 @@ class Saver:
             return self.close()
         try:
             if self._group.agreed_on(error) and self._group.failure is None:  # all ranks come here
-                self.finish()
-            elif self.in_flight:  # others may wait for their disks, where they hear of nothing but failures
-                self._group.fail(error, f"{runtime.whoami()} failed while it saved: {type(error).__name__}: {error}")
+                self.wait()
+            elif self.in_flight:  # others may wait for their disks, where they learn of nothing but failures
+                self._group.fail(error, f"{whoami()} failed while it saved: {type(error).__name__}: {error}")
         except StorageError as problem:  # the error that is under way comes first
             if self.mesh.rank == 0:
                 logger.warning("mpipipe: %s", problem)
@@ -316,7 +334,7 @@ class Saver:
 def save(
     root: str | Path,
     mesh: Mesh,
-    stages: Sequence[Storable],
+    stages: Sequence[Any],
     optimizer: Optimizer | None = None,
     *,
     step: int,
@@ -348,8 +366,8 @@ def save(
         What else the training has to remember, small and plain: strings, numbers, booleans, None, lists and dicts of
         them. That of rank 0 is saved. For dropout it should have `pipeline.steps_taken`.
     keep : int, optional
-        Afterwards all but so many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
-        cannot be removed are told of in a warning.
+        Afterwards all but this many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
+        cannot be removed are named in a warning.
 
     Returns
     -------
@@ -391,46 +409,5 @@ def save(
     """
     with Saver(root, mesh, stages, optimizer, keep=keep) as saver:
         path = saver.save(step, state)
-        saver.finish()
-    return path
-
-
-# -- What all ranks do together before they write a checkpoint --------------------------------------------------------
-
-
-def check_names(mesh: Mesh, group: Group, contents: Collection[str]) -> None:
-    """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective.
-
-    Such a checkpoint could be written, and not be read.
-    """
-    own = sorted(contents) if mesh.replicas.rank == 0 else []
-    holders: dict[str, list[int]] = {}
-    for rank, names in enumerate(group.gather("checkpoint.save: the names of all ranks", own)):
-        for name in names:
-            holders.setdefault(name, []).append(rank)
-    for name, ranks in sorted(holders.items()):
-        if len(ranks) > 1:
-            raise_on_all(ranks[1], same_name(name.split("/", 1)[1], ranks), group)
-
-
-def checked_contents(
-    stages: Sequence[Storable], optimizer: Optimizer | None, step: int, state: Mapping[str, Any] | None
-) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return the arrays and the plain values to be saved. Raises ArgumentError."""
-    contents, plain = contents_of(stages, optimizer), state_of(state)
-    if type(step) is not int or step < 0:
-        raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
-    return contents, plain
-
-
-def begin_folder(mesh: Mesh, group: Group, root: Path, step: int) -> Path:
-    """Make the folder of a checkpoint on rank 0, and return it; raises StorageError on all ranks; collective."""
-    folder = None
-    with group.raise_together("checkpoint.save: its folder"):
-        if mesh.rank == 0:
-            folder = folders.folder_of(root.absolute(), step)
-            owner.check(folder)
-            with contents.offering(folder), contents.explained(folder):
-                contents.begin(folder)
-    path: Path = group.broadcast("checkpoint.save: the folder", folder)
+        saver.wait()
     return path

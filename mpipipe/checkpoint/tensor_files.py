@@ -47,7 +47,7 @@ NAMES = {stored: name for name, stored in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One array in a file: `start` is the position of its bytes, `checksum` their CRC-32, "" where it is not known."""
 
     dtype: str  # safetensors' name of it
@@ -76,7 +76,7 @@ class Content:
     bytes: int
     header: int
     checksum: str
-    arrays: dict[str, Entry]
+    arrays: dict[str, TensorEntry]
 
 
 class Planned(NamedTuple):
@@ -99,7 +99,7 @@ def check_storable(name: str, array: Array) -> None:
 
 
 class Listener(Protocol):
-    """Is told how far a write has come; it may end the write by raising."""
+    """Learns how far a write has come; it may end the write by raising."""
 
     def about_to_read(self, nbytes: int) -> None:
         """So many bytes of the arrays are about to be read and written."""
@@ -110,7 +110,7 @@ class Listener(Protocol):
 
 def header_of(
     content: Mapping[str, Array] | Mapping[str, Planned], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return what a file with these arrays begins with, and where each of them lies: one after the other."""
     sizes = [math.prod(each.shape) * each.dtype.itemsize for each in content.values()]
     spans = dict(zip(content, pairwise(accumulate(sizes, initial=0))))
@@ -121,12 +121,12 @@ def header_of(
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {
-        name: Entry(DTYPES[each.dtype.name], tuple(each.shape), len(header) + spans[name][0])
+        name: TensorEntry(DTYPES[each.dtype.name], tuple(each.shape), len(header) + spans[name][0])
         for name, each in content.items()
     }
 
 
-def write(
+def write_tensors(
     path: Path,
     content: Mapping[str, Array] | Mapping[str, Planned],
     listener: Listener | None = None,
@@ -149,7 +149,9 @@ def write(
             position += piece.nbytes
         if listener is not None:
             listener.has_read()
-    summed = {name: Entry(each.dtype, each.shape, each.start, f"{sums[name]:08x}") for name, each in entries.items()}
+    summed = {
+        name: TensorEntry(each.dtype, each.shape, each.start, f"{sums[name]:08x}") for name, each in entries.items()
+    }
     return Content(position, len(header), f"{crc32(header):08x}", summed)
 
 
@@ -173,7 +175,7 @@ class TensorFile:
     Attributes
     ----------
     path : of the file
-    arrays : {name: Entry}
+    arrays : {name: TensorEntry}
     bytes_read : of the file so far, header included
     """
 
@@ -188,7 +190,7 @@ class TensorFile:
             self.close()
             raise
 
-    def _expected(self, content: Content, size: int) -> dict[str, Entry]:
+    def _expected(self, content: Content, size: int) -> dict[str, TensorEntry]:
         if size != content.bytes:
             raise ValueError(f"it has {size} bytes and not {content.bytes}")
         total = crc32(self._read(0, content.header))
@@ -196,7 +198,7 @@ class TensorFile:
             raise ValueError(f"its header has the checksum {total:08x} and not {content.checksum}")
         return content.arrays
 
-    def _header(self, size: int) -> dict[str, Entry]:
+    def _header(self, size: int) -> dict[str, TensorEntry]:
         length = int.from_bytes(self._read(0, 8), "little")
         if size < 8 or not 2 <= length <= min(MOST_BYTES, size - 8):
             raise ValueError(f"its header would have {length} bytes, in a file of {size} bytes")
@@ -257,7 +259,9 @@ class TensorFile:
 
 
 @contextmanager
-def opened(path: Path, what: str, expected: str, remedy: str, content: Content | None = None) -> Iterator[TensorFile]:
+def open_tensors(
+    path: Path, what: str, expected: str, remedy: str, content: Content | None = None
+) -> Iterator[TensorFile]:
     """Open a file for reading; errors within become ArgumentError with its name and what it is a file of."""
     try:
         with TensorFile(path, content) as file:
@@ -284,7 +288,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return facts
 
 
-def _entry(name: str, facts: Any, after: int) -> Entry:
+def _entry(name: str, facts: Any, after: int) -> TensorEntry:
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r:.100} has no dtype, shape and data_offsets in its header")
     kind, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
@@ -294,7 +298,7 @@ def _entry(name: str, facts: Any, after: int) -> Entry:
         raise ValueError(f"{name!r:.100} has the shape {shape!r:.80}")
     if not _counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{name!r:.100} has the offsets {offsets!r:.80}")
-    entry = Entry(kind, tuple(shape), after + offsets[0])
+    entry = TensorEntry(kind, tuple(shape), after + offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise ValueError(
             f"{name!r:.100} lies between the offsets {offsets[0]} and {offsets[1]}, but {kind}{shape} has "
@@ -307,7 +311,7 @@ def _counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
 
 
-def _check_without_gaps(entries: dict[str, Entry], after: int, size: int) -> None:
+def _check_without_gaps(entries: dict[str, TensorEntry], after: int, size: int) -> None:
     """Raise ValueError unless the arrays follow one another, from the header to the end of the file."""
     end = after
     for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].nbytes)):

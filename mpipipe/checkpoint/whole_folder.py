@@ -4,8 +4,9 @@
     NAME.mpipipe-former    the one that is replaced, from the moment it loses its name until the new one has it
     NAME                   whole at any time
 
-Between the two renames the former one is the model: `standing` finds it for those who read, and `restore` gives it its
-name again where a process was killed there. No call of the system swaps two folders on every file system.
+Between the two renames the former one is the model: `standing_folder` finds it for those who read, and
+`restore_folder` gives it its name again where a process was killed there. No call of the system swaps two folders on
+every file system.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from mpipipe import files
@@ -28,45 +29,30 @@ Explain = Callable[[Path], AbstractContextManager[None]]
 
 
 @contextmanager
-def replacing(target: Path, group: Group, explained: Explain, replaces: bool = True) -> Iterator[Path]:
-    """Give all ranks a folder to write into, which is called `target` at the end; collective.
+def replacing(target: Path, group: Group | None, explained: Explain, replaces: bool = True) -> Iterator[Path]:
+    """Give all ranks of a group, or one process, a folder to write into, which is called `target` at the end.
 
-    Where anything is raised, a folder that was there stays, and nothing else is left.
-
-    Parameters
-    ----------
-    target : on a file system that all ranks which write share
-    group : all ranks
-    explained : a context in which an OSError of this folder becomes an error of this package
-    replaces : whether a folder with files may be there; else ArgumentError is raised for one
+    Collective. `target` is on a file system that all ranks which write share. Where anything is raised, a folder that
+    was there stays, and nothing else is left. Within `explained` an OSError of this folder becomes an error of this
+    package. Unless it `replaces`, ArgumentError is raised for a folder with files.
     """
-    partial = None
-    with group.raise_together("saving a model: its place"), explained(target):
-        if group.rank == 0:
+
+    def together(what: str) -> AbstractContextManager[None]:
+        return nullcontext() if group is None else group.raise_together(f"saving a model: its {what}")
+
+    leads, partial = group is None or group.rank == 0, target
+    with together("place"), explained(target):
+        if leads:
             partial = begin(target, replaces)
-    partial = group.broadcast("saving a model: its place", partial)
+    place: Path = partial if group is None else group.broadcast("saving a model: its place", partial)
     try:
-        yield partial
-        with group.raise_together("saving a model: its name"), explained(target):
-            if group.rank == 0:
-                give_name(partial, target)
+        yield place
+        with together("name"), explained(target):
+            if leads:
+                give_name(place, target)
     except BaseException:
-        if group.rank == 0:
-            take_back(partial)
-        raise
-
-
-@contextmanager
-def named_at_the_end(target: Path, explained: Explain) -> Iterator[Path]:
-    """Do the same from one process, for a target that is new or empty."""
-    with explained(target):
-        partial = begin(target, replaces=False)
-    try:
-        yield partial
-        with explained(target):
-            give_name(partial, target)
-    except BaseException:
-        take_back(partial)
+        if leads:
+            shutil.rmtree(place, ignore_errors=True)
         raise
 
 
@@ -79,7 +65,7 @@ def begin(target: Path, replaces: bool) -> Path:
             expected="a new or empty folder, other than the working folder and those above it",
             remedy="name one, as in ./model",
         )
-    restore(target)
+    restore_folder(target)
     if not replaces and target.exists() and any(target.iterdir()):
         raise ArgumentError(
             "the folder for the model is not empty",
@@ -96,7 +82,7 @@ def begin(target: Path, replaces: bool) -> Path:
 def give_name(partial: Path, target: Path) -> None:
     """Give a whole folder its name; one that is there goes. Raises OSError, and OwnerError for another job's place."""
     files.sync_folder(partial)
-    owner.check(target)
+    owner.check_owned(target)
     target = _place(target)
     if target.exists():
         target.rename(_former(target))
@@ -105,17 +91,12 @@ def give_name(partial: Path, target: Path) -> None:
     shutil.rmtree(_former(target), ignore_errors=True)
 
 
-def take_back(partial: Path) -> None:
-    """Remove what was written of a folder that has not got its name."""
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def restore(target: Path) -> None:
+def restore_folder(target: Path) -> None:
     """Give a folder its name again that lost it to one that never came, and remove what else was left. Raises OSError.
 
     For one job at a time.
     """
-    owner.check(target)
+    owner.check_owned(target)
     target = _place(target)
     former = _former(target)
     if former.is_dir() and not target.exists():
@@ -131,7 +112,7 @@ def is_leftover(name: str, of: str) -> bool:
     return re.fullmatch(rf"{re.escape(of)}({re.escape(FORMER)}|\.[0-9a-f]{{8}}{files.PARTIAL})", name) is not None
 
 
-def standing(path: Path) -> Path:
+def standing_folder(path: Path) -> Path:
     """Return `path`; or the former folder, where the new one is about to get its name."""
     if files.exists(path) or not path.name:  # `.` has none
         return path
@@ -139,7 +120,7 @@ def standing(path: Path) -> Path:
     return former if files.is_folder(former) else path
 
 
-def identity(path: Path) -> int:
+def folder_identity(path: Path) -> int:
     """Return a number that the folder of this name has until it is replaced. Raises ArgumentError where it is gone."""
     try:
         return path.stat().st_ino
@@ -147,9 +128,9 @@ def identity(path: Path) -> int:
         raise _replaced(path) from error
 
 
-def check_same(path: Path, before: int | None) -> None:
+def check_same_folder(path: Path, before: int | None) -> None:
     """Raise ArgumentError for a folder that was replaced since it had that identity; None stands for any."""
-    if before is not None and identity(path) != before:
+    if before is not None and folder_identity(path) != before:
         raise _replaced(path)
 
 

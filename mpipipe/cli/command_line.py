@@ -1,6 +1,6 @@
 """Which command a command line names, and how the ranks of a job agree on it.
 
-commands.py lists the commands. Each one is a function, whose parameters are its flags (flags.py). parser.py reads them.
+ALL lists the commands. Each one is a function, whose parameters are its flags (flags.py). A `Parser` reads them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-import math
 import os
 import re
 import shutil
@@ -21,13 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mpipipe import __version__
-from mpipipe.cli.flags import REQUIRED, Flag, Operand, Parameter, parameters_of
+from mpipipe.cli.flags import REQUIRED, Argument, Operand, parameters_of
 from mpipipe.cli.output import WRONG_USAGE, refusing, show
 from mpipipe.errors import BackendError
 from mpipipe.job import ended, runtime, settings
 from mpipipe.job.exit import Stop, run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.job.report import INTERRUPTED, write
+from mpipipe.options import Option
 from mpipipe.text import as_word, near
 
 WIDTH = 12  # of the longest name of a command, and two spaces
@@ -170,17 +170,10 @@ def _run(chosen: Chosen) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
-
-    Parameters
-    ----------
-    name : as it is typed
-    place : module and function, `module:function`
-    summary : what it does, in a few words
-    """
+    """One command."""
 
     name: str
-    place: str
+    place: str  # module and function, `module:function`
     summary: str
 
     def load(self) -> Callable[..., Any]:
@@ -291,7 +284,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options)
         self.headings: dict[str, Any] = {}
-        self.behind_dashes: str | None = None  # the parameter that takes what stands behind --
+        self.after_dashes: str | None = None  # the parameter that takes what follows --
         self.other_names: Mapping[str, str] = {}  # what others call a flag: from their name to ours, without --
         self.instead: Mapping[str, str] = {}  # what has no flag here, and what to do instead
 
@@ -303,20 +296,20 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: list[str]) -> dict[str, Any]:
         """Return the arguments that were given, by parameter name."""
-        behind: dict[str, Any] = {}
-        if self.behind_dashes is not None and "--" in words:
+        rest: dict[str, Any] = {}
+        if self.after_dashes is not None and "--" in words:
             cut = words.index("--")
-            words, behind = words[:cut], {self.behind_dashes: words[cut + 1 :]}
+            words, rest = words[:cut], {self.after_dashes: words[cut + 1 :]}
         given, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 file = [f"--config {name}"] if name.endswith(".toml") and self.near("--config") == ["--config"] else []
                 raise wrong_usage(self.prog, f"there is no place for {name}", file)
-            place = "" if self.behind_dashes is None else " before --"
+            place = "" if self.after_dashes is None else " before --"
             problem, instead = f"there is no option {name}{place}", self.instead.get(as_word(name.lstrip("-")))
             raise wrong_usage(self.prog, problem, self.near(name) if instead is None else (), instead)
-        return vars(given) | behind
+        return vars(given) | rest
 
     def near(self, name: str) -> list[str]:
         """Return the flags that the user may have meant with `name`."""
@@ -361,8 +354,8 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     parser.usage = " ".join([parser.prog.replace("%", "%%"), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:
         if isinstance(entry.flag, Operand):
-            if entry.flag.behind_dashes:
-                parser.behind_dashes = entry.name
+            if entry.flag.after_dashes:
+                parser.after_dashes = entry.name
             operand = parser.under("arguments").add_argument(entry.name, **_operand(entry, entry.flag))
             operand.required = entry.default is REQUIRED  # as Python < 3.12 does not say of argparse.REMAINDER
         else:
@@ -375,9 +368,9 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     )
 
 
-def _operand(entry: Parameter, operand: Operand) -> dict[str, Any]:
+def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
     options: dict[str, Any] = {"help": _escaped(operand.text), "metavar": _name(entry), "type": _converter(entry)}
-    if operand.behind_dashes:
+    if operand.after_dashes:
         options |= {"nargs": "*", "metavar": f"-- {_name(entry)} ...", "type": _before_dashes}
     elif operand.rest:
         options["nargs"] = argparse.REMAINDER
@@ -390,12 +383,13 @@ def _operand(entry: Parameter, operand: Operand) -> dict[str, Any]:
     return options
 
 
-def _flag(entry: Parameter, flag: Flag) -> dict[str, Any]:
+def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
     options: dict[str, Any] = {"help": _help(entry, flag), "dest": entry.name, "default": argparse.SUPPRESS}
     if entry.default is REQUIRED:
         options["required"] = True
     if entry.kind is bool:
-        return options | {"action": "store_true" if entry.default is False else argparse.BooleanOptionalAction}
+        alone = entry.default is False and not flag.key
+        return options | {"action": "store_true" if alone else argparse.BooleanOptionalAction}
     if entry.many:
         options["action"] = "append"
     if flag.choices:
@@ -406,21 +400,23 @@ def _flag(entry: Parameter, flag: Flag) -> dict[str, Any]:
     return options | {"type": _converter(entry)}
 
 
-def _help(entry: Parameter, flag: Flag) -> str:
+def _help(entry: Argument, flag: Option) -> str:
     parts = [flag.text] if flag.text else []
-    if flag.least is not None and flag.most is None:
-        parts.append(f"at least {flag.least:g}")
-    elif flag.least is not None and flag.most is not None:
-        parts.append(f"{flag.least:g} to {flag.most:g}")
-    if entry.default is not REQUIRED and entry.default is not None and not isinstance(entry.default, (bool, list)):
+    if flag.range_words:
+        parts.append(flag.range_words)
+    if (
+        entry.default is not REQUIRED
+        and entry.default is not None
+        and not isinstance(entry.default, (bool, list, tuple))
+    ):
         parts.append(f"default: {entry.default}")
     return _escaped("; ".join(parts))
 
 
-def _converter(entry: Parameter) -> Callable[[str], Any]:
+def _converter(entry: Argument) -> Callable[[str], Any]:
     """Return a function that reads a value, and refuses it in plain words."""
     flag = entry.flag
-    empty = flag.empty if isinstance(flag, Flag) else flag.rest  # the words for a script are its own
+    empty = flag.empty if isinstance(flag, Option) else flag.rest  # the words for a script are its own
 
     def read(text: str) -> Any:
         if not text and not empty and entry.kind not in NOUNS:
@@ -429,12 +425,8 @@ def _converter(entry: Parameter) -> Callable[[str], Any]:
             value = entry.kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS.get(entry.kind, 'usable')}") from None
-        if isinstance(entry.flag, Flag):
-            low = -math.inf if entry.flag.least is None else entry.flag.least
-            high = math.inf if entry.flag.most is None else entry.flag.most
-            if entry.kind in NOUNS and (low, high) != (-math.inf, math.inf) and not low <= value <= high:
-                words = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-                raise argparse.ArgumentTypeError(f"{text} is out of range: expected {words}")
+        if isinstance(flag, Option) and not flag.key and entry.kind in NOUNS and not flag.has(value):
+            raise argparse.ArgumentTypeError(f"{text} is out of range: expected {flag.range_words}")
         return value
 
     return read
@@ -444,16 +436,16 @@ def _before_dashes(text: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"{text!r} does not stand behind --")
 
 
-def _operand_usage(entry: Parameter) -> str:
+def _operand_usage(entry: Argument) -> str:
     name = _name(entry).replace("%", "%%")
     if entry.many:
         name += " ..."
-    if isinstance(entry.flag, Operand) and entry.flag.behind_dashes:
+    if isinstance(entry.flag, Operand) and entry.flag.after_dashes:
         name = f"-- {name}"
     return name if entry.default is REQUIRED else f"[{name}]"
 
 
-def _name(entry: Parameter) -> str:
+def _name(entry: Argument) -> str:
     metavar = entry.flag.metavar
     return entry.name.upper().replace("_", "-") if metavar is None else metavar
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.flags import Operand
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.language.models.conversion import convert as convert_folder
 from mpipipe.language.models.huggingface.writing import SHARD_BYTES
+from mpipipe.options import Option
 
 
 def convert(
     source: Annotated[str, Operand("folder with a model", metavar="FROM")],
     target: Annotated[str, Operand("new or empty folder", metavar="TO")],
-    dtype: Annotated[str | None, Flag("float32, bfloat16, float16 or float64; default: as in FROM")] = None,
-    shard_bytes: Annotated[int, Flag("most bytes of a file", least=1)] = SHARD_BYTES,
+    dtype: Annotated[str | None, Option("float32, bfloat16, float16 or float64; default: as in FROM")] = None,
+    shard_bytes: Annotated[int, Option("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
     """Turn a model folder of Hugging Face into weights of this package, or the other way round.
 

@@ -4,89 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from mpipipe import files, pictures, schedules
 from mpipipe.analysis.written import number_in, read_trace
-from mpipipe.cli.flags import Flag, numbers, one_or_more
+from mpipipe.cli.flags import numbers, one_or_more, parameters_of
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import ConfigError
+from mpipipe.options import Option
 from mpipipe.schedules import Costs, Timeline
 from mpipipe.schedules.csv_text import from_file, is_path
 
 MILLISECONDS = 1e3  # of a second
 
-Name = Annotated[str, Flag("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes")]
-Ranks = Annotated[int | None, Flag("P, ranks of the pipeline")]
-Microbatches = Annotated[int | None, Flag("M, micro-batches of a step")]
-Chunks = Annotated[int | None, Flag("V, stages on each rank; default: 1")]
-Out = Annotated[str, Flag("new file that ends in .png or .svg", metavar="FILE")]
-Folder = Annotated[Path, Flag("folder that train --trace has written", names=("--trace",))]
-Step = Annotated[int | None, Flag("number of a recorded step, from 0")]
-# of a chunk, each a number, or one for each stage with commas between them
-Forward = Annotated[str, Flag("time of F in a stage, or a,b,... with one for each stage")]
-InputGrad = Annotated[str, Flag("time of I, likewise; B takes I and W")]
-WeightGrad = Annotated[str, Flag("time of W, likewise")]
-Transfer = Annotated[str, Flag("time of a message into a stage, likewise")]
+Out = Annotated[str, Option("new file that ends in .png or .svg", metavar="FILE")]
+Folder = Annotated[Path, Option("folder that train --trace has written", names=("--trace",))]
+Step = Annotated[int | None, Option("number of a recorded step, from 0")]
 
 
-def timeline(
-    schedule: Name,
-    out: Out,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    forward: Forward = "1",
-    input_grad: InputGrad = "1",
-    weight_grad: WeightGrad = "1",
-    transfer: Transfer = "0",
-) -> None:
+def timeline(**options: Any) -> None:
     """Draw who computes what at which time.
 
     An example: python -m mpipipe draw timeline --schedule gpipe --ranks 4 --microbatches 8 --out a.svg
     """
-
-    def work() -> None:
-        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-        pictures.draw_timeline(
-            _simulated(schedule, {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}, times), out
-        )
-
-    _drawn(out, work)
+    _of_schedule(pictures.draw_timeline, **options)
 
 
-def memory(
-    schedule: Name,
-    out: Out,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    forward: Forward = "1",
-    input_grad: InputGrad = "1",
-    weight_grad: WeightGrad = "1",
-    transfer: Transfer = "0",
-) -> None:
+def memory(**options: Any) -> None:
     """Draw how many activations each rank holds at which time."""
+    _of_schedule(pictures.draw_memory, **options)
 
-    def work() -> None:
-        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-        pictures.draw_memory(
-            _simulated(schedule, {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}, times), out
-        )
 
-    _drawn(out, work)
+def _of_schedule(
+    draw: Callable[[Timeline, str], object],
+    schedule: Annotated[
+        str, Option("a name that schedules.by_name knows, or FILE.csv, whose order says its own sizes")
+    ],
+    out: Out,
+    ranks: Annotated[int | None, Option("P, ranks of the pipeline")] = None,
+    microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
+    chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
+    forward: Annotated[str, Option("time of F in a stage, or a,b,... with one for each stage")] = "1",
+    input_grad: Annotated[str, Option("time of I, likewise; B takes I and W")] = "1",
+    weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
+    transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
+) -> None:
+    sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+    times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
+    _drawn(out, lambda: draw(_simulated(schedule, sizes, times), out))
+
+
+timeline.parameters = memory.parameters = parameters_of(_of_schedule)[1:]  # type: ignore[attr-defined]
 
 
 def compare(
-    ranks: Annotated[int, Flag("P, ranks of the pipeline")],
-    microbatches: Annotated[str, Flag("numbers of micro-batches, as in 4,8,16")],
+    ranks: Annotated[int, Option("P, ranks of the pipeline")],
+    microbatches: Annotated[str, Option("numbers of micro-batches, as in 4,8,16")],
     out: Out,
-    schedule: Annotated[list[str] | None, Flag("a schedule to draw; several may be given; default: all")] = None,
-    chunks: Annotated[int, Flag("V of the schedules that take any")] = 2,
-    forward: Annotated[float, Flag("time of F in all stages of a rank together")] = 1,
-    input_grad: Annotated[float, Flag("time of I, likewise; B takes I and W")] = 1,
-    weight_grad: Annotated[float, Flag("time of W, likewise")] = 1,
-    transfer: Annotated[float, Flag("time of a message between two ranks")] = 0,
+    schedule: Annotated[list[str] | None, Option("a schedule to draw; several may be given; default: all")] = None,
+    chunks: Annotated[int, Option("V of the schedules that take any")] = 2,
+    forward: Annotated[float, Option("time of F in all stages of a rank together")] = 1,
+    input_grad: Annotated[float, Option("time of I, likewise; B takes I and W")] = 1,
+    weight_grad: Annotated[float, Option("time of W, likewise")] = 1,
+    transfer: Annotated[float, Option("time of a message between two ranks")] = 0,
 ) -> None:
     """Draw bubble and peak memory over the number of micro-batches, of all schedules with the same work on a rank."""
 
@@ -107,7 +87,7 @@ def split(folder: Folder, out: Out, step: Step = None) -> None:
 
 
 def trace(
-    folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Flag("number of the pipeline, from 0")] = 0
+    folder: Folder, out: Out, step: Step = None, replica: Annotated[int, Option("number of the pipeline, from 0")] = 0
 ) -> None:
     """Draw a step of a training below what its schedule predicts.
 
@@ -120,29 +100,31 @@ def trace(
 
 def draw_parts(folder: Path, out: str | Path, step: int | None = None) -> None:
     """Draw the parts of the time in the folder of a trace: those of one step, or of the mean step."""
-    found = read_trace(folder)
+    recorded = read_trace(folder)
     if step is not None:
-        number_in("step", step, found.steps)
-    parts = found.parts if step is None else {rank: steps[step] for rank, steps in found.parts_of_steps.items()}
+        number_in("step", step, recorded.steps)
+    parts = recorded.parts if step is None else {rank: steps[step] for rank, steps in recorded.parts_of_steps.items()}
     pictures.draw_split([parts[rank] for rank in sorted(parts)], out)
 
 
 def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: int = 0) -> None:
     """Draw what one pipeline did in one step, below the prediction; in milliseconds."""
-    found = read_trace(folder)
+    recorded = read_trace(folder)
     measured = [
         [
             pictures.Measured(op, stage, microbatch, start * MILLISECONDS, end * MILLISECONDS)
             for (stage, op, microbatch), start, end in actions
         ]
-        for actions in found.pipeline(found.middle_step() if step is None else step, replica)
+        for actions in recorded.pipeline(recorded.middle_step() if step is None else step, replica)
     ]
     names = ("forward", "input_grad", "weight_grad", "transfer")
-    times = ([MILLISECONDS * time for time in found.costs.per_stage(name, found.schedule.stages)] for name in names)
-    pictures.draw_timeline(schedules.simulate(found.schedule, Costs(*times)), out, measured, unit="ms")
+    times = (
+        [MILLISECONDS * time for time in recorded.costs.per_stage(name, recorded.schedule.stages)] for name in names
+    )
+    pictures.draw_timeline(schedules.simulate(recorded.schedule, Costs(*times)), out, measured, unit="ms")
 
 
-def _drawn(out: str, work: Callable[[], None]) -> None:
+def _drawn(out: str, work: Callable[[], object]) -> None:
     """Do the work in one process, and say where the picture is."""
     with refusing():
         check_one_process("draw")

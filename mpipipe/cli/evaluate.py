@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mpipipe import arrays, files, processor
-from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.flags import Operand
 from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import runtime
@@ -17,21 +17,22 @@ from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.language.inference.evaluation import Evaluation, Windows, build_evaluator, open_tokens, perplexity
 from mpipipe.language.models.model_folder import open_on_all
-from mpipipe.train.screen import Outlet
+from mpipipe.options import Option
+from mpipipe.train.screen import SafeStream
 
 
 def evaluate(
     model: Annotated[str, Operand("folder with a model")],
-    data: Annotated[list[str] | None, Flag("file or folder of text, or file of tokens; repeatable")] = None,
-    seq_len: Annotated[int | None, Flag("tokens of a window; default: the model's", least=1)] = None,
-    by_document: Annotated[bool, Flag("windows end with documents, and each is reported")] = False,
-    pipe: Annotated[int | None, Flag("ranks of one pipeline; default: all that seq leaves", least=1)] = None,
-    seq: Annotated[int, Flag("ranks that share each window, by ring attention", least=1)] = 1,
-    layout: Annotated[str, Flag("which positions each of them holds: zigzag, contiguous, striped")] = "zigzag",
-    batch: Annotated[int | None, Flag("windows of a micro-batch; default: 4096 tokens", least=1)] = None,
-    dtype: Annotated[str | None, Flag("to compute in; default: that of the model")] = None,
-    device: Annotated[str, Flag("cpu, cuda, or auto: a GPU for each rank where all see one")] = "auto",
-    out: Annotated[str | None, Flag("new file for the results, as lines of JSON")] = None,
+    data: Annotated[list[str] | None, Option("file or folder of text, or file of tokens; repeatable")] = None,
+    seq_len: Annotated[int | None, Option("tokens of a window; default: the model's", least=1)] = None,
+    by_document: Annotated[bool, Option("windows end with documents, and each is reported")] = False,
+    pipe: Annotated[int | None, Option("ranks of one pipeline; default: all that seq leaves", least=1)] = None,
+    seq: Annotated[int, Option("ranks that share each window, by ring attention", least=1)] = 1,
+    layout: Annotated[str, Option("which positions each of them holds: zigzag, contiguous, striped")] = "zigzag",
+    batch: Annotated[int | None, Option("windows of a micro-batch; default: 4096 tokens", least=1)] = None,
+    dtype: Annotated[str | None, Option("to compute in; default: that of the model")] = None,
+    device: Annotated[str, Option("cpu, cuda, or auto: a GPU for each rank where all see one")] = "auto",
+    out: Annotated[str | None, Option("new file for the results, as lines of JSON")] = None,
 ) -> int:
     """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate runs/first --data book.txt).
 
@@ -72,22 +73,20 @@ def report(found: Evaluation, unit: str, out: str | None) -> None:
         for number, each in found.documents.items()
         for loss in [each.nats / each.tokens]
     ]
-    whole = {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+    whole = {"tokens": found.tokens, "loss": found.loss, "perplexity": perplexity(found.loss)}
     if found.bits_per_byte is not None:
         whole["bits_per_byte"] = found.bits_per_byte
     if out is not None:
         content = "".join(json.dumps(line) + "\n" for line in [*lines, whole])
-        try:
+        with files.writing("the results", out):
             files.write_whole(Path(out), content.encode())
-        except OSError as error:
-            raise ConfigError(f"the results cannot be written: {error.strerror}", found=out) from error
-    outlet = Outlet(sys.stdout)
+    outlet = SafeStream(sys.stdout)
     for line in lines if out is None else ():
         outlet.write(f"mpipipe: document {' '.join(f'{_name(key)}{_shown(value)}' for key, value in line.items())}\n")
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.6f} bits per byte"
     outlet.write(f"mpipipe: {found.tokens:,} {unit} predicted{bits}\n")
     outlet.write(
-        f"mpipipe: evaluated tokens={found.tokens} loss={found.loss:.8f} perplexity={_shown(found.perplexity)}\n"
+        f"mpipipe: evaluated tokens={found.tokens} loss={found.loss:.8f} perplexity={_shown(perplexity(found.loss))}\n"
     )
 
 

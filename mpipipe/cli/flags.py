@@ -1,84 +1,40 @@
-"""The parameters of a command, which are those of its function; `Flag` and `Operand` annotate them."""
+"""The parameters of a command: those of its function, with `Option` or `Operand`, and fields of a configuration."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from mpipipe.errors import ConfigError
+from mpipipe.options import Option, kinds_of, option_of
 
 REQUIRED = inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
-class Flag:
-    """A parameter that is given by name: `--seq-len 8`.
-
-    A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is
-    a flag that may be repeated.
-
-    Parameters
-    ----------
-    text : what it means, for the help
-    names : names of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
-    least, most : range of a number
-    choices : all values that it can have
-    metavar : what stands for the value in the help
-    group : heading under which the help lists it
-    empty : whether an empty text means something; else it is refused, as a variable of a shell that is not set
-    """
-
-    text: str = ""
-    names: tuple[str, ...] = ()
-    least: float | None = None
-    most: float | None = None
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-    group: str = "options"
-    empty: bool = False
-
-
-@dataclass(frozen=True)
 class Operand:
-    """A parameter that is given by position. A list takes one or more values, or any number if it has a default.
+    """A parameter that is given by position. A list takes one or more values, or any number if it has a default."""
 
-    Parameters
-    ----------
-    text : what it means, for the help
-    metavar : its name in the help; by default that of the parameter in capitals
-    rest : take all that follows, flags too
-    behind_dashes : take what follows `--`, and nothing else
-    """
-
-    text: str
-    metavar: str | None = None
-    rest: bool = False
-    behind_dashes: bool = False
+    text: str  # what it means, for the help
+    metavar: str | None = None  # its name in the help; by default that of the parameter in capitals
+    rest: bool = False  # take all that follows, flags too
+    after_dashes: bool = False  # take what follows `--`, and nothing else
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One parameter of a command.
-
-    Parameters
-    ----------
-    name : of the function's parameter
-    kind : str, int, float, bool or Path; of a list, the kind of its elements
-    many : whether it is a list
-    default : value of the function if it is not given, or REQUIRED
-    flag : how it is given
-    """
+class Argument:
+    """One parameter of a command."""
 
     name: str
-    kind: type
-    many: bool
-    default: Any
-    flag: Flag | Operand
+    kind: type  # str, int, float, bool or Path; of a list, that of its elements
+    many: bool  # whether it is a list
+    default: Any  # or REQUIRED
+    flag: Option | Operand
 
 
-def parameters_of(command: Callable[..., Any]) -> list[Parameter]:
+def parameters_of(command: Callable[..., Any]) -> list[Argument]:
     """Return the parameters of a command: those of the function, or those that its attribute `parameters` lists."""
     listed = getattr(command, "parameters", None)
     if listed is not None:
@@ -87,15 +43,26 @@ def parameters_of(command: Callable[..., Any]) -> list[Parameter]:
     return [_parameter(entry, hints[entry.name]) for entry in inspect.signature(command).parameters.values()]
 
 
-def _parameter(entry: inspect.Parameter, hint: Any) -> Parameter:
-    flag: Flag | Operand = Flag()
+def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:
+    flag: Option | Operand = Option()
     if get_origin(hint) is Annotated:
         hint, flag = get_args(hint)[:2]
     parts = [part for part in get_args(hint) if part is not type(None)] if get_origin(hint) is not list else []
     if parts:  # X | None
         hint = parts[0]
     many = get_origin(hint) is list
-    return Parameter(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
+    return Argument(entry.name, get_args(hint)[0] if many else hint, many, entry.default, flag)
+
+
+def fields_of(config: type) -> list[Argument]:
+    """Return the parameters that the fields of a configuration are, under the headings of its parts."""
+    kinds, parts = kinds_of(config), [part for part in config.__mro__ if "heading" in vars(part)]
+    parameters = []
+    for entry in fields(config):
+        heading = next(vars(part)["heading"] for part in parts if entry.name in {own.name for own in fields(part)})
+        option, kind = replace(option_of(entry), group=heading), kinds[entry.name]
+        parameters.append(Argument(entry.name, str if kind is tuple else kind, kind is tuple, entry.default, option))
+    return parameters
 
 
 # -- Numbers with commas between them, as options of several commands have them ---------------------------------------

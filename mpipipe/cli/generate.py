@@ -5,27 +5,33 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, BinaryIO
 
-from mpipipe import files, processor, schedules
-from mpipipe.cli.flags import Flag, Operand
+from mpipipe import files, processor
+from mpipipe.cli.flags import Operand
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import runtime
 from mpipipe.job.cores import share_of_cores
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
-from mpipipe.language.inference.evaluation import IN_FLIGHT
-from mpipipe.language.inference.generation import Drawn, Sampling, answers, build_decoder, check_prompts, shown
-from mpipipe.language.inference.prompts import Bytes, Prompts, TextStream, parse_ids, read_prompts
-from mpipipe.language.models.model_folder import FolderTokenizer, ModelFolder, open_on_all
-from mpipipe.train import limits
-from mpipipe.train.screen import Outlet
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.language.inference.generation import (
+    Drawn,
+    Sampling,
+    answers,
+    build_decoder,
+    check_prompts,
+    forward_plan,
+    shown,
+)
+from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
+from mpipipe.language.models.model_folder import ModelFolder, open_on_all
+from mpipipe.options import Option
+from mpipipe.train.screen import SafeStream
 
 DTYPES = ("float32", "float64")
 AT_ONCE = 8  # prompts for each micro-batch in flight, by default
@@ -33,21 +39,21 @@ AT_ONCE = 8  # prompts for each micro-batch in flight, by default
 
 def generate(
     run: Annotated[str, Operand("folder with a model: of a training, or a checkpoint")],
-    prompt: Annotated[str | None, Flag("text to continue; default: a line break", empty=True)] = None,
-    prompts: Annotated[str | None, Flag("file with a prompt on each line, as text or as JSON (.jsonl)")] = None,
-    tokens: Annotated[str | None, Flag("prompt as token ids: 5,17,9")] = None,
-    count: Annotated[int, Flag("tokens of each answer, at most", names=("--count", "--bytes"), least=1)] = 200,
-    temperature: Annotated[float, Flag("0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int, Flag("draw from so many likeliest tokens; 0: from all")] = 0,
-    top_p: Annotated[float, Flag("draw from the likeliest tokens that reach this probability")] = 1.0,
+    prompt: Annotated[str | None, Option("text to continue; default: a line break", empty=True)] = None,
+    prompts: Annotated[str | None, Option("file with a prompt on each line, as text or as JSON (.jsonl)")] = None,
+    tokens: Annotated[str | None, Option("prompt as token ids: 5,17,9")] = None,
+    count: Annotated[int, Option("tokens of each answer, at most", names=("--count", "--bytes"), least=1)] = 200,
+    temperature: Annotated[float, Option("0 takes the likeliest token")] = 0.8,
+    top_k: Annotated[int, Option("draw from so many likeliest tokens; 0: from all")] = 0,
+    top_p: Annotated[float, Option("draw from the likeliest tokens that reach this probability")] = 1.0,
     stop: Annotated[
-        str | None, Flag("ids that end an answer: 0,2; none: ''; default: those of the model", empty=True)
+        str | None, Option("ids that end an answer: 0,2; none: ''; default: those of the model", empty=True)
     ] = None,
-    seed: Annotated[int, Flag("of the draws", least=0, most=2**63 - 1)] = 0,
-    seq: Annotated[int, Flag("ranks that share each cache of keys and values", least=1)] = 1,
-    batch: Annotated[int | None, Flag("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
-    out: Annotated[str | None, Flag("new file for the answers, as lines of JSON")] = None,
-    dtype: Annotated[str | None, Flag("float32 or float64, to compute in; default: that of the model")] = None,
+    seed: Annotated[int, Option("of the draws", least=0, most=2**63 - 1)] = 0,
+    seq: Annotated[int, Option("ranks that share each cache of keys and values", least=1)] = 1,
+    batch: Annotated[int | None, Option("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
+    out: Annotated[str | None, Option("new file for the answers, as lines of JSON")] = None,
+    dtype: Annotated[str | None, Option("float32 or float64, to compute in; default: that of the model")] = None,
 ) -> int:
     """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
 
@@ -63,8 +69,9 @@ def generate(
         with group.raise_together("generate: the mesh"):
             mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
         with mesh, ExitStack() as opened:
-            plan = make_plan(folder, mesh)
             prepared, show = None, None
+            with group.raise_together("generate: the model"):
+                plan = forward_plan(folder.model, mesh.pipe.size)
             with group.raise_together("generate: the prompts"):
                 check_dtype(dtype)
                 if mesh.rank == 0:
@@ -79,7 +86,7 @@ def generate(
             capacity = max(map(len, asked_tokens)) + count
             slots = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
             load = partial(folder.load, mesh=mesh)
-            with build_decoder(plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
+            with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
                 for drawn in answers(decoder, asked_tokens, count, sampling):
                     if show is not None:
                         show.take(drawn)
@@ -87,16 +94,6 @@ def generate(
                 opened.close()
 
     return run_or_abort(work)
-
-
-def make_plan(folder: ModelFolder, mesh: Mesh) -> TrainingPlan:
-    """Return the plan of a decoder on these ranks. All ranks raise the same error."""
-    with group_of(mesh.comm).raise_together("generate: the model"):
-        model, ranks = folder.model, mesh.pipe.size
-        microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
-        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
-        schedule = schedules.forward_only(ranks, 1, microbatches)
-        return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -164,7 +161,7 @@ class Streamed(Answers):
     """One prompt and its answer, written to standard output while the answer is drawn."""
 
     def __init__(self, prompt: list[int], tokenizer: FolderTokenizer) -> None:
-        self.stream, self.outlet = TextStream(tokenizer), Outlet(sys.stdout)
+        self.stream, self.outlet = TextStream(tokenizer), SafeStream(sys.stdout)
         self.prompt = prompt
 
     def take(self, drawn: Drawn) -> None:
@@ -197,7 +194,7 @@ class InOrder(Answers):
         """Show one answer; `ended` says why it has ended: "stop" or "count"."""
 
     def text_of(self, answer: list[int], ended: str, before: list[int]) -> str:
-        """Return the text of an answer behind other tokens, with them; without the token that has stopped it."""
+        """Return the text of an answer after other tokens, with them; without the token that has stopped it."""
         assert self.tokenizer is not None
         return self.tokenizer.decode([*before, *(answer[:-1] if ended == "stop" else answer)])
 
@@ -206,7 +203,7 @@ class Printed(InOrder):
     """Prompts and answers on standard output: text under a line with the number, or a line of ids."""
 
     def show(self, number: int, answer: list[int], ended: str) -> None:
-        prompt, outlet = self.prompts.tokens[number], Outlet(sys.stdout)
+        prompt, outlet = self.prompts.tokens[number], SafeStream(sys.stdout)
         if self.tokenizer is None or self.prompts.texts[number] is None:
             outlet.write(f"mpipipe: tokens {','.join(map(str, [*prompt, *answer]))}\n")
         else:
@@ -227,10 +224,8 @@ class WrittenLines(InOrder):
     def __enter__(self) -> WrittenLines:
         if files.exists(self.path):
             raise ConfigError("the file for answers exists already", found=str(self.path), remedy="name another --out")
-        try:
+        with self._writing():
             self.file = self.opened.enter_context(files.whole_file(self.path))
-        except OSError as error:
-            raise self._unwritable(error) from error
         return self
 
     def show(self, number: int, answer: list[int], ended: str) -> None:
@@ -239,20 +234,14 @@ class WrittenLines(InOrder):
         facts = {"number": number, "prompt_tokens": prompt, "answer_tokens": answer, "ended": ended}
         if self.tokenizer is not None:
             facts |= {"prompt": self.tokenizer.decode(prompt), "answer": self.text_of(answer, ended, [])}
-        try:
+        with self._writing():
             self.file.write(f"{json.dumps(facts)}\n".encode())
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._writing():
             self.opened.__exit__(kind, error, trace)
-        except OSError as caught:
-            raise self._unwritable(caught) from caught
 
-    def _unwritable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"the answers cannot be written: {error.strerror}", found=str(self.path), remedy="name another --out"
-        )
+    def _writing(self) -> AbstractContextManager[None]:
+        return files.writing("the answers", self.path, remedy="name another --out")

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from mpipipe import __version__, arrays, environment
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
-from mpipipe.cli.flags import Flag
 from mpipipe.cli.output import show
 from mpipipe.comm import describe, mesh
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
@@ -22,6 +21,7 @@ from mpipipe.job import inprocess, rank_list, runtime
 from mpipipe.job.cores import parse_cores
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
+from mpipipe.options import Option
 from mpipipe.text import counted
 
 COLUMNS = 100  # of a terminal that is wide enough for all lines
@@ -30,9 +30,9 @@ NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
 def info(
-    probe: Annotated[bool, Flag("also try to send device memory, in a job of its own, which may crash")] = False,
+    probe: Annotated[bool, Option("also try to send device memory, in a job of its own, which may crash")] = False,
     as_json: Annotated[
-        bool, Flag("print what train writes as environment.json, and nothing else", names=("--json",))
+        bool, Option("print what train writes as environment.json, and nothing else", names=("--json",))
     ] = False,
 ) -> None:
     """Show MPI, launcher, ranks, hosts, cores, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""

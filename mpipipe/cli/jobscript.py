@@ -11,12 +11,13 @@ from typing import Annotated
 
 from mpipipe import processor
 from mpipipe.cli.command_line import parser_of, program
-from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.flags import Operand
 from mpipipe.cli.jobscripts import MPIS, SCHEDULERS, Job, job_script
 from mpipipe.cli.launch import run_proven
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import BackendError
 from mpipipe.job.exit import Stop, run_or_abort
+from mpipipe.options import Option
 
 # asks an interpreter for its MPI without initialising it: on a login node that may not be allowed
 VENDOR = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -26,24 +27,24 @@ FAMILIES = {"Open MPI": "openmpi", "Cray": "cray", "MPICH": "mpich", "MVAPICH": 
 def jobscript(
     scheduler: Annotated[str, Operand(" | ".join(SCHEDULERS))],
     options: Annotated[
-        list[str] | None, Operand("options of `train`, or run SCRIPT and its arguments", behind_dashes=True)
+        list[str] | None, Operand("options of `train`, or run SCRIPT and its arguments", after_dashes=True)
     ] = None,
-    nodes: Annotated[int, Flag("nodes of the job")] = 1,
-    ranks_per_node: Annotated[int, Flag("ranks on each node")] = 1,
-    threads: Annotated[int, Flag("cores of each rank, and threads of its matrix products")] = 1,
-    gpus: Annotated[bool, Flag("a GPU for each rank")] = False,
-    time: Annotated[str, Flag("limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS")] = "00:30:00",
-    preemptable: Annotated[bool, Flag("save and leave before the end, and start again until it is done")] = False,
-    notice: Annotated[int, Flag("seconds before the end at which a preemptable job is told")] = 120,
-    array: Annotated[str | None, Flag("numbers of a job array as in 0-3, each a seed")] = None,
-    long_context: Annotated[bool, Flag("the ranks of a node share each sequence of 65 536")] = False,
-    account: Annotated[str | None, Flag("account, project or bank")] = None,
-    queue: Annotated[str | None, Flag("queue, which SLURM calls a partition")] = None,
-    name: Annotated[str | None, Flag("name of the job")] = None,
-    mpi: Annotated[str | None, Flag("mpich | openmpi | cray; default: that of mpi4py")] = None,
-    launcher: Annotated[str, Flag("under LSF: mpiexec | jsrun")] = "mpiexec",
-    python: Annotated[str | None, Flag("interpreter of the job; default: this one")] = None,
-    module: Annotated[list[str] | None, Flag("environment module to load; several may be given")] = None,
+    nodes: Annotated[int, Option("nodes of the job")] = 1,
+    ranks_per_node: Annotated[int, Option("ranks on each node")] = 1,
+    threads: Annotated[int, Option("cores of each rank, and threads of its matrix products")] = 1,
+    gpus: Annotated[bool, Option("a GPU for each rank")] = False,
+    time: Annotated[str, Option("limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS")] = "00:30:00",
+    preemptable: Annotated[bool, Option("save and leave before the end, and start again until it is done")] = False,
+    notice: Annotated[int, Option("seconds before the end at which a preemptable job is told")] = 120,
+    array: Annotated[str | None, Option("numbers of a job array as in 0-3, each a seed")] = None,
+    long_context: Annotated[bool, Option("the ranks of a node share each sequence of 65 536")] = False,
+    account: Annotated[str | None, Option("account, project or bank")] = None,
+    queue: Annotated[str | None, Option("queue, which SLURM calls a partition")] = None,
+    name: Annotated[str | None, Option("name of the job")] = None,
+    mpi: Annotated[str | None, Option("mpich | openmpi | cray; default: that of mpi4py")] = None,
+    launcher: Annotated[str, Option("under LSF: mpiexec | jsrun")] = "mpiexec",
+    python: Annotated[str | None, Option("interpreter of the job; default: this one")] = None,
+    module: Annotated[list[str] | None, Option("environment module to load; several may be given")] = None,
 ) -> None:
     """Print a job script that trains, or runs a script of your own, fit to edit.
 
@@ -103,7 +104,7 @@ def _mpi_of(python: str) -> str:
 def run(
     target: Annotated[str, Operand("script, or module with -m")],
     arguments: Annotated[list[str] | None, Operand("for the script", rest=True)] = None,
-    module: Annotated[bool, Flag("TARGET is a module, as for python -m", names=("-m",))] = False,
+    module: Annotated[bool, Option("TARGET is a module, as for python -m", names=("-m",))] = False,
 ) -> int:
     """Run a Python script on every rank (mpiexec -n 4 python -m mpipipe run script.py).
 
@@ -141,8 +142,8 @@ def _check_there(target: str, module: bool) -> None:
 
 
 def launch(
-    command: Annotated[list[str], Operand("what starts the ranks, with all its words", behind_dashes=True)],
-    marker_folder: Annotated[str, Flag("for the proof; every node has to see it", metavar="DIR")] = ".",
+    command: Annotated[list[str], Operand("what starts the ranks, with all its words", after_dashes=True)],
+    marker_folder: Annotated[str, Option("for the proof; every node has to see it", metavar="DIR")] = ".",
 ) -> int:
     """Start a job, and return its exit code; 0 only where all ranks have come to their end.
 

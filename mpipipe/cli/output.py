@@ -12,7 +12,7 @@ from mpipipe import files
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import settings
 from mpipipe.job.exit import Stop
-from mpipipe.job.report import AGREED, describe, heading
+from mpipipe.job.report import AGREED, describe_error, heading
 from mpipipe.text import counted
 
 UNWRITTEN = 1  # exit code
@@ -53,7 +53,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except MpipipeError as error:
-        raise Stop(describe(error, heading(0, 1)), WRONG_USAGE) from error
+        raise Stop(describe_error(error, heading(0, 1)), WRONG_USAGE) from error
 
 
 # -- What commands have in common that work on paper, in one process and without MPI ----------------------------------

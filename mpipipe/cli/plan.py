@@ -8,32 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import files, processor
-from mpipipe.cli.flags import Flag, Parameter
+from mpipipe.cli.flags import Argument
 from mpipipe.cli.output import check_one_process, refusing
 from mpipipe.cli.train import CONFIG, FIELDS
 from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.errors import ConfigError
-from mpipipe.job import runtime
+from mpipipe.job import inprocess, runtime
 from mpipipe.job.context import current_rank
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.language.models import GPT
-from mpipipe.language.models.fine_tuning import find_tuning
-from mpipipe.language.models.pretrained import architecture_of, find_pretrained
+from mpipipe.language.task import TextTask
+from mpipipe.options import Option
 from mpipipe.planning import Choice, SavedProfile
-from mpipipe.planning.find import Found, find_plan, plan_on_paper
-from mpipipe.planning.subject import Scene
-from mpipipe.planning.table import table
+from mpipipe.planning.find import PlanReport, find_plan, table
+from mpipipe.planning.problem import PlanningProblem
 from mpipipe.schedules import Links
 from mpipipe.schedules.simulate import FORM
 from mpipipe.text import counted
 from mpipipe.train import TrainConfig
 from mpipipe.train.config import read_keys, toml_line
-from mpipipe.train.config_checks import PLANNED
-from mpipipe.train.options import INSTEAD, OTHER_NAMES
-from mpipipe.train.preparation import check_same_config, find_data
-from mpipipe.train.screen import Outlet
+from mpipipe.train.options import INSTEAD, PLANNED
+from mpipipe.train.planned import measured_ranks, mesh_of, plans_on_paper, problem_of
+from mpipipe.train.screen import SafeStream
+from mpipipe.train.setup import check_same_config
+from mpipipe.train.training_plan import pipe_of
 
 NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 
@@ -73,14 +73,14 @@ def plan(
             chosen = TrainConfig.load(config, **keys)
             if comm.rank == 0:
                 check_outputs(out, save_profile)
-        found, scene = make_plans(chosen, comm)
+        found, problem = make_plans(chosen, comm)
         with group_of(comm).raise_together("plan: the result"):
             if comm.rank == 0:
                 show(found)
                 if out is not None:
-                    write(Path(out), {**given, "pipe": scene.ranks, "seq": scene.config.seq}, found.choice)
+                    write(Path(out), {**given, "pipe": problem.ranks, "seq": problem.seq}, found.choice)
                 if save_profile is not None:
-                    saved = SavedProfile.of(found.profile, scene.signatures, scene.facts, found.oversubscribed)
+                    saved = SavedProfile.of(found.profile, problem.signatures, problem.facts, found.oversubscribed)
                     saved.save(Path(save_profile))
                     _say(f"mpipipe: the measurements are in {save_profile}: plan --profile, train --dry-run --profile")
 
@@ -128,36 +128,42 @@ def _on_paper(
     saved = SavedProfile.read(path)
     links = None if transfer_model is None else Links.read(transfer_model)
     count = (config.pipe or 1) * config.seq if ranks is None else ranks
-    subject, plans = plan_on_paper(config, GPT, count, saved, links)
+
+    def work(comm: Communicator) -> PlanningProblem:
+        task = TextTask.of(config, GPT, comm)
+        task.find_data(group_of(comm))
+        return problem_of(task.config, task, *mesh_of(config, count))
+
+    problem = inprocess.run(1, work)[0]
+    plans = plans_on_paper(problem, config, saved, links)
     for line in table(plans):
         _say(line)
     _say(
         f"on paper: {counted(count, 'rank')}, from measurements on a pipeline of {counted(saved.ranks, 'rank')}; "
         f"{path} says that real steps take {saved.scale:.3f} of what they add up to"
     )
-    rows = subject.rows // plans[0].choice.microbatches
-    for line in saved.doubts(subject.ranks, subject.replicas * config.seq, rows, links is not None):
+    rows = problem.rows // plans[0].choice.microbatches
+    for line in saved.doubts(problem.ranks, problem.replicas * problem.seq, rows, links is not None):
         _say(line)
     if out is not None:
-        write(Path(out), {**given, "pipe": subject.ranks, "seq": config.seq}, plans[0].choice)
+        write(Path(out), {**given, "pipe": problem.ranks, "seq": config.seq}, plans[0].choice)
 
 
-def make_plans(config: TrainConfig, comm: Communicator) -> tuple[Found, Scene]:
+def make_plans(config: TrainConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem]:
     """Return the plans of a training on these ranks, and what was measured where; collective."""
     check_same_config(group_of(comm), config)
-    config, base = find_pretrained(config, comm)
-    tuning = find_tuning(config, comm)
-    pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
+    task = TextTask.of(config, GPT, comm)
+    config = task.config
     with group_of(comm).raise_together("plan: the mesh"):
-        mesh = Mesh(comm, pipe=pipe, seq=config.seq)
+        mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
     with mesh:
         place = select_device(config.device, comm)
-        vocab = find_data(config, None, group_of(comm)).vocab
-        scene = Scene.of(config, architecture_of(base, GPT), mesh, vocab, tuning)
-        return find_plan(scene, place), scene
+        task.find_data(group_of(comm))
+        measured = measured_ranks(config, task, mesh)
+        return find_plan(measured, place), measured.problem
 
 
-def show(found: Found) -> None:
+def show(found: PlanReport) -> None:
     """Write the best plans to the standard output."""
     for line in table(found.plans):
         _say(line)
@@ -168,7 +174,7 @@ def show(found: Found) -> None:
 
 
 def _say(line: str) -> None:
-    Outlet(sys.stdout).write(f"{line}\n")
+    SafeStream(sys.stdout).write(f"{line}\n")
 
 
 def check_new(path: Path) -> None:
@@ -196,19 +202,19 @@ def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
     if choice.recompute_limit is not None:
         keys["recompute_limit"] = choice.recompute_limit
     content = "".join(toml_line(*key) for key in keys.items())
-    try:
+    with files.writing("the plan", path):
         files.write_whole(path, content.encode(errors="surrogateescape"))  # a path may be no text
-    except OSError as error:
-        raise ConfigError(f"the plan cannot be written: {error.strerror}", found=str(path)) from error
     _say(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}")
 
 
-OUT = Parameter("out", str, False, None, Flag("new file for the best plan, which train --config takes", metavar="FILE"))
-SAVE = Parameter("save_profile", str, False, None, Flag("new file for what was measured", metavar="FILE"))
-PROFILE = Parameter("profile", str, False, None, Flag("file of --save-profile: measure nothing", metavar="FILE"))
-RANKS = Parameter("ranks", int, False, None, Flag("with --profile: ranks to plan for; default: one replica", least=1))
-LINKS = Parameter(
-    "transfer_model", str, False, None, Flag(f"with --profile: links between them, in s and bytes/s: {FORM}")
+OUT = Argument(
+    "out", str, False, None, Option("new file for the best plan, which train --config takes", metavar="FILE")
+)
+SAVE = Argument("save_profile", str, False, None, Option("new file for what was measured", metavar="FILE"))
+PROFILE = Argument("profile", str, False, None, Option("file of --save-profile: measure nothing", metavar="FILE"))
+RANKS = Argument("ranks", int, False, None, Option("with --profile: ranks to plan for; default: one replica", least=1))
+LINKS = Argument(
+    "transfer_model", str, False, None, Option(f"with --profile: links between them, in s and bytes/s: {FORM}")
 )
 plan.parameters = [  # type: ignore[attr-defined]
     CONFIG,
@@ -219,4 +225,4 @@ plan.parameters = [  # type: ignore[attr-defined]
     LINKS,
     *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
 ]
-plan.other_names, plan.instead = OTHER_NAMES, INSTEAD  # type: ignore[attr-defined]
+plan.other_names, plan.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]

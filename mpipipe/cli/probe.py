@@ -25,7 +25,7 @@ from mpipipe.comm.transport.device import DirectTransport
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
 from mpipipe.job.types import Communicator
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 LAUNCHER = "MPIPIPE_MPIEXEC"
 STARTED, WORKS, WRONG = "mpipipe probe on rank", "device memory works", "device memory arrives wrong"
@@ -35,17 +35,11 @@ LINES = 12  # of the job's output, kept for the report
 GRACE = 5.0  # seconds for a launcher to take its ranks along
 
 
-class Result(NamedTuple):
-    """What became of the job.
+class ProbeResult(NamedTuple):
+    """What became of the job."""
 
-    Attributes
-    ----------
-    outcome : "works", "crashed with signal N", "wrong data", "failed", "timed out" or "could not start"
-    lines : the last lines that it printed
-    """
-
-    outcome: str
-    lines: list[str]
+    outcome: str  # "works", "crashed with signal N", "wrong data", "failed", "timed out" or "could not start"
+    lines: list[str]  # the last that it printed
 
     @property
     def works(self) -> bool:
@@ -53,19 +47,19 @@ class Result(NamedTuple):
         return self.outcome == "works"
 
 
-def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | None = None) -> Result:
+def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | None = None) -> ProbeResult:
     """Try direct messages of device arrays between two ranks, and return what came of it; for one rank to call.
 
     Parameters
     ----------
-    mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec beside the MPI library or beside
+    mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec next to the MPI library or next to
         python, or on PATH; srun where there is no other
     timeout : seconds for the job; the call returns soon after
     command : what each rank runs; by default this module
     """
     launcher = mpiexec or os.environ.get(LAUNCHER) or find_launcher()
     if launcher is None:
-        return Result("could not start", [f"no mpiexec found: set {LAUNCHER}"])
+        return ProbeResult("could not start", [f"no mpiexec found: set {LAUNCHER}"])
     launch = shlex.split(launcher)
     if Path(launch[0]).name == "srun":
         launch.append("--overlap")  # share what the step that asks has
@@ -82,12 +76,12 @@ def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | 
             start_new_session=True,
         )
     except OSError as error:
-        return Result("could not start", [f"{launcher}: {error}"])
+        return ProbeResult("could not start", [f"{launcher}: {error}"])
     try:
         output, _ = job.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return Result("timed out", _tail(_end(job)))
-    return Result(outcome_of(job.returncode, output), _tail(output))
+        return ProbeResult("timed out", _tail(_end(job)))
+    return ProbeResult(outcome_of(job.returncode, output), _tail(output))
 
 
 def outcome_of(code: int, output: str) -> str:
@@ -162,7 +156,7 @@ def exchange(comm: Communicator) -> None:
             sent = arrays.upload(content(nbytes, comm.rank, turn))
             requests = [transport.irecv(received, left, 0, turn), transport.isend(sent, right, 0, turn)]
             for request in requests:
-                wait(request, "a neighbour in the probe")
+                wait_for(request, "a neighbour in the probe")
             wrong += not np.array_equal(arrays.download(received), content(nbytes, left, turn))
             transport.retire(received)
     transport.close()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from mpipipe import files, schedules
-from mpipipe.cli.flags import Flag, one_or_more
+from mpipipe.cli.flags import one_or_more
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.options import Option
 from mpipipe.schedules import Costs, Links, Repetition, Schedule
 from mpipipe.schedules.csv_text import from_file, is_path
 from mpipipe.schedules.registry import names, placement_of
@@ -19,26 +20,26 @@ from mpipipe.schedules.simulate import FORM
 from mpipipe.text import counted, text_table
 
 Number = TypeVar("Number", int, float)
-Cost = Annotated[str, Flag("time in each stage: a number, or one for each stage with commas between")]
+Cost = Annotated[str, Option("time in each stage: a number, or one for each stage with commas between")]
 
 
 def simulate(
-    schedule: Annotated[str | None, Flag("a name; all: a table of them; search: look for the best; FILE.csv")] = None,
-    ranks: Annotated[int | None, Flag("P; default: 4")] = None,
-    chunks: Annotated[int | None, Flag("V, stages on each rank; default: 1")] = None,
-    microbatches: Annotated[int | None, Flag("M; default: 16")] = None,
+    schedule: Annotated[str | None, Option("a name; all: a table of them; search: look for the best; FILE.csv")] = None,
+    ranks: Annotated[int | None, Option("P; default: 4")] = None,
+    chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
+    microbatches: Annotated[int | None, Option("M; default: 16")] = None,
     forward: Cost = "1",
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
-    transfer: Annotated[str, Flag("time of a message between stages: a number, or one for each stage")] = "0",
-    transfer_model: Annotated[str | None, Flag(f"in place of --transfer, in s and bytes/s: {FORM}")] = None,
-    message_bytes: Annotated[float, Flag("of one micro-batch between two stages, for --transfer-model")] = 0,
-    memory_limit: Annotated[float | None, Flag("chunk activations that a rank may hold at once")] = None,
-    seconds: Annotated[float | None, Flag("of --schedule search; default: 10")] = None,
-    seed: Annotated[int | None, Flag("of --schedule search; default: 0")] = None,
-    recompute: Annotated[bool, Flag("run forwards again, as many as --memory-limit needs; without it, all")] = False,
-    csv: Annotated[Path | None, Flag("read the order from this file, which may have any name")] = None,
-    out: Annotated[Path | None, Flag("write the order to this new file")] = None,
+    transfer: Annotated[str, Option("time of a message between stages: a number, or one for each stage")] = "0",
+    transfer_model: Annotated[str | None, Option(f"in place of --transfer, in s and bytes/s: {FORM}")] = None,
+    message_bytes: Annotated[float, Option("of one micro-batch between two stages, for --transfer-model")] = 0,
+    memory_limit: Annotated[float | None, Option("chunk activations that a rank may hold at once")] = None,
+    seconds: Annotated[float | None, Option("of --schedule search; default: 10")] = None,
+    seed: Annotated[int | None, Option("of --schedule search; default: 0")] = None,
+    recompute: Annotated[bool, Option("run forwards again, as many as --memory-limit needs; without it, all")] = False,
+    csv: Annotated[Path | None, Option("read the order from this file, which may have any name")] = None,
+    out: Annotated[Path | None, Option("write the order to this new file")] = None,
 ) -> None:
     """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
 
@@ -63,7 +64,7 @@ def simulate(
             _refuse("anything but --schedule search", seconds=seconds, seed=seed)
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
         costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
-        asked = Request(
+        asked = SimulationRequest(
             schedule,
             csv,
             {"ranks": _filled(ranks, 4), "chunks": _filled(chunks, 1), "microbatches": _filled(microbatches, 16)},
@@ -127,30 +128,19 @@ SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be simulated.
+class SimulationRequest:
+    """What is to be simulated."""
 
-    Parameters
-    ----------
-    schedule, csv : a name, all, or search; or else a file with an order
-    sizes : ranks, chunks and microbatches
-    costs, network, message_bytes : times of actions; links, from which messages have theirs
-    memory_limit : chunk activations that a rank may hold
-    search : seconds and seed of a search
-    recompute : whether forwards are run again
-    out : new file for the order
-    """
-
-    schedule: str | None
-    csv: Path | None
-    sizes: dict[str, int]
+    schedule: str | None  # a name, all, or search
+    csv: Path | None  # or a file with an order
+    sizes: dict[str, int]  # ranks, chunks and microbatches
     costs: Costs
-    network: Links | None
+    network: Links | None  # from which messages have their times
     message_bytes: float
-    memory_limit: float | None
-    search: dict[str, Any]
-    recompute: bool
-    out: Path | None
+    memory_limit: float | None  # chunk activations that a rank may hold
+    search: dict[str, Any]  # seconds and seed
+    recompute: bool  # whether forwards are run again
+    out: Path | None  # new file for the order
 
     @property
     def large(self) -> bool:
@@ -268,10 +258,8 @@ def _placement(schedule: str | None, csv: Path | None, ranks: int, chunks: int) 
 
 
 def _written(made: Schedule, path: Path) -> str:
-    try:
+    with files.writing("the order", path):
         path.write_text(made.to_csv(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the order cannot be written: {error.strerror}", found=str(path)) from error
     return f"order       {path}"
 
 

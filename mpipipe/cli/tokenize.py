@@ -6,21 +6,22 @@ import sys
 from time import monotonic
 from typing import Annotated
 
-from mpipipe.cli.flags import Flag, Operand
+from mpipipe.cli.flags import Operand
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
 from mpipipe.language.data.tokenize import tokenize as run_tokenize
-from mpipipe.train.screen import Outlet
+from mpipipe.options import Option
+from mpipipe.train.screen import SafeStream
 
 SECONDS = 5.0  # between two lines of progress
 
 
 def tokenize(
     text: Annotated[list[str], Operand("files of text or JSON lines (*.jsonl), folders of such")],
-    tokenizer: Annotated[str, Flag("folder with a tokenizer.json")],
-    out: Annotated[str, Flag("new file for the tokens")],
+    tokenizer: Annotated[str, Option("folder with a tokenizer.json")],
+    out: Annotated[str, Option("new file for the tokens")],
     end_of_text: Annotated[
-        str | None, Flag("token behind each document; default: what the tokenizer's folder says")
+        str | None, Option("token behind each document; default: what the tokenizer's folder says")
     ] = None,
 ) -> int:
     """Tokenize text (mpiexec -n 4 python -m mpipipe tokenize --tokenizer DIR text/ --out tokens).
@@ -31,7 +32,7 @@ def tokenize(
 
     def work() -> None:
         comm = runtime.world()
-        outlet, latest = Outlet(sys.stdout), monotonic()
+        outlet, latest = SafeStream(sys.stdout), monotonic()
 
         def progress(done: int, total: int) -> None:
             nonlocal latest
@@ -41,11 +42,11 @@ def tokenize(
 
         done = run_tokenize(text, tokenizer, out, comm, end=end_of_text, progress=progress)
         if comm.rank == 0:
-            header = done.header
-            rate = header.nbytes / max(done.seconds, 1e-9) / 1e6
+            facts = done.facts
+            rate = facts.nbytes / max(done.seconds, 1e-9) / 1e6
             outlet.write(
-                f"mpipipe: tokenized files={done.files} documents={header.documents} tokens={header.tokens} "
-                f"bytes={header.nbytes} vocabulary={header.vocab} end_of_text={header.end} MB/s={rate:.2f} "
+                f"mpipipe: tokenized files={done.files} documents={facts.documents} tokens={facts.tokens} "
+                f"bytes={facts.nbytes} vocabulary={facts.vocab} end_of_text={facts.end} MB/s={rate:.2f} "
                 f"into {done.path}\n"
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from threading import Timer
 from typing import Any
 
 from mpipipe import processor, schedules
-from mpipipe.cli.flags import Flag, Parameter
+from mpipipe.cli.flags import Argument, fields_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.job import stop_signals
@@ -20,17 +19,17 @@ from mpipipe.job.exit import run_or_abort
 from mpipipe.job.group import group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.language.models import GPT
+from mpipipe.language.task import estimate
+from mpipipe.options import Option
 from mpipipe.planning import SavedProfile
-from mpipipe.planning.dry_run import Forecast, RankBytes, foresee
-from mpipipe.planning.find import predict_on_paper
-from mpipipe.planning.table import shown_seconds
+from mpipipe.planning.find import shown_seconds
+from mpipipe.planning.step_memory import RankBytes
 from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import TrainConfig
 from mpipipe.train import train as run_training
-from mpipipe.train.config import KINDS, heading_of
-from mpipipe.train.config_checks import range_words
-from mpipipe.train.options import INSTEAD, OTHER_NAMES
-from mpipipe.train.screen import tell
+from mpipipe.train.options import INSTEAD
+from mpipipe.train.planned import MemoryEstimate, predicted
+from mpipipe.train.screen import warn
 
 
 def train(
@@ -53,33 +52,23 @@ def train(
         run_training(chosen, GPT)
 
     if dry_run:
-        return foretell(lambda: TrainConfig.load(config, **flags), ranks, profile)
+        return print_estimate(lambda: TrainConfig.load(config, **flags), ranks, profile)
     return run_or_abort(work)
 
 
-def _parameter(entry: dataclasses.Field) -> Parameter:
-    """Return the command line's parameter for one field."""
-    kind, text = KINDS[entry.name], entry.metadata["help"]
-    if entry.default is not None and kind not in (tuple, bool):
-        text += f"; default: {entry.default}"
-    limits = range_words(entry.metadata)
-    if limits:
-        text += f"; {limits}"
-    flag = Flag(
-        text, choices=entry.metadata["choices"], metavar=entry.metadata["metavar"], group=heading_of(entry.name)
-    )
-    return Parameter(entry.name, str if kind is tuple else kind, kind is tuple, None, flag)
-
-
-CONFIG = Parameter("config", str, False, None, Flag("TOML file with any of the keys below", metavar="FILE"))
-DRY_RUN = Parameter("dry_run", bool, False, False, Flag("train nothing: show the plan, and the memory of each rank"))
-RANKS = Parameter("ranks", int, False, None, Flag("of a dry run in one process; default: those of one replica"))
-PROFILE = Parameter(
-    "profile", str, False, None, Flag("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
+CONFIG = Argument("config", str, False, None, Option("TOML file with any of the keys below", metavar="FILE"))
+DRY_RUN = Argument("dry_run", bool, False, False, Option("train nothing: show the plan, and the memory of each rank"))
+RANKS = Argument("ranks", int, False, None, Option("of a dry run in one process; default: those of one replica"))
+PROFILE = Argument(
+    "profile",
+    str,
+    False,
+    None,
+    Option("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE"),
 )
-FIELDS = [_parameter(entry) for entry in dataclasses.fields(TrainConfig)]
+FIELDS = fields_of(TrainConfig)
 train.parameters = [CONFIG, DRY_RUN, RANKS, PROFILE, *FIELDS]  # type: ignore[attr-defined]
-train.other_names, train.instead = OTHER_NAMES, INSTEAD  # type: ignore[attr-defined]
+train.other_names, train.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]
 
 
 # -- What `train --dry-run` shows: the plan of a training, and the memory of each rank --------------------------------
@@ -90,7 +79,7 @@ ANNOUNCED = 2.0  # seconds of silence
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
-def foretell(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None = None) -> int:
+def print_estimate(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None = None) -> int:
     """Show what a training would be: on `ranks` ranks in one process, or on the ranks of this job, by its rank 0.
 
     With a profile, which `mpipipe plan --save-profile` has written, also how long a step would take. In one process
@@ -125,15 +114,16 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
     processor.prepare_process()
     saved = None if profile is None else SavedProfile.read(Path(profile))
     with _announced(ranks):
-        found = foresee(config, GPT, ranks)
+        found = estimate(config, GPT, ranks)
     lines = [described(found)]
     if saved is not None:
-        seconds = predict_on_paper(found, GPT, saved).seconds
+        seconds = predicted(found, saved).seconds
         lines.append(
             f"a step takes {shown_seconds(seconds)}, {config.batch * config.seq_len / seconds:,.0f} tokens/s, "
             f"by {profile} (measured on a pipeline of {counted(saved.ranks, 'rank')})"
         )
-        lines += saved.doubts(found.pipe, found.data * found.seq, found.plan.microbatch_rows, linked=False)
+        problem = found.problem
+        lines += saved.doubts(problem.ranks, problem.replicas * problem.seq, found.plan.microbatch_rows, linked=False)
     show("".join(f"{line}\n" for line in lines))
 
 
@@ -141,7 +131,7 @@ def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
 def _announced(ranks: int) -> Iterator[None]:
     """Say what is going on, where the work inside takes long: many ranks have long orders."""
     line = f"mpipipe: a step of {counted(ranks, 'rank')} is being rehearsed on paper; with thousands it takes minutes"
-    timer = Timer(ANNOUNCED, tell, [line])
+    timer = Timer(ANNOUNCED, warn, [line])
     timer.daemon = True
     timer.start()
     try:
@@ -162,17 +152,17 @@ def check_alone(ranks: int | None, profile: str | None) -> None:
         )
 
 
-def described(found: Forecast) -> str:
+def described(found: MemoryEstimate) -> str:
     """Return all lines."""
-    config, plan = found.config, found.plan
+    config, plan, problem = found.config, found.plan, found.problem
     schedule = plan.schedule
-    count, total = found.pipe * found.data * found.seq, sum(each.total for each in found.ranks)
-    rows, length = plan.microbatch_rows, -(-config.seq_len // found.seq)
+    count, total = found.count, sum(rank.total for rank in found.ranks)
+    rows, length = plan.microbatch_rows, -(-found.task.units // config.seq)
     lines = [
         f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
-        f"pipe {found.pipe} x data {found.data} x seq {found.seq}; "
+        f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}",
-        f"mpipipe: {plan.model.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
+        f"mpipipe: {found.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {rows} x {length} on each rank",
         f"mpipipe: bubble {_bubble(found):.3f} if a layer takes as long as its operations are many",
         "",
@@ -187,7 +177,7 @@ def described(found: Forecast) -> str:
             *lines,
             "",
             f"rank {worst.rank} takes most: {shown_bytes(worst.total)}"
-            + (f"; all {count} ranks: {shown_bytes(total * found.data * found.seq)}" if count > 1 else ""),
+            + (f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}" if count > 1 else ""),
         ]
     )
 
@@ -201,9 +191,8 @@ def _sizes(each: RankBytes) -> list[str]:
     return [f"{sizes[name] / 2**20:.1f}" for name in COLUMNS]
 
 
-def _bubble(found: Forecast) -> float:
+def _bubble(found: MemoryEstimate) -> float:
     """Return the bubble of the schedule where a stage takes as long as its operations are many."""
-    plan = found.plan
-    costs = plan.tuning.costs(plan.model)
+    plan, costs = found.plan, found.problem.costs
     times = [sum(costs[start:stop]) for start, stop in plan.layer_ranges]
     return schedules.simulate(plan.schedule, schedules.Costs(times, times, times)).bubble_fraction

@@ -1,19 +1,50 @@
 """Messages of arrays between the ranks of a job, and where each rank stands among them.
 
-the ranks                mesh (and its device), describe
+the ranks                mesh (and the device of each), describe
 messages of a pipeline   mailbox, tags, transport/
 messages of a ring       ring_exchange
 sums over replicas       allreduce
 by NCCL                  nccl/
+
+Other rooms import the names below from here. A file is imported when one of its names is first used.
 """
 
-import sys
+# ruff: noqa: F401  # names of a face
+from __future__ import annotations
 
-from mpipipe.comm.mesh import Mesh, select_device
-from mpipipe.job import inprocess, runtime
-from mpipipe.job.preemption import Preemption
+from mpipipe.faces import lazy_face
 
-__all__ = ["Mesh", "Preemption", "inprocess", "runtime", "select_device"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from mpipipe.comm.allreduce import AllReduce
+    from mpipipe.comm.describe import thread_level
+    from mpipipe.comm.mailbox import Envelope, Lease, Mailbox, Settled
+    from mpipipe.comm.mesh import Mesh, select_device
+    from mpipipe.comm.nccl.channel import Channel, NcclChoice, agree_on_nccl, new_identity
+    from mpipipe.comm.nccl.sums import NcclRow, NcclSums
+    from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
+    from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags, neighbours
+    from mpipipe.comm.transport.choose import make_transport
+    from mpipipe.comm.transport.device import DeviceTransport, DirectTransport
+    from mpipipe.comm.transport.gpu_aware import GpuAwareness
+    from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
+    from mpipipe.comm.transport.nccl import Pair
 
-for _module in (inprocess, runtime):  # programs import them from here: they were in this room
-    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module
+_FILES = {
+    "allreduce": "AllReduce",
+    "describe": "thread_level",
+    "mailbox": "Envelope Lease Mailbox Settled",
+    "mesh": "Mesh select_device",
+    "nccl.channel": "Channel NcclChoice agree_on_nccl new_identity",
+    "nccl.sums": "NcclRow NcclSums",
+    "ring_exchange": "ROTATIONS RingExchange",
+    "tags": "BACKWARD DATA FORWARD HEADER Tags neighbours",
+    "transport.choose": "make_transport",
+    "transport.device": "DeviceTransport DirectTransport",
+    "transport.gpu_aware": "GpuAwareness",
+    "transport.host": "HostTransport Transport check_sendable",
+    "transport.nccl": "Pair",
+}
+
+if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
+    __all__, __getattr__ = lazy_face(__name__, _FILES)

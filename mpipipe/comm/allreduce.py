@@ -34,18 +34,12 @@ Range: TypeAlias = tuple[int, int]
 
 
 class AllReduce:
-    """An all-reduce under way; `Test()` is true once `flat` holds the sum over all ranks of `comm`.
+    """An all-reduce under way; `Test()` is true once `flat`, one-dimensional, holds the sum over all ranks of `comm`.
 
     Every rank must start the sums on one communicator in the same order. `flat` must be left alone until the sum is
     there. On a GPU, the sum waits for work queued before, and work queued on the current stream after `Test()` was true
     finds the sum. Float16 and bfloat16 have no MPI type and too few bits to add in: they are converted to float32 and
     rounded once, at the end.
-
-    Parameters
-    ----------
-    comm : Communicator
-    flat : Array
-        One-dimensional, on the host or on a GPU.
     """
 
     def __init__(self, comm: Communicator, flat: Array) -> None:
@@ -69,15 +63,9 @@ class AllReduce:
 
 
 class _Sum(ABC):
-    """One sum.
+    """One sum."""
 
-    Attributes
-    ----------
-    driven : bool
-        Whether every wait of this thread must let it advance: a device sum may hold buckets back that peers wait for.
-    """
-
-    driven: bool
+    driven: bool  # whether every wait must let it advance: a device sum may hold buckets back that peers wait for
 
     @abstractmethod
     def __init__(self, queue: _Queue, flat: Array) -> None: ...
@@ -100,27 +88,14 @@ class _Queue:
 
     Buffers go to buckets in their order, so the first bucket that is not summed has one on every rank: no bucket waits
     for a later one.
-
-    Attributes
-    ----------
-    unstarted : deque of _Sum
-        Sums some of whose collectives are still to be started, in the order of the calls.
-    active : list of _DeviceSum
-        Sums whose results are not back on the device.
-    free : list
-        Buffers that nobody uses.
-    returning : deque
-        (event, buffer) of each buffer whose content is on its way to the device.
-    buffers : int
-        How many there are.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.in_place = comm, runtime.library_of(comm).IN_PLACE
-        self.unstarted: deque[_Sum] = deque()
-        self.active: list[_DeviceSum] = []
-        self.free: list[np.ndarray] = []
-        self.returning: deque[tuple[Event, np.ndarray]] = deque()
+        self.unstarted: deque[_Sum] = deque()  # with collectives still to be started, in the order of the calls
+        self.active: list[_DeviceSum] = []  # whose results are not back on the device
+        self.free: list[np.ndarray] = []  # buffers that no sum uses
+        self.returning: deque[tuple[Event, np.ndarray]] = deque()  # buffers whose content is on its way to the device
         self.buffers = 0
         self._streams: tuple[Any, Any] | None = None
 
@@ -215,15 +190,8 @@ class _HostSum(_Sum):
 class _DeviceSum(_Sum):
     """The sum of a device buffer.
 
-    Attributes
-    ----------
-    copying : deque
-        (event, buffer, values, range) of each bucket on its way to the host.
-    flying : deque
-        (request, buffer, values, sums, range) of each bucket that MPI has. `values` is the pinned buffer in the dtype
-        of `flat`; `sums` is what MPI adds up, the same memory or float32 for half types.
-    arrived : Event or None
-        Behind the last copy back.
+    A bucket has a pinned buffer, and its `values` there in the dtype of `flat`; MPI adds up `sums`, the same memory or
+    float32 for half types.
     """
 
     driven = True
@@ -232,9 +200,11 @@ class _DeviceSum(_Sum):
         self.queue, self.flat, self.ready = queue, flat, arrays.record()
         self.outward, self.inward = queue.streams()
         self.buckets = deque(_buckets(flat.size, max(4, flat.itemsize)))
+        # (event, buffer, values, range) of each bucket on its way to the host
         self.copying: deque[tuple[Event, np.ndarray, np.ndarray, Range]] = deque()
+        # (request, buffer, values, sums, range) of each bucket that MPI has
         self.flying: deque[tuple[Request, np.ndarray, np.ndarray, np.ndarray, Range]] = deque()
-        self.arrived: Event | None = None
+        self.arrived: Event | None = None  # after the last copy back
         with self.outward:
             arrays.wait_for(self.ready)
         queue.active.append(self)

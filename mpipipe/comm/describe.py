@@ -6,7 +6,7 @@ import os
 import sys
 
 from mpipipe import arrays
-from mpipipe.comm.nccl.channel import choose
+from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import BackendError
 from mpipipe.job import settings
@@ -60,7 +60,7 @@ def nccl(comm: Communicator) -> str:
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return "no GPU"
     try:
-        return str(choose([group], "cuda" if arrays.device_count() else "cpu", messages=NEIGHBOURS))
+        return str(agree_on_nccl([group], "cuda" if arrays.device_count() else "cpu", messages=NEIGHBOURS))
     except BackendError as error:
         return str(error)
 

@@ -20,7 +20,7 @@ from mpipipe.arrays import Array, Shape, read_only
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import Group
 from mpipipe.job.requests import own
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
@@ -59,19 +59,10 @@ class Envelope(NamedTuple):
 
 
 class Mailbox:
-    """All messages of one pipeline on one rank.
-
-    Parameters
-    ----------
-    transport : how arrays travel (see comm.transport)
-    group : the Group whose calls the messages belong to, for waits; None if there is none
+    """All messages of one pipeline on one rank, by a transport, and in the calls of `group`, if there is one.
 
     A received array is a buffer that is used again: the lease that comes with it must go back through `release` once
     nothing reads the array any more.
-
-    Attributes
-    ----------
-    recorder : notes what is sent; None for nobody
     """
 
     def __init__(self, transport: Any, group: Group | None = None):
@@ -104,11 +95,9 @@ class Mailbox:
     ) -> None:
         """Begin a step whose incoming messages are known; the first `window` receives are posted at once.
 
-        Parameters
-        ----------
-        schedule, window : what `receive_schedule` returned, and how many receives to keep posted
-        order_keys : where each message stands in the one order of all messages, for transports that need that order
-        repeated : whether, on all ranks alike, calls like this one have run so often that nothing in it is new
+        `schedule` is what `receive_schedule` returned. `order_keys` say where each message stands in the one order of
+        all messages, for transports that need that. `repeated` says whether, on all ranks alike, calls like this one
+        have run so often that nothing in it is new.
         """
         self.incoming, self.next, self.taken = schedule, 0, 0
         self.sent = self.sent[-len(self.outgoing) :] if self.outgoing else []
@@ -164,7 +153,7 @@ class Mailbox:
         arrays, lease, requests, envelope = self.posted[0]
         for request in requests:
             if not request.Test():
-                wait(request, envelope, self.group, peer=envelope.peer)
+                wait_for(request, envelope, self.group, peer=envelope.peer)
         self.posted.popleft()
         self.taken += 1
         if self.order_keys is None:
@@ -175,7 +164,7 @@ class Mailbox:
         """Return the header of a message whose shapes are not known yet."""
         header = np.empty(HEADER_BYTES, np.uint8)
         request = own(self.transport.irecv(header, envelope.peer, *envelope.header))
-        wait(request, envelope, self.group, peer=envelope.peer)
+        wait_for(request, envelope, self.group, peer=envelope.peer)
         return header.tobytes().rstrip(b"\0")
 
     def take_unknown(self, envelope: Envelope, leaves: Sequence[Leaf]) -> tuple[list, Lease]:
@@ -239,10 +228,12 @@ class Mailbox:
             request = self.outgoing[0]
             if not request.Test():
                 oldest = self.sent[-len(self.outgoing)]
-                wait(request, f"{oldest.subject} to be received by rank {oldest.peer}", self.group, peer=oldest.peer)
+                wait_for(
+                    request, f"{oldest.subject} to be received by rank {oldest.peer}", self.group, peer=oldest.peer
+                )
             self.outgoing.popleft()
         if self.order_keys is not None and not self.transport.settled():
-            wait(Settled(self.transport), "the last messages to arrive", self.group)
+            wait_for(Settled(self.transport), "the last messages to arrive", self.group)
 
     def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""

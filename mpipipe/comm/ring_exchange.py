@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mpipipe.arrays import Array
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.group import group_of
 from mpipipe.job.requests import own
@@ -23,7 +23,7 @@ TAG = 1
 KEPT = 8  # exchanges that the flight recorder knows
 
 
-class Exchange(NamedTuple):
+class RingMessages(NamedTuple):
     """One message out and one in: its number since the ring was made, both ends, and what MPI was told."""
 
     number: int
@@ -39,28 +39,16 @@ class Exchange(NamedTuple):
 
 
 class RingExchange:
-    """Messages between neighbours of a ring, on a private duplicate of its communicator.
-
-    Parameters
-    ----------
-    comm : the ranks of the ring; the constructor is collective over it
-    synchronous : use synchronous sends
-    device : "cpu" or "cuda", where the arrays of this rank lie
-    verdict : as for make_transport
-
-    Attributes
-    ----------
-    group : the job.group.Group of the ring
-    """
+    """Messages between neighbours of a ring, on a private duplicate of its communicator; collective."""
 
     def __init__(
-        self, comm: Communicator, synchronous: bool = False, device: str = "cpu", verdict: Verdict | None = None
+        self, comm: Communicator, synchronous: bool = False, device: str = "cpu", verdict: GpuAwareness | None = None
     ) -> None:
         self.group = group_of(comm)
         self.transport = make_transport(comm, 1, synchronous, device, verdict, self.group)
         self.pending: list[Request] = []
         self.started = self.polls = 0
-        self.last: deque[Exchange] = deque(maxlen=KEPT)
+        self.last: deque[RingMessages] = deque(maxlen=KEPT)
         self.group.context.add_inspectable(self)
 
     def start(self, mode: str, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
@@ -71,7 +59,7 @@ class RingExchange:
         """
         self.started += 1
         sizes = outgoing.nbytes, incoming.nbytes
-        self.last.append(Exchange(self.started, dest, source, TAG, *sizes, get_ident()))
+        self.last.append(RingMessages(self.started, dest, source, TAG, *sizes, get_ident()))
         self.pending.append(own(self.transport.irecv(incoming, source, 0, TAG)))
         self.pending.append(own(self.transport.isend(outgoing, dest, 0, TAG)))
         if mode == "sendrecv":

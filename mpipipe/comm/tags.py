@@ -67,7 +67,7 @@ class Tags:
 
 
 def neighbours(placement: Sequence[int], skips: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-    """The ordered pairs of different ranks of which one sends to the other: activations one way, gradients back."""
+    """Return (from, to) of all ranks that exchange messages: activations one way, gradients back."""
     ends = [*pairwise(placement), *((placement[source], placement[target]) for source, target in skips)]
     joined = {pair for pair in ends if pair[0] != pair[1]}
     return sorted(joined | {(after, before) for before, after in joined})

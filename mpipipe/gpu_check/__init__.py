@@ -1,1 +1,6 @@
-"""Checks and measures mpipipe on the GPU of this machine; jobs/gpu_check.sh starts it, and says how to use it."""
+"""`bash jobs/gpu_check.sh`: whether the package is right, and how fast, on a machine with a GPU.
+
+suite               the parts in their order, and the interpreter that runs them
+check               one part with its limit; the report; what was expected of measurements
+attention  extra    parts that ask the real libraries: cuDNN; graphs, NCCL, a full GPU
+"""

@@ -32,8 +32,6 @@ Status = Literal["ok", "failed", "cut", "skipped"]
 class Outcome:
     """What became of one check.
 
-    Attributes
-    ----------
     kind : only a failed "correctness" check makes the whole check fail
     check : its name
     status : "cut" where a limit, its own or that of everything, ended it before a test had failed
@@ -54,8 +52,6 @@ class Outcome:
 class Clock:
     """The time that all checks share.
 
-    Parameters
-    ----------
     seconds : in all, from now
     """
 
@@ -123,7 +119,7 @@ def _run_limited(command: Sequence[str], limit: float, log: Path, variables: Map
         try:
             return job.wait(limit)
         except subprocess.TimeoutExpired:
-            _end(job, signal.SIGINT)  # pytest then tells what it has found so far
+            _end(job, signal.SIGINT)  # pytest then reports what it has so far
             return None
         except BaseException:
             _end(job, signal.SIGTERM)
@@ -142,7 +138,7 @@ def _end(job: subprocess.Popen[bytes], polite: signal.Signals) -> None:
 
 # -- The report of a GPU check: gpu_check.json for programs, gpu_check.md for people, a table on the terminal ---------
 #
-# All files of the check are packed into one beside their folder, for machines that give back few files.
+# All files of the check are packed into one next to their folder, for machines that give back few files.
 
 
 LIBRARIES: dict[str, Callable[[], object]] = {
@@ -167,7 +163,7 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
 
 
 def _pack(folder: Path) -> Path:
-    """Pack a folder into a tar file beside it."""
+    """Pack a folder into a tar file next to it."""
     path = folder.with_name(folder.name + ".tar.gz")
     with tarfile.open(path, "w:gz") as packed:
         packed.add(folder, folder.name)
@@ -211,7 +207,7 @@ def _machine() -> list[str]:
     for name, version in LIBRARIES.items():
         try:
             libraries.append(f"{name} {version()}")
-        except Exception as error:  # a library that is missing is told in many ways
+        except Exception as error:  # a missing library raises what it likes
             libraries.append(f"no {name} ({type(error).__name__})")
     return [*lines, ", ".join(libraries)]
 
@@ -257,8 +253,6 @@ GPUS = ("H100", "H200")
 class Expectation(NamedTuple):
     """A range that a measurement was expected in.
 
-    Attributes
-    ----------
     row : regular expression for what was measured, found at the beginning
     low, high : the range, in the unit of the row
     why : where the range comes from
@@ -316,20 +310,18 @@ EXPECTATIONS = (
 def beside(row: Mapping[str, Any], gpus: Iterable[str]) -> dict[str, str]:
     """Return what was expected of a row, and "kept", "beaten" or "missed"; empty texts where nothing was.
 
-    Parameters
-    ----------
     row : a measurement, as in the JSON of `bench gpu`
     gpus : descriptions of the GPUs; nothing was expected of others than GPUS, nor of several kinds at once
     """
     kinds = {next((kind for kind in GPUS if re.search(rf"\b{kind}\b", gpu)), "") for gpu in gpus}
     kind = kinds.pop() if len(kinds) == 1 else ""
-    found = next((each for each in EXPECTATIONS if each.gpu in ("", kind) and _concerns(each, row)), None)
-    if found is None or not kind:
+    entry = next((each for each in EXPECTATIONS if each.gpu in ("", kind) and _concerns(each, row)), None)
+    if entry is None or not kind:
         return {"expected": "", "verdict": ""}
-    value = row["ratio"] if found.ratio else row["peer_value"] if found.peer else row["value"]
-    span = f"{found.low:.4g}" if found.low == found.high else f"{found.low:.4g} to {found.high:.4g}"
-    what = "ratio " if found.ratio else f"{row['peer']} " if found.peer else ""
-    return {"expected": f"{what}{span} ({found.why})", "verdict": _verdict(value, found)}
+    value = row["ratio"] if entry.ratio else row["peer_value"] if entry.peer else row["value"]
+    span = f"{entry.low:.4g}" if entry.low == entry.high else f"{entry.low:.4g} to {entry.high:.4g}"
+    what = "ratio " if entry.ratio else f"{row['peer']} " if entry.peer else ""
+    return {"expected": f"{what}{span} ({entry.why})", "verdict": _verdict(value, entry)}
 
 
 def _concerns(each: Expectation, row: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """python -m mpipipe.gpu_check.extra: asks a GPU for what neither its tests nor `bench gpu` ask.
 
-- Trainings by CUDA graphs: losses and gradients beside those without, the number of graphs, the time of a step.
+- Trainings by CUDA graphs: losses and gradients next to those without, the number of graphs, the time of a step.
 - NCCL on one rank: a communicator, a sum in place on its stream, its end.
 - Memory that runs out in the middle of a step: the report, and a step after it.
 
@@ -80,7 +80,7 @@ def _train(comm: Communicator, plan: schedules.Schedule, dtype: str, by_graphs: 
     inputs, targets = _tokens(MICROBATCHES)
     losses, seconds = [], []
     with settings.using_graphs(by_graphs), _pipeline(comm, plan, dtype) as pipeline:
-        (adapter,) = pipeline.engine.stages
+        (adapter,) = pipeline.engine.partners.stages
         stage = adapter.given
         stage.optimizer_writes_compute()
         optimizer, scaler = optim.AdamW([stage], 1e-4), optim.LossScaler(1.0, dynamic=False)

@@ -31,8 +31,6 @@ UNKNOWN = "this MPI is not known to take device memory"
 class Suite:
     """All checks on this machine.
 
-    Parameters
-    ----------
     settings : what to check, and where results go
     clock : the time that all checks share
     """
@@ -143,8 +141,6 @@ QUICK_TESTS = ("tests/arrays", "tests/nn/test_device_kernels.py")
 class Limits:
     """Seconds that the parts of a check may take.
 
-    Attributes
-    ----------
     everything : all parts together; what this limit cuts short has not failed
     attention : cuDNN's own attention
     compile : compiling the kernels into CuPy's cache
@@ -173,8 +169,6 @@ WHOLE_LIMITS = Limits()
 class Settings:
     """One GPU check.
 
-    Attributes
-    ----------
     interpreter : the Python that runs every part
     mpiexec : launcher to try first, or None
     results : folder for gpu_check.json, gpu_check.md and the logs
@@ -236,8 +230,6 @@ class CannotStartError(Exception):
 class Interpreter:
     """A Python interpreter with the packages that the check needs.
 
-    Attributes
-    ----------
     path : its name on PATH, or its file
     """
 
@@ -271,7 +263,7 @@ class Interpreter:
     def find_mpiexec(self, preferred: str | None) -> str | None:
         """Return a launcher that starts ranks which see each other, or None.
 
-        The preferred one is tried first, then the one beside the interpreter, then the one on PATH.
+        The preferred one is tried first, then the one next to the interpreter, then the one on PATH.
         """
         beside = self._ask("import sys; print(sys.executable)", timeout=SECONDS)
         folder = Path(self.path if beside is None else beside.stdout.strip()).parent

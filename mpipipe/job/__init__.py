@@ -1,11 +1,79 @@
 """A job of ranks, from its first communicator to its exit code. The room that initialises MPI, and only when called.
 
-where a rank stands      runtime, context, settings, cores, describe, rank_list, types
-agreement                group, consensus, peers, communicators, collect
+where a rank stands      runtime (world), settings, cores, types; context: its state and what it knows of the others
+agreement                group, consensus, communicators
 waiting                  wait, requests
 hangs                    flight, watch/
 dead ranks               lifeline
-the end of a job         exit, report, ended
+the end of a job         exit, report, ended (the proof for `mpipipe launch`, which imports that file alone)
 a job that is preempted  preemption, stop_signals
 ranks without MPI        inprocess
+
+Other rooms import the names below from here. A file is imported when one of its names is first used.
 """
+
+# ruff: noqa: F401  # names of a face
+from __future__ import annotations
+
+from mpipipe.faces import lazy_face
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from mpipipe.job.communicators import attributes, cached
+    from mpipipe.job.consensus import (
+        VALUES,
+        Ballot,
+        Vote,
+        agreed_by,
+        digest,
+        found_by_all,
+        raise_for_partners,
+        raise_on_all,
+    )
+    from mpipipe.job.context import current_rank, is_rank, register_progress, unregister_progress, whoami
+    from mpipipe.job.cores import (
+        cores_of,
+        cores_text,
+        fair_share,
+        fair_shares,
+        oversubscribed,
+        oversubscribed_threads,
+        own_cores,
+        parse_cores,
+        share_of_cores,
+    )
+    from mpipipe.job.exit import Stop, run_or_abort
+    from mpipipe.job.flight import Inspectable, Message, Snapshot
+    from mpipipe.job.group import Group, collect, group_of
+    from mpipipe.job.preemption import PREEMPTED, Preempted, Preemption, parse_duration
+    from mpipipe.job.report import AGREED, INTERRUPTED, describe_error, heading, write
+    from mpipipe.job.requests import keep_forever, own
+    from mpipipe.job.runtime import mpi, resolve, tag_upper_bound, world
+    from mpipipe.job.settings import GPU_DIRECT, NCCL, launcher_size
+    from mpipipe.job.stop_signals import StopSignals, parse_signals
+    from mpipipe.job.types import Communicator, MpiCommunicator, ReplicaSum, Request, Testable
+    from mpipipe.job.wait import ThreadTask, wait_for, wait_locally
+    from mpipipe.job.watch.watchdog import watching
+
+_FILES = {
+    "communicators": "attributes cached",
+    "consensus": "VALUES Ballot Vote agreed_by digest found_by_all raise_for_partners raise_on_all",
+    "context": "current_rank is_rank register_progress unregister_progress whoami",
+    "cores": "cores_of cores_text fair_share fair_shares oversubscribed oversubscribed_threads own_cores parse_cores "
+    "share_of_cores",
+    "exit": "Stop run_or_abort",
+    "flight": "Inspectable Message Snapshot",
+    "group": "Group collect group_of",
+    "preemption": "PREEMPTED Preempted Preemption parse_duration",
+    "report": "AGREED INTERRUPTED describe_error heading write",
+    "requests": "keep_forever own",
+    "runtime": "mpi resolve tag_upper_bound world",
+    "settings": "GPU_DIRECT NCCL launcher_size",
+    "stop_signals": "StopSignals parse_signals",
+    "types": "Communicator MpiCommunicator ReplicaSum Request Testable",
+    "wait": "ThreadTask wait_for wait_locally",
+    "watch.watchdog": "watching",
+}
+
+if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
+    __all__, __getattr__ = lazy_face(__name__, _FILES)

@@ -7,7 +7,9 @@ so that all of them are on their way into it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+import os
+import time
+from collections.abc import Callable, Collection, Hashable
 from types import ModuleType
 from typing import Any
 
@@ -15,17 +17,40 @@ import numpy as np
 
 from mpipipe.errors import MpipipeError
 from mpipipe.job import runtime
+from mpipipe.job.context import current_rank, whoami
 from mpipipe.job.requests import own
-from mpipipe.job.types import AnyCommunicator, Communicator
-from mpipipe.job.wait import wait_for_ranks
+from mpipipe.job.types import AnyCommunicator, Communicator, Testable
+from mpipipe.job.wait import LongWait, advancing_first
 
 ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 
 
-def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
-    """A duplicate of `comm`; collective, and never inside MPI for long.
+def wait_for_ranks(request: Testable, what: str, members: Collection[int], grace: float = 0.0) -> None:
+    """Wait, before there is a group, while the world ranks `members` make a communicator together.
 
-    When it returns, every rank has its own: so whoever leaves afterwards cannot be missed here.
+    No rank can send a message on a communicator that does not exist yet. So messages of other groups, also of those
+    that have failed, say that a rank does not come: it raised in such a wait, or its script has ended `grace` seconds
+    ago.
+    """
+    context = current_rank()
+    test = advancing_first(context, request.Test) if context.advancing else request.Test
+    try:
+        with LongWait(context, what, absent=members, grace=grace) as long_wait:
+            while not context.withdrawn.keys().isdisjoint(members) or not test():
+                if time.perf_counter() - long_wait.start < context.patience:
+                    os.sched_yield()
+                    continue
+                long_wait.look()
+                time.sleep(context.pause)
+    except BaseException as error:
+        context.withdraw(members, error)
+        raise
+
+
+def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
+    """Return a duplicate of `comm`; collective, and never inside MPI for long.
+
+    When it returns, every rank has its own: so no rank that leaves afterwards can be missed here.
     """
     new, request = comm.Idup()
     wait_for_ranks(own(request), f"all {comm.size} ranks of a communicator to make one like it", world_ranks(comm))
@@ -37,7 +62,7 @@ def duplicate(comm: AnyCommunicator) -> AnyCommunicator:
 
 
 def world_ranks(comm: Communicator) -> tuple[int, ...]:
-    """The rank in COMM_WORLD of each rank of `comm`; -1 for what is no part of it."""
+    """Return the rank in COMM_WORLD of each rank of `comm`; -1 for what is no part of it."""
     if runtime.in_process(comm):
         return comm.members
     MPI = runtime.mpi()
@@ -51,14 +76,14 @@ def world_ranks(comm: Communicator) -> tuple[int, ...]:
 
 
 def split(comm: Communicator, color: int, key: int, name: str) -> Communicator:
-    """The part of a private communicator with this `color`, ordered by `key`; call it right behind an agreement."""
+    """Return the ranks of a private communicator with this `color`, by `key`; call it right after an agreement."""
     part = comm.Split(color, key)
     part.Set_name(f"mpipipe {name}")
     return part
 
 
 def rank_on_host(comm: Communicator) -> int:
-    """Position of this rank among those of a private communicator on its host; call it right behind an agreement."""
+    """Return the position of this rank among those of its host; call it right after an agreement."""
     node = comm.Split_type(runtime.library_of(comm).COMM_TYPE_SHARED)
     try:
         return node.rank
@@ -77,7 +102,7 @@ _keyvals: dict[ModuleType, int] = {}  # for MPI, and for ranks in one process
 
 
 def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
-    """`make()` on the first call with this `key` on `comm`, the same object later. `make` may be collective."""
+    """Return `make()` on the first call with this `key` on `comm`, the same object later. `make` may be collective."""
     kept = attributes(comm)
     if key not in kept:
         kept[key] = make()
@@ -85,7 +110,7 @@ def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def attributes(comm: Communicator) -> dict[Hashable, Any]:
-    """What this package keeps on `comm`: key -> object with a method `close`."""
+    """Return what this package keeps on `comm`: key -> object with a method `close`."""
     library = runtime.library_of(comm)
     keyval = _keyvals.get(library)
     if keyval is None:  # one key for all, although threads may come here at once
@@ -98,7 +123,7 @@ def attributes(comm: Communicator) -> dict[Hashable, Any]:
 
 
 def _close_all(comm: Communicator, _keyval: int, kept: dict[Hashable, Any]) -> None:
-    """Freeing a communicator is collective, and so is closing what belongs to it.
+    """Close what belongs to a communicator that is freed; both are collective.
 
     COMM_WORLD is never freed: MPI_Finalize deletes its attributes, and nothing can be closed any more.
     """
@@ -108,4 +133,4 @@ def _close_all(comm: Communicator, _keyval: int, kept: dict[Hashable, Any]) -> N
         try:
             item.close()
         except MpipipeError as error:  # in a callback of MPI nobody could catch it
-            logger.warning("%s: a communicator could not be freed: %s", runtime.whoami(), error)
+            logger.warning("%s: a communicator could not be freed: %s", whoami(), error)

@@ -14,38 +14,22 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.job import rank_list
-from mpipipe.job.context import Failure
-from mpipipe.job.peers import PeerStatus
+from mpipipe.job.context import OpenGroup, register_progress
+from mpipipe.job.requests import own
+from mpipipe.job.wait import wait_for
 
 VALUES = 14  # most values of one rank in an agreement; Group.gather takes anything larger
 REFUSED = -1  # sent by a rank that has an error, in place of the number of its facts
 Facts: TypeAlias = tuple[tuple[str, Any], ...]  # ((name, value), ...)
 
 
-class Voters(Protocol):
-    """What an agreement needs of a group; job.group.Group has it."""
-
-    @property
-    def peers(self) -> PeerStatus: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_rank(self) -> int: ...
-
-    def exchange(self, row: Sequence[int], what: str) -> np.ndarray: ...
-
-    def gather_reasons(self, entries: list[Entry], what: str) -> list[Entry]: ...
-
-
-class Call(NamedTuple):
+class AgreedCall(NamedTuple):
     """A call as errors name it: its name, its number in the order of calls, and both in words."""
 
     name: str
@@ -53,11 +37,11 @@ class Call(NamedTuple):
     text: str
 
 
-class Entry(NamedTuple):
+class Reason(NamedTuple):
     """What one rank says once something is wrong."""
 
     error: MpipipeError | None
-    call: Call
+    call: AgreedCall
     facts: Facts
     world_rank: int
 
@@ -65,16 +49,9 @@ class Entry(NamedTuple):
 class Ballot:
     """One agreement, over one group or over the groups along two axes of a grid, one after the other.
 
-    Parameters
-    ----------
-    call, facts, error, message, remedy
-        As for Group.agree.
-    number : int, optional
-        Number of the call, if the callers count their calls; by default the group counts them.
-    where : str
-        Text that errors add to the name of the call, such as the object that it is made on.
-    code : int
-        `digest(call, facts)`, from callers that repeat a call; 0: it is computed here.
+    Callers may give what `Group.agree` does not: the `number` of the call, if they count their calls; `where`, a text
+    that errors add to its name, such as the object that it is made on; `code`, the `digest(call, facts)` of a call that
+    is repeated.
     """
 
     def __init__(
@@ -90,15 +67,15 @@ class Ballot:
     ) -> None:
         self.call, self.facts, self.error, self.number = call, facts, error, number
         self.message, self.remedy, self.where, self.code = message, remedy, where, code
-        self.groups: list[Voters] = []
+        self.groups: list[OpenGroup] = []
         self.failed = error is not None
 
-    def cast(self, group: Voters, values: Sequence[int] = ()) -> np.ndarray:
+    def cast(self, group: OpenGroup, values: Sequence[int] = ()) -> np.ndarray:
         """Return the values of all ranks, int64 (size, values); collective, even for a rank that has an error."""
         row = self.row(group, values)
         return self.count(group.exchange(row, self.text), len(values))
 
-    def row(self, group: Voters, values: Sequence[int]) -> list[int]:
+    def row(self, group: OpenGroup, values: Sequence[int]) -> list[int]:
         """Return the row that this rank sends in an exchange of the group."""
         if len(values) > VALUES:
             raise ArgumentError("too many values in an agreement", found=len(values), expected=f"at most {VALUES}")
@@ -137,15 +114,15 @@ class Ballot:
         if error is not None and not isinstance(error, MpipipeError):
             error = ArgumentError(f"{type(error).__name__}: {error}")
         world_rank = self.groups[0].world_rank
-        entries = [Entry(error, Call(self.call, self.number, self.text), self.facts, world_rank)]
+        reasons = [Reason(error, AgreedCall(self.call, self.number, self.text), self.facts, world_rank)]
         for group in self.groups:
-            entries = group.gather_reasons(entries, f"the reasons why ranks disagree in {self.text}")
-        origin, problem = _first_problem(entries, self.message, self.remedy)
-        _raise(problem, entries[origin].world_rank != world_rank, [entry.world_rank for entry in entries])
+            reasons = group.gather_reasons(reasons, f"the reasons why ranks disagree in {self.text}")
+        origin, problem = _first_problem(reasons, self.message, self.remedy)
+        _raise(problem, reasons[origin].world_rank != world_rank, [reason.world_rank for reason in reasons])
 
 
-def raise_on_all(origin: int, problem: MpipipeError, group: Voters) -> NoReturn:
-    """Raise an error that every rank of a group raises, having found the same; only rank `origin` is to report it."""
+def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoReturn:
+    """Raise an error that every rank of a group raises, having found the same; only rank `origin` reports it."""
     _raise(problem, origin != group.rank, group.peers.members)
 
 
@@ -154,14 +131,14 @@ def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoRet
     _raise(problem, reported_elsewhere, ())
 
 
-def agreed_by(problem: MpipipeError, group: Voters) -> MpipipeError:
+def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
     problem.agreed |= frozenset(group.peers.members)
     return problem
 
 
-def found_by_all(problem: MpipipeError, groups: Sequence[Voters]) -> MpipipeError:
-    """Return the error, as one that all ranks of the groups have found in the same numbers; their ranks 0 report it."""
+def found_by_all(problem: MpipipeError, groups: Sequence[OpenGroup]) -> MpipipeError:
+    """Return an error that all ranks of the groups have found in the same numbers; their ranks 0 report it."""
     problem.reported_elsewhere = any(group.rank for group in groups)
     problem.agreed = frozenset(rank for group in groups for rank in group.peers.members)
     return problem
@@ -172,39 +149,31 @@ def _raise(problem: MpipipeError, reported_elsewhere: bool, ranks: Iterable[int]
     raise problem
 
 
-def peer_error(failure: Failure, remedy: str | None = None) -> PeerError:
-    """The error of a rank that has heard of a failure. Another rank reports that failure."""
-    error = PeerError(failure.text, remedy=remedy)
-    error.reported_elsewhere = True
-    error.failure = failure
-    return error
-
-
-def _first_problem(entries: list[Entry], message: str | None, remedy: str | None) -> tuple[int, MpipipeError]:
+def _first_problem(reasons: list[Reason], message: str | None, remedy: str | None) -> tuple[int, MpipipeError]:
     """Return (rank that reports, error), from the entries of all ranks."""
-    for index, entry in enumerate(entries):
-        problem = entry.error
+    for index, reason in enumerate(reasons):
+        problem = reason.error
         if problem is not None:
-            if problem.rank is None and len(entries) > 1:
-                same = [rank for rank, other in enumerate(entries) if str(other.error) == str(problem)]
-                problem.rank = rank_list.numbers(same, len(entries))
+            if problem.rank is None and len(reasons) > 1:
+                same = [rank for rank, other in enumerate(reasons) if str(other.error) == str(problem)]
+                problem.rank = rank_list.numbers(same, len(reasons))
             return index, problem
-    call, facts = entries[0].call, entries[0].facts
-    odd = [rank for rank, entry in enumerate(entries) if entry.call[:2] != call[:2]]
+    call, facts = reasons[0].call, reasons[0].facts
+    odd = [rank for rank, reason in enumerate(reasons) if reason.call[:2] != call[:2]]
     if odd:
         return 0, MismatchError(
             message or "ranks make different calls",
             rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
-            found=entries[odd[0]].call.text,
+            found=reasons[odd[0]].call.text,
             expected=f"{call.text}, as on rank 0",
             remedy=remedy or "make the same calls in the same order on all ranks",
         )
     known = dict(facts)
-    for entry in entries:
-        for name, value in entry.facts:
+    for reason in reasons:
+        for name, value in reason.facts:
             if repr(value) != repr(known.get(name)):
                 expected = repr(known.get(name))
-                odd = [rank for rank, other in enumerate(entries) if repr(dict(other.facts).get(name)) != expected]
+                odd = [rank for rank, other in enumerate(reasons) if repr(dict(other.facts).get(name)) != expected]
                 mismatch = MismatchError(
                     message or f"ranks differ in {name}",
                     rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
@@ -230,24 +199,123 @@ def _alike(table: np.ndarray) -> bool:
     return first[0] != REFUSED and heads.count(first) == len(heads)
 
 
-def dumps_anyhow(entries: list[Entry]) -> bytes:
-    """Return entries as bytes, even if an error or a fact cannot be pickled.
-
-    In that case errors become ArgumentErrors with the same text, and facts become text.
-    """
+def dumps_anyhow(reasons: list[Reason]) -> bytes:
+    """Return entries as bytes; what cannot be pickled, errors and facts, as its text."""
     try:
-        return pickle.dumps(entries)
+        return pickle.dumps(reasons)
     except Exception:
-        return pickle.dumps([_in_words(entry) for entry in entries])
+        return pickle.dumps([_in_words(reason) for reason in reasons])
 
 
-def _in_words(entry: Entry) -> Entry:
-    error = entry.error
+def _in_words(reason: Reason) -> Reason:
+    error = reason.error
     plain = None if error is None else ArgumentError(f"{type(error).__name__}: {error}")
-    return Entry(plain, entry.call, (("facts", repr(entry.facts)),), entry.world_rank)
+    return Reason(plain, reason.call, (("facts", repr(reason.facts)),), reason.world_rank)
 
 
 def digest(call: str, facts: Facts) -> int:
     """Return a hash from 0 to 2^63 - 1 of a call and its facts, the same in every process."""
     content = repr((call, facts)).encode("utf-8", "backslashreplace")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
+
+
+# -- What travels: every agreement is made of exchanges ---------------------------------------------------------------
+
+
+class Exchange:
+    """An exchange: an all-gather of one row of at most 2 + VALUES integers from each rank of a group.
+
+    The constructor begins it as a call of the group, and does not wait. `table`, int64 (size, 2 + VALUES), has the rows
+    of all ranks once `Test` is true. `what` names the call in errors.
+    """
+
+    def __init__(self, group: OpenGroup, row: Sequence[int], what: str) -> None:
+        group.begin()
+        self.group, self.what = group, what
+        mine = np.zeros(2 + VALUES, np.int64)
+        mine[: len(row)] = row
+        self.table, self._request = mine[None], None
+        if group.size > 1:
+            self.table = np.empty((group.size, mine.size), np.int64)
+            self._number = group.context.flight.begin(what, nbytes=mine.nbytes)
+            self._request = own(group.comm.Iallgather(mine, self.table))
+
+    def Test(self) -> bool:
+        """Return whether all rows are here; never waits."""
+        if self._request is None:
+            return True
+        if not self._request.Test():
+            return False
+        self._request = None
+        self.group.context.flight.end(self._number)
+        return True
+
+    def result(self) -> np.ndarray:
+        """Wait for the rows of all ranks, and return them. An error during the wait ends the life of the group."""
+        if self._request is not None:
+            try:
+                wait_for(self, self.what, self.group, everyone=True)
+            except BaseException as error:
+                self.group.fail_because(error, self.what)
+                raise
+        return self.table
+
+
+# -- A vote: an agreement that a rank begins without waiting for its outcome, which it presumes to be "all agree" -----
+#
+#     rank 0   begin | what does not need the outcome, or can still be thrown away ... | settle: all agree
+#     rank 1           begin | ........................................................ | settle: all agree
+#
+# A vote is one exchange, the same as in any agreement. So it also meets a rank that makes another call of the same
+# group, and all ranks find out. While a vote is open:
+#
+# - Nothing else begins on the communicator. MPI matches collectives by their order, and ranks that disagree would begin
+#   different ones. So `Group.begin` settles the vote first.
+# - Every wait of this rank tests the vote (context.register_progress). If ranks disagree, the messages that this rank
+#   waits for may never come, and the other ranks wait for its part in the explanation.
+# - A failure of the group ends the vote: nobody tests it or waits for it any more.
+
+
+class Vote:
+    """One vote of a group, which has at most one open; the constructor does not wait for the other ranks."""
+
+    def __init__(self, group: OpenGroup, ballot: Ballot, values: Sequence[int] = ()) -> None:
+        self.group, self.ballot, self._count = group, ballot, len(values)
+        group.settle()  # first the vote before: then the ballot can take the number of its call
+        self._exchange = Exchange(group, ballot.row(group, values), ballot.text)
+        self._values: np.ndarray | None = None
+        self._error: MpipipeError | None = None
+        if group.size > 1:
+            group.vote = self
+            register_progress(self)
+
+    def progress(self) -> None:
+        """Test whether the outcome is there. Never waits if ranks agree; raises the common error if they do not."""
+        if self._exchange.Test():
+            self._close()
+
+    def settle(self) -> np.ndarray:
+        """Wait for the outcome, and return the values of all ranks; if ranks disagree, all raise the same error."""
+        if self._values is None:
+            self.group.context.advancing.pop(self, None)  # the wait below would come back to this vote
+            self._exchange.result()
+            self._close()
+        if self._error is not None:
+            raise self._error
+        assert self._values is not None  # by _close
+        return self._values
+
+    def abandon(self) -> None:
+        """Drop the vote, because its group is closed or has failed, or because its outcome is there."""
+        self.group.vote = None
+        self.group.context.advancing.pop(self, None)
+
+    def _close(self) -> None:
+        """Take the outcome, which is there."""
+        self.abandon()
+        self._values = self.ballot.count(self._exchange.table, self._count)
+        try:
+            self.ballot.decide()
+        except MpipipeError as error:
+            self._error = error
+            raise

@@ -1,11 +1,11 @@
-"""The state of one rank, for all of its threads: its groups, failures of other ranks, and what its waits advance.
+"""The state of one rank, for all of its threads, and what it knows of the other ranks of each group.
 
 A rank is a process, or a thread of `job.inprocess`, which calls `adopt`. `current_rank()` is the state of the calling
 rank in both cases.
 
-    groups      open groups; every wait of this rank reads the notes of all of them
-    failed      groups that have failed; their notes still say who has left, or has withdrawn
-    failures    failures that this rank has heard of; a wait looks for news at the end of this list
+    groups      open groups; every wait of this rank reads the control messages of all of them
+    failed      groups that have failed; their messages still say who has left, or has withdrawn
+    failures    failures that this rank knows of; a wait looks for news at the end of this list
     advancing   things that advance only while somebody calls them; every wait calls those of its own thread
     flight      the last operations of this rank
     long_waits  its long waits
@@ -15,26 +15,33 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import sys
 import threading
 import weakref
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from mpipipe.job import settings
+import numpy as np
+
+from mpipipe.errors import PeerError
+from mpipipe.job import rank_list, settings
 from mpipipe.job.flight import FlightRecorder, Inspectable
-from mpipipe.job.types import Advancing
+from mpipipe.job.requests import own
+from mpipipe.job.types import Advancing, Communicator, Request
 from mpipipe.trace import Recorder
 
 YIELD_SECONDS = 2e-2  # how long a wait gives way to others before it sleeps: the time of a large message
-PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short beside any real stage
+PAUSE_SECONDS = 5e-5  # how long it then sleeps between two polls: short next to any real stage
 # the same where ranks share cores, and another rank has better use for this one
 OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS = 1e-3, 5e-4
 
 
 class Failure(NamedTuple):
-    """Why a rank could not go on; `number` is the same wherever it is heard of.
+    """Why a rank could not go on; `number` is the same on every rank that knows of it.
 
     The number is positive for an error, and -1 minus the world rank for a rank that has left. It has the bit MAKING
     where all ranks come out of the same constructor by it, so that they can make what they want anew.
@@ -44,8 +51,12 @@ class Failure(NamedTuple):
     text: str
 
 
+_count = itertools.count(1)
+MAKING = 1 << 62
+
+
 def failure_of(error: BaseException, text: str, world_rank: int, making: bool = False) -> Failure:
-    """The failure that an exception stands for: the one that was heard of, or a new one of this rank."""
+    """Return the failure that an exception stands for: the one that it carries, or a new one of this rank."""
     known = getattr(error, "failure", None)
     if not isinstance(known, Failure):
         known = Failure((world_rank + 1 << 32) + next(_count) + making * MAKING, text)
@@ -54,118 +65,101 @@ def failure_of(error: BaseException, text: str, world_rank: int, making: bool = 
     return known
 
 
-_count = itertools.count(1)
-MAKING = 1 << 62
+def peer_error(failure: Failure, remedy: str | None = None) -> PeerError:
+    """Return the error of a rank that knows of a failure of another one, which reports it."""
+    error = PeerError(failure.text, remedy=remedy)
+    error.reported_elsewhere = True
+    error.failure = failure
+    return error
 
 
 class OpenGroup(Protocol):
-    """What a rank asks of each of its groups; job.group.Group is one."""
+    """A group as waits, agreements and the state of a rank see it; `job.group.Group` is the one implementation."""
+
+    comm: Communicator
+    context: RankContext
+    peers: PeerStatus
+    rank: int
+    size: int
+    key: tuple[int, ...]
+    vote: Any  # a consensus.Vote, while one is open
 
     @property
-    def peers(self) -> Any: ...  # job.peers.PeerStatus, which is built on this module
+    def world_rank(self) -> int: ...
+
+    @property
+    def failure(self) -> Failure | None: ...
+
+    @property
+    def related(self) -> Sequence[OpenGroup]: ...
+
+    def begin(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def exchange(self, row: Sequence[int], what: str) -> np.ndarray: ...
+
+    def gather_reasons(self, entries: list[Any], what: str) -> list[Any]: ...
 
     def read_messages(self) -> None: ...
 
     def fail(self, error: BaseException, text: str, making: bool = False) -> None: ...
 
+    def fail_because(self, error: BaseException, what: str) -> None: ...
+
     def leave(self) -> None: ...
 
     def withdraw(self, members: Container[int], failure: Failure) -> None: ...
 
-    @property
-    def world_rank(self) -> int: ...
-
 
 class HangWatcher(Protocol):
-    """Watches for a hang; job.watch.watchdog.Watchdog is one."""
+    """The watchdog of a rank: `Watchdog` or `ThreadWatchdog` of job.watch.watchdog."""
 
     limit: float | None  # seconds without progress
     folder: Path | None  # of a report
 
     def configure(self, limit: float | None, folder: Path | None) -> None: ...
 
-    def look(self) -> None:
-        """Look around; called in long waits."""
+    def look(self) -> None: ...
 
     def ended_neighbours(self) -> set[int]: ...
 
-    def forget(self) -> None:
-        """Watch over nobody: ranks have died, and the others make new groups."""
+    def forget(self) -> None: ...
 
     def stop(self) -> None: ...
 
 
 class RankContext:
-    """The state of one rank.
-
-    Attributes
-    ----------
-    lock : RLock
-        Held while notes are read.
-    groups : list of group.Group
-        The open groups.
-    failed : list of group.Group
-        The last groups of each set of ranks that have failed.
-    advancing : dict
-        Thing that waits advance -> the thread that has registered it.
-    failures : list of Failure
-        Failures that this rank has heard of, in that order, each once.
-    left : dict
-        World rank -> text, for each rank whose script has ended.
-    withdrawn : dict
-        World rank -> Failure, for each rank with which this one makes no communicator any more.
-    pipelines, groups_named : int
-        Pipelines built, and groups made, so far.
-    alone : bool
-        Whether this rank is a thread.
-    thread : int
-        The thread that is this rank; the main thread if the rank is a process.
-    patience, pause : float
-        Seconds that a wait gives way to others before it sleeps, and that it then sleeps between two polls.
-    flight : FlightRecorder
-        The last operations that are in no plan.
-    long_waits : list of wait.LongWait
-        The long waits under way, one for each thread that waits.
-    watchdog : HangWatcher or None
-        Watches for a hang, once there is a group of several ranks.
-    ended : bool
-        Whether the program of this rank is over.
-    unwritten : bool
-        Whether some of the program's output could not be written: its exit code is 1 then.
-    lifeline : lifeline.Lifeline or None
-        Knows of ranks that have died, where MPI tells.
-    recorders : set of trace.Recorder
-        Recorders that note the waits of this rank.
-    owners : list of checkpoint.owner.Owner
-        Folders that the job of this rank owns.
-    """
+    """The state of one rank; see the head of this file."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held while control messages are read
         self.groups: list[OpenGroup] = []
         self.failed: list[OpenGroup] = []
-        self.advancing: dict[Advancing, int] = {}
-        self.failures: list[Failure] = []
-        self.left: dict[int, str] = {}
-        self.withdrawn: dict[int, Failure] = {}
-        self.pipelines = self.groups_named = 0
-        self.alone, self.thread = False, threading.main_thread().ident
+        self.advancing: dict[Advancing, int] = {}  # -> the thread that has registered it
+        self.failures: list[Failure] = []  # each once, in the order in which they became known
+        self._known: set[int] = set()  # their numbers
+        self.left: dict[int, str] = {}  # world rank -> text, for each rank whose script has ended
+        self.withdrawn: dict[int, Failure] = {}  # by world ranks with which this one makes no communicator any more
+        self.pipelines = self.groups_named = 0  # built, and made, so far
+        self.alone = False  # whether this rank is a thread
+        self.thread = threading.main_thread().ident  # the thread that is this rank
         self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
         if settings.oversubscribed():
             self.patience, self.pause = OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS
         self.flight = FlightRecorder()
-        self.long_waits: list[Any] = []  # of wait.LongWait, which is built on this module
+        self.long_waits: list[Any] = []  # of wait.LongWait, one for each thread that waits
         self.long_waits_begun = 0
-        self.watchdog: HangWatcher | None = None
-        self.ended = self.unwritten = False
-        self.lifeline: Any = None  # a lifeline.Lifeline, which is built on this module
-        self.recorders: set[Recorder] = set()
-        self.owners: list[Any] = []  # of checkpoint.owner.Owner, which is built on this module
+        self.watchdog: HangWatcher | None = None  # once there is a group of several ranks
+        self.lifeline: Any = None  # a lifeline.Lifeline, where MPI tells of dead ranks
+        self.ended = False  # whether the program of this rank is over
+        self.unwritten = False  # whether some of its output could not be written: its exit code is 1 then
+        self.recorders: set[Recorder] = set()  # note the waits of this rank
+        self.owners: list[Any] = []  # of checkpoint.owner.Owner: folders that the job of this rank owns
         self._inspectables: list[weakref.ref[Inspectable]] = []
-        self._known: set[int] = set()  # numbers of `failures`
 
     def add_failure(self, failure: Failure) -> None:
-        """Take note that a peer has failed: every wait under way on this rank ends. A known failure ends nothing."""
+        """Note that a peer has failed: every wait under way on this rank ends. A known failure ends nothing."""
         if failure.number not in self._known:
             self._known.add(failure.number)
             self.failures.append(failure)
@@ -178,51 +172,48 @@ class RankContext:
         groups, number = (*self.groups, *self.failed), getattr(getattr(error, "failure", None), "number", 0)
         if not groups or not is_rank() or number < 0 or number & MAKING:
             return
-        own = groups[0].world_rank
-        failure = failure_of(error, f"world rank {own} made no communicator: {type(error).__name__}: {error}", own)
-        self.withdrawn.update((member, failure) for member in members if member != own)
+        own_rank = groups[0].world_rank
+        text = f"world rank {own_rank} made no communicator: {type(error).__name__}: {error}"
+        failure = failure_of(error, text, own_rank)
+        self.withdrawn.update((member, failure) for member in members if member != own_rank)
         for group in groups:
             group.withdraw(members, failure)
 
     def keep_failed(self, group: OpenGroup) -> None:
-        """Read the notes of a failed group from now on; of groups of the same ranks, the last two are enough."""
+        """Read the messages of a failed group from now on; of groups of the same ranks, the last two are enough."""
         same = [other for other in self.failed if other.peers.members == group.peers.members]
         self.failed = [other for other in self.failed if other not in same[:-1]] + [group]
 
     def add_inspectable(self, thing: Inspectable) -> None:
-        """Ask `thing` for an account at every dump from now on, as long as it lives."""
-        self._inspectables = [each for each in self._inspectables if each() is not None]
+        """Ask `thing` for a snapshot at every dump from now on, as long as it lives."""
+        self._inspectables = [reference for reference in self._inspectables if reference() is not None]
         self._inspectables.append(weakref.ref(thing))
 
     @property
     def inspectables(self) -> list[Inspectable]:
-        """The things that are asked for an account and still live."""
-        found = [each() for each in self._inspectables]
-        return [thing for thing in found if thing is not None]
+        """The things that are asked for a snapshot and still live."""
+        things = [reference() for reference in self._inspectables]
+        return [thing for thing in things if thing is not None]
 
     def progress_token(self) -> tuple[object, ...]:
-        """Return a value that changes with every progress of this rank."""
+        """Return a value that changes with every progress of this rank; called often, from any thread."""
         calls = sum(group.peers.calls for group in tuple(self.groups))
-        return (
-            calls,
-            self.flight.count,
-            self.long_waits_begun,
-            self.ended,
-            *(t.progress_token() for t in self.inspectables),
-        )
+        tokens = (thing.progress_token() for thing in self.inspectables)
+        return calls, self.flight.count, self.long_waits_begun, self.ended, *tokens
 
     def advance(self) -> None:
-        """Advance what this thread has registered."""
-        thread = threading.get_ident()
-        for thing, owner in tuple(self.advancing.items()):
-            if owner == thread:
-                thing.progress()
+        """Let everything advance that the calling thread has registered; never waits."""
+        if self.advancing:
+            thread = threading.get_ident()
+            for thing, owner in tuple(self.advancing.items()):
+                if owner == thread:
+                    thing.progress()
 
     @property
     def single_threaded(self) -> bool:
-        """Whether this thread does all that this rank does. Daemon threads, as of progress bars, do not count."""
-        current_rank = threading.current_thread()
-        return self.alone or all(thread is current_rank or thread.daemon for thread in threading.enumerate())
+        """Whether only the calling thread makes calls on this rank: other threads are daemons, if there are any."""
+        thread = threading.current_thread()
+        return self.alone or all(other is thread or other.daemon for other in threading.enumerate())
 
 
 _contexts: list[RankContext] = []
@@ -230,7 +221,7 @@ _local = threading.local()
 
 
 def current_rank() -> RankContext:
-    """The state of the calling rank."""
+    """Return the state of the calling rank."""
     adopted: RankContext | None = getattr(_local, "context", None)
     if adopted is not None:
         return adopted
@@ -245,12 +236,19 @@ def adopt(context: RankContext) -> None:
     _local.context = context
 
 
+_pid = os.getpid()
+
+
 def is_rank() -> bool:
-    """False in a process that was forked by the one which imported this package: MPI does not know it."""
+    """Return False in a process that was forked by the one which imported this package: MPI does not know it."""
     return os.getpid() == _pid
 
 
-_pid = os.getpid()
+def whoami() -> str:
+    """Name this process in texts that other ranks read: its world rank where MPI runs, and its host."""
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    rank = "a rank" if mpi4py is None else f"world rank {mpi4py.COMM_WORLD.rank}"
+    return f"{rank} on {socket.gethostname()}"
 
 
 def register_progress(thing: Advancing) -> None:
@@ -261,3 +259,217 @@ def register_progress(thing: Advancing) -> None:
 def unregister_progress(thing: Advancing) -> None:
     """End `register_progress`."""
     current_rank().advancing.pop(thing, None)
+
+
+# -- What one rank of a group knows of the others: who has failed, who has left, who waits for whom, who is missing ---
+#
+# The ranks of a group make the same collective calls in the same order, and each counts its own: 1, 2, 3, ... A control
+# message names the call that it is about, so the receiver can compare it with its own count:
+#
+# - LEFT after call 7: a receiver in call 7 goes on, one in call 8 would wait for ever, and fails;
+# - WAITING in call 8, sent to rank 0: rank 0 answers HERE once it has come to call 8. So rank 0 knows who is there, and
+#   the others know whether rank 0 is. A rank that has not said WAITING is missing;
+# - ELSEWHERE: see wait.LongWait, which finds two ranks that wait for each other in different groups;
+# - WITHDRAWN: see communicators.wait_for_ranks: a rank has failed while it made a communicator with the receiver.
+#
+# Only long waits send the last three kinds, each once a call, so the messages are few.
+
+
+LISTED = 8  # different waits that a text names
+
+
+class PeerStatus:
+    """News among the ranks of one group. The `members` are ranks in COMM_WORLD."""
+
+    def __init__(self, comm: Communicator, members: tuple[int, ...], context: RankContext) -> None:
+        self.messages, self.members, self.context = ControlMessages(comm), members, context
+        self.rank, self.size = comm.rank, comm.size
+        self.calls = 0  # collective calls of the group that this rank has begun
+        self.closing = False  # no rank sends messages about waits any more
+        self.failure: Failure | None = None  # why the group cannot be used any more
+        self.elsewhere: ControlMessage | None = None  # from rank 0, which waits for this rank in another call
+        self.left: dict[int, tuple[int, str]] = {}  # rank -> (calls, text), where its script has ended
+        self.told = self.told_elsewhere = 0  # calls for which a message WAITING, or ELSEWHERE, was sent
+        self.sent = self.answers = 0  # messages WAITING that this rank has sent to rank 0, and its answers
+        # on rank 0: messages WAITING of all others; the last of each, as (call, text); calls without an answer yet
+        self.received = 0
+        self.waiting: dict[int, tuple[int, str]] = {}
+        self.unanswered: dict[int, int] = {}
+
+    def fail(self, failure: Failure) -> None:
+        """Tell every other rank, once, that this one cannot go on; never waits."""
+        with self.context.lock:
+            if self.failure is None:
+                self.failure = failure
+                self._send_all(ControlKind.FAILED, failure.number, failure.text)
+
+    def leave(self, text: str) -> None:
+        """Tell every other rank that this one takes part in no call after the current one."""
+        with self.context.lock:
+            self._send_all(ControlKind.LEFT, self.calls, text)
+
+    def withdraw(self, members: Container[int], failure: Failure) -> None:
+        """Tell the world ranks `members` of this group that this rank makes no communicator with them."""
+        with self.context.lock:
+            self._send_all(ControlKind.WITHDRAWN, failure.number, failure.text, members)
+
+    def _send_all(self, kind: ControlKind, number: int, text: str, members: Container[int] | None = None) -> None:
+        if self.context.lifeline is not None and self.context.lifeline.is_broken:
+            return  # all learn of the death from MPI, and sending to the dead raises
+        for peer, member in enumerate(self.members):
+            if peer != self.rank and (members is None or (member in members and member not in self.context.left)):
+                self.messages.send(peer, kind, number, text)
+
+    def read(self) -> None:
+        """Take in the messages that have arrived, and answer those that ask; never waits."""
+        for message in self.messages.read():
+            self._take(message)
+        for peer, call in tuple(self.unanswered.items()):
+            if call <= self.calls:
+                del self.unanswered[peer]
+                self.messages.send(peer, ControlKind.HERE, call, "")
+        for peer, (call, text) in self.left.items():
+            if call < self.calls and self.failure is None:
+                missed = Failure(-1 - self.members[peer], text)
+                self.fail(missed)
+                self.context.add_failure(missed)
+
+    def _take(self, message: ControlMessage) -> None:
+        kind, source, call, text = message
+        if kind == ControlKind.FAILED:
+            if self.failure is None:  # else this rank has raised what ended the group, and may have gone on since
+                self.failure = Failure(call, text)
+                self.context.add_failure(self.failure)
+        elif kind == ControlKind.LEFT:
+            self.left[source] = call, text
+            self.context.left[self.members[source]] = text
+        elif kind == ControlKind.WITHDRAWN:
+            self.context.withdrawn[self.members[source]] = Failure(call, text)
+        elif kind == ControlKind.WAITING:
+            self.received += 1
+            self.waiting[source] = call, text
+            self.unanswered[source] = call
+        elif kind == ControlKind.HERE:
+            self.answers += 1
+        else:
+            self.elsewhere = message
+
+    def settled(self, messages: int) -> bool:
+        """Return whether all `messages` to rank 0 have been received and answered, and all that was sent has left."""
+        self.read()
+        complete = self.answers == self.sent if self.rank else self.received == messages
+        return complete and not self.unanswered and self.messages.all_sent()
+
+    def tell_leader(self, what: str) -> None:
+        """Tell rank 0, once a call, that this rank waits for all others."""
+        if self.rank == 0 or self.told == self.calls or self.closing:
+            return
+        with self.context.lock:
+            self.told = self.calls
+            self.sent += 1
+            self.messages.send(0, ControlKind.WAITING, self.calls, what)
+
+    def tell_who_waits_here(self, mine: PeerStatus, what: str) -> None:
+        """Tell one rank that waits for this one in this group that this one waits for it in the group of `mine`."""
+        for peer, call in self.unanswered.items():
+            member = self.members[peer]
+            if call > self.calls and member in mine.members and mine.told_elsewhere < mine.calls and not mine.closing:
+                mine.told_elsewhere = mine.calls
+                mine.messages.send(mine.members.index(member), ControlKind.ELSEWHERE, mine.calls, what)
+
+    def describe_missing(self) -> str:
+        """Name the ranks that have not come to the call under way; "" where this rank does not know."""
+        if self.rank > 0:
+            return "" if self.answers == self.sent else "nothing was heard of rank 0"
+        missing = [rank for rank in range(1, self.size) if self.waiting.get(rank, (0, ""))[0] < self.calls]
+        if not missing:
+            return ""
+        others = self._who_waits_elsewhere()
+        ranks_of: dict[str, list[int]] = {}
+        for rank in missing:
+            ranks_of.setdefault(others.get(self.members[rank], ""), []).append(rank)
+        listed = [
+            rank_list.named(ranks) + (f" (wait{'s' if len(ranks) == 1 else ''} for {text})" if text else "")
+            for text, ranks in ranks_of.items()
+        ]
+        more = f" and {sum(map(len, list(ranks_of.values())[LISTED:]))} more" if len(listed) > LISTED else ""
+        return f"missing: {', '.join(listed[:LISTED])}{more}"
+
+    def _who_waits_elsewhere(self) -> dict[int, str]:
+        """World rank -> text, of the ranks that wait for this one in another group, and so must still do so."""
+        texts = {}
+        for group in self.context.groups:
+            other = group.peers
+            for peer, call in other.unanswered.items():
+                if call > other.calls:
+                    texts[other.members[peer]] = other.waiting[peer][1]
+        return texts
+
+
+# -- Control messages: of fixed size, so small that every MPI takes one at once, whether anybody receives it or not.
+#    So telling others never waits, not even for a rank that is itself about to end.
+
+
+MESSAGE_BYTES = 1024
+HEAD = 3  # int64 numbers before the text: kind, source, call
+
+
+class ControlKind(IntEnum):
+    """What a control message says."""
+
+    FAILED = 0  # the sender cannot go on with this group; `call` is the number of the failure
+    LEFT = 1  # the sender's script has ended after `call`
+    WAITING = 2  # the sender waits for all ranks in `call`; goes to rank 0, which answers each with HERE
+    HERE = 3  # rank 0 has come to `call`, too
+    ELSEWHERE = 4  # the sender waits for the receiver in `call` of this group, and the receiver waits in another group
+    WITHDRAWN = 5  # the sender makes no communicator with the receiver any more; `call` is the number of a failure
+
+
+class ControlMessage(NamedTuple):
+    """A control message that was received."""
+
+    kind: ControlKind
+    source: int
+    call: int
+    text: str
+
+
+class ControlMessages:
+    """The control messages of one rank on a private communicator without any other point-to-point message."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.sending: list[Request] = []
+        self.receiving: tuple[Request, np.ndarray] | None = None  # a message that has arrived, and its buffer
+
+    def send(self, peer: int, kind: ControlKind, call: int, text: str) -> None:
+        """Start sending; never waits. A text that is too long is cut."""
+        message = np.zeros(MESSAGE_BYTES, np.uint8)
+        message[: 8 * HEAD].view(np.int64)[:] = kind, self.comm.rank, call
+        data = np.frombuffer(text.encode("utf-8", "backslashreplace")[: MESSAGE_BYTES - 8 * HEAD], np.uint8)
+        message[8 * HEAD :][: data.size] = data
+        self.all_sent()
+        self.sending.append(own(self.comm.Isend(message, peer, 0)))
+
+    def read(self) -> list[ControlMessage]:
+        """Return all messages that have arrived; never waits."""
+        if self.sending:
+            self.all_sent()  # drops those that have left
+        arrived = []
+        while self.receiving is not None or self.comm.Iprobe():
+            if self.receiving is None:
+                buffer = np.empty(MESSAGE_BYTES, np.uint8)
+                self.receiving = own(self.comm.Irecv(buffer)), buffer
+            request, message = self.receiving
+            if not request.Test():
+                break
+            self.receiving = None
+            kind, source, call = message[: 8 * HEAD].view(np.int64).tolist()
+            text = message[8 * HEAD :].tobytes().rstrip(b"\0").decode("utf-8", "replace")
+            arrived.append(ControlMessage(ControlKind(kind), source, call, text))
+        return arrived
+
+    def all_sent(self) -> bool:
+        """Return whether every message has left this rank."""
+        self.sending = [request for request in self.sending if not request.Test()]
+        return not self.sending

@@ -4,159 +4,91 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpipipe.job import rank_list
 from mpipipe.job.group import Group, group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.text import counted
 
+Place: TypeAlias = "Mapping[str, Any]"  # rank, host, cores and threads, as `environment.gather` has them
+
 
 def own_cores() -> str:
-    """Return the cores that this process may run on; empty if the system does not say.
-
-    Returns
-    -------
-    str
-        As `cores_text` writes them.
-
-    Examples
-    --------
-    >>> from mpipipe.job import cores as binding
-    >>> len(binding.parse_cores(binding.own_cores())) >= 1
-    True
-    """
+    """Return the cores that this process may run on, as `cores_text` writes them; "" if the system does not say."""
     return cores_text(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
 
 
-def oversubscribed(binding: Sequence[Mapping[str, Any]]) -> str | None:
+def oversubscribed(binding: Sequence[Place]) -> str | None:
     """Return a sentence if more ranks than cores share cores, such as "4 ranks share 2 cores"; else None.
 
-    It names the cores with the most ranks on each.
+    It names the cores with the most ranks on each. `binding` has `rank`, `host` and `cores` of each rank.
 
-    Parameters
-    ----------
-    binding : sequence of mappings
-        `rank`, `host` and `cores` of each rank, as in what `gather` returns.
-
-    Returns
-    -------
-    str or None
-        It has the host and the ranks, unless it is about all ranks.
-
-    Examples
-    --------
     >>> from mpipipe.job.cores import oversubscribed
     >>> oversubscribed([{"rank": rank, "host": "n1", "cores": "0-1"} for rank in range(4)])
     '4 ranks share 2 cores'
     >>> oversubscribed([{"rank": rank, "host": "n1", "cores": cores} for rank, cores in enumerate(["0", "0", "1-7"])])
     'ranks 0-1 share 1 core on n1'
-    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": str(rank)} for rank in range(4)])
     """
-    worst: tuple[float, list[int], int, str] = 1.0, [], 0, ""
-    for host in sorted({place["host"] for place in binding}):
-        current_rank = {place["rank"]: parse_cores(place["cores"]) for place in binding if place["host"] == host}
-        for cores in {frozenset().union(*current_rank.values()), *current_rank.values()}:
-            ranks = [rank for rank, own in current_rank.items() if own and own <= cores]
-            if cores and len(ranks) / len(cores) > worst[0]:
-                worst = len(ranks) / len(cores), ranks, len(cores), host
-    _, ranks, count, host = worst
-    if not ranks:
+    fullest = _fullest(binding, len)
+    if fullest is None:
         return None
+    ranks, _, count, host = fullest
     text = f"share {counted(count, 'core')}"
     if len(ranks) == len(binding):
         return f"{len(ranks)} ranks {text}"
     return f"{rank_list.named(ranks)} {text} on {host}"
 
 
-def oversubscribed_threads(binding: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a sentence if ranks have more BLAS threads than cores; else None.
+def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
+    """Say if ranks have more BLAS threads than cores, such as "rank 0 has 4 BLAS threads on 1 core of n1".
 
-    It names the cores with the most threads on each. Ranks with one thread each are the business of `oversubscribed`.
-
-    Parameters
-    ----------
-    binding : sequence of mappings
-        `rank`, `host`, `cores` and `threads` of each rank, as in what `environment.gather` returns.
-
-    Returns
-    -------
-    str or None
-        With the ranks and the host.
-
-    Examples
-    --------
-    >>> from mpipipe.job.cores import oversubscribed_threads
-    >>> oversubscribed_threads([{"rank": 0, "host": "n1", "cores": "0", "threads": 4}])
-    'rank 0 has 4 BLAS threads on 1 core of n1'
-    >>> oversubscribed_threads([{"rank": rank, "host": "n1", "cores": "0-7", "threads": 4} for rank in range(4)])
-    'ranks 0-3 have 16 BLAS threads on 8 cores of n1'
+    It names the cores with the most threads on each. `binding` also has `threads` of each rank. Ranks with one thread
+    each are the business of `oversubscribed`.
     """
-    worst: tuple[float, list[int], int, int, str] = 1.0, [], 0, 0, ""
-    for host in sorted({place["host"] for place in binding}):
-        current_rank = {place["rank"]: place for place in binding if place["host"] == host}
-        own = {rank: parse_cores(place["cores"]) for rank, place in current_rank.items()}
-        for cores in {frozenset().union(*own.values()), *own.values()}:
-            ranks = [rank for rank, allowed in own.items() if allowed and allowed <= cores]
-            several = [rank for rank in ranks if current_rank[rank]["threads"] > 1]
-            threads = sum(current_rank[rank]["threads"] for rank in ranks)
-            if several and cores and threads / len(cores) > worst[0]:
-                worst = threads / len(cores), ranks, threads, len(cores), host
-    _, ranks, threads, count, host = worst
-    if not ranks:
+    fullest = _fullest(binding, _threads)
+    if fullest is None:
         return None
+    ranks, threads, count, host = fullest
     verb = "has" if len(ranks) == 1 else "have"
     return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {counted(count, 'core')} of {host}"
 
 
+def _threads(places: Sequence[Place]) -> int:
+    """Return the threads of some ranks, 0 where each has one."""
+    return sum(place["threads"] for place in places) if any(place["threads"] > 1 for place in places) else 0
+
+
+def _fullest(
+    binding: Sequence[Place], load: Callable[[Sequence[Place]], int]
+) -> tuple[list[int], int, int, str] | None:
+    """Return (ranks, their load, cores, host) of the cores with the highest load on each, if that is above 1."""
+    worst, fullest = 1.0, None
+    for host in sorted({place["host"] for place in binding}):
+        places = {place["rank"]: place for place in binding if place["host"] == host}
+        own = {rank: parse_cores(place["cores"]) for rank, place in places.items()}
+        for cores in {frozenset().union(*own.values()), *own.values()}:
+            ranks = [rank for rank, allowed in own.items() if allowed and allowed <= cores]
+            total = load([places[rank] for rank in ranks])
+            if cores and total / len(cores) > worst:
+                worst, fullest = total / len(cores), (ranks, total, len(cores), host)
+    return fullest
+
+
 def cores_text(cores: Sequence[int]) -> str:
-    """Write numbers of cores as Linux does.
-
-    Parameters
-    ----------
-    cores : sequence of int
-        In any order.
-
-    Returns
-    -------
-    str
-        Runs, with commas between them.
-
-    Examples
-    --------
-    >>> from mpipipe.job.cores import cores_text
-    >>> cores_text([8, 0, 1, 2, 3])
-    '0-3,8'
-    """
+    """Write numbers of cores as Linux does: "0-3,8"."""
     return ",".join(rank_list.runs(cores))
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """Return the numbers that `cores_text` has written.
-
-    Parameters
-    ----------
-    text : str
-        Such as "0-3,8".
-
-    Returns
-    -------
-    frozenset of int
-        The cores.
-
-    Examples
-    --------
-    >>> from mpipipe.job.cores import parse_cores
-    >>> sorted(parse_cores("0-3,8"))
-    [0, 1, 2, 3, 8]
-    """
-    found: set[int] = set()
+    """Return the numbers that `cores_text` has written."""
+    cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        cores |= set(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
 
 
 # -- How many threads each rank takes, so that all cores of a host compute and none has two threads -------------------
@@ -198,15 +130,9 @@ def _first_sibling(thread: int, topology: Path) -> int:
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
     """Return for each rank its part of the cores that it shares with other ranks, at least one.
 
-    Parameters
-    ----------
-    places : host of each rank, and the cores that it may run on; no cores if they are not known
+    `places` has the host of each rank, and the cores that it may run on; none if they are not known.
 
-    Examples
-    --------
     >>> from mpipipe.job.cores import fair_shares
-    >>> fair_shares([("n1", range(8)), ("n1", range(8)), ("n2", range(8))])
-    [4, 4, 8]
     >>> fair_shares([("n1", [0]), ("n1", [0]), ("n1", [1, 2])])
     [1, 1, 2]
     """

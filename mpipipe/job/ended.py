@@ -22,12 +22,9 @@ _taken: list[tuple[int, str]] = []  # process and path, between `begin` and `end
 def begin(writes: bool, who: str) -> None:
     """Take the variable out of the environment, so that no child ends in place of this process; write the first line.
 
-    Parameters
-    ----------
-    writes : whether this is the process that writes; others may have to end in its place, after a death
-    who : what begins, as in "4 ranks"
-
-    Raises BackendError where the file cannot be made, or is there: another job has begun under the same name.
+    `writes` says whether this process is the one that writes, and `who` what begins, as in "4 ranks"; the others may
+    have to end in its place, after a death. Raises BackendError where the file cannot be made, or is there: another job
+    has begun under the same name.
     """
     path = os.environ.pop(VARIABLE, None)
     if not path:

@@ -8,7 +8,7 @@ whatever they were doing. Under `run_or_abort`:
   is finalized: this is how errors end that reach all ranks;
 - where peers do not come within GRACE seconds of an error, the rank with the cause reports, and MPI_Abort ends the job.
 
-See ending.py for how the ranks come to that one end, and excepthook.py for scripts that were started without this.
+See report.py for scripts that were started without this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpipipe.errors import ArgumentError, BackendError, LostRankError, MpipipeEr
 from mpipipe.job import communicators, ended, lifeline, rank_list, report, runtime, settings, stop_signals
 from mpipipe.job.context import current_rank, is_rank
 from mpipipe.job.group import Group, group_of
-from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe, heading, write
+from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe_error, heading, write
 from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator, Request
 from mpipipe.text import counted
@@ -39,21 +39,7 @@ __all__ = ["Stop", "run_or_abort"]
 
 
 class Stop(Exception):
-    """Ends a program with an exit code and a text that one rank writes as it is.
-
-    Parameters
-    ----------
-    text : str
-        What is written to stderr, with its line ends.
-    code : int
-        The exit code.
-
-    Examples
-    --------
-    >>> from mpipipe.job.exit import Stop
-    >>> Stop("mpipipe: no such file", code=2).code
-    2
-    """
+    """Ends a program with an exit code, and a text, with its line ends, that one rank writes to stderr as it is."""
 
     def __init__(self, text: str, code: int) -> None:
         self.text, self.code = text, code
@@ -65,25 +51,12 @@ _afterwards: list[Callable[[], object]] = []  # what it runs next
 
 
 def run_or_abort(main: Callable[[], object]) -> int:
-    """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job.
+    """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job; return the exit code.
 
-    Where such a program calls this again, as a command line does that runs under it as a whole, the inner `main` runs
-    after the outer one.
-
-    Parameters
-    ----------
-    main : callable
-        The program of this rank. SystemExit, KeyboardInterrupt and every other exception end the job.
-
-    Returns
-    -------
-    int
-        The exit code that all ranks agree on; 0 where all have ended well. It does not return where one rank fails and
-        others do not come: the job is aborted then, with one report on stderr.
-
-    Examples
-    --------
-    A script ends with `sys.exit(run_or_abort(main))`:
+    SystemExit, KeyboardInterrupt and every other exception end the job. All ranks agree on the code, 0 where all have
+    ended well. It does not return where one rank fails and others do not come: the job is aborted then, with one report
+    on stderr. A script ends with `sys.exit(run_or_abort(main))`. Where such a program calls this again, as a command
+    line does that runs under it as a whole, the inner `main` runs after the outer one.
 
     >>> from mpipipe.job.exit import run_or_abort
     >>> run_or_abort(lambda: None)
@@ -96,7 +69,7 @@ def run_or_abort(main: Callable[[], object]) -> int:
         world = _world()
     except MpipipeError as error:
         if settings.launcher_rank(os.environ) == 0:  # each of the lone processes finds the same
-            write(describe(error, heading(0, 1)))
+            write(describe_error(error, heading(0, 1)))
         else:  # a launcher may end the others as soon as one has left
             time.sleep(GRACE)
         return 1 if runtime.limit_error() is None else AGREED
@@ -113,13 +86,13 @@ def run_or_abort(main: Callable[[], object]) -> int:
         _running.clear()
         _afterwards.clear()
     if not is_rank():  # forked by the program: it must not touch MPI
-        write(end.report if end.says == ExitCause.CAUSE else "")
+        write(end.report if end.cause == ExitCause.CAUSE else "")
         os._exit(end.code)
     return leave_together(world, end)
 
 
 def outlive(comm: MpiCommunicator) -> None:
-    """From now on the job ends together with the ranks of `comm`: all others have died. Collective over it."""
+    """Let the job end together with the ranks of `comm` alone: all others have died. Collective over it."""
     if _running:
         _running[-1] = _world(comm)
 
@@ -162,8 +135,8 @@ def _end_of(error: BaseException, world: JobRanks) -> ExitReport:
         code = AGREED
     line = current_rank().lifeline
     elsewhere = getattr(error, "reported_elsewhere", False) or (line is not None and line.explains(error))
-    says = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
-    return ExitReport(code, says, describe(error, heading(world.rank, world.size)), _refusal_of(error))
+    cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
+    return ExitReport(code, cause, describe_error(error, heading(world.rank, world.size)), _refusal_of(error))
 
 
 def _refusal_of(error: BaseException) -> int:
@@ -174,7 +147,7 @@ def _refusal_of(error: BaseException) -> int:
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    """As the interpreter has it, except that a number which the system would cut to 0 stays a failure."""
+    """Return the code as the interpreter has it, except that a number which the system would cut to 0 stays 1."""
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
@@ -184,7 +157,7 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _watch_os_exit(world: JobRanks) -> Callable[[], None]:
-    """Make `os._exit` of a rank end the job with a report; returns the function that takes this back.
+    """Make `os._exit` of a rank end the job with a report; return the function that takes this back.
 
     Without it the other ranks would wait for ever, and some launchers would call the job a success.
     """
@@ -232,21 +205,13 @@ class ExitCause(IntEnum):
 class ExitReport(NamedTuple):
     """How the program of one rank ended.
 
-    Attributes
-    ----------
-    code : int
-        Its exit code.
-    says : Says
-    report : str
-        The text to write, if it is this rank that speaks.
-    refusal : int
-        A number made of the text of an error of this package, where that is no failure of a computation; else 0. Ranks
-        that refuse the same thing have the same number.
+    `refusal` is a number made of the text of an error of this package, where that is no failure of a computation, else
+    0: ranks that refuse the same thing have the same number.
     """
 
-    code: int
-    says: ExitCause = ExitCause.NOTHING
-    report: str = ""
+    code: int  # its exit code
+    cause: ExitCause = ExitCause.NOTHING
+    report: str = ""  # the text to write, if it is this rank that speaks
     refusal: int = 0
 
 
@@ -270,7 +235,7 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
     try:
         table = _all_ends(world, end)
     except LostRankError as error:  # a job that was done stays done
-        if end.says == ExitCause.CAUSE:
+        if end.cause == ExitCause.CAUSE:
             write(end.report)
         elif end.code and world.rank == current_rank().lifeline.lowest():
             write(f"{heading(world.rank, world.size)}\n  {type(error).__name__}: {error}\n")
@@ -283,16 +248,16 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
         write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
         abort_job(runtime.world(), INTERRUPTED)
     outlived = current_rank().lifeline is not None and bool(current_rank().lifeline.lost)
-    codes, says, refusals = (column.tolist() for column in table.T)
-    if len(set(codes)) == 1 and says[0] in (ExitCause.NOTHING, ExitCause.EXITED) and len(set(says)) == 1:
+    codes, causes, refusals = (column.tolist() for column in table.T)
+    if len(set(codes)) == 1 and causes[0] in (ExitCause.NOTHING, ExitCause.EXITED) and len(set(causes)) == 1:
         if codes[0] == 0 and world.rank == 0:
             _prove()
         if outlived:
             lifeline.leave(codes[0])
         return codes[0]
-    speaker = says.index(max(says))
-    if max(says) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in says:
-        listing = "; ".join(rank_list.grouped((rank, str(each)) for rank, each in enumerate(codes)))
+    speaker = causes.index(max(causes))
+    if max(causes) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in causes:
+        listing = "; ".join(rank_list.grouped((rank, str(code)) for rank, code in enumerate(codes)))
         report, code = f"mpipipe: ranks left with different exit codes ({listing})\n", max(codes)
     else:
         alike = refusals[0] != 0 and len(set(refusals)) == 1
@@ -306,7 +271,7 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
 
 
 def _prove() -> None:
-    """Leave the proof that this job has ended well, for whoever waits for one."""
+    """Leave the proof that this job has ended well, for a launcher that waits for one."""
     try:
         ended.end()
     except OSError as error:
@@ -314,10 +279,10 @@ def _prove() -> None:
 
 
 def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
-    """Rows of (exit code, Says, refusal), one for each rank; aborts where that takes too long after an error."""
+    """Return (exit code, ExitCause, refusal) of each rank; abort where that takes too long after an error."""
     current_rank().ended = True
     table = np.zeros((world.size, 3), np.int64)
-    request = own(world.end.Iallgather(np.array([end.code, end.says, end.refusal], np.int64), table))
+    request = own(world.end.Iallgather(np.array([end.code, end.cause, end.refusal], np.int64), table))
     start, told = time.monotonic(), False
     line = current_rank().lifeline
     while not _is_complete(request, line):
@@ -333,7 +298,7 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
 
 
 def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
-    """Test a request; raises LostRankError if it cannot be completed, since a rank has died."""
+    """Test a request; raise LostRankError if it cannot be completed, since a rank has died."""
     if line is None:
         return request.Test()
     try:
@@ -346,11 +311,11 @@ def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
 
 
 def _patience(world: JobRanks, end: ExitReport) -> float:
-    """Seconds until this rank gives the others up.
+    """Return the seconds until this rank gives the others up.
 
     Of several ranks with a cause the lowest reports first; where the rank with the cause cannot, the lowest other one.
     """
-    if end.says == ExitCause.CAUSE:
+    if end.cause == ExitCause.CAUSE:
         return GRACE + min(2.0, 0.25 * world.rank)
     return 2 * GRACE + STAGGER * world.rank
 
@@ -381,5 +346,5 @@ def _finalize(code: int) -> None:
 
 
 def other_threads() -> list[threading.Thread]:
-    """The other threads that the end of the interpreter waits for."""
+    """Return the other threads that the end of the interpreter waits for."""
     return [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]

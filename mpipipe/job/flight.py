@@ -1,15 +1,9 @@
 """The flight recorder: the last operations of a rank, which are read only when a job hangs.
 
 Operations that a plan names are not written down again. An object that follows a plan knows how far it has come, and
-gives an `Account` of that when it is asked (pipeline/flight.py, ring_exchange.py). All other operations go into a ring
-of slots, which is made once:
-
-    slot   0                1                          ...   255
-           what, peer, tag, what, peer, tag,                 each new operation takes the oldest slot
-           bytes, state,    bytes, state,
-           time             time
-
-Only references and numbers are stored. Texts are made for a dump (watch/dump.py).
+gives a `Snapshot` when it is asked (pipeline/flight.py, ring_exchange.py). All other operations go into a ring of
+slots, which is made once; each new operation takes the oldest slot. Only references and numbers are stored. Texts are
+made for a dump (watch/channel.py).
 """
 
 from __future__ import annotations
@@ -30,22 +24,15 @@ class State(IntEnum):
 
 
 class FlightRecorder:
-    """The operations of one rank that are in no plan.
-
-    Attributes
-    ----------
-    count : int
-        How many have begun so far.
-    slots : list
-        [what, peer, tag, bytes, state, time of the last change] of each of the last ones.
-    """
+    """The operations of one rank that are in no plan; `count` is how many have begun so far."""
 
     def __init__(self) -> None:
         self.count = 0
+        # [what, peer, tag, bytes, state, time of the last change] of each of the last operations
         self.slots: list[list[Any]] = [["", ALL, None, 0, State.DONE, 0.0] for _ in range(SLOTS)]
 
     def begin(self, what: object, peer: int = ALL, tag: int | None = None, nbytes: int = 0) -> int:
-        """Note that an operation begins; returns its number, for `end`."""
+        """Note that an operation begins; return its number, for `end`."""
         number = self.count
         self.count = number + 1
         self.slots[number & SLOTS - 1][:] = what, peer, tag, nbytes, State.POSTED, perf_counter()
@@ -58,7 +45,7 @@ class FlightRecorder:
             slot[4], slot[5] = State.DONE, perf_counter()
 
     def last(self, most: int) -> list[str]:
-        """The last operations as text, the oldest first."""
+        """Return the last operations as text, the oldest first."""
         lines, now = [], perf_counter()
         for number in range(max(0, self.count - min(most, SLOTS)), self.count):
             what, peer, tag, nbytes, state, then = self.slots[number & SLOTS - 1]
@@ -81,33 +68,19 @@ class Message(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What an object that follows a plan tells of this rank. All of it can be pickled.
+    """How far an object that follows a plan has come on this rank, as values that can be pickled."""
 
-    Attributes
-    ----------
-    key : the same for this object on all ranks
-    call : number of the call under way, or of the last one, the same on all ranks; messages have names within it
-    doing : the action under way, in words; "" between calls
-    computes : whether that action runs code of the user, or of a layer, rather than waits for a message
-    stage, microbatch : of that action
-    thread : which thread runs it
-    expects : the message that is waited for
-    sent : the last messages sent, in this call
-    skipped : messages that should have been sent by now, by the plan, and were not
-    operations : the last ones, as text
-    """
-
-    key: tuple[int, ...]
-    doing: str = ""
-    computes: bool = False
-    stage: int | None = None
+    key: tuple[int, ...]  # the same for this object on all ranks
+    doing: str = ""  # the action under way, in words; "" between calls
+    computes: bool = False  # whether that action runs code of the user, or of a layer, rather than waits for a message
+    stage: int | None = None  # of that action
     microbatch: int | None = None
-    thread: int = 0
-    expects: Message | None = None
-    sent: tuple[Message, ...] = ()
-    skipped: tuple[Message, ...] = ()
-    operations: tuple[str, ...] = ()
-    call: int = 0
+    thread: int = 0  # which runs it
+    expects: Message | None = None  # the message that is waited for
+    sent: tuple[Message, ...] = ()  # the last messages sent, in this call
+    skipped: tuple[Message, ...] = ()  # messages that should have been sent by now, by the plan, and were not
+    operations: tuple[str, ...] = ()  # the last ones, as text
+    call: int = 0  # number of the call under way, or of the last one, on all ranks; messages have names within it
 
 
 class Inspectable(Protocol):
@@ -117,4 +90,4 @@ class Inspectable(Protocol):
         """Return a value that changes with every progress; called often, from any thread."""
 
     def snapshot(self) -> Snapshot:
-        """How far it has come; called from any thread, while it runs."""
+        """Return how far it has come; called from any thread, while it runs."""

@@ -4,7 +4,7 @@ For unit tests, and for trying a pipeline on a machine without MPI; it is never 
 than MPI: a receive must have exactly the sender's length and dtype, all ranks must call the same collective, and
 nothing may be left unreceived at the end. Sends can be synchronous, and messages can be delayed at random.
 
-Beside `run`, this module has the names of mpi4py.MPI that the methods of a communicator go with, so that
+Besides `run`, this module has the names of mpi4py.MPI that the methods of a communicator go with, so that
 `runtime.library_of(comm)` can hand out either module: Comm, COMM_WORLD, COMM_TYPE_SHARED, IN_PLACE and TAG_UB.
 """
 
@@ -44,21 +44,7 @@ class InProcessError(MpipipeError, RuntimeError):
 
 
 class World:
-    """All ranks of one `inprocess.run`.
-
-    Parameters
-    ----------
-    ranks : int
-    synchronous, delay, seed, tag_ub
-        As for `inprocess.run`.
-
-    Attributes
-    ----------
-    broken : bool
-        Whether a rank has failed, so that collectives cannot complete.
-    processes : dict
-        Rank -> Process, the state of each rank.
-    """
+    """All ranks of one `inprocess.run`."""
 
     def __init__(self, ranks: int, synchronous: bool, delay: float, seed: int, tag_ub: int) -> None:
         self.ranks, self.synchronous, self.delay, self.tag_ub = ranks, synchronous, delay, tag_ub
@@ -67,11 +53,11 @@ class World:
         self.sent: dict[tuple[Context, int], list[Send]] = defaultdict(list)
         self.posted: dict[tuple[Context, int], list[Receive]] = defaultdict(list)
         self.meetings: dict[tuple[Context, int], Meeting] = {}
-        self.broken = False
-        self.contexts: dict[int, RankContext] = {}
+        self.broken = False  # whether a rank has failed, so that collectives cannot complete
+        self.contexts: dict[int, RankContext] = {}  # by rank
 
     def next_delay(self) -> float:
-        """Seconds until the next message becomes visible."""
+        """Return the seconds until the next message becomes visible."""
         return self.random.uniform(0, self.delay) if self.delay else 0.0
 
     def send(self, message: Send) -> Send:
@@ -106,7 +92,7 @@ class World:
                     message.done = True
 
     def probe(self, context: Context, dest: int, source: int, tag: int) -> bool:
-        """Whether such a message is visible."""
+        """Return whether such a message is visible."""
         with self.lock:
             now = time.monotonic()
             return any(
@@ -115,7 +101,7 @@ class World:
 
     def meet(
         self, key: tuple[Context, int], kind: str, rank: int, size: int, value: Any, finish: Finish | None
-    ) -> Entry:
+    ) -> MeetingRequest:
         """Bring the value of one rank to a collective call of a communicator of `size` ranks."""
         with self.lock:
             meeting = self.meetings.setdefault(key, Meeting(self, kind, size))
@@ -125,7 +111,7 @@ class World:
             meeting.values[rank] = value
             if len(meeting.values) == size:
                 del self.meetings[key]
-        return Entry(meeting, finish)
+        return MeetingRequest(meeting, finish)
 
     def check_nothing_left(self, context: Context | None = None) -> None:
         """Raise InProcessError for a message without a receive, or the other way round; None: in any communicator."""
@@ -170,18 +156,18 @@ class Receive:
         self.progress, self.withdraw = world.progress, world.withdraw
 
     def wants(self, send: Send) -> bool:
-        """Whether this receive takes that message."""
+        """Return whether this receive takes that message."""
         return self.source in (ANY, send.source) and self.tag in (ANY, send.tag)
 
     def complete(self, send: Send) -> None:
         """Copy the message, which must fit exactly."""
         self.done = True
-        found, expected = (send.array.nbytes, send.array.dtype), (self.array.nbytes, self.array.dtype)
-        if found != expected:
+        sent, expected = (send.array.nbytes, send.array.dtype), (self.array.nbytes, self.array.dtype)
+        if sent != expected:
             self.error = InProcessError(
                 f"message from rank {send.source} with tag {send.tag} does not fit the receive buffer",
                 rank=self.dest,
-                found=f"{found[0]} bytes of {found[1]}",
+                found=f"{sent[0]} bytes of {sent[1]}",
                 expected=f"{expected[0]} of {expected[1]}",
             )
             return
@@ -205,7 +191,7 @@ class Meeting:
         self.values: dict[int, Any] = {}  # of each rank that has come
 
 
-class Entry:
+class MeetingRequest:
     """One rank's request in a meeting."""
 
     def __init__(self, meeting: Meeting, finish: Finish | None) -> None:
@@ -239,14 +225,14 @@ Result = TypeVar("Result")
 
 def run(
     ranks: int,
-    function: Callable[[Communicator], Result],
+    function: Callable[[ThreadCommunicator], Result],
     *,
     synchronous: bool = False,
     delay: float = 0.0,
     seed: int = 0,
     tag_ub: int = 32767,
 ) -> list[Result]:
-    """Call `function(comm)` on `ranks` threads, each of which is a rank.
+    """Call `function(comm)` on `ranks` threads: each is a rank.
 
     Parameters
     ----------
@@ -292,7 +278,7 @@ def run(
     def body(rank: int) -> None:
         adopt(world.contexts[rank])
         try:
-            results[rank] = function(Communicator(world, ("world",), tuple(range(ranks)), rank))
+            results[rank] = function(ThreadCommunicator(world, ("world",), tuple(range(ranks)), rank))
         except BaseException as error:
             errors[rank] = error
             world.broken = True
@@ -313,15 +299,8 @@ def run(
     return [results[rank] for rank in range(ranks)]
 
 
-class Communicator:
-    """The calling thread's end of a communicator; methods, ranks and tags as in mpi4py.
-
-    Attributes
-    ----------
-    rank, size : int
-    members : tuple of int
-        The rank in the world of each rank.
-    """
+class ThreadCommunicator:
+    """The calling thread's end of a communicator; methods, ranks and tags as in mpi4py. `members` are world ranks."""
 
     def __init__(self, world: World, context: Context, members: tuple[int, ...], rank: int) -> None:
         self.world, self.context, self.members, self.rank = world, context, members, rank
@@ -354,7 +333,7 @@ class Communicator:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> Entry:
+    def Iallreduce(self, sendbuf: Any, recvbuf: np.ndarray) -> MeetingRequest:
         mine = recvbuf.copy() if sendbuf is IN_PLACE else sendbuf.copy()
 
         def finish(parts: list[np.ndarray]) -> None:
@@ -365,13 +344,13 @@ class Communicator:
 
         return self._collective("Iallreduce", mine, finish)
 
-    def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> Entry:
+    def Iallgather(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> MeetingRequest:
         def finish(parts: list[np.ndarray]) -> None:
             recvbuf.reshape(self.size, -1)[...] = [part.reshape(-1) for part in parts]
 
         return self._collective("Iallgather", sendbuf.copy(), finish)
 
-    def Ibcast(self, buf: np.ndarray, root: int = 0) -> Entry:
+    def Ibcast(self, buf: np.ndarray, root: int = 0) -> MeetingRequest:
         def finish(parts: list[np.ndarray]) -> None:
             buf[...] = parts[root]
 
@@ -388,7 +367,7 @@ class Communicator:
     def Barrier(self) -> None:
         self.allgather(None)
 
-    def _collective(self, kind: str, value: Any, finish: Finish | None) -> Entry:
+    def _collective(self, kind: str, value: Any, finish: Finish | None) -> MeetingRequest:
         self._collectives += 1
         return self.world.meet((self.context, self._collectives), kind, self.rank, self.size, value, finish)
 
@@ -398,34 +377,34 @@ class Communicator:
 
     # -- communicators and their attributes ---------------------------------------------------------------------
 
-    def Split(self, color: int = 0, key: int = 0) -> Communicator:
+    def Split(self, color: int = 0, key: int = 0) -> ThreadCommunicator:
         number = self._collectives
         entries = sorted((k, r) for r, (c, k) in enumerate(self.allgather((color, key))) if c == color)
         ranks = [r for _, r in entries]
         context = (*self.context, number, color)
         members = tuple(self.members[r] for r in ranks)
-        return Communicator(self.world, context, members, ranks.index(self.rank))
+        return ThreadCommunicator(self.world, context, members, ranks.index(self.rank))
 
-    def Split_type(self, split_type: int, key: int = 0) -> Communicator:
-        """All ranks: they share the memory of one process."""
+    def Split_type(self, split_type: int, key: int = 0) -> ThreadCommunicator:
+        """Split by host: all ranks share the memory of one process."""
         if split_type != COMM_TYPE_SHARED:
             raise InProcessError("no such type", rank=self.rank, found=split_type, expected="COMM_TYPE_SHARED")
         return self.Split(0, key)
 
-    def Dup(self) -> Communicator:
+    def Dup(self) -> ThreadCommunicator:
         return self.Split(0, self.rank)
 
-    def Idup(self) -> tuple[Communicator, Entry]:
+    def Idup(self) -> tuple[ThreadCommunicator, MeetingRequest]:
         number = self._collectives
         request = self._collective("Idup", None, None)
-        return Communicator(self.world, (*self.context, number, "dup"), self.members, self.rank), request
+        return ThreadCommunicator(self.world, (*self.context, number, "dup"), self.members, self.rank), request
 
     def Set_name(self, name: str) -> None:
         self.name = name
 
     @classmethod
-    def Create_keyval(cls, *, delete_fn: Callable[[Communicator, int, Any], None]) -> int:
-        """A new key for attributes; `delete_fn(comm, key, value)` is called when a communicator with one is freed."""
+    def Create_keyval(cls, *, delete_fn: Callable[[ThreadCommunicator, int, Any], None]) -> int:
+        """Return a new key for attributes; `delete_fn(comm, key, value)` is called when a communicator is freed."""
         keyval = next(_keyvals)
         _delete_functions[keyval] = delete_fn
         return keyval
@@ -446,10 +425,10 @@ class Communicator:
 
 # -- names of mpi4py.MPI ----------------------------------------------------------------------------------------------
 
-Comm = Communicator
+Comm = ThreadCommunicator
 COMM_WORLD = None  # each call of `run` has its own
 COMM_TYPE_SHARED = 1
 IN_PLACE = "in place"
 TAG_UB = 0
 _keyvals = itertools.count(1)
-_delete_functions: dict[int, Callable[[Communicator, int, Any], None]] = {}
+_delete_functions: dict[int, Callable[[ThreadCommunicator, int, Any], None]] = {}

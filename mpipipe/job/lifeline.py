@@ -40,35 +40,26 @@ REMEDY = "start the job with Open MPI 5 and `mpiexec --with-ft ulfm`, or leave -
 
 
 def is_enabled() -> bool:
-    """Whether this job was started so that it can outlive a rank."""
+    """Return whether this job was started so that it can outlive a rank."""
     return os.environ.get(ENABLED, "").lower() in ("1", "true", "yes", "on")
 
 
 class Lifeline:
-    """A communicator of all ranks, for nothing but their deaths; the constructor is collective over COMM_WORLD.
-
-    Attributes
-    ----------
-    places : list of (str, int)
-        Host and process id of each rank in COMM_WORLD.
-    lost : tuple of int
-        World ranks whose death the survivors have agreed on.
-    """
+    """A communicator of all ranks, for nothing but their deaths; the constructor is collective over COMM_WORLD."""
 
     def __init__(self) -> None:
         world = runtime.world()
         self.MPI = runtime.mpi()
         self.comm: MpiCommunicator = communicators.duplicate(world)
-        self.places: list[tuple[str, int]] = group_of(world).gather(
-            "the places of all ranks", (socket.gethostname(), os.getpid())
-        )
-        self.lost: tuple[int, ...] = ()
+        here = socket.gethostname(), os.getpid()
+        self.places: list[tuple[str, int]] = group_of(world).gather("the places of all ranks", here)
+        self.lost: tuple[int, ...] = ()  # world ranks whose death the survivors have agreed on
         self._revoked: list[Communicator] = []  # what to revoke when a rank is lost
 
     # -- who has died -------------------------------------------------------------------------------------------
 
     def dead(self) -> tuple[int, ...]:
-        """World ranks of which MPI has told this process that they are dead; never waits."""
+        """Return the dead ranks of COMM_WORLD that MPI has told this process of; never waits."""
         failed = self.comm.Get_failed()
         try:
             if failed.size == len(self.lost):
@@ -92,7 +83,7 @@ class Lifeline:
             raise LostRankError(self.name([rank for rank in dead if rank not in self.lost]))
 
     def lowest(self) -> int:
-        """The lowest rank of COMM_WORLD that lives."""
+        """Return the lowest rank of COMM_WORLD that lives."""
         return min(set(range(self.comm.size)).difference(self.dead()))
 
     def name(self, ranks: Sequence[int]) -> str:
@@ -103,17 +94,17 @@ class Lifeline:
         return ", ".join(f"{rank_list.named(some)} on {host}" for host, some in on.items()) + " died"
 
     def explains(self, error: BaseException) -> bool:
-        """Whether an error is what a rank meets when another one has died; waits for the news where it may be late."""
+        """Return whether an error is what a rank meets when another one has died; wait for news that may be late."""
         MPI, link, seen = self.MPI, error, []
         while link is not None and link not in seen:
             seen.append(link)
             link = link.__cause__ or link.__context__  # type: ignore[assignment]  # None at the end
-        if any(isinstance(each, LostRankError) for each in seen):
+        if any(isinstance(link, LostRankError) for link in seen):
             return True
-        of_mpi = [each for each in seen if isinstance(each, MPI.Exception)]
-        if any(each.Get_error_class() == MPI.ERR_REVOKED for each in of_mpi):
+        of_mpi = [link for link in seen if isinstance(link, MPI.Exception)]
+        if any(link.Get_error_class() == MPI.ERR_REVOKED for link in of_mpi):
             return True
-        if not of_mpi and not any(isinstance(each, PeerError) for each in seen):
+        if not of_mpi and not any(isinstance(link, PeerError) for link in seen):
             return False
         stop = time.monotonic() + PATIENCE
         while not self.is_broken:
@@ -127,11 +118,11 @@ class Lifeline:
     # -- going on -----------------------------------------------------------------------------------------------
 
     def revoke_on_loss(self, *comms: Communicator) -> None:
-        """From now on, until a rank is lost: ranks that block in a call on these communicators are to be woken up."""
+        """Wake ranks up that block in a call on these communicators, once a rank is lost."""
         self._revoked = list(comms)
 
     def gather(self) -> Communicator:
-        """The communicator of all that live; every survivor calls this, or `finish`, after a loss."""
+        """Return the communicator of all that live; every survivor calls this, or `finish`, after a loss."""
         with _Deadline(self):
             for comm in self._revoked:
                 with suppress(self.MPI.Exception):
@@ -141,7 +132,7 @@ class Lifeline:
             return self._shrink()
 
     def finish(self) -> Communicator | None:
-        """At the end of the work: None if all that live have come here, else what `gather` returns."""
+        """Return None if all that live have come to the end of their work, else what `gather` returns."""
         with _Deadline(self):
             if self._agree(1):
                 return None
@@ -155,7 +146,7 @@ class Lifeline:
         return comm
 
     def _agree(self, flag: int) -> int:
-        """The least of the flags of all that live, the same on all of them, whoever dies meanwhile."""
+        """Return the least of the flags of all that live, the same on all of them, whichever rank dies meanwhile."""
         while True:
             self.comm.Ack_failed()
             try:
@@ -167,7 +158,7 @@ class Lifeline:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def let_leave_first(self, rank: int, seconds: float) -> None:
-        """Wait until a rank of COMM_WORLD, which reports a failure, has left; at most so many seconds.
+        """Wait until a rank of COMM_WORLD, which reports a failure, has left; at most `seconds`.
 
         Once one rank has left with a code the launcher may end the others, and lose a report that is being written. MPI
         does not tell in time who has left. So this looks for the process, which it can on one host alone.
@@ -191,7 +182,7 @@ class Lifeline:
 
 
 def start() -> Lifeline | None:
-    """The lifeline of this process, made where the job can outlive a rank; collective over COMM_WORLD then."""
+    """Return the lifeline of this process, made where the job can outlive a rank; collective over COMM_WORLD then."""
     context = current_rank()
     if context.lifeline is None and is_enabled() and not context.alone and runtime.world().size > 1:
         context.lifeline = Lifeline()
@@ -199,18 +190,18 @@ def start() -> Lifeline | None:
 
 
 def demand() -> Lifeline:
-    """As `start`; raises BackendError if the job cannot outlive a rank."""
+    """Do what `start` does; raise BackendError if the job cannot outlive a rank."""
     if current_rank().alone:
         raise BackendError("ranks that are threads cannot outlive each other", remedy=REMEDY)
-    found = start()
-    if found is None:
+    line = start()
+    if line is None:
         raise BackendError(
             "this job cannot outlive a rank",
             found=runtime.mpi().Get_library_version().partition("\n")[0][:60],
             expected="several ranks, and an MPI with ULFM that is switched on",
             remedy=REMEDY,
         )
-    return found
+    return line
 
 
 def leave(code: int) -> NoReturn:
@@ -241,7 +232,7 @@ def _forget_groups() -> None:
 
 
 class _Deadline:
-    """Within, the job ends with a report where survivors do not come together in time."""
+    """Ends the job with a report where survivors do not come together in time."""
 
     def __init__(self, line: Lifeline) -> None:
         watchdog = current_rank().watchdog

@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import NoReturn
 
@@ -35,13 +36,7 @@ STAGGER, MOST_STAGGER = 0.2, 3.0  # seconds between ranks that end the job at on
 
 
 class Preempted(SystemExit):
-    """Ends the program of every rank with exit code 75, which is no failure.
-
-    Attributes
-    ----------
-    agreed : frozenset of int
-        World ranks that all raise it, at the same step.
-    """
+    """Ends the program of every rank with exit code 75, which is no failure; `agreed` are the ranks that raise it."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(PREEMPTED)
@@ -113,7 +108,7 @@ class Preemption:
         self,
         comm: Communicator | None = None,
         *,
-        signals: str = "USR2,TERM",
+        signals: str | Iterable[Signals] = "USR2,TERM",
         time_limit: float | str | None = None,
         grace: float = GRACE,
         margin: float | None = None,
@@ -141,7 +136,7 @@ class Preemption:
         Parameters
         ----------
         saving : bool
-            Whether a save is under way beside the steps: the last one waits for it, and needs time of its own.
+            Whether a save is under way during the steps: the last one waits for it, and needs time of its own.
 
         Returns
         -------
@@ -192,7 +187,7 @@ class Preemption:
         return self.time_limit.saving()
 
     def save_took(self, seconds: float) -> None:
-        """Say how long a save took that was written beside the steps, such as `Saver.seconds`.
+        """Say how long a save took that was written during the steps, such as `Saver.seconds`.
 
         The save of a job that leaves is waited for.
 
@@ -249,8 +244,8 @@ class Preemption:
         self._say(marked)
 
     def _dropped_by(self) -> Path | None:
-        """Where to write past the launcher, once that ends the ranks and drops what they write."""
-        return errors_of_open_mpi() if self._signals.behind_continue else None
+        """Return where to write past the launcher, once that ends the ranks and drops what they write."""
+        return errors_of_open_mpi() if self._signals.after_continue else None
 
     # -- called by a thread -------------------------------------------------------------------------------------
 
@@ -261,14 +256,14 @@ class Preemption:
             self._tell(f"{name} {place}\n{follows}")
 
     def _hopeless(self) -> bool:
-        """Whether another rank has ended although none has left: its launcher then tells the others by a signal."""
+        """Return whether another rank has ended although none has left: its launcher then signals the others."""
         watchdog = self.group.context.watchdog
         if self.group.context.lifeline is not None:
             return False  # MPI tells of the death, and the others may go on
         return watchdog is not None and not self.reason and not self._closed and bool(watchdog.ended_neighbours())
 
     def _end_at_once(self, text: str, code: int) -> None:
-        """End the job; the lowest rank that comes to it reports, where nobody else has."""
+        """End the job; the lowest rank that comes to it reports, where no other has."""
         if not text and self._dropped_by() is not None:
             return  # it kills this process in a moment, and has said why
         world = self.group.world_rank
@@ -299,55 +294,42 @@ FORM = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<
 
 
 def parse_duration(text: str | float) -> float:
-    """Return seconds: of a number of them, or of MM:SS, HH:MM:SS or D-HH:MM:SS as SLURM writes a time.
-
-    Raises ArgumentError for anything else.
-    """
+    """Return seconds: of a number of them, or of MM:SS, HH:MM:SS or D-HH:MM:SS as SLURM writes a time."""
     words = str(text).strip()
     with suppress(ValueError):
         seconds = float(words)
         if 0 <= seconds < float("inf"):
             return seconds
-    found = FORM.fullmatch(words)
-    if found is None or (found["days"] and not found["hours"]):
+    parts = FORM.fullmatch(words)
+    if parts is None or (parts["days"] and not parts["hours"]):
         raise ArgumentError(
             "no length of time", found=repr(text), expected="seconds, MM:SS, HH:MM:SS or D-HH:MM:SS; 0 for no limit"
         )
-    minutes = 60 * (24 * int(found["days"] or 0) + int(found["hours"] or 0)) + int(found["minutes"])
-    return 60 * minutes + float(found["seconds"])
+    minutes = 60 * (24 * int(parts["days"] or 0) + int(parts["hours"] or 0)) + int(parts["minutes"])
+    return 60 * minutes + float(parts["seconds"])
 
 
 class TimeLimit:
     """The end of this job's time, and what fits before it.
 
-    Parameters
-    ----------
-    seconds : float or None
-        From the start of this process; 0 for no limit. None: until SLURM_JOB_END_TIME, where that is set.
-    margin : float or None
-        Seconds to spare; by default 2 % of what is left now, at least 2 s and at most 60 s.
-
-    Attributes
-    ----------
-    end : float or None
-        On the clock of time.monotonic(); None without a limit.
-    longest_step, last_save : float
-        Seconds. The first step is not among them: it has more to do.
+    `seconds` count from the start of this process, 0 is no limit, None the time until SLURM_JOB_END_TIME, where that is
+    set. `margin` are seconds to spare; by default 2 % of what is left now, at least 2 s and at most 60 s.
     """
 
     def __init__(self, seconds: float | None, margin: float | None = None) -> None:
         now = time.monotonic()
+        # on the clock of time.monotonic(); None without a limit
         self.end = _slurm_end(now) if seconds is None else now - _age() + seconds if seconds else None
         left = 0.0 if self.end is None else max(0.0, self.end - now)
         self.margin = min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * left)) if margin is None else margin
-        self.longest_step = 0.0
+        self.longest_step = 0.0  # without the first one, which has more to do
         self.last_save: float | None = None
         self._mark: float | None = None
 
     def is_over(self, saving: bool = False) -> bool:
-        """Whether one step more, and a save behind it, may not fit; `saving`: behind the one that is under way.
+        """Return whether one more step, and a save after it, may not fit; called after each step.
 
-        Called after each step.
+        With `saving` a save is under way, which comes first.
         """
         now = time.monotonic()
         if self._mark is not None:
@@ -357,7 +339,7 @@ class TimeLimit:
 
     @property
     def lead(self) -> float:
-        """Seconds that one step more, a save and the margin take."""
+        """Seconds that one more step, a save and the margin take."""
         return self.longest_step + self.save + self.margin
 
     @property
@@ -377,7 +359,7 @@ class TimeLimit:
                 self._mark += self.last_save
 
     def save_took(self, seconds: float) -> None:
-        """Remember how long a save took that was written beside the steps."""
+        """Remember how long a save took that was written while steps went on."""
         self.last_save = seconds
 
     def __str__(self) -> str:
@@ -391,7 +373,7 @@ def _slurm_end(now: float) -> float | None:
 
 
 def _age() -> float:
-    """Seconds since this process was started; 0 where /proc does not say."""
+    """Return the seconds since this process was started; 0 where /proc does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5)

@@ -10,13 +10,8 @@ LISTED = 8  # runs of numbers that are written out
 def numbers(ranks: Iterable[int], size: int | None = None) -> str:
     """Return rank numbers in ascending order, those that follow each other as a run.
 
-    Parameters
-    ----------
-    ranks : at least one, in any order
-    size : how many ranks there are; where several are all of them, the answer is "all" and their number
+    Where several ranks are all `size`, the answer is "all" and their number.
 
-    Examples
-    --------
     >>> from mpipipe.job.rank_list import numbers
     >>> numbers([7, 0, 1, 2, 3])
     '0-3, 7'
@@ -34,19 +29,14 @@ def numbers(ranks: Iterable[int], size: int | None = None) -> str:
 
 
 def runs(numbers: Iterable[int]) -> list[str]:
-    """Return numbers in ascending order, those that follow each other as one text: "0-3".
-
-    Parameters
-    ----------
-    numbers : not negative, in any order
-    """
-    found: list[list[int]] = []
+    """Return numbers in ascending order, those that follow each other as one text: "0-3"."""
+    listing: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if listing and number == listing[-1][-1] + 1:
+            listing[-1].append(number)
         else:
-            found.append([number])
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
+            listing.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in listing]
 
 
 def _length(run: str) -> int:
@@ -63,13 +53,7 @@ def named(ranks: Iterable[int], size: int | None = None) -> str:
 
 
 def grouped(texts: Iterable[tuple[int, str]], size: int | None = None) -> list[str]:
-    """Return what each rank says as one text for all ranks that say the same: "ranks 0-2: done", "rank 3: lost".
-
-    Parameters
-    ----------
-    texts : pairs of a rank and what it says
-    size : see `numbers`
-    """
+    """Return what each rank says as one text for all ranks that say the same: "ranks 0-2: done", "rank 3: lost"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts:
         ranks_of.setdefault(text, []).append(rank)

@@ -1,4 +1,4 @@
-"""What a rank writes when it ends a job, and the times and exit codes of such an end."""
+"""What a rank writes when it ends a job, how it ends one at once, and the times and exit codes of such an end."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ INTERRUPTED = 130  # shells: 128 + SIGINT
 
 
 def heading(rank: int, size: int) -> str:
-    """The first line of every report. One process alone has neither a job nor a rank to speak of."""
+    """Return the first line of every report. One process alone has neither a job nor a rank to speak of."""
     if size == 1:
         return "mpipipe: stopped:"
     return f"mpipipe: job ended by rank {rank} of {size} on {socket.gethostname()}:"
 
 
-def describe(error: BaseException, heading: str) -> str:
-    """What went wrong and where; for an error that is not of this package, its traceback, too.
+def describe_error(error: BaseException, heading: str) -> str:
+    """Say what went wrong and where; for an error that is not of this package with its traceback.
 
-    An interrupt is no error: who pressed Ctrl-C reads in a few lines where the program was.
+    An interrupt is no error: a user who pressed Ctrl-C reads in a few lines where the program was.
     """
     if isinstance(error, KeyboardInterrupt):
         said = _with_colon(str(error)).replace("\n", "\n  ")
@@ -59,16 +59,13 @@ def _with_colon(text: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """A line that names the innermost function outside of this package, or "" where there is none."""
+    """Return a line that names the innermost function outside of this package, or "" where there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
     return f"  in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})\n" if frames else ""
 
 
 def write(text: str) -> None:
-    """Write to stderr in one piece, so that reports of several ranks do not mix.
-
-    Never raises, whatever the text, and even where nobody reads it.
-    """
+    """Write to stderr in one piece, so that reports of several ranks do not mix; never raises."""
     _flush()
     try:
         os.write(2, text.encode("utf-8", "backslashreplace"))
@@ -77,7 +74,7 @@ def write(text: str) -> None:
 
 
 def wait_for_launcher() -> None:
-    """Return when the launcher has read what this process has written; a stopped one is not waited for for long.
+    """Return when the launcher has read what this process has written, after TAKEN_SECONDS at the latest.
 
     A launcher reads the output of its ranks from pipes. One that hears of MPI_Abort ends at once, and what it has not
     read by then is lost: seen with MPICH's on a busy machine. There is no pause after it has read: other ranks would
@@ -98,7 +95,7 @@ def _flush() -> None:
 
 
 def _unread(descriptor: int) -> int:
-    """How many bytes of this pipe nobody has read yet; 0 for all that is not a pipe."""
+    """Return how many bytes of this pipe nobody has read yet; 0 for all that is not a pipe."""
     count = array.array("i", [0])
     try:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -108,9 +105,9 @@ def _unread(descriptor: int) -> int:
     return count[0]
 
 
-# -- A way past a launcher that drops what its ranks write: Open MPI's mpiexec, from the signal on by which it is to end
+# -- Open MPI's mpiexec discards its ranks' output once it has received SIGINT or SIGTERM -----------------------------
 #
-# On Ctrl-C and SIGTERM it sends SIGCONT, after 0.25 s SIGTERM, after 0.2 s more SIGKILL, and what the ranks write
+# It then sends SIGCONT, after 0.25 s SIGTERM, after 0.2 s more SIGKILL, and what the ranks write
 # meanwhile is lost. So a rank that has the launcher for its parent writes where the launcher does.
 
 
@@ -141,7 +138,7 @@ def write_past_launcher(errors: Path, text: str) -> None:
 
 
 def abort_job(world: MpiCommunicator, code: int, context: RankContext | None = None) -> NoReturn:
-    """End the job: by the lifeline where this rank (`process`, by default the calling one) has one, else by MPI_Abort.
+    """End the job: by the lifeline of `context`, by default the calling rank's, where it has one, else by MPI_Abort.
 
     The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it from the end. Any
     other thread ends the job at once, for the program would go on meanwhile.
@@ -177,7 +174,7 @@ _suspended: list[bool] = []  # while run_or_abort runs a program
 
 
 def install(MPI: ModuleType) -> None:
-    """From now on an exception that ends this rank's script ends the whole job, some seconds later, by MPI_Abort.
+    """Let an exception that ends this rank's script end the whole job, some seconds later, by MPI_Abort.
 
     Nothing happens in an interactive session, and in a program that `run_or_abort` runs.
     """
@@ -245,13 +242,13 @@ def stop_watching() -> None:
 
 
 def before_finalize() -> None:
-    """What must happen before MPI is finalized."""
+    """Do what must happen before MPI is finalized: the peers are told, the watchdog stops."""
     say_farewell()
     stop_watching()
 
 
 def call_last(function: Callable[[], None]) -> None:
-    """Call `function()` at the exit of the interpreter, behind nearly all other exit functions."""
+    """Call `function()` at the exit of the interpreter, after nearly all other exit functions."""
     _last.append(function)
 
 

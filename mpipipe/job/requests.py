@@ -16,9 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mpipipe.job.types import Request
-
-AnyRequest = TypeVar("AnyRequest", bound=Request)
+AnyRequest = TypeVar("AnyRequest")
 _types: list[Any] = []  # (class of MPI requests, class of owned requests), once MPI is loaded
 
 

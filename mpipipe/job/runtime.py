@@ -1,4 +1,4 @@
-"""MPI as this process finds it: the library, COMM_WORLD, and which library stands behind a communicator.
+"""MPI as this process finds it: the library, COMM_WORLD, and which library a communicator belongs to.
 
 mpi4py is imported when the first communicator is asked for, never by `import mpipipe`: a login node may have no MPI.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -32,15 +31,8 @@ on_world: list[Callable[[MpiCommunicator], None]] = []  # called with COMM_WORLD
 def mpi() -> ModuleType:
     """Return the module mpi4py.MPI, initialised on first use.
 
-    Returns
-    -------
-    module
-        mpi4py.MPI.
-
-    Raises
-    ------
-    BackendError
-        Where MPI cannot be loaded, is not initialised, or is finalized already, or may open too few files.
+    Raises BackendError where MPI cannot be loaded, is not initialised, or is finalized already, or may open too few
+    files.
     """
     if "mpi4py.MPI" not in sys.modules and (limited := limit_error()) is not None:
         raise limited
@@ -59,7 +51,7 @@ def mpi() -> ModuleType:
 
 
 def limit_error() -> BackendError | None:
-    """An error if this process may open too few files for MPI, which would end it in MPI_Init or later; else None."""
+    """Return an error if this process may open too few files for MPI, which would end it in MPI_Init or later."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY or limit >= DESCRIPTORS:
         return None
@@ -109,32 +101,9 @@ def world() -> MpiCommunicator:
 
 
 def resolve(comm: Communicator | None = None) -> Communicator:
-    """Return the communicator that was handed in, or COMM_WORLD in place of None.
+    """Return the communicator that was handed in, of mpi4py or of `job.inprocess`, or `world()` in place of None.
 
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm, optional
-        A communicator of mpi4py or of `job.inprocess`.
-
-    Returns
-    -------
-    Communicator
-        `comm`, or what `world` returns.
-
-    Raises
-    ------
-    ArgumentError
-        For what is no communicator of one group of ranks.
-    BackendError
-        Where MPI is needed and there is none.
-    LaunchError
-        As for `world`.
-
-    Examples
-    --------
-    >>> from mpipipe.job import inprocess, runtime
-    >>> inprocess.run(2, lambda comm: runtime.resolve(comm) is comm)
-    [True, True]
+    Raises ArgumentError for what is no communicator of one group of ranks, and what `world` raises.
     """
     if comm is None:
         return world()
@@ -157,12 +126,12 @@ def resolve(comm: Communicator | None = None) -> Communicator:
     return comm
 
 
-# -- what stands behind a communicator --------------------------------------------------------------------------------
+# -- the library of a communicator ------------------------------------------------------------------------------------
 
 
-def in_process(comm: object) -> TypeGuard[inprocess.Communicator]:
-    """Return whether the ranks of `comm` are threads of this process, so that there is no MPI behind it."""
-    return isinstance(comm, inprocess.Communicator)
+def in_process(comm: object) -> TypeGuard[inprocess.ThreadCommunicator]:
+    """Return whether the ranks of `comm` are threads of this process, without MPI."""
+    return isinstance(comm, inprocess.ThreadCommunicator)
 
 
 def library_of(comm: Communicator) -> ModuleType:
@@ -186,10 +155,3 @@ def finalized(comm: Communicator) -> bool:
     from mpi4py import MPI  # not mpi(), which raises where the answer is yes
 
     return MPI.Is_finalized()
-
-
-def whoami() -> str:
-    """Name this process in texts that other ranks read: its world rank where MPI runs, and its host."""
-    mpi4py = sys.modules.get("mpi4py.MPI")
-    rank = "a rank" if mpi4py is None else f"world rank {mpi4py.COMM_WORLD.rank}"
-    return f"{rank} on {socket.gethostname()}"

@@ -1,7 +1,7 @@
-"""The environment variables of this package in one table, and functions that read those which `comm` needs.
+"""The environment variables of this package in one table, and functions that read some of them.
 
-An empty variable counts as not set. `check_settings` refuses values without a meaning, where all ranks can hear of it.
-So a function that reads a variable in the middle of a wait need not check it again.
+An empty variable counts as not set. `check_settings` refuses values without a meaning, where all ranks learn of it. So
+a function that reads a variable in the middle of a wait need not check it again.
 """
 
 from __future__ import annotations
@@ -16,19 +16,9 @@ from mpipipe.errors import ArgumentError, LaunchError
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable.
+    """One environment variable, with its meaning in one sentence, and its values and its default in words.
 
-    Attributes
-    ----------
-    name : str
-    meaning : str
-        What it sets, in one sentence.
-    values : str
-        What it may be set to, in words.
-    default : str
-        What holds if it is not set, in words.
-    accepts : callable, optional
-        Tells whether a text is one of `values`. None if the code that reads the variable checks its value.
+    `accepts` tells whether a text is one of `values`; None if the code that reads the variable checks its value.
     """
 
     name: str
@@ -38,7 +28,7 @@ class Variable:
     accepts: Callable[[str], bool] | None = None
 
     def check(self, text: str | None) -> None:
-        """Raise ArgumentError for a text that has no meaning; none and an empty one mean that it is not set."""
+        """Raise ArgumentError for a text that has no meaning; no text and an empty one mean that it is not set."""
         if text and self.accepts is not None and not self.accepts(text):
             raise ArgumentError(f"environment variable {self.name}", found=repr(text), expected=self.values)
 
@@ -156,7 +146,7 @@ MPIEXEC = Variable(
     "MPIPIPE_MPIEXEC",
     "The launcher, with options if any, that `python -m mpipipe info --probe` starts its job with.",
     "a command",
-    "the mpiexec beside the MPI library or beside Python",
+    "the mpiexec next to the MPI library or next to Python",
 )
 VARIABLES = (
     *(TIMEOUT, WATCHDOG, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, GRAPHS),
@@ -171,12 +161,12 @@ def check_settings() -> None:
 
 
 def timeout() -> float | None:
-    """MPIPIPE_TIMEOUT in seconds; None if there is no limit, and for a value that `check_settings` refuses."""
+    """Return MPIPIPE_TIMEOUT in seconds; None for no limit, and for a value that `check_settings` refuses."""
     return _seconds(os.environ.get(TIMEOUT.name) or "0")
 
 
 def watchdog() -> float | None:
-    """MPIPIPE_WATCHDOG in seconds; None if it is switched off, and for a value that `check_settings` refuses."""
+    """Return MPIPIPE_WATCHDOG in seconds; None for no watchdog, and for a value that `check_settings` refuses."""
     return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG.default)
 
 
@@ -202,7 +192,7 @@ def check() -> bool:
 
 @contextmanager
 def using_graphs(wanted: bool) -> Iterator[None]:
-    """Within, pipelines are built as if MPIPIPE_GRAPHS said so: for measurements."""
+    """Build pipelines, within, as if MPIPIPE_GRAPHS said so: for measurements."""
     before = os.environ.get(GRAPHS.name)
     os.environ[GRAPHS.name] = str(int(wanted))
     try:
@@ -234,7 +224,7 @@ LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_CO
 
 
 def launcher_size(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """(variable, ranks) where a launcher promises this process more than one rank, else None."""
+    """Return (variable, ranks) where a launcher promises this process more than one rank, else None."""
     for name in SIZE_VARIABLES:
         value = environment.get(name, "")
         if value.isdigit() and int(value) > 1:
@@ -243,7 +233,7 @@ def launcher_size(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def launcher_rank(environment: Mapping[str, str]) -> int:
-    """The rank that a launcher promises this process; 0 without a launcher."""
+    """Return the rank that a launcher promises this process; 0 without a launcher."""
     ranks = [environment.get(name, "") for name in RANK_VARIABLES]
     return next((int(rank) for rank in ranks if rank.isdigit()), 0)
 

@@ -7,13 +7,12 @@
     more, within REPEAT_SECONDS        the same request: a launcher may hand on what the ranks have got themselves
     one more, later                    the job ends at once, unless it is on its way out already
     the time of grace is over          the job ends at once
-    another rank has ended meanwhile   the job ends at once: none of its steps will be done
+    another rank has ended meanwhile   the job ends at once: no further step can be done
 
-A process that was asked to leave stays under these rules until it ends: whoever catches the same signals later finds it
-asked already. One that was not gets its handlers back. Where several catch signals, one within the other, the innermost
-acts on them.
+A process that was asked to leave stays under these rules until it ends: a later object for the same signals finds it
+asked already. One that was not gets its handlers back. Of several, one within the other, the innermost acts.
 
-The command `train` catches them from its first line to its last: `hold` begins before anything else is imported,
+The command `train` catches signals from its first line to its last: `hold` begins before anything else is imported,
 `change` follows the configuration once that is read, and `ignore` comes when only MPI is left to finalize.
 """
 
@@ -43,42 +42,28 @@ _held: list[StopSignals] = []  # that of `hold`
 _exit = os._exit  # as it is before a program is watched
 
 
-def parse_signals(names: str) -> tuple[signal.Signals, ...]:
-    """Return the signals of a list such as "USR2,TERM"; names may begin with SIG. "" and "none" are none.
-
-    Raises ArgumentError for a name that is none of CATCHABLE.
-    """
+def parse_signals(names: str | Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
+    """Return the signals of a list such as "USR2,TERM"; names may begin with SIG. "" and "none" are no signals."""
+    if not isinstance(names, str):
+        return tuple(names)
     if names.strip().lower() in ("", "none"):
         return ()
-    found = []
+    numbers = []
     for name in names.split(","):
         short = name.strip().upper().removeprefix("SIG")
         if short not in CATCHABLE:
             why = "a signal that cannot be caught" if short in ("KILL", "STOP") else "no signal that can ask to leave"
             raise ArgumentError(why, found=repr(name.strip()), expected=f"none, or some of {', '.join(CATCHABLE)}")
-        found.append(signal.Signals[f"SIG{short}"])
-    return tuple(dict.fromkeys(found))
+        numbers.append(signal.Signals[f"SIG{short}"])
+    return tuple(dict.fromkeys(numbers))
 
 
 class StopSignals:
-    """Catches some signals of this process from now on.
+    """Catches some signals of this process from now on, in its main thread: Python sets handlers there alone.
 
-    Parameters
-    ----------
-    numbers : iterable of signal.Signals
-    grace : float
-        Seconds from the first signal until the job ends at once; inf for no limit.
-    told : callable
-        Called by a thread with the name of the first signal.
-    end : callable
-        Called by a thread with a text and an exit code, to end the job at once; "" where others have said why.
-    hopeless : callable
-        Called by a thread from the first signal on: whether no further step can be done.
-
-    Raises
-    ------
-    ArgumentError
-        In a thread that is not the main one: Python sets handlers there alone.
+    `grace` are the seconds from the first signal until the job ends at once; inf for no limit. A thread calls `told`
+    with the name of the first signal, `hopeless` from then on, to ask whether no further step can be done, and `end`
+    with a text and an exit code, to end the job at once; the text is "" where others have said why.
     """
 
     def __init__(
@@ -94,7 +79,7 @@ class StopSignals:
         self._first: signal.Signals | None = None
         self._since = 0.0
         self._continued = float("-inf")
-        before = next((each for each in reversed(_active) if each.first in self.numbers), None)
+        before = next((other for other in reversed(_active) if other.first in self.numbers), None)
         if before is not None:  # this process was asked to leave, and has not: it still is
             self._first, self._since, self._continued = before._first, before._since, before._continued
         self._leaving = self._closing = False
@@ -123,8 +108,8 @@ class StopSignals:
         return self._first
 
     @property
-    def behind_continue(self) -> bool:
-        """Whether the first one came as SIGTERM shortly behind a SIGCONT: so Open MPI's mpiexec does, once it ends."""
+    def after_continue(self) -> bool:
+        """Whether it came as SIGTERM shortly after a SIGCONT: so Open MPI's mpiexec does, once it ends."""
         return self._first == signal.SIGTERM and 0 < self._since - self._continued < LAUNCHER_SECONDS
 
     def change(self, numbers: Iterable[signal.Signals]) -> None:
@@ -188,7 +173,7 @@ class StopSignals:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """From now on no signal does anything: this process is on its way out, and launchers end who is slower."""
+        """Ignore signals from now on: this process is on its way out, and launchers end the slower ones."""
         self._leaving = True
 
     def close(self) -> None:
@@ -222,7 +207,7 @@ class StopSignals:
 
 
 def hold(names: str) -> None:
-    """Catch signals from now on, before anything else is known; wrong names are left to whoever reads the options."""
+    """Catch signals from now on, before anything else is known; wrong names are refused when the options are read."""
     try:
         numbers = parse_signals(names)
     except ArgumentError:
@@ -231,14 +216,14 @@ def hold(names: str) -> None:
         _held.append(StopSignals(numbers, HELD_GRACE, lambda name: None, _end_at_once, lambda: False))
 
 
-def change(names: str) -> None:
+def change(signals: Iterable[signal.Signals]) -> None:
     """Catch these signals in place of those of `hold`, where that was called."""
     for held in _held:
-        held.change(parse_signals(names))
+        held.change(signals)
 
 
 def ignore() -> None:
-    """From now on no signal that is caught here does anything: the work of this process is over, its exit code known.
+    """Ignore all signals that are caught here: the work of this process is over, its exit code known.
 
     Handlers of Python would not do: the interpreter takes them away before MPI is finalized.
     """

@@ -25,7 +25,7 @@ class Request(Testable, Protocol):
         """Give the operation up after a failure."""
 
 
-class Sum(Request, Protocol):
+class ReplicaSum(Request, Protocol):
     """A sum over replicas under way."""
 
     def progress(self) -> object:
@@ -33,7 +33,7 @@ class Sum(Request, Protocol):
 
 
 class Advancing(Protocol):
-    """Something that advances only while somebody calls it: see process.register_progress."""
+    """Something that advances only while somebody calls it: see context.register_progress."""
 
     def progress(self) -> object:
         """Let everything under way advance; never waits."""
@@ -42,8 +42,8 @@ class Advancing(Protocol):
 class Communicator(Protocol):
     """What this package uses of a communicator, by the names of mpi4py.
 
-    `mpi4py.MPI.Intracomm` has these methods, and so has `job.inprocess.Communicator`, whose ranks are threads. Which
-    of the two it is, only `runtime.in_process` asks.
+    `mpi4py.MPI.Intracomm` has these methods, and so has `job.inprocess.ThreadCommunicator`, whose ranks are threads.
+    Only `runtime.in_process` asks which of the two it is.
     """
 
     @property

@@ -4,32 +4,31 @@
     give way    poll and yield the core, for some milliseconds
     long wait   poll, look around, sleep 50 microseconds (500 where ranks share cores), and so on
 
-No rank waits inside MPI, where it could neither hear of a failure nor give up. In a long wait, a rank
+No rank waits inside MPI, where it could neither learn of a failure nor give up. In a long wait, a rank
 
-- reads the notes of all its groups: one that says that a peer has failed, or has left before the call that this rank
-  is in, ends the wait with PeerError;
+- reads the control messages of all its groups: one that says that a peer has failed, or has left before the call that
+  this rank is in, ends the wait with PeerError;
 - after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
 - after WARNING_SECONDS logs what it waits for, and who is missing; after MPIPIPE_TIMEOUT seconds raises StallError;
 - raises LostRankError if MPI has told that a rank has died (lifeline.py);
 - lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
 
-Every poll also advances what this thread has registered (process.register_progress): the peer may wait for it.
+Every poll also advances what this thread has registered (context.register_progress): the peer may wait for it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Generic, TypeVar
 
 from mpipipe.errors import MismatchError, StallError
-from mpipipe.job import runtime, settings
-from mpipipe.job.consensus import peer_error
-from mpipipe.job.context import Failure, OpenGroup, RankContext, current_rank
-from mpipipe.job.peers import PeerStatus
+from mpipipe.job import settings
+from mpipipe.job.context import Failure, OpenGroup, RankContext, current_rank, peer_error, whoami
 from mpipipe.job.types import Testable
 
 logger = logging.getLogger("mpipipe")
@@ -40,61 +39,19 @@ GRACE_SECONDS = 3.0  # rank 0 knows most about who is missing: at the limit it s
 SPOKESMEN = 4  # ranks that warn where rank 0 is missing: not all of thousands
 
 
-class WaitingGroup(OpenGroup, Protocol):
-    """What a wait asks of the group whose call it belongs to; job.group.Group is one."""
-
-    @property
-    def peers(self) -> PeerStatus: ...
-
-    @property
-    def context(self) -> RankContext: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def failure(self) -> Failure | None: ...
-
-    @property
-    def related(self) -> Sequence[WaitingGroup]: ...
-
-    @property
-    def key(self) -> tuple[int, ...]: ...
-
-    @property
-    def vote(self) -> object | None: ...
-
-
-def wait(
+def wait_for(
     request: Testable,
     what: object = None,
-    group: WaitingGroup | None = None,
+    group: OpenGroup | None = None,
     everyone: bool = False,
     peer: int | None = None,
 ) -> None:
     """Return once `request` tests true.
 
-    Parameters
-    ----------
-    request : Testable
-        Anything with `Test()`.
-    what : object
-        What the rank waits for, as text or something with a text.
-    group : group.Group, optional
-        The group whose call this wait belongs to.
-    everyone : bool
-        Whether all ranks of the group must come for the request to complete.
-    peer : int, optional
-        The rank of the group that must come, where it is one.
-
-    Raises
-    ------
-    PeerError
-        When a note of failure comes first, in any group of this rank.
-    MismatchError
-        Where ranks wait for each other in different calls.
-    StallError
-        After MPIPIPE_TIMEOUT seconds, where that is set.
+    `what` names the request in texts. `group` is the one whose call this wait belongs to. For the request to complete,
+    all its ranks must come (`everyone`), or the rank `peer`, where it is one. Raises PeerError when a message of
+    failure comes first, in any group of this rank; MismatchError where ranks wait for each other in different calls;
+    StallError after MPIPIPE_TIMEOUT seconds.
     """
     context = current_rank() if group is None else group.context
     if not context.recorders:
@@ -106,9 +63,9 @@ def wait(
 
 
 def _wait(
-    request: Testable, what: object, group: WaitingGroup | None, everyone: bool, peer: int | None, context: RankContext
+    request: Testable, what: object, group: OpenGroup | None, everyone: bool, peer: int | None, context: RankContext
 ) -> None:
-    test = _advancing_first(context, request.Test) if context.advancing else request.Test
+    test = advancing_first(context, request.Test) if context.advancing else request.Test
     for _ in range(SPIN_POLLS):
         if test():
             return
@@ -123,7 +80,7 @@ def _wait(
             time.sleep(context.pause)
 
 
-def _advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[[], bool]:
+def advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[[], bool]:
     """Return `test`, preceded by a call that advances what this thread has registered."""
 
     def advance_and_test() -> bool:
@@ -134,29 +91,18 @@ def _advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable
 
 
 class LongWait:
-    """A wait that has become long: what the rank hears and says meanwhile.
+    """A wait that has become long: what the rank reads and tells meanwhile.
 
-    Parameters
-    ----------
-    process : Process
-        Of this rank.
-    what, group, everyone
-        As for `wait`.
-    start : float, optional
-        time.perf_counter() at the beginning of the wait; now, where it is not given.
-    absent : iterable of int
-        World ranks without which this wait cannot end, and which can tell of nothing but their end.
-    grace : float
-        Seconds that the wait may still last once such a rank has left, for what the rank has sent before.
-    peer : int, optional
-        As for `wait`.
+    Parameters are those of `wait`, and: `start`, time.perf_counter() at its beginning, now by default; `absent`, world
+    ranks without which this wait cannot end, and which can tell of nothing but their end; `grace`, the seconds that it
+    may still last once such a rank has left, for what the rank has sent before.
     """
 
     def __init__(
         self,
         context: RankContext,
         what: object,
-        group: WaitingGroup | None = None,
+        group: OpenGroup | None = None,
         everyone: bool = False,
         start: float | None = None,
         *,
@@ -168,7 +114,7 @@ class LongWait:
         self.start = time.perf_counter() if start is None else start
         self.absent, self.grace = frozenset(absent), grace
         self.absent_since: float | None = None
-        self.peer_error, self.warned = len(context.failures), False
+        self.known, self.warned = len(context.failures), False
         self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 
@@ -181,15 +127,15 @@ class LongWait:
         self.context.long_waits.remove(self)
 
     def look(self) -> None:
-        """Read notes; raise where they or the clock end the wait."""
+        """Read control messages; raise where they or the clock end the wait."""
         context, group = self.context, self.group
         if context.lifeline is not None:
             context.lifeline.look()
         if context.watchdog is not None:
             context.watchdog.look()
         with context.lock:
-            for each in (*context.groups, *context.failed):
-                each.read_messages()
+            for known in (*context.groups, *context.failed):
+                known.read_messages()
         self._listen()
         waited = time.perf_counter() - self.start
         for rank in self.absent.intersection(context.withdrawn):
@@ -207,21 +153,18 @@ class LongWait:
             self._warn()
 
     def _listen(self) -> None:
-        """Raise for a failure that was heard of.
-
-        On a rank with one thread any failure ends the wait, else those of the wait's own group and of related ones.
-        """
-        group, news = self.group, self.context.failures[self.peer_error :]
+        """Raise for a failure that has become known: any one on a rank with one thread, else of groups concerned."""
+        group, news = self.group, self.context.failures[self.known :]
         if news and (group is None or self.context.single_threaded):
             raise peer_error(
                 next((failure for failure in news if failure.number > 0), news[0])
             )  # failed, rather than left
         if group is not None:
-            for each in (group, *group.related):
-                if each.failure is not None:
-                    raise peer_error(each.failure)
+            for concerned in (group, *group.related):
+                if concerned.failure is not None:
+                    raise peer_error(concerned.failure)
 
-    def _tell_others(self, group: WaitingGroup) -> None:
+    def _tell_others(self, group: OpenGroup) -> None:
         if self._concerns_all:
             group.peers.tell_leader(str(self.what))
         if self.context.single_threaded:
@@ -232,17 +175,17 @@ class LongWait:
         """Whether all ranks of the group must come before the call of this wait can end: its vote may be open."""
         return self.everyone or (self.group is not None and self.group.vote is not None)
 
-    def _look_for_a_circle(self, mine: WaitingGroup) -> None:
+    def _look_for_a_circle(self, mine: OpenGroup) -> None:
         """Raise MismatchError if this rank and another wait for each other in different groups.
 
-        With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself
-        waits in group B, it tells one of those ranks so, by a note in B. If that rank has not come to this call of B,
-        each of the two waits for the other.
+        With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself waits
+        in group B, it tells one of those ranks so, by a message in B. If that rank has not come to this call of B, each
+        of the two waits for the other.
         """
         for group in tuple(self.context.groups):
             if group is mine:
                 continue
-            there: PeerStatus = group.peers
+            there = group.peers
             if self._concerns_all:
                 there.tell_who_waits_here(mine.peers, str(self.what))
             message = there.elsewhere
@@ -258,7 +201,7 @@ class LongWait:
                 raise error
 
     def _missing(self) -> str:
-        """Who is missing; "" where that cannot be known."""
+        """Name who is missing; "" where that cannot be known."""
         return self.group.peers.describe_missing() if self.group is not None and self.everyone else ""
 
     def _warn(self) -> None:
@@ -266,7 +209,7 @@ class LongWait:
         if self.everyone and group is not None and group.rank > 0 and (not missing or group.rank >= SPOKESMEN):
             return  # rank 0 is there and knows more, or others say the same
         text = missing and f"; {missing}"
-        logger.warning("%s has waited %d s for %s%s", runtime.whoami(), WARNING_SECONDS, self.what, text)
+        logger.warning("%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, text)
 
     def _give_up(self, waited: float, limit: float) -> None:
         missing = self._missing()
@@ -280,47 +223,14 @@ class LongWait:
             )
 
 
-def wait_for_ranks(request: Testable, what: str, members: Collection[int], grace: float = 0.0) -> None:
-    """As `wait`, before there is a group: while the world ranks `members` make a communicator together.
-
-    No rank can send a note on a communicator that does not exist yet. So notes of other groups, also of those that have
-    failed, say that a rank does not come: it raised in such a wait, or its script has ended `grace` seconds ago.
-    """
-    context = current_rank()
-    test = _advancing_first(context, request.Test) if context.advancing else request.Test
-    try:
-        with LongWait(context, what, absent=members, grace=grace) as long_wait:
-            while not context.withdrawn.keys().isdisjoint(members) or not test():
-                if time.perf_counter() - long_wait.start < context.patience:
-                    os.sched_yield()
-                    continue
-                long_wait.look()
-                time.sleep(context.pause)
-    except BaseException as error:
-        context.withdraw(members, error)
-        raise
-
-
-# -- The wait of a rank for something of its own, such as one of its threads: it hears of failures, and is watched ----
-
-
 LOOK_SECONDS = 2e-3  # between two looks around
 
 
 def wait_locally(ended: Callable[[float], bool], what: object) -> None:
-    """Return once something of this rank itself has ended.
+    """Return once something of this rank itself has ended, such as one of its threads.
 
-    Parameters
-    ----------
-    ended : callable
-        `ended(seconds)` returns whether it has ended; it waits for that so long at most.
-    what : object
-        What the rank waits for, as something with a text. The watchdog blames a rank that waits for no other.
-
-    Raises
-    ------
-    PeerError, StallError
-        As for `wait.wait`.
+    `ended(seconds)` says whether it has; it waits for that at most so long. The watchdog blames a rank that waits for
+    no other, and this wait raises as `wait` does.
     """
     if ended(0.0):
         return
@@ -329,3 +239,57 @@ def wait_locally(ended: Callable[[float], bool], what: object) -> None:
         while not ended(LOOK_SECONDS):
             context.advance()
             long_wait.look()
+
+
+Result = TypeVar("Result")
+
+
+class ThreadTask(Generic[Result]):
+    """A call of `work` in a thread of this name, which can be waited for, asked for its error, and given up.
+
+    The thread is a daemon: the end of the interpreter does not wait for it.
+    """
+
+    def __init__(self, work: Callable[[], Result], name: str) -> None:
+        self._work = work
+        self._ended = threading.Event()
+        self._results: list[Result] = []
+        self.error: BaseException | None = None  # what ended the work, if it did not end well
+        self.seconds = 0.0  # how long the work took, once it has ended
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            self.error = error
+            self._ended.set()
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # whatever it is, the ranks are to learn of it
+            self.error = error
+        finally:
+            self.seconds = time.monotonic() - start
+            self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the work has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def problem(self) -> Exception | None:
+        """The error, as one that can be raised for all ranks."""
+        if self.error is None or isinstance(self.error, Exception):
+            return self.error
+        return RuntimeError(f"{type(self.error).__name__} in a thread: {self.error}")
+
+    @property
+    def result(self) -> Result:
+        """What the work returned, once it has ended well."""
+        return self._results[0]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end, so long at most; return whether it has come."""
+        return self._ended.wait(seconds)

@@ -1,1 +1,9 @@
-"""Models of language: their layers and folders, the data they are trained on, and text from them."""
+"""Models of language: all that knows of tokens, on top of a training of any model.
+
+task, config, options   the training of text as a task of `mpipipe.train`; its part of the configuration
+shard.py                what one rank has of each sequence; documents packed into sequences
+token_units.py          what a token is: bits per byte, and ids as text
+data/                   text and files of tokens, windows of them, `mpipipe tokenize`
+models/                 GPT; folders of models, read and written; what of a model is trained
+inference/              text from a model, and its loss on a text
+"""

@@ -1,16 +1,22 @@
-"""Checks of arguments that several layers and losses make."""
+"""What several layers and losses ask of their arguments, and the matrix that they see in an array."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.layer import Layer
 
 
-def check_features(layer: Layer, x: Array, expected: int) -> None:
+def rows(x: Array) -> Array:
+    """Return x, of any rank above 0, as a matrix of its last axis; a view where x is contiguous."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def check_features(layer: Any, x: Array, expected: int) -> None:
     """Raise ArgumentError unless the last axis of x has `expected` elements."""
     if x.ndim == 0 or x.shape[-1] != expected:
         raise ArgumentError(

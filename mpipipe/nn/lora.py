@@ -1,7 +1,7 @@
 """Low-rank adapters: W + (alpha / rank) B A in place of W, where W stays as it is (Hu et al., "LoRA", 2021).
 
     parameters   W (outputs, inputs) frozen,  A (rank, inputs),  B (outputs, rank): zeros at the start
-    compute      W + (alpha / rank) B A, made anew behind each step of the optimizer
+    compute      W + (alpha / rank) B A, made anew after each step of the optimizer
     gradients    dB = (alpha / rank) dy^T (x A^T),   dA = (alpha / rank) (dy B)^T x
 
 The sum is made once for all micro-batches, in the dtype of parameters, and rounded as a weight is. That is as much work
@@ -14,16 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.kernels.interface import Kernels
-from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B, Adapter
+from mpipipe.nn.layers.layer import LORA_A, LORA_B, Adapter, Layer, StageOfLayer
 from mpipipe.nn.parameters import Parameter, zeros
 
 PIECE = 1 << 16  # elements of a matrix that are summed at once on the host: they stay in a core's cache
@@ -92,7 +90,7 @@ class LoRA:
         Raises
         ------
         ArgumentError
-            A target is in none of the layers, two targets have rows in common, or a layer has adapters or a stage.
+            No layer has a target, two targets have rows in common, or a layer has adapters or a stage.
         """
         inner = [each for top in layers for _, each in top.walk("")]
         known = {name for layer in inner for name in layer.projections()}
@@ -140,25 +138,12 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{LORA_A}", f".{LORA_B}"))
 
 
-class Adapted(Protocol):
-    """What is asked of a stage; see nn.Stage."""
-
-    @property
-    def parameters(self) -> Any: ...
-    @property
-    def kernels(self) -> Kernels: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def adapted(self) -> Mapping[str, Layer]: ...
-
-
-def merge_into(stage: Adapted, name: str, target: Array) -> None:
+def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> None:
     """Set the rows of `target` that have adapters to W + (alpha / rank) B A, for the matrix W called `name`.
 
     W is read once, and each row of the target is written once: on the host piece by piece, while it is in cache.
     """
-    layer, (prefix, _, key) = stage.adapted[name], name.rpartition(".")
+    prefix, _, key = name.rpartition(".")
     parameters, kernels = stage.parameters, stage.kernels
     for adapter in layer.adapters[key]:
         a, b = (parameters[f"{prefix}.{adapter.target}.{part}"] for part in (LORA_A, LORA_B))
@@ -176,13 +161,13 @@ def merge_into(stage: Adapted, name: str, target: Array) -> None:
             kernels.cast(total, out)
 
 
-def merge(stage: Adapted, merged: Mapping[str, Array]) -> None:
+def merge(stage: StageOfLayer, adapted: Mapping[str, Layer], merged: Mapping[str, Array]) -> None:
     """Renew the rows with adapters of the matrices that a stage computes with."""
     for name, target in merged.items():
-        merge_into(stage, name, target)
+        merge_into(stage, name, adapted[name], target)
 
 
-def copy_plain(stage: Adapted, merged: Mapping[str, Array]) -> None:
+def copy_plain(stage: StageOfLayer, merged: Mapping[str, Array]) -> None:
     """Set the matrices that a stage computes with to those without adapters."""
     for name, target in merged.items():
         (stage.kernels.copy if target.dtype == stage.parameters[name].dtype else stage.kernels.cast)(
@@ -203,11 +188,11 @@ class PlainParameters(Mapping[str, Any]):
         self.flat = stage.parameters.flat  # for its dtype; `offsets` tells that no array here is to be looked up in it
         self.offsets: dict[str, int] = {}
         self._views = {name: array for name, array in stage.parameters.items() if not is_adapter(name)}
-        for name in stage.adapted if merged else ():
+        for name, layer in stage.adapted.items() if merged else ():
             wide = self._views[name]
             self._views[name] = arrays.empty(wide.shape, wide.dtype, stage.device)
             stage.kernels.copy(wide, self._views[name])
-            merge_into(stage, name, self._views[name])
+            merge_into(stage, name, layer, self._views[name])
 
     def __getitem__(self, name: str) -> Array:
         return self._views[name]

@@ -16,8 +16,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
-from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.checks import check_features, check_positive, checked_ids
+from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
 from mpipipe.nn.layers.embedding import Head
 from mpipipe.nn.layers.layer import last_leaf
 from mpipipe.nn.stage import Stage
@@ -70,7 +69,7 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
             expected="equal shapes, not empty",
         )
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
-        target = _beside(output, target)
+        target = _on_device_of(output, target)
     if output.dtype.kind == "c":  # twice as many squares, of real numbers
         target = target if target.dtype == output.dtype else target.astype(output.dtype)
         parts = arrays.as_reals(output), arrays.as_reals(target)
@@ -128,7 +127,7 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     return value, gradient.reshape(output.shape)
 
 
-def _beside(output: Array, target: Array) -> Array:
+def _on_device_of(output: Array, target: Array) -> Array:
     """Return the target on the device of the output; in its dtype where it is uploaded."""
     _check_side(output, target)
     if arrays.is_device(output) and not arrays.is_device(target):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +13,8 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.arrays.memory import ALIGNMENT
-from mpipipe.nn import random
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.random import initial_generator
 
 Draw: TypeAlias = Callable[[np.random.Generator, Shape], np.ndarray]
 
@@ -127,68 +129,6 @@ class FlatBuffer(Mapping[str, Any]):
             for (name, shape), start in ((entry, self.offsets[entry[0]]) for entry in shapes.items())
         }
 
-    def ends_with(self, name: str) -> bool:
-        """Tell whether an array is the last one of `flat`.
-
-        Parameters
-        ----------
-        name : str
-            Its name.
-
-        Returns
-        -------
-        bool
-            True for the last one.
-        """
-        return name in self.offsets and self.offsets[name] == max(self.offsets.values())
-
-    def give_up(self, name: str) -> Array:
-        """Let `flat` end before one of its arrays, which must be the last one.
-
-        Its memory stays allocated: to free it, all other arrays would have to move away from those who hold them.
-
-        Parameters
-        ----------
-        name : str
-            Of the array.
-
-        Returns
-        -------
-        array
-            That array.
-        """
-        self.flat = self.flat[: self.offsets.pop(name)]
-        return self._views[name]
-
-    def point(self, name: str, array: Array, offset: int | None) -> None:
-        """Let a name be another name of an array.
-
-        Parameters
-        ----------
-        name : str
-            The name.
-        array : array
-            What it names from now on.
-        offset : int or None
-            Where that starts in this buffer; None if it lies elsewhere.
-        """
-        self._views[name] = array
-        self.offsets.pop(name, None)
-        if offset is not None:
-            self.offsets[name] = offset
-
-    def adopt(self, other: Mapping[str, Array], order: Iterable[str]) -> None:
-        """Show the arrays of another buffer besides those of this one; `flat` stays as it is.
-
-        Parameters
-        ----------
-        other : mapping of str to array
-            Arrays by names that this buffer does not have.
-        order : iterable of str
-            All names, in the order in which they are to come.
-        """
-        self._views = {name: other[name] if name in other else self._views[name] for name in order}
-
     def __getitem__(self, name: str) -> Array:
         return self._views[name]
 
@@ -206,7 +146,7 @@ def drawn(
     shapes = {name: parameter.shape for name, parameter in declared.items()}
     host = FlatBuffer(shapes, dtype, **layout)
     for name, parameter in declared.items():
-        host[name][...] = parameter.draw(random.initial(seed, parameter.tie or name), parameter.shape)
+        host[name][...] = parameter.draw(initial_generator(seed, parameter.tie or name), parameter.shape)
     if device == "cpu":
         return host
     there = FlatBuffer(shapes, dtype, device, **layout)
@@ -238,3 +178,117 @@ def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
         ranks[name] = tied, not parameter.decay
         seen.add(parameter.tie or "")
     return sorted(declared, key=ranks.__getitem__)
+
+
+# -- Which parameters are frozen, and the buffers in which they lie: apart, so that `flat` is what is trained ---------
+#
+#     parameters   | trained ...        |   held   | frozen ... |
+#     gradients    | of the trained ... |
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether the last pattern that fits a name freezes it: a pattern that begins with ! keeps it trained."""
+    for pattern in reversed(patterns):
+        if fnmatchcase(name, pattern.removeprefix("!")):
+            return not pattern.startswith("!")
+    return False
+
+
+def frozen_names(declared: Mapping[str, Parameter], patterns: Sequence[str]) -> set[str]:
+    """Return the names of frozen parameters; raise ArgumentError if only some places of a tied one are frozen."""
+    frozen = {name for name, parameter in declared.items() if parameter.frozen or is_frozen(name, patterns)}
+    places: dict[str, list[str]] = {}
+    for name, parameter in declared.items():
+        if parameter.tie is not None:
+            places.setdefault(parameter.tie, []).append(name)
+    for key, names in places.items():
+        if 0 < len(frozen.intersection(names)) < len(names):
+            raise partly_frozen_error(key, [name for name in names if name not in frozen])
+    return frozen
+
+
+def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
+    """Make the error for a tied parameter that is frozen in some of its places only."""
+    return ArgumentError(
+        f"the tied parameter {key!r} is frozen in some of its places only",
+        found=f"{', '.join(trained)} is trained",
+        expected="all places frozen, or none: they are one parameter",
+        remedy="freeze both: a pattern for each place, or none for either",
+    )
+
+
+@dataclass
+class StageBuffers:
+    """The arrays of a stage: `parameters.flat` and `compute.flat` are those that are trained, `held` the frozen ones.
+
+    `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged` are the sums of
+    matrices and their adapters. With `optimizer_writes` only optimizers write `compute`; `written` is whether they have
+    since the adapters were last merged.
+    """
+
+    parameters: FlatBuffer
+    gradients: FlatBuffer
+    compute: FlatBuffer
+    held: FlatBuffer
+    held_compute: FlatBuffer
+    decay_ranges: list[tuple[int, int, bool]]
+    merged: dict[str, Array] = field(default_factory=dict)
+    optimizer_writes: bool = False
+    written: bool = False
+
+    @classmethod
+    def of(
+        cls, declared: Mapping[str, Parameter], frozen: Collection[str], dtype: np.dtype, device: str, seed: int
+    ) -> StageBuffers:
+        """Make the buffers of a stage that computes in `dtype`, with initial values."""
+        wide = arrays.accumulator(dtype)
+        trained = {name: parameter for name, parameter in declared.items() if name not in frozen}
+        rest = {name: parameter for name, parameter in declared.items() if name in frozen}
+        shapes, held_shapes = ({name: p.shape for name, p in some.items()} for some in (trained, rest))
+        layout: Any = {"narrowest": dtype, "order": memory_order(trained)}
+        parameters = drawn(trained, wide, device, seed, layout)
+        gradients = FlatBuffer(shapes, wide, device, **layout)
+        held = drawn(rest, wide, device, seed, {"narrowest": dtype})
+        compute, held_compute = parameters, held
+        if wide != dtype:
+            compute = FlatBuffer(shapes, dtype, device, **layout)
+            held_compute = FlatBuffer(held_shapes, dtype, device)
+            _show(compute, held_compute, declared)
+        decays = {name: parameter.decay for name, parameter in trained.items()}
+        ranges = decay_ranges(parameters.offsets, decays, parameters.flat.size)
+        _show(parameters, held, declared)
+        return cls(parameters, gradients, compute, held, held_compute, ranges)
+
+    @property
+    def _trained(self) -> list[FlatBuffer]:
+        return [self.parameters, self.gradients, *([] if self.compute is self.parameters else [self.compute])]
+
+    def ends_with(self, name: str) -> bool:
+        """Return whether an array is the last one of `parameters.flat`."""
+        offsets = self.parameters.offsets
+        return name in offsets and offsets[name] == max(offsets.values())
+
+    def give_up(self, name: str) -> Array:
+        """Let `flat` end before its last array everywhere; return its gradient.
+
+        The memory stays allocated: to free it, all other arrays would have to move away from those who hold them.
+        """
+        gradient = self.gradients[name]
+        for buffer in self._trained:
+            buffer.flat = buffer.flat[: buffer.offsets.pop(name)]
+        end = self.parameters.flat.size
+        self.decay_ranges = [(start, min(stop, end), decay) for start, stop, decay in self.decay_ranges if start < end]
+        return gradient
+
+    def point(self, name: str, other: StageBuffers, there: str) -> None:
+        """Let a name be another name of the array that `other` calls `there`."""
+        for buffer, storage in zip(self._trained, other._trained):
+            buffer._views[name] = storage[there]
+            buffer.offsets.pop(name, None)
+            if buffer is storage:
+                buffer.offsets[name] = storage.offsets[there]
+
+
+def _show(buffer: FlatBuffer, other: FlatBuffer, order: Iterable[str]) -> None:
+    """Show the arrays of another buffer next to those of this one, in this order of all names; `flat` stays."""
+    buffer._views = {name: other[name] if name in other else buffer[name] for name in order}

@@ -12,18 +12,18 @@ import sys
 import numpy as np
 
 
-def key(*names: object) -> np.ndarray:
+def random_key(*names: object) -> np.ndarray:
     """Return a 128-bit Philox key for the given names, equal in every process."""
     digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=16).digest()
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
-def initial(seed: int, name: str) -> np.random.Generator:
+def initial_generator(seed: int, name: str) -> np.random.Generator:
     """Return the generator that draws the initial values of the parameter (or tie) `name`."""
-    return np.random.Generator(np.random.Philox(key=key("initial", seed, name)))
+    return np.random.Generator(np.random.Philox(key=random_key("initial", seed, name)))
 
 
-def bits16(stream: np.ndarray, counter: tuple[int, int, int], count: int) -> np.ndarray:
+def random_bits(stream: np.ndarray, counter: tuple[int, int, int], count: int) -> np.ndarray:
     """Return `count` random 16-bit integers of the stream of this key at `counter`, three integers below 2**64."""
     words = np.random.Philox(key=stream, counter=np.array([0, *counter], np.uint64)).random_raw(-(-count // 4))
     if sys.byteorder == "big":

@@ -1,25 +1,63 @@
-"""Rotary frequencies of models that read longer sequences than they were first trained on.
+"""Rotary positions: scalings of the frequencies for sequences longer than those of the first training, and tables.
 
 Each scaling takes the plain frequencies base^(-2i/head_dim) of the pairs i, and gives those that are used in their
 place. Frequencies of few turns within the first length are divided by a factor; but for LinearScaling, those of many
-turns stay. A scaling is a frozen dataclass, whose `kind` names its class in files.
+turns stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 
 
+class RopeScaling(ABC):
+    """A scaling of rotary frequencies: a frozen dataclass, whose `kind` names its class in files.
+
+    Attributes
+    ----------
+    kind : str
+        "linear", "llama3" or "yarn".
+    """
+
+    kind: str
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cosine and sine: 1 but for YarnScaling."""
+        return 1.0
+
+    @abstractmethod
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """Return the frequencies in use.
+
+        Parameters
+        ----------
+        frequencies : numpy.ndarray
+            Plain frequencies (head_dim / 2,).
+        base : float
+            Base of the plain frequencies.
+
+        Returns
+        -------
+        numpy.ndarray
+            (head_dim / 2,).
+        """
+
+
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(RopeScaling):
     """All frequencies divided by a factor: Chen et al., "Extending context window via position interpolation" (2023).
 
     Parameters
@@ -46,31 +84,12 @@ class LinearScaling:
     def __post_init__(self) -> None:
         _check_at_least("factor of LinearScaling", self.factor, 1)
 
-    @property
-    def amplitude(self) -> float:
-        """Factor on cosine and sine: 1."""
-        return 1.0
-
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Return the frequencies in use.
-
-        Parameters
-        ----------
-        frequencies : numpy.ndarray
-            Plain frequencies (head_dim / 2,).
-        base : float
-            Base of the plain frequencies.
-
-        Returns
-        -------
-        numpy.ndarray
-            (head_dim / 2,).
-        """
         return frequencies / self.factor
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(RopeScaling):
     """Frequencies by the turns they make within the first length, as in Llama 3.1 and later.
 
     With n = `original_positions` * frequency / 2 pi turns: above `high_freq_factor` a frequency stays, below
@@ -111,33 +130,14 @@ class Llama3Scaling:
         _check_positions("Llama3Scaling", self.original_positions)
         _check_order("Llama3Scaling", low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
 
-    @property
-    def amplitude(self) -> float:
-        """Factor on cosine and sine: 1."""
-        return 1.0
-
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Return the frequencies in use.
-
-        Parameters
-        ----------
-        frequencies : numpy.ndarray
-            Plain frequencies (head_dim / 2,).
-        base : float
-            Base of the plain frequencies.
-
-        Returns
-        -------
-        numpy.ndarray
-            (head_dim / 2,).
-        """
-        turns = self.original_positions * frequencies / (2 * math.pi)
-        stays = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        count = self.original_positions * frequencies / (2 * math.pi)
+        stays = np.clip((count - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return (1 - stays) * frequencies / self.factor + stays * frequencies
 
 
 @dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(RopeScaling):
     """Frequencies by the place of their pair, and larger cosines and sines: Peng et al., "YaRN" (2023).
 
     Pair i makes r turns within the first length where i(r) = head_dim ln(original_positions / (2 pi r)) / (2 ln base).
@@ -188,24 +188,9 @@ class YarnScaling:
 
     @property
     def amplitude(self) -> float:
-        """Factor on cosine and sine."""
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Return the frequencies in use.
-
-        Parameters
-        ----------
-        frequencies : numpy.ndarray
-            Plain frequencies (head_dim / 2,).
-        base : float
-            Base of the plain frequencies.
-
-        Returns
-        -------
-        numpy.ndarray
-            (head_dim / 2,).
-        """
         head_dim = 2 * len(frequencies)
 
         def pair_of(turns: float) -> float:
@@ -218,8 +203,7 @@ class YarnScaling:
         return frequencies / self.factor * divided + frequencies * (1 - divided)
 
 
-RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
-KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 
 
 def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
@@ -229,10 +213,10 @@ def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
     """
     given = dict(numbers)
     kind = given.pop("kind", None)
-    if kind not in KINDS:
-        raise ArgumentError("unknown rope scaling", found=repr(kind), expected=" or ".join(KINDS))
+    if kind not in ROPE_SCALINGS:
+        raise ArgumentError("unknown rope scaling", found=repr(kind), expected=" or ".join(ROPE_SCALINGS))
     try:
-        return KINDS[kind](**given)
+        return ROPE_SCALINGS[kind](**given)
     except TypeError as error:
         raise ArgumentError(f"the numbers of a rope scaling do not fit: {error}", found=repr(dict(numbers))) from error
 
@@ -265,42 +249,50 @@ def _check_order(what: str, **pair: float) -> None:
 # -- Rotary position embedding (Su et al., "RoFormer", 2021) ----------------------------------------------------------
 #
 # Neighbouring elements (2i, 2i + 1) of a head are one complex number, turned by the angle position *
-# base^(-2i/head_dim). A turn is one complex product, and its adjoint is the product with the conjugate. Scalings of
-# the frequencies, and of the length of the factors, are in rope_scaling.py.
+# base^(-2i/head_dim). A turn is one complex product, and its adjoint is the product with the conjugate.
 #
 # Other libraries pair element i of a head with element i + head_dim / 2. Rows of their projections to queries and keys
 # (and elements of biases, and of gains of norms of heads) come in another order within each head: theirs at i is
 # ours at 2i, and theirs at i + head_dim / 2 is ours at 2i + 1.
 
 
-def angles(positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Return the angle of each position and pair, float64 (seq, head_dim / 2)."""
+def angles(
+    positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None
+) -> tuple[np.ndarray, float]:
+    """Return the angle of each position and pair, float64 (seq, head_dim / 2), and the factor on cosine and sine."""
     frequencies = base ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
         frequencies = scaling.scaled(frequencies, base)
-    return np.asarray(positions, np.float64)[:, None] * frequencies
+    return np.asarray(positions, np.float64)[:, None] * frequencies, 1.0 if scaling is None else scaling.amplitude
 
 
-def complex_of(dtype: np.dtype) -> np.dtype:
-    """Return complex128 for float64, complex64 for all others."""
-    return np.dtype(np.complex128 if dtype == np.float64 else np.complex64)
+TABLES = 16  # of one stage at most, each for its own positions
 
 
-def rope_table(
-    positions: ArrayLike, head_dim: int, base: float, dtype: np.dtype, scaling: RopeScaling | None = None
-) -> np.ndarray:
-    """Return exp(i * angle), complex (seq, 1, head_dim / 2): the factor of each position and pair, for every head.
+class RopeTables:
+    """Tables for `kernels.apply_rope`, made by `make` for arrays of one dtype and device, and kept for the next use.
 
-    It is multiplied by the amplitude of the scaling.
+    Layers of a stage that turn the same positions share one.
     """
-    table = np.exp(1j * angles(positions, head_dim, base, scaling))
-    if scaling is not None:
-        table *= scaling.amplitude
-    table = table.astype(complex_of(dtype))[:, None, :]
-    table.flags.writeable = False
-    return table
 
+    def __init__(self, make: Callable[..., Array], dtype: np.dtype, device: str):
+        self.make, self.dtype, self.device = make, dtype, device
+        self._kept = lru_cache(maxsize=TABLES)(self._made)
 
-def pairs(x: np.ndarray) -> np.ndarray:
-    """Return x (..., head_dim) as complex (..., head_dim / 2), a view."""
-    return x.view(complex_of(x.dtype))
+    def of(self, positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
+        """Return the table of any positions: its i-th row turns the i-th row of the sequence."""
+        return self._held(np.ascontiguousarray(positions, np.int64).tobytes(), head_dim, base, scaling)
+
+    def first(self, seq: int, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
+        """Return the table of the positions 0 ... seq - 1, a part of that of the next power of two."""
+        length = 1 << max(seq - 1, 0).bit_length()
+        return self._held(length, head_dim, base, scaling)[:seq]
+
+    def _held(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
+        """Return a table that is kept, and that lives as long as a graph which is recorded now."""
+        return arrays.keep_for_graph(self._kept(positions, head_dim, base, scaling))
+
+    def _made(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
+        """Make the table of the first positions, or of those whose int64 values these bytes are."""
+        numbers = np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, np.int64)
+        return self.make(numbers, head_dim, base, self.dtype, self.device, scaling)

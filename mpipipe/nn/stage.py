@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,73 +12,15 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
-from mpipipe.nn.freezing import frozen_names, make_buffers, mark_frozen
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Layer, RopeTables, first_leaf
+from mpipipe.nn.layers.layer import Layer, Position, first_leaf
 from mpipipe.nn.lora import copy_plain, merge
-from mpipipe.nn.parameters import FlatBuffer, decay_ranges
-from mpipipe.nn.position import Position
-
-# -- What a pipeline does with the gradients of a stage around a step -------------------------------------------------
-
-
-class StepGradients:
-    """The gradients of an nn.Stage, which has the attributes below; see there."""
-
-    gradients: FlatBuffer
-    parts: dict[str, Array]
-    unwritten: set[str]
-    layer_of: dict[str, tuple[Layer, str]]
-    _replaced: list[str]
-    _chain: Sequential
-
-    def begin_gradients(self) -> None:
-        """Begin gradients anew: those that their layers will replace stay as they are, all others become zero."""
-        self.unwritten = set(self._replaced)
-        for name, (layer, key) in self.layer_of.items():
-            if name not in self.unwritten:
-                arrays.set_zero(getattr(layer, f"{key}_grad"))
-
-    def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
-
-        Parameters
-        ----------
-        used : bool
-            Whether to the parts, as within a step.
-        """
-        source: Mapping[str, Array] = self.parts if used else self.gradients
-        for name in self.parts:
-            layer, key = self.layer_of[name]
-            setattr(layer, f"{key}_grad", source[name])
-
-    def end_gradients(self, names: Collection[str] | None = None) -> None:
-        """End gradients: those that no layer has written are zero.
-
-        Parameters
-        ----------
-        names : collection of str, optional
-            Of parameters; by default all.
-        """
-        ending = self.unwritten if names is None else self.unwritten.intersection(names)
-        for layer, key in map(self.layer_of.__getitem__, ending):
-            arrays.set_zero(getattr(layer, f"{key}_grad"))
-        self.unwritten = self.unwritten - ending
-
-    @property
-    def on_layer_done(self) -> Callable[[Layer], object] | None:
-        """Called with each of `layers` that has added its part to the gradients; set by a pipeline."""
-        return self._chain.on_layer_done
-
-    @on_layer_done.setter
-    def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
-        self._chain.on_layer_done = done
+from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
+from mpipipe.nn.rope import RopeTables
+from mpipipe.text import counted
 
 
-# -- A stage: consecutive layers of the model on one rank, with one buffer of parameters and one of gradients ---------
-
-
-class Stage(StepGradients):
+class Stage:
     """Layers, bound to flat buffers.
 
     Parameters
@@ -101,51 +43,33 @@ class Stage(StepGradients):
 
     Attributes
     ----------
-    parameters, gradients : mapping of str to array
-        Views of one buffer `.flat` each, with the same offsets. Frozen parameters lie elsewhere and have no gradient.
-    frozen : set of str
-        Names of the frozen ones.
-    adapted : dict of str to Layer
-        Names of matrices with adapters, and their layers. `merged` has the sums that these compute with; see nn.LoRA.
-    buffers : Buffers
-        Where all of them lie (see nn.freezing).
-    compute : mapping of str to array
-        The values that layers compute with: `parameters` itself, or its copy in a half dtype, which `refresh` makes.
-    device : str
-        "cpu" or "cuda".
-    gpu : int or None
-        Number of the GPU, None on the host.
-    kernels : Kernels
-        The functions that layers compute with there (see nn.kernels).
-    tables : RopeTables
-        Shared by the attention layers.
+    device, gpu : str, int or None
+        "cpu" or "cuda"; the number of the GPU, None on the host.
+    kernels, tables : Kernels, RopeTables
+        The functions that layers compute with there (see nn.kernels), and the rotary tables that they share.
     position : Position
         Of the forward under way, or of the last one; read by random layers.
     headless : bool
         Whether a `Head` at the end leaves its product to a `HeadCrossEntropy` (set by the pipeline).
     poll : callable or None
         A function without arguments, called after each layer (to keep messages moving).
-    ties : dict of str to list of str
-        Tie key to the names of the parameters on this stage that carry it.
+    index : int or None
+        Logical stage number, set by the pipeline.
+    before_write : list of callable
+        Called without arguments before an optimizer or a load writes parameters (see nn.write_hooks).
+    buffers : StageBuffers
+        Where all arrays lie (see nn.parameters).
     tied_copies : set of str
         Names of parameters here that are counted elsewhere (set by the pipeline).
     owners : dict of str to (Stage, str)
         Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
     parts : dict of str to array
         For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
-    unwritten : set of str
-        In a step, names whose gradients hold nothing yet: the first part that a layer has for one replaces it.
-    decay_ranges : list of tuple
-        (start, stop, decay) ranges of the flat buffers.
-    index : int or None
-        Logical stage number, set by the pipeline.
-    before_write : list of callable
-        Called without arguments before an optimizer or a load writes parameters (see nn.write_hooks).
 
     Raises
     ------
     ArgumentError
-        Something is no layer, a layer has a stage already, or the dtype is none of these.
+        Something is no layer, a layer has a stage already, or the dtype is another one.
     BackendError
         The device is not there.
 
@@ -154,6 +78,8 @@ class Stage(StepGradients):
     >>> import numpy as np
     >>> from mpipipe import nn
     >>> stage = nn.Stage([nn.Linear(3, 4), nn.Gelu(), nn.Linear(4, 2)], seed=1)
+    >>> stage
+    <Stage of 3 layers, 26 parameters in float32 on cpu>
     >>> y, saved = stage.forward(np.ones((5, 3), np.float32))
     >>> dx = stage.backward(np.ones_like(y), saved)
     >>> stage.gradients["2.bias"]
@@ -176,83 +102,121 @@ class Stage(StepGradients):
         self.dtype = checked_dtype(dtype)
         arrays.check_computable(self.dtype, self.device)
         self.kernels = kernels.of(self.device, self.dtype)
-        self.tables = RopeTables(self.kernels, self.dtype, self.device)
-        self._plain = np.ndarray if self.device == "cpu" else None  # inputs of this type need no further look
+        self.tables = RopeTables(self.kernels.rope_table, self.dtype, self.device)
         self.layers, self.first, self.seed = tuple(layers), first, seed
         self.position, self.headless = Position(), False
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
         self.before_write: list[Callable[[], object]] = []
         self.tied_copies: set[str] = set()
-        self.ties: dict[str, list[str]] = {}
         self.owners: dict[str, tuple[Stage, str]] = {}
         self.parts: dict[str, Array] = {}
-        self.unwritten: set[str] = set()
-        self._keeps_compute = self._written = False
-        self.merged: dict[str, Array] = {}
-        self._bind(tuple(frozen))
-
-    def _bind(self, patterns: Sequence[str]) -> None:
         for place, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
                 raise ArgumentError(
                     f"layers[{place}] is not a layer", found=type(layer).__name__, expected="an instance of nn.Layer"
                 )
-        named = [pair for i, layer in enumerate(self.layers) for pair in layer.walk(str(self.first + i))]
-        declared = {f"{name}.{key}": p for name, layer in named for key, p in layer.declared.items()}
-        self.frozen = frozen_names(declared, patterns)
-        self.buffers = make_buffers(declared, self.frozen, self.dtype, self.device, self.seed)
-        self.parameters, self.gradients, self.compute = self.buffers[:3]
-        for name, parameter in declared.items():
-            if parameter.tie is not None:
-                self.ties.setdefault(parameter.tie, []).append(name)
-        self.refresh()
-        decays = {name: p.decay for name, p in declared.items() if name in self.gradients}
-        self.decay_ranges = decay_ranges(self.parameters.offsets, decays, self.parameters.flat.size)
-        for name, layer in named:
-            layer.bind(self, name)
-        self._bind_adapted(named)
-        mark_frozen(named)
-        places = {f"{name}.{key}": (layer, key) for name, layer in named for key in layer.declared}
-        self.layer_of = {name: place for name, place in places.items() if name in self.gradients}
-        replaced = [n for n, (layer, key) in self.layer_of.items() if key in vars(type(layer)).get("replaced", ())]
-        self.knows_layers = all(type(layer).__module__.startswith("mpipipe.") for _, layer in named)
-        self._replaced = replaced if self.knows_layers else []  # a user's layer may add to those of others first
         self._chain = Sequential(self.layers)
         self._chain.stage = self
-        self.first_layer = first_leaf(self._chain)
-        self.end_backward(self.first_layer.uploads_integers)  # which have no gradient
+        declared = {f"{name}.{key}": p for name, layer in self._named_layers() for key, p in layer.declared.items()}
+        names = frozen_names(declared, tuple(frozen))
+        self.buffers = StageBuffers.of(declared, names, self.dtype, self.device, self.seed)
+        self._bind()
 
-    def _bind_adapted(self, named: Sequence[tuple[str, Layer]]) -> None:
-        """Let layers with adapters compute with the sums of their matrices and adapters."""
-        self.adapted = {f"{name}.{key}": layer for name, layer in named for key in layer.adapters}
+    def _bind(self) -> None:
+        """Bind the layers. Those with adapters compute with the sums of their matrices and adapters."""
+        self.sync_compute()
+        named = self._named_layers()
+        for name, layer in named:
+            layer.bind(self, name)
         shapes = {name: self.parameters[name].shape for name in self.adapted}
         halves = self.compute is not self.parameters  # in memory of their own then
-        apart = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
-        self.merged = {name: apart[name] for name in shapes}
+        sums = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
+        self.buffers.merged = {name: sums[name] for name in shapes}
         for name, layer in self.adapted.items():
-            setattr(layer, name.rpartition(".")[2], self.merged[name])
-        if self.adapted:
+            setattr(layer, name.rpartition(".")[2], sums[name])
+        if shapes:
             self.before_write.append(self._note_write)
             self._merge_anew()
+        _mark_frozen(named)
+        self.end_backward(self.first_layer.uploads_integers)  # which have no gradient
 
-    def _merge_anew(self) -> None:
-        copy_plain(self, self.merged)
-        merge(self, self.merged)
+    def __repr__(self) -> str:
+        size = sum(array.size for array in self.parameters.values())
+        layers, parameters = counted(len(self.layers), "layer"), counted(size, "parameter")
+        return f"<{type(self).__name__} of {layers}, {parameters} in {self.dtype} on {self.device}>"
 
-    def _note_write(self) -> None:
-        self._written = True
+    # -- parameters and gradients
+
+    @property
+    def parameters(self) -> FlatBuffer:
+        """All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere."""
+        return self.buffers.parameters
+
+    @property
+    def gradients(self) -> FlatBuffer:
+        """Gradients of what is trained, with the offsets of `parameters`."""
+        return self.buffers.gradients
+
+    @property
+    def compute(self) -> FlatBuffer:
+        """What layers compute with: `parameters`, or its copy in a half dtype, which `refresh` makes."""
+        return self.buffers.compute
+
+    @property
+    def decay_ranges(self) -> list[tuple[int, int, bool]]:
+        """(start, stop, decay) ranges of the flat buffers."""
+        return self.buffers.decay_ranges
+
+    @property
+    def frozen(self) -> set[str]:
+        """Names of the parameters that stay as they are."""
+        return set(self.buffers.held)
+
+    @property
+    def ties(self) -> dict[str, list[str]]:
+        """Names of the parameters on this stage that carry a tie, by its key."""
+        ties: dict[str, list[str]] = {}
+        for name, layer in self._named_layers():
+            for key, parameter in layer.declared.items():
+                if parameter.tie is not None:
+                    ties.setdefault(parameter.tie, []).append(f"{name}.{key}")
+        return ties
+
+    @property
+    def adapted(self) -> dict[str, Layer]:
+        """Layers with adapters, by the name of the matrix; they compute with `buffers.merged` (see nn.LoRA)."""
+        return {f"{name}.{key}": layer for name, layer in self._named_layers() for key in layer.adapters}
+
+    @property
+    def layer_of(self) -> dict[str, tuple[Layer, str]]:
+        """The layer of each parameter that is trained, and what that calls it."""
+        places = {f"{name}.{key}": (layer, key) for name, layer in self._named_layers() for key in layer.declared}
+        return {name: place for name, place in places.items() if name in self.gradients}
+
+    @property
+    def first_layer(self) -> Layer:
+        """The layer that sees the input, within the first one."""
+        return first_leaf(self._chain)
+
+    def _named_layers(self) -> list[tuple[str, Layer]]:
+        return [pair for place, layer in enumerate(self.layers) for pair in layer.walk(str(self.first + place))]
+
+    # -- the copy of parameters that layers compute with, and the sums with their adapters
 
     def refresh(self) -> None:
         """Let layers compute with the parameters as they are now. A pipeline does this at the start of each call."""
-        if not self._keeps_compute:
+        if not self.buffers.optimizer_writes:
             self.sync_compute()
-        elif self._written:
-            self._written = False
-            merge(self, self.merged)
+        elif self.buffers.written:
+            self.buffers.written = False
+            merge(self, self.adapted, self.buffers.merged)
 
     def sync_compute(self) -> None:
-        """Do what `refresh` does, after `optimizer_writes_compute` too: for whoever has set parameters nevertheless."""
+        """Copy parameters to what layers compute with, even after `optimizer_writes_compute`.
+
+        Call it after you wrote parameters yourself.
+        """
         held = self.buffers.held, self.buffers.held_compute
         for wide, compute in ((self.parameters, self.compute), held):
             if compute is not wide and wide.flat.size:
@@ -262,12 +226,47 @@ class Stage(StepGradients):
     def optimizer_writes_compute(self) -> None:
         """From now on let optimizers write `compute`, and `refresh` do nothing: nobody else may write parameters."""
         self.refresh()
-        self._keeps_compute = self.compute is not self.parameters or bool(self.adapted)
+        self.buffers.optimizer_writes = self.compute is not self.parameters or bool(self.adapted)
 
     @property
     def kept_copy(self) -> Array | None:
         """What optimizers write besides the parameters: `compute.flat` after `optimizer_writes_compute`."""
-        return self.compute.flat if self._keeps_compute and self.compute is not self.parameters else None
+        return self.compute.flat if self.buffers.optimizer_writes and self.compute is not self.parameters else None
+
+    def _merge_anew(self) -> None:
+        if self.buffers.merged:
+            copy_plain(self, self.buffers.merged)
+            merge(self, self.adapted, self.buffers.merged)
+
+    def _note_write(self) -> None:
+        self.buffers.written = True
+
+    # -- what a pipeline sets around steps and backwards
+
+    def use_parts(self, used: bool) -> None:
+        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
+
+        Parameters
+        ----------
+        used : bool
+            Whether to the parts, as within a step.
+        """
+        if not self.parts:
+            return
+        source: Mapping[str, Array] = self.parts if used else self.gradients
+        layer_of = self.layer_of
+        for name in self.parts:
+            layer, key = layer_of[name]
+            setattr(layer, f"{key}_grad", source[name])
+
+    @property
+    def on_layer_done(self) -> Callable[[Layer], object] | None:
+        """Called with each of `layers` that has added its part to the gradients; set by a pipeline."""
+        return self._chain.on_layer_done
+
+    @on_layer_done.setter
+    def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
+        self._chain.on_layer_done = done
 
     def end_backward(self, ends: bool) -> None:
         """Let backwards end with the lowest layer that is trained, if nobody asks for the gradient of the input.
@@ -278,7 +277,9 @@ class Stage(StepGradients):
             Whether nobody asks. From then on backwards return None for that gradient where they end early.
         """
         trained = [place for place, layer in enumerate(self.layers) if not layer.frozen]
-        self._chain.end_backward_at(trained[0] if ends and trained and self.frozen else 0)
+        self._chain.lowest = trained[0] if ends and trained and self.frozen else 0
+
+    # -- forward and backward
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
         """Compute the output of one micro-batch.
@@ -304,7 +305,7 @@ class Stage(StepGradients):
         """
         if position is not None:
             self.position = position
-        if type(x) is not self._plain or x.dtype != self.dtype:
+        if type(x) is not np.ndarray or x.dtype != self.dtype or self.device == "cuda":
             x = accepted_input(self, x)
         return self._chain.forward(x)
 
@@ -355,19 +356,25 @@ class Stage(StepGradients):
         return self._chain.backward(dy, saved)
 
 
-# -- The input of a stage: what is accepted, and brought to its device ------------------------------------------------
+def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
+    """Let each layer know whether all parameters in it are frozen, when all of them are bound.
+
+    Raises ArgumentError for a layer that has frozen and trained parameters, and does not say that it can.
+    """
+    for name, layer in named:
+        frozen = [getattr(inner, f"{key}_grad") is None for _, inner in layer.walk("") for key in inner.declared]
+        layer.frozen = bool(frozen) and all(frozen)
+        own = [key for key in layer.declared if getattr(layer, f"{key}_grad") is None]
+        if 0 < len(own) < len(layer.declared) and not vars(type(layer)).get("freezes_parts", False):
+            raise ArgumentError(
+                f"layer {name} ({type(layer).__name__}) cannot train a part of its parameters",
+                found=", ".join(f"{key} frozen" for key in own),
+                expected="all of them frozen, or none; or a class with freezes_parts = True, which looks whether a "
+                "gradient is None",
+            )
 
 
-class AcceptingStage(Protocol):
-    """What is asked of the stage; see nn.Stage."""
-
-    dtype: np.dtype
-    device: str
-    index: int | None
-    first_layer: Layer
-
-
-def accepted_input(stage: AcceptingStage, x: Array) -> Array:
+def accepted_input(stage: Stage, x: Array) -> Array:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
     device = arrays.device_of(x)
     x = arrays.strip_subclass(x)

@@ -1,31 +1,22 @@
-"""Who reads parameters in the background is asked before they are written.
+"""Hooks around writes to a stage: before its parameters are written, and when a range of its gradients is ready.
 
 A checkpoint is read from the arrays themselves while the next step computes. Whatever writes parameters, or what an
-optimizer remembers, calls `announce_write` first; whoever still reads waits there until it has read.
+optimizer remembers, calls `announce_write` first; a checkpoint that still reads waits there until it has read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mpipipe.arrays import Array
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.stage import Stage
 
 
-class Written(Protocol):
-    """What has arrays that somebody may read in the background: a stage, an optimizer."""
-
-    @property
-    def before_write(self) -> list[Callable[[], object]]:
-        """Functions to be called before anything is written."""
-
-
-def announce_write(*several: Written) -> None:
-    """Call every function that wants to know that these are about to be written."""
-    for each in several:
-        for function in tuple(each.before_write):
+def announce_write(*owners: Any) -> None:
+    """Call the functions in `before_write` of stages and optimizers whose arrays are about to be written."""
+    for owner in owners:
+        for function in tuple(owner.before_write):
             function()
 
 
@@ -35,19 +26,14 @@ def announce_write(*several: Written) -> None:
 #     gradients    | 0 | 1 | 2 | 3 | 0 1 2 3 | 0 |   matrices, gains and biases, tied ones (parameters.memory_order)
 #
 # Each array of parameters belongs to one layer, which adds to its gradient in its own backward and nowhere else. Places
-# of a tied parameter that share a storage add to arrays of their own within a step (sharing.py), so that holds for them
-# as well. That is known where all layers are of this package (`Stage.knows_layers`); others may do as they like.
+# of a tied parameter that share a storage add to arrays of their own within a step (pipeline/ties.py), so that holds
+# for them as well. That is known where all layers are of this package; others may do as they like.
 
 
 class GradientPieces(NamedTuple):
     """A one-dimensional array of gradients, cut by the layers that write to it.
 
-    Attributes
-    ----------
-    array : Array
-        The flat buffer of gradients, or a part.
-    pieces : list of (int, int)
-        (where the piece ends, place in `Stage.layers` of the layer that writes to it), in the order of memory.
+    `pieces` are (where the piece ends, place in `Stage.layers` of the layer that writes to it), in the order of memory.
     """
 
     array: Array
@@ -55,29 +41,19 @@ class GradientPieces(NamedTuple):
 
 
 class GradientReady(NamedTuple):
-    """The layers of a stage as writers of its gradients.
-
-    Attributes
-    ----------
-    arrays : list of Written
-        All gradients: the flat buffer, and the parts in their order.
-    places : dict
-        Layer -> place in `Stage.layers`.
-    names : list of frozenset of str
-        For each place the parameters that belong to the layer.
-    """
+    """All gradients of a stage, the flat buffer and then the parts, and the place of each layer in `Stage.layers`."""
 
     arrays: list[GradientPieces]
     places: dict[Layer, int]
-    names: list[frozenset[str]]
 
 
 def gradient_ready(stage: Stage) -> GradientReady | None:
-    """Return the writers of a stage's gradients within a step; None if they are not known.
+    """Return which layers complete which gradients of a stage within a step; None if that is not known.
 
     That is for a `Stage` itself: a class derived from it may write to gradients in ways of its own.
     """
-    if not stage.knows_layers:
+    layers = [layer for top in stage.layers for _, layer in top.walk("")]
+    if not all(type(layer).__module__.startswith("mpipipe.") for layer in layers):
         return None
     place_of = {name: int(name.partition(".")[0]) - stage.first for name in stage.layer_of}
     flat = stage.gradients.flat
@@ -85,7 +61,4 @@ def gradient_ready(stage: Stage) -> GradientReady | None:
     stops = [start for start, _ in starts[1:]] + [flat.size]
     pieces = [(stop, place_of[name]) for (start, name), stop in zip(starts, stops) if stop > start]
     parts = [GradientPieces(part.reshape(-1), [(part.size, place_of[name])]) for name, part in stage.parts.items()]
-    names = [frozenset(n for n, at in place_of.items() if at == place) for place in range(len(stage.layers))]
-    return GradientReady(
-        [GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)}, names
-    )
+    return GradientReady([GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)})

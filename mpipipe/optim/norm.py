@@ -1,30 +1,41 @@
-"""The global norm of gradients: of all stages on all ranks together."""
+"""The global norm of gradients: of all stages on all ranks together.
+
+    gathered    each rank sends the squares of each parameter, all add them up exactly
+    begun       each rank sends the exact sum of its squares as few numbers, and no rank waits before the end
+    on GPUs     squares of each parameter   NCCL: those of all ranks   factor, update
+
+The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So all three have
+the same bits, on all ranks and however the model is cut. On GPUs what comes after the norm is asked of the device
+before the host knows it: the device computes the factor of the gradients, and a kernel takes it from the device's
+memory. The host fetches the sums of squares meanwhile, to return the norm and to name a gradient that is not finite. It
+waits for these sums alone, so the device goes on working.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray
-from mpipipe.comm.nccl.channel import choose
+from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.nccl.sums import NcclRow
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.job.consensus import raise_on_all
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.consensus import VALUES, Ballot, raise_on_all
+from mpipipe.job.group import Vote, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.nn.kernels.cuda.optimizer import clip_factor
-from mpipipe.optim.stages import Updated, measured
+from mpipipe.nn import clip_factor
+from mpipipe.stages import StageAdapter
 
-REMEDY = "lower the learning rate, lengthen the warm-up, or look for bad data in this step"
+WHAT = "norm of the gradients"
+PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
+UNKNOWN = -1  # sent in place of how many parts there are: then all squares are gathered
 
 
-class Culprit(NamedTuple):
+class NonFiniteParameter(NamedTuple):
     """A parameter whose gradient is not finite. `rank` is None without a communicator."""
 
     rank: int | None
@@ -32,122 +43,246 @@ class Culprit(NamedTuple):
     name: str
 
     def refuse(self, comm: Communicator | None) -> NoReturn:
-        """Raise the NonFiniteError that names it: on all ranks of `comm`, which have all found it."""
+        """Raise the NonFiniteError that names it: on all ranks of `comm`, which have all learnt of it."""
+        remedy = "lower the learning rate, lengthen the warm-up, or look for bad data in this step"
         error = NonFiniteError(
-            f"the gradient of parameter {self.name} is not finite", rank=self.rank, stage=self.stage, remedy=REMEDY
+            f"the gradient of parameter {self.name} is not finite", rank=self.rank, stage=self.stage, remedy=remedy
         )
         if comm is None or self.rank is None:
             raise error
         raise_on_all(self.rank, error, group_of(comm))
 
 
-class _Report(NamedTuple):
-    """What one rank knows: sums of squares, and (stage, name) of its first gradient that is not finite."""
+class MeasuredNorm(NamedTuple):
+    """A norm, and the first parameter that makes it infinite or NaN; both the same on all ranks."""
 
-    squares: list[float]
-    bad: tuple[int | None, str] | None
+    norm: float
+    bad: NonFiniteParameter | None
 
 
-def gradient_norm(
-    stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = (), scale: float = 1.0
-) -> float:
-    """Return the norm of all gradients of the model.
+class Counted(NamedTuple):
+    """The parameters of a stage that count, and where each starts and stops in the flat buffer."""
 
-    The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So the result
-    does not depend on how the model is cut into stages and ranks, and is the same on all of them.
+    stage: StageAdapter
+    names: list[str]
+    ranges: list[tuple[int, int]]
 
-    Parameters
-    ----------
-    stages : sequence of stages
-        The stages of this rank, as for an optimizer.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never count twice.
-    scale : float
-        Factor that the gradients carry; the result is without it.
 
-    Returns
-    -------
-    float
-        The norm; infinite or NaN where a gradient is.
+class Norm:
+    """The norm over these stages of this rank and those of the ranks of `comm`, without names in `skip`.
 
-    Examples
-    --------
-    >>> from mpipipe import nn, optim
-    >>> stage = nn.Stage([nn.RMSNorm(4)])
-    >>> stage.gradients["0.gain"][...] = 3
-    >>> optim.gradient_norm([stage])
-    6.0
+    MPI gathers it. After `open`, where each rank has a GPU of its own and NCCL is used, it is put together there.
     """
-    return measure(stages, comm, skip, scale)[0]
+
+    def __init__(self, stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = ()) -> None:
+        self.stages, self.comm, self.skip = tuple(stages), comm, frozenset(skip)
+        self._row: NcclRow | None = None
+        self._owners: list[NonFiniteParameter] = []  # of all numbers of the row
+        self._mine = slice(0, 0)  # those of this rank
+
+    def open(self, replicas: Communicator | None) -> None:
+        """Let the ranks of `comm` agree whether they put norms together on their GPUs; collective."""
+        if self.comm is None or self.comm.size == 1:
+            return
+        group, what = group_of(self.comm), f"the {WHAT}"
+        others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
+        if agree_on_nccl([group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
+            everyone = group.gather(what, _owners(self._counted(), group.rank))
+            start = sum(map(len, everyone[: group.rank]))
+            self._owners = [owner for some in everyone for owner in some]
+            self._mine = slice(start, start + len(everyone[group.rank]))
+            if self._owners:
+                self._row = NcclRow(group, len(self._owners), what)
+
+    def close(self) -> None:
+        """Free what `open` has opened; collective, may be called twice."""
+        row, self._row = self._row, None
+        if row is not None:
+            row.close()
+
+    def check(self, stages: Sequence[Any]) -> None:
+        """Raise ArgumentError for other stages, or other parameters that count, than those from the beginning.
+
+        The other ranks get the error, too, since they will wait for this one.
+        """
+        group = None if self.comm is None or self.comm.size == 1 else group_of(self.comm)
+        if group is not None:
+            group.begin()
+        with nullcontext() if group is None else group.failing(f"the {WHAT}"):
+            if list(map(id, stages)) != list(map(id, self.stages)):
+                raise ArgumentError(
+                    "the stages of an optimizer are not those of the norm",
+                    found=f"{len(stages)} stages",
+                    expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in their order",
+                )
+            if self._row is None:
+                return
+            now, before = _owners(self._counted(), self._row.group.rank), self._owners[self._mine]
+            if now != before:
+                raise ArgumentError(
+                    "the parameters that count in a norm have changed",
+                    found=f"{len(now)} on this rank",
+                    expected=f"the {len(before)} that there were when the GlobalNorm was made",
+                    remedy="make it once the pipeline has been built",
+                )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the norm stays on the device; the same on all ranks."""
+        alone = self.comm is None or self.comm.size == 1
+        return self._row is not None or (alone and gpu_of(self.stages) is not None)
+
+    def ask(self, scale: float, max_norm: float, divisor: float = 1.0) -> NormOnDevice:
+        """Begin the norm on the device, and the factor that clips to `max_norm` and divides by `divisor`."""
+        counted, numbers = self._counted(), Clipping(scale, max_norm, divisor)
+        if self._row is not None:
+            return NormOnDevice(numbers, counted, self._owners, self._mine.start, self._row)
+        return NormOnDevice(numbers, counted, _owners(counted, None if self.comm is None else self.comm.rank))
+
+    def measure(self, scale: float) -> MeasuredNorm:
+        """Gather the squares of all parameters; an error on one rank is raised on all."""
+        if self.comm is None:
+            reports = [self._report()]
+        else:
+            error = report = None
+            try:
+                report = self._report()
+            except Exception as caught:
+                error = caught
+            reports = group_of(self.comm).gather(WHAT, report, error)
+        everything = [square for squares, _ in reports for square in squares]
+        for rank, (_, bad) in enumerate(reports):
+            if bad is not None:
+                return MeasuredNorm(
+                    math.sqrt(sum(everything)), NonFiniteParameter(None if self.comm is None else rank, *bad)
+                )
+        return MeasuredNorm(math.sqrt(math.fsum(everything)) / scale, None)
+
+    def begin(self, scale: float) -> Callable[[], MeasuredNorm]:
+        """Begin what `measure` does, and return a function that waits for the result.
+
+        The ranks exchange one row of numbers of fixed length. If a gradient is not finite, or a sum too long, all
+        squares are gathered in the end, so that an error can name the parameter.
+        """
+        if self.comm is None:
+            return lambda: self.measure(scale)
+        vote = Vote(group_of(self.comm), Ballot(f"{WHAT}: the squares"), self._summary())
+
+        def end() -> MeasuredNorm:
+            table = vote.settle()
+            counts = table[:, 0].tolist()
+            if UNKNOWN in counts:
+                return self.measure(scale)
+            rows = table[:, 1:].view(np.float64).tolist()
+            numbers = (part for row, count in zip(rows, counts) for part in row[:count])
+            return MeasuredNorm(math.sqrt(math.fsum(numbers)) / scale, None)
+
+        return end
+
+    def _summary(self) -> list[int]:
+        """The number of parts of the exact sum of squares of this rank, and their bits as integers."""
+        try:
+            squares, bad = self._report()
+            parts = expansion(squares) if bad is None else None
+        except Exception:  # `measure` will raise it again, on all ranks
+            parts = None
+        if parts is None or len(parts) > PARTS:
+            return [UNKNOWN] + [0] * PARTS
+        return [len(parts), *np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64).tolist()]
+
+    def _report(self) -> tuple[list[float], tuple[int | None, str] | None]:
+        """The sum of squares of each parameter of this rank, and (stage, name) of the first that is not finite."""
+        counted = self._counted()
+        rows = arrays.download_all(
+            [stage.kernels.sums_of_squares(stage.gradients.flat, at) for stage, _, at in counted]
+        )
+        squares = [square for row in rows for square in row.tolist()]
+        owners = [(stage.index, name) for stage, names, _ in counted for name in names]
+        return squares, next((owner for owner, square in zip(owners, squares) if not math.isfinite(square)), None)
+
+    def _counted(self) -> list[Counted]:
+        counted = []
+        for stage in StageAdapter.of(self.stages):
+            gradients, copies = stage.gradients, stage.tied_copies
+            names = [name for name in gradients if name not in copies and name not in self.skip]
+            starts = [gradients.offsets[name] for name in names]
+            ranges = [(start, start + gradients[name].size) for start, name in zip(starts, names)]
+            counted.append(Counted(stage, names, ranges))
+        return [each for each in counted if each.names]
 
 
-def measure(
-    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], scale: float
-) -> tuple[float, Culprit | None]:
-    """Return `gradient_norm`, and the first parameter that makes it infinite or NaN; both the same on all ranks."""
-    reports = [_report(stages, skip)] if comm is None else _gathered_reports(comm, stages, skip)
-    squares = [square for report in reports for square in report.squares]
-    for rank, report in enumerate(reports):
-        if report.bad is not None:
-            return math.sqrt(sum(squares)), Culprit(None if comm is None else rank, *report.bad)
-    return math.sqrt(math.fsum(squares)) / scale, None
+def gpu_of(stages: Sequence[Any]) -> int | None:
+    """Return the GPU that all these stages are on; None if there is not one."""
+    gpus = {stage.gpu for stage in StageAdapter.of(stages)}
+    return gpus.pop() if len(gpus) == 1 else None
 
 
-def _report(stages: Sequence[Any], skip: Collection[str]) -> _Report:
-    squares = _squares(stages, skip)
-    bad = next(((stage.index, name) for stage, name, square in squares if not math.isfinite(square)), None)
-    return _Report([square for _, _, square in squares], bad)
+def _owners(counted: Sequence[Counted], rank: int | None) -> list[NonFiniteParameter]:
+    """Rank, stage and name of each number that a rank has a part with."""
+    return [NonFiniteParameter(rank, each.stage.index, name) for each in counted for name in each.names]
 
 
-def _gathered_reports(comm: Communicator, stages: Sequence[Any], skip: Collection[str]) -> list[_Report]:
-    """Return the reports of all ranks; an error on one is raised on all."""
-    error = report = None
-    try:
-        report = _report(stages, skip)
-    except Exception as caught:
-        error = caught
-    return group_of(comm).gather("norm of the gradients", report, error)
+def expansion(numbers: Iterable[float]) -> list[float]:
+    """Return few numbers, of falling size, whose exact sum is that of the given ones.
+
+    A sum of doubles is in general no double, but it is the sum of a few: its value rounded, what rounding has left out,
+    rounded, and so on (Shewchuk, "Adaptive precision floating-point arithmetic", 1997). `math.fsum` over these and
+    those of other ranks rounds once, to the same bits as over all numbers.
+    """
+    left, parts = list(numbers), []
+    while total := math.fsum(left):
+        parts.append(total)
+        left.append(-total)
+    return parts
 
 
-def _squares(stages: Sequence[Any], skip: Collection[str]) -> list[tuple[Updated, str, float]]:
-    """Return (stage, name, sum of squares) of each parameter that counts; wait for the device once, where one is."""
-    counted = counted_pieces(stages, skip)
-    sums = arrays.download_all([stage.kernels.sums_of_squares(stage.gradients.flat, at) for stage, _, at in counted])
-    return [
-        (stage, name, square)
-        for (stage, names, _), squares in zip(counted, sums)
-        for name, square in zip(names, squares.tolist())
-    ]
+class Clipping(NamedTuple):
+    """Numbers of a norm on the device: the scale in the gradients, and what the factor clips to and divides by."""
+
+    scale: float
+    max_norm: float
+    divisor: float
 
 
-def local_squares(stages: Sequence[Any], skip: Collection[str]) -> list[float]:
-    """Return the sum of squares of each parameter of this rank that counts."""
-    return [square for _, _, square in _squares(stages, skip)]
+class NormOnDevice:
+    """The norm of all gradients, begun on the device; `factor` () in float64 is what to multiply gradients by.
+
+    It is NaN where a gradient is not finite. `owners` are those of all numbers of the row of squares, in which those of
+    this rank begin at `start`; `row` brings in those of other ranks.
+    """
+
+    def __init__(
+        self,
+        numbers: Clipping,
+        counted: Sequence[Counted],
+        owners: Sequence[NonFiniteParameter],
+        start: int = 0,
+        row: NcclRow | None = None,
+    ) -> None:
+        self._owners, self._row, self._scale = owners, row, numbers.scale
+        with nullcontext() if row is None else row.failing():
+            make = arrays.empty if row is None else arrays.zeros
+            squares = make((len(owners),), np.dtype(np.float64), "cuda")
+            ends = np.cumsum([start] + [len(each.names) for each in counted]).tolist()
+            for (stage, _, ranges), first, stop in zip(counted, ends, ends[1:]):
+                stage.kernels.sums_of_squares(stage.gradients.flat, ranges, out=squares[first:stop])
+            if row is not None:
+                row.share(squares)
+        self.factor = clip_factor(squares, numbers.max_norm, numbers.scale, numbers.divisor)
+        self._download = arrays.Download([squares])
+
+    def result(self) -> MeasuredNorm:
+        """Wait for the norm alone."""
+        if self._row is not None:  # whose other ranks may fail; the host must not wait for its device then
+            self._row.wait(self._download.is_done, keeping=self)
+        squares = self._download.result()[0].tolist()
+        for owner, square in zip(self._owners, squares):
+            if not math.isfinite(square):
+                return MeasuredNorm(math.sqrt(sum(squares)), owner)
+        return MeasuredNorm(math.sqrt(math.fsum(squares)) / self._scale, None)
 
 
-def counted_pieces(
-    stages: Sequence[Any], skip: Collection[str]
-) -> list[tuple[Updated, list[str], list[tuple[int, int]]]]:
-    """Return (stage, names of parameters that count, where each starts and stops in the flat buffer)."""
-    counted = [
-        (stage, [name for name in stage.gradients if name not in stage.tied_copies and name not in skip])
-        for stage in measured(stages)
-    ]
-    return [(stage, names, _offsets(stage, names)) for stage, names in counted if names]
-
-
-def _offsets(stage: Updated, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return where each parameter starts and stops in the flat buffer."""
-    starts = [stage.gradients.offsets[name] for name in names]
-    return [(start, start + stage.gradients[name].size) for start, name in zip(starts, names)]
-
-
-# -- The norm of gradients over ranks that keep it on their GPUs: opened once, used in every step ---------------------
-
-
-WHAT = "the norm of the gradients"
+# -- The public face --------------------------------------------------------------------------------------------------
 
 
 class GlobalNorm:
@@ -196,195 +331,70 @@ class GlobalNorm:
         skip: Collection[str] = (),
         replicas: Communicator | None = None,
     ):
-        self.stages, self.comm, self.skip = tuple(stages), comm, frozenset(skip)
-        self._row: NcclRow | None = None
-        self._owners: list[Culprit] = []
-        self._start = self._stop = 0
-        self._group = None if comm is None or comm.size == 1 else group_of(comm)
-        if self._group is not None:
-            others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
-            if choose([self._group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
-                self._open(self._group)
-
-    def _open(self, group: Group) -> None:
-        mine = owners_of(counted_pieces(self.stages, self.skip), group.rank)
-        everyone = group.gather(WHAT, mine)
-        self._owners = [owner for some in everyone for owner in some]
-        self._start = sum(map(len, everyone[: group.rank]))
-        self._stop = self._start + len(mine)
-        if self._owners:
-            self._row = NcclRow(group, len(self._owners), WHAT)
+        self.norm = Norm(stages, comm, skip)
+        self.norm.open(replicas)
 
     @property
     def on_device(self) -> bool:
         """Whether the norm stays on the device; the same on all ranks."""
-        return self._row is not None or squares_of_one(self.stages, self.comm, self.skip) is not None
-
-    def _squares(self, stages: Sequence[Any]) -> Squares | None:
-        """The squares of these stages and those of other ranks, on the device; None if MPI is to gather them.
-
-        Raises ArgumentError if the stages are not those of the constructor, or count other parameters than then.
-        The other ranks are told, since they will wait for this one.
-        """
-        if self._group is None:
-            return self._checked(stages)
-        self._group.begin()
-        with self._group.failing(WHAT):
-            return self._checked(stages)
-
-    def _checked(self, stages: Sequence[Any]) -> Squares | None:
-        if list(map(id, stages)) != list(map(id, self.stages)):
-            raise ArgumentError(
-                "the stages of an optimizer are not those of the norm",
-                found=f"{len(stages)} stages",
-                expected=f"the same {len(self.stages)} that the GlobalNorm was made with, in their order",
-            )
-        if self._row is None:
-            return squares_of_one(stages, self.comm, self.skip)
-        counted = counted_pieces(stages, self.skip)
-        if owners_of(counted, self._row.group.rank) != self._owners[self._start : self._stop]:
-            raise ArgumentError(
-                "the parameters that count in a norm have changed",
-                found=f"{sum(len(names) for _, names, _ in counted)} on this rank",
-                expected=f"the {self._stop - self._start} that there were when the GlobalNorm was made",
-                remedy="make it once the pipeline has been built",
-            )
-        return Squares(counted, self._owners, self._start, self._row)
+        return self.norm.on_device
 
     def close(self) -> None:
         """Free what NCCL has opened; collective, may be called twice."""
-        row, self._row = self._row, None
-        if row is not None:
-            row.close()
+        self.norm.close()
 
     def __enter__(self) -> GlobalNorm:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
 
 
-def resolved(
-    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
-) -> tuple[Communicator | None, Collection[str], Squares | None]:
-    """Return (comm, skip) of a norm, and the squares on the device; None if MPI, or this rank, is to gather them."""
+def norm_of(stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None) -> Norm:
+    """Return the norm that a function with these arguments is to take: `over`, or that of the others."""
     if over is None:
-        return comm, skip, squares_of_one(stages, comm, skip)
+        return Norm(stages, comm, skip)
     if comm is not None or skip:
         raise ArgumentError(
             "a GlobalNorm has its own communicator and names to skip",
             found="over with " + " and ".join(["comm"] * (comm is not None) + ["skip"] * bool(skip)),
             expected="over alone",
         )
-    return over.comm, over.skip, over._squares(stages)
+    over.norm.check(stages)
+    return over.norm
 
 
-# -- Clipping on GPUs: what comes behind the norm is asked of the device before the host knows it ---------------------
-#
-# The device computes the factor of the gradients, and a kernel takes it from the device's memory. The host fetches the
-# sums of squares meanwhile, to return the norm and to name a gradient that is not finite. It waits for these sums
-# alone, so the device goes on working.
-#
-#     one GPU     squares of each parameter ............................ factor, update
-#     several     squares of each parameter   NCCL: those of all ranks   factor, update
-#
-# Every rank has the squares of all parameters then, in one order, and adds them up in the same way. So norm and factor
-# have the same bits on all ranks, and those that the host finds by `optim.norm`.
+def gradient_norm(
+    stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = (), scale: float = 1.0
+) -> float:
+    """Return the norm of all gradients of the model.
 
-
-class Squares(NamedTuple):
-    """The sums of squares of all parameters of a model, as a row on the device.
-
-    Attributes
-    ----------
-    counted : list
-        What `counted_pieces` returned: the parameters of this rank.
-    owners : list of Culprit
-        Rank, stage and name of each number of the row.
-    start : int
-        Where the numbers of this rank start.
-    row : NcclRow or None
-        Brings in those of other ranks; None if there are none.
-    """
-
-    counted: list[tuple[Updated, list[str], list[tuple[int, int]]]]
-    owners: list[Culprit]
-    start: int = 0
-    row: NcclRow | None = None
-
-
-def squares_of_one(stages: Sequence[Any], comm: Communicator | None, skip: Collection[str]) -> Squares | None:
-    """The row where all stages of the model are on one GPU of this rank and no other has a part; None elsewhere."""
-    if gpu_of(stages) is None or (comm is not None and comm.size > 1):
-        return None
-    counted = counted_pieces(stages, skip)
-    return Squares(counted, owners_of(counted, None if comm is None else comm.rank))
-
-
-def gpu_of(stages: Sequence[Any]) -> int | None:
-    """The GPU that all these stages are on; None if there is not one."""
-    gpus = {stage.gpu for stage in measured(stages)}
-    return gpus.pop() if len(gpus) == 1 else None
-
-
-def owners_of(counted: Sequence[tuple[Updated, list[str], list[tuple[int, int]]]], rank: int | None) -> list[Culprit]:
-    """Rank, stage and name of each number that a rank has a part with."""
-    return [Culprit(rank, stage.index, name) for stage, names, _ in counted for name in names]
-
-
-class NormOnDevice:
-    """The norm of all gradients, begun on the device.
+    The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So the result
+    does not depend on how the model is cut into stages and ranks, and is the same on all of them.
 
     Parameters
     ----------
-    squares : whose norm
-    scale : factor that the gradients carry
-    max_norm : to which gradients are clipped
-    divisor : of the factor
+    stages : sequence of stages
+        The stages of this rank, as for an optimizer.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are here.
+    skip : collection of str
+        Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never count twice.
+    scale : float
+        Factor that the gradients carry; the result is without it.
 
-    Attributes
-    ----------
-    factor : cupy.ndarray
-        () of float64: what the gradients are to be multiplied by; NaN where one is not finite.
+    Returns
+    -------
+    float
+        The norm; infinite or NaN where a gradient is.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(4)])
+    >>> stage.gradients["0.gain"][...] = 3
+    >>> optim.gradient_norm([stage])
+    6.0
     """
-
-    def __init__(self, squares: Squares, scale: float, *, max_norm: float, divisor: float):
-        self._squares, self._scale = squares, scale
-        with nullcontext() if squares.row is None else squares.row.failing():
-            row = _row(squares)
-        self.factor = clip_factor(row, max_norm, scale, divisor)
-        self._download = arrays.Download([row])
-
-    def result(self) -> tuple[float, Culprit | None]:
-        """Return the norm, and the first parameter that makes it infinite or NaN; wait for the norm alone."""
-        if self._squares.row is not None:  # whose other ranks may fail; the host must not wait for its device then
-            self._squares.row.wait(self._download.is_done, keeping=self)
-        squares = self._download.result()[0].tolist()
-        for owner, square in zip(self._squares.owners, squares):
-            if not math.isfinite(square):
-                return math.sqrt(sum(squares)), owner
-        return math.sqrt(math.fsum(squares)) / self._scale, None
-
-
-def _row(squares: Squares) -> DeviceArray:
-    """The numbers of all ranks, for later work on the current stream."""
-    make = arrays.empty if squares.row is None else arrays.zeros
-    row = make((len(squares.owners),), np.dtype(np.float64), "cuda")
-    ends = np.cumsum([squares.start] + [len(names) for _, names, _ in squares.counted]).tolist()
-    for (stage, _, pieces), start, stop in zip(squares.counted, ends, ends[1:]):
-        stage.kernels.sums_of_squares(stage.gradients.flat, pieces, out=row[start:stop])
-    if squares.row is not None:
-        squares.row.share(row)
-    return row
-
-
-# -- Checks of arguments that several functions make ------------------------------------------------------------------
-
-
-def check_max_norm(max_norm: float) -> None:
-    """Raise ArgumentError unless it is above 0."""
-    if not max_norm > 0:
-        raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
+    return Norm(stages, comm, skip).measure(scale).norm

@@ -1,4 +1,4 @@
-"""Adam with decoupled weight decay."""
+"""Adam with decoupled weight decay, stochastic gradient descent with momentum, and learning-rate curves."""
 
 from __future__ import annotations
 
@@ -6,17 +6,101 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.write_hooks import announce_write
-from mpipipe.optim.stages import Updated, updated
-from mpipipe.stages import check_finished
+from mpipipe.nn import announce_write
+from mpipipe.nn.kernels import Kernels
+from mpipipe.stages import StageAdapter, check_finished
+
+State: TypeAlias = dict[str, Array]  # of a stage, by kind
 
 
-class AdamW:
+class FlatOptimizer:
+    """What the optimizers here have in common: state buffers laid out as the parameters, and steps piece by piece."""
+
+    def __init__(
+        self, stages: Sequence[Any], lr: float, weight_decay: float, groups: Sequence[Group], kinds: Sequence[str]
+    ):
+        self.stages, self.lr, self.weight_decay = tuple(stages), lr, weight_decay
+        self._updated, self.groups = _checked_stages(self.stages), _checked_groups(groups)
+        self.steps = 0
+        self.before_write: list[Callable[[], object]] = []
+        self.state: list[dict[str, Array]] = [
+            {kind: arrays.zeros_like(stage.parameters.flat) for kind in kinds} for stage in self._updated
+        ]
+
+    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
+        """Make one step with the gradients of the stages.
+
+        Parameters
+        ----------
+        lr : float, optional
+            Overrides the learning rate for this step.
+        scale : float or cupy.ndarray
+            Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
+            is NaN then, parameters and state stay as they are.
+
+        Raises
+        ------
+        ArgumentError
+            A step that `begin_step` has begun with these stages has not ended.
+        """
+        check_finished(self.stages)
+        rate = self.lr if lr is None else lr
+        announce_write(self, *self._updated)
+        self.steps += 1
+        for stage, state in zip(self._updated, self.state):
+            parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
+            for at, factor, decay, ranges in pieces(stage, self.groups):
+                self._update(
+                    stage.kernels,
+                    parameters[at],
+                    gradients[at],
+                    {
+                        kind: buffer[at] for kind, buffer in state.items()
+                    },  # a pipeline may have shortened the parameters
+                    rate * factor,
+                    self.weight_decay if decay is None else decay,
+                    dict(g_scale=scale, ranges=ranges, copy=None if copy is None else copy[at]),
+                )
+
+    def _update(self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Any) -> None:
+        """Update a piece; `how` are keywords that all these kernels take."""
+        raise NotImplementedError
+
+    def named_state(self) -> dict[str, dict[str, Array]]:
+        """Return the state by kind and by the names of parameters: views, which may be read and set.
+
+        With `steps` this is all that an optimizer has to remember.
+
+        Returns
+        -------
+        dict of dict of array
+            The kinds are "first" and "second" of AdamW, and "momentum" of SGD if it has any. Each array has the shape
+            of its parameter. A tied parameter that several places of this rank share has one state, under the name of
+            each place.
+
+        Raises
+        ------
+        ArgumentError
+            Two stages have a parameter of the same name, or one is shared with a stage that is not here.
+
+        Examples
+        --------
+        >>> from mpipipe import nn, optim
+        >>> stage = nn.Stage([nn.RMSNorm(2)])
+        >>> optim.AdamW([stage], lr=0.5).named_state()["second"]
+        {'0.gain': array([0., 0.], dtype=float32)}
+        """
+        return state_by_name(self._updated, self.state)
+
+
+class AdamW(FlatOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019).
 
     Their algorithm 2: m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * weight_decay * p; then
@@ -68,86 +152,28 @@ class AdamW:
         weight_decay: float = 0.1,
         groups: Sequence[Group] = (),
     ):
-        self.stages, self.lr, self.betas, self.eps, self.weight_decay = tuple(stages), lr, betas, eps, weight_decay
-        self._updated, self.groups = updated(self.stages), checked(groups)
-        self.steps = 0
-        self.before_write: list[Callable[[], object]] = []
-        self.state: list[dict[str, Array]] = [
-            {name: arrays.zeros_like(stage.parameters.flat) for name in ("first", "second")} for stage in self._updated
-        ]
+        super().__init__(stages, lr, weight_decay, groups, ("first", "second"))
+        self.betas, self.eps = betas, eps
 
-    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
-        """Make one step with the gradients of the stages.
-
-        Parameters
-        ----------
-        lr : float, optional
-            Overrides the learning rate for this step.
-        scale : float or cupy.ndarray
-            Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
-            is NaN then, parameters and state stay as they are.
-
-        Raises
-        ------
-        ArgumentError
-            A step that `begin_step` has begun with these stages has not ended.
-        """
-        check_finished(self.stages)
-        rate = self.lr if lr is None else lr
-        announce_write(self, *self._updated)
-        self.steps += 1
+    def _update(self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Any) -> None:
         b1, b2 = self.betas
-        for stage, state in zip(self._updated, self.state):
-            parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
-            for at, factor, decay, ranges in pieces(stage, self.groups):
-                stage.kernels.adamw(
-                    parameters[at],
-                    gradients[at],
-                    state["first"][at],  # by places: a pipeline may have shortened the parameters since the start
-                    state["second"][at],
-                    b1=b1,
-                    b2=b2,
-                    eps=self.eps,
-                    rate=rate * factor,
-                    correction1=1 - b1**self.steps,
-                    correction2=1 - b2**self.steps,
-                    shrink=1 - rate * factor * (self.weight_decay if decay is None else decay),
-                    g_scale=scale,
-                    ranges=ranges,
-                    copy=None if copy is None else copy[at],
-                )
-
-    def named_state(self) -> dict[str, dict[str, Array]]:
-        """Return the state by kind and by the names of parameters: views, which may be read and set.
-
-        With `steps` this is all that an optimizer has to remember.
-
-        Returns
-        -------
-        dict of dict of array
-            The kinds are "first" and "second"; each array has the shape of its parameter. A tied parameter that
-            several places of this rank share has one state, under the name of each place.
-
-        Raises
-        ------
-        ArgumentError
-            Two stages have a parameter of the same name, or one is shared with a stage that is not here.
-
-        Examples
-        --------
-        >>> from mpipipe import nn, optim
-        >>> stage = nn.Stage([nn.RMSNorm(2)])
-        >>> optimizer = optim.AdamW([stage], lr=0.5)
-        >>> optimizer.named_state()["second"]
-        {'0.gain': array([0., 0.], dtype=float32)}
-        """
-        return named(self._updated, self.state)
+        kernels.adamw(
+            p,
+            g,
+            state["first"],
+            state["second"],
+            b1=b1,
+            b2=b2,
+            eps=self.eps,
+            rate=rate,
+            correction1=1 - b1**self.steps,
+            correction2=1 - b2**self.steps,
+            shrink=1 - rate * decay,
+            **how,
+        )
 
 
-# -- Stochastic gradient descent with momentum ------------------------------------------------------------------------
-
-
-class SGD:
+class SGD(FlatOptimizer):
     """Stochastic gradient descent: u = momentum * u + gradient + weight_decay * p, then p -= lr * u.
 
     Updates are in place, in the dtype of the stage's parameters.
@@ -194,75 +220,27 @@ class SGD:
         weight_decay: float = 0.0,
         groups: Sequence[Group] = (),
     ):
-        self.stages, self.lr = tuple(stages), lr
-        self.momentum, self.weight_decay = momentum, weight_decay
-        self._updated, self.groups = updated(self.stages), checked(groups)
-        self.steps = 0
-        self.before_write: list[Callable[[], object]] = []
-        self.state: list[dict[str, Array]] = [
-            {"momentum": arrays.zeros_like(stage.parameters.flat)} if momentum else {} for stage in self._updated
-        ]
+        super().__init__(stages, lr, weight_decay, groups, ("momentum",) if momentum else ())
+        self.momentum = momentum
 
-    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
-        """Make one step with the gradients of the stages.
+    def _update(self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Any) -> None:
+        kernels.sgd(p, g, state.get("momentum"), momentum=self.momentum, decay=decay, rate=rate, **how)
 
-        Parameters
-        ----------
-        lr : float, optional
-            Overrides the learning rate for this step.
-        scale : float or cupy.ndarray
-            Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
-            is NaN then, parameters and state stay as they are.
 
-        Raises
-        ------
-        ArgumentError
-            A step that `begin_step` has begun with these stages has not ended.
-        """
-        check_finished(self.stages)
-        rate = self.lr if lr is None else lr
-        announce_write(self, *self._updated)
-        for stage, state in zip(self._updated, self.state):
-            parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
-            for at, factor, decay, ranges in pieces(stage, self.groups):
-                stage.kernels.sgd(
-                    parameters[at],
-                    gradients[at],
-                    state["momentum"][at] if state else None,  # a pipeline may have shortened the parameters
-                    momentum=self.momentum,
-                    decay=self.weight_decay if decay is None else decay,
-                    rate=rate * factor,
-                    g_scale=scale,
-                    ranges=ranges,
-                    copy=None if copy is None else copy[at],
-                )
-        self.steps += 1
-
-    def named_state(self) -> dict[str, dict[str, Array]]:
-        """Return the state by kind and by the names of parameters: views, which may be read and set.
-
-        With `steps` this is all that an optimizer has to remember.
-
-        Returns
-        -------
-        dict of dict of array
-            The kind is "momentum"; without momentum there is none. Each array has the shape of its parameter. A tied
-            parameter that several places of this rank share has one state, under the name of each place.
-
-        Raises
-        ------
-        ArgumentError
-            Two stages have a parameter of the same name, or one is shared with a stage that is not here.
-
-        Examples
-        --------
-        >>> from mpipipe import nn, optim
-        >>> stage = nn.Stage([nn.RMSNorm(2)])
-        >>> optimizer = optim.SGD([stage], lr=0.5, momentum=0.9)
-        >>> optimizer.named_state()
-        {'momentum': {'0.gain': array([0., 0.], dtype=float32)}}
-        """
-        return named(self._updated, self.state)
+def _checked_stages(stages: Sequence[Any]) -> list[StageAdapter]:
+    """Return the adapters of stages; raises ArgumentError for parameters that an optimizer should not update."""
+    adapters = StageAdapter.of(stages)
+    for number, stage in enumerate(adapters):
+        own, gradients = stage.parameters.flat, stage.gradients.flat
+        if own.size and (own.dtype not in (np.float32, np.float64) or gradients.dtype != own.dtype):
+            raise ArgumentError(
+                f"parameters of the optimizer's stage {number} are in {own.dtype}",
+                stage=stage.index,
+                found=f"parameters in {own.dtype}, gradients in {gradients.dtype}",
+                expected="float32 or float64: in half precision most updates are lost when they are rounded",
+                remedy="keep parameters in float32 and compute in half precision, by torch.autocast or a cast in JAX",
+            )
+    return adapters
 
 
 # -- Groups of parameters with a learning rate and a weight decay of their own, as pieces of the flat buffers ---------
@@ -313,24 +291,16 @@ class Group:
         return fnmatchcase(name, self.match) if isinstance(self.match, str) else bool(self.match(name, shape))
 
 
-class Piece(NamedTuple):
-    """A part of the flat buffers with one learning rate.
-
-    Attributes
-    ----------
-    at : its place
-    lr : factor of the learning rate
-    weight_decay : None for that of the optimizer
-    ranges : (start, stop, decay) within the piece; None if all of it decays
-    """
+class GroupPiece(NamedTuple):
+    """A part of the flat buffers with one learning rate; `ranges` are within it, None where all of it decays."""
 
     at: slice
-    lr: float
-    weight_decay: float | None
-    ranges: list[tuple[int, int, bool]] | None
+    lr: float  # factor of the optimizer's
+    weight_decay: float | None  # None for that of the optimizer
+    ranges: list[tuple[int, int, bool]] | None  # (start, stop, decay)
 
 
-def checked(groups: Sequence[Group]) -> tuple[Group, ...]:
+def _checked_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
     """Return groups as a tuple; raises ArgumentError for anything else in it."""
     strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
     if strange:
@@ -338,22 +308,22 @@ def checked(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def pieces(stage: Updated, groups: Sequence[Group]) -> list[Piece]:
+def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
     """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what is before them."""
     size = stage.parameters.flat.size
     if not groups:
-        return [Piece(slice(0, size), 1.0, None, stage.decay_ranges)]
-    ties = {name: key for key, names in getattr(stage, "ties", {}).items() for name in names}
+        return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
+    ties = {name: key for key, names in stage.ties.items() for name in names}
     pair = getattr(stage.parameters, "parts", 1) - 1  # an axis that complex parameters have here alone
     cuts: list[tuple[int, float, float | None]] = [(0, 1.0, None)]
     for name, start in sorted(stage.parameters.offsets.items(), key=lambda entry: entry[1]):
         shape = stage.parameters[name].shape
-        found = next((g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])), Group("*"))
-        if 0 not in shape and cuts[-1][1:] != (found.lr, found.weight_decay):
-            cuts = [cut for cut in cuts if cut[0] != start] + [(start, found.lr, found.weight_decay)]
+        group = next((g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])), Group("*"))
+        if 0 not in shape and cuts[-1][1:] != (group.lr, group.weight_decay):
+            cuts = [cut for cut in cuts if cut[0] != start] + [(start, group.lr, group.weight_decay)]
     stops = [*(start for start, _, _ in cuts[1:]), size]
     return [
-        Piece(slice(start, stop), lr, decay, _within(stage.decay_ranges, start, stop) if decay is None else None)
+        GroupPiece(slice(start, stop), lr, decay, _within(stage.decay_ranges, start, stop) if decay is None else None)
         for (start, lr, decay), stop in zip(cuts, stops)
     ]
 
@@ -365,38 +335,32 @@ def _within(ranges: Sequence[tuple[int, int, bool]], start: int, stop: int) -> l
 # -- The state of an optimizer by the names of the parameters that it belongs to --------------------------------------
 
 
-def named(stages: Sequence[Updated], states: Sequence[Mapping[str, Array]]) -> dict[str, dict[str, Array]]:
+def state_by_name(stages: Sequence[StageAdapter], states: Sequence[Mapping[str, Array]]) -> dict[str, dict[str, Array]]:
     """Return views of flat state buffers: {kind: {name of a parameter: array of its shape}}.
 
     A tied parameter that several places of this rank share has one state, which appears under the name of each place.
-
-    Parameters
-    ----------
-    stages : of an optimizer
-    states : for each of them its buffers by kind, with the offsets of the stage's parameters
-
     Raises ArgumentError if two stages have a parameter of the same name, or share one with a stage that is not here.
     """
-    buffers = {id(stage): state for stage, state in zip(stages, states)}
-    found: dict[str, dict[str, Array]] = {kind: {} for state in states for kind in state}
+    buffers = {id(stage.given): state for stage, state in zip(stages, states)}
+    named: dict[str, dict[str, Array]] = {kind: {} for state in states for kind in state}
     for stage in stages:
         for name, like in stage.gradients.items():
-            owner, there = stage.owners.get(name, (stage, name))
+            owner, there = stage.owners.get(name, (stage.given, name))
             if id(owner) not in buffers:
                 raise ArgumentError(
                     f"the tied parameter {name} belongs to a stage that this optimizer does not have",
                     stage=stage.index,
                     remedy="give the optimizer all stages of this rank",
                 )
-            start = owner.parameters.offsets[there]
+            start = (stage if owner is stage.given else owner).parameters.offsets[there]
             for kind, buffer in buffers[id(owner)].items():
-                if name in found[kind]:
-                    raise same_name(name)
-                found[kind][name] = buffer[start : start + like.size].reshape(like.shape)
-    return found
+                if name in named[kind]:
+                    raise duplicate_name_error(name)
+                named[kind][name] = buffer[start : start + like.size].reshape(like.shape)
+    return named
 
 
-def same_name(name: str, ranks: Sequence[int] = ()) -> ArgumentError:
+def duplicate_name_error(name: str, ranks: Sequence[int] = ()) -> ArgumentError:
     """Make the error for two parameters of one name, on one rank or on these."""
     where = f"on ranks {' and '.join(map(str, ranks))}" if ranks else "of this rank"
     return ArgumentError(

@@ -1,210 +1,24 @@
-"""An optimizer step in two parts: begun when the gradients of this rank are complete, ended when their norm is known.
+"""Clipping by the global norm, and the step of an optimizer with it: at once, or begun and ended.
 
     rank 0   gradients whole | begin: squares -->           ... log, fetch data ... | end: norm, update
     rank 3             gradients whole | begin: squares --> ................ | end: norm, update
 
-No rank waits between the two. The ranks exchange one row of numbers of fixed length: each sends the exact sum of its
-squares (exact_sum.py). So the norm has the same bits as that of `gradient_norm`, which gathers the squares of all
-parameters. If a gradient is not finite, all squares are gathered here, too, so that an error can name the parameter.
+No rank waits between the two. Norms are those of `norm.GlobalNorm`, to the bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from mpipipe.job.consensus import VALUES, Ballot
-from mpipipe.job.group import Vote, group_of
+from mpipipe.arrays import DeviceArray
+from mpipipe.errors import ArgumentError
 from mpipipe.job.types import Communicator
-from mpipipe.nn.kernels.cuda.optimizer import rescale
-from mpipipe.optim.norm import (
-    Culprit,
-    GlobalNorm,
-    NormOnDevice,
-    Squares,
-    check_max_norm,
-    local_squares,
-    measure,
-    resolved,
-    squares_of_one,
-)
-from mpipipe.optim.scaling import LossScaler, Stepping, scaled_step, step_with_norm
-from mpipipe.optim.stages import measured
-from mpipipe.stages import check_finished, mark_begun
-
-PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
-UNKNOWN = -1  # sent in place of how many parts there are: then all squares are gathered
-
-
-class PendingUpdate:
-    """What `begin_step` returns: an optimizer step that `finish` ends.
-
-    Parameters
-    ----------
-    end : callable
-        Waits for the norm, makes the step, and returns the norm.
-    stages : sequence
-        Stages of the optimizer. Until the end no training step and no other optimizer step of them may begin.
-    """
-
-    def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:
-        self._end: Callable[[], float | None] | None = end
-        self._norm: float | None = None
-        mark_begun(stages, self)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `finish` was called."""
-        return self._end is None
-
-    def finish(self) -> float | None:
-        """Wait for the norm, and make the step; collective where the norm is. A second call does nothing more.
-
-        Returns
-        -------
-        float or None
-            The norm of the gradients, without scale and before clipping; None where no norm was asked for, or no step
-            was made.
-
-        Raises
-        ------
-        NonFiniteError
-            As `scaled_step`; without a scaler wherever a gradient is infinite or NaN.
-        """
-        end, self._end = self._end, None
-        if end is not None:
-            self._norm = end()
-        return self._norm
-
-
-def begin_step(
-    optimizer: Stepping,
-    max_norm: float | None = None,
-    *,
-    scaler: LossScaler | None = None,
-    lr: float | None = None,
-    comm: Communicator | None = None,
-    skip: Collection[str] = (),
-    over: GlobalNorm | None = None,
-) -> PendingUpdate:
-    """Begin a step of the optimizer, and of the sum over all ranks that clipping needs. Nothing waits.
-
-    With `finish` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` no rank needs another one: the step
-    is made at once, as by `optimizer.step`. Between the two calls gradients and parameters must be left alone, and
-    `finish` must come first: until then no training step of a pipeline and no other step of an optimizer of these
-    stages begins.
-
-    Parameters
-    ----------
-    optimizer : SGD or AdamW
-        The optimizer of this rank's stages, whose gradients are whole.
-    max_norm : float, optional
-        Above 0: larger gradients are clipped to it; infinity for the norm alone.
-    scaler : LossScaler, optional
-        Equal on all ranks; its scale is in the gradients.
-    lr : float, optional
-        Overrides the learning rate for this step.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count in the norm.
-    over : GlobalNorm, optional
-        In place of `comm` and `skip`. Where the ranks keep the norm on their GPUs, all is done in `finish`.
-
-    Returns
-    -------
-    PendingUpdate
-        Whose `finish()` makes the step.
-
-    Raises
-    ------
-    ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
-        these stages has not ended.
-
-    Examples
-    --------
-    >>> from mpipipe import nn, optim
-    >>> stage = nn.Stage([nn.RMSNorm(4)])
-    >>> optimizer = optim.SGD([stage], lr=0.5)
-    >>> stage.gradients["0.gain"][...] = 1
-    >>> update = optim.begin_step(optimizer, max_norm=1.0)
-    >>> update.finish()
-    2.0
-    >>> stage.parameters["0.gain"]
-    array([0.75, 0.75, 0.75, 0.75], dtype=float32)
-    """
-    check_finished(optimizer.stages)
-    if max_norm is None and scaler is None:
-        optimizer.step(lr=lr)
-        return PendingUpdate(lambda: None)
-    max_norm = math.inf if max_norm is None else max_norm
-    check_max_norm(max_norm)
-    scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
-    stages = optimizer.stages
-    if _on_device(stages, comm, skip, over):
-        end_all = partial(scaled_step, optimizer, scaler, max_norm, lr=lr, comm=comm, skip=skip, over=over)
-        return PendingUpdate(end_all, stages)
-    if over is not None:
-        comm, skip, _ = resolved(stages, comm, skip, over)
-    measured = _begin(stages, comm, skip, scaler.scale)
-
-    def end() -> float | None:
-        norm, culprit = measured()
-        return step_with_norm(optimizer, scaler, max_norm, lr, comm, norm, culprit)
-
-    return PendingUpdate(end, stages)
-
-
-def _on_device(
-    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], over: GlobalNorm | None
-) -> bool:
-    """Return whether the norm is computed on GPUs."""
-    if over is not None:
-        return over.on_device
-    try:
-        return squares_of_one(stages, comm, skip) is not None
-    except Exception:  # `measure` will raise it again, on all ranks
-        return False
-
-
-def _begin(
-    stages: Sequence[Any], comm: Communicator | None, skip: Collection[str], scale: float
-) -> Callable[[], tuple[float, Culprit | None]]:
-    """Begin what `norm.measure` does, and return a function that waits for the result."""
-    if comm is None:
-        return partial(measure, stages, comm, skip, scale)
-    group = group_of(comm)
-    vote = Vote(group, Ballot("norm of the gradients: the squares"), _row(stages, skip))
-
-    def end() -> tuple[float, Culprit | None]:
-        table = vote.settle()
-        counts = table[:, 0].tolist()
-        if UNKNOWN in counts:
-            return measure(stages, comm, skip, scale)
-        rows = table[:, 1:].view(np.float64).tolist()
-        return math.sqrt(math.fsum(part for row, count in zip(rows, counts) for part in row[:count])) / scale, None
-
-    return end
-
-
-def _row(stages: Sequence[Any], skip: Collection[str]) -> list[int]:
-    """Return the row of this rank: the number of parts of its sum of squares, and their bits as integers."""
-    try:
-        squares = local_squares(stages, skip)
-        parts = expansion(squares) if all(map(math.isfinite, squares)) else None
-    except Exception:  # `measure` will raise it again, on all ranks
-        parts = None
-    if parts is None or len(parts) > PARTS:
-        return [UNKNOWN] + [0] * PARTS
-    return [len(parts), *np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64).tolist()]
-
-
-# -- Clipping by the global norm --------------------------------------------------------------------------------------
+from mpipipe.nn import rescale
+from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, norm_of
+from mpipipe.optim.scaling import LossScaler
+from mpipipe.stages import StageAdapter, check_finished, mark_begun
 
 
 def clip_by_global_norm(
@@ -257,52 +71,249 @@ def clip_by_global_norm(
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     check_max_norm(max_norm)
-    comm, skip, squares = resolved(stages, comm, skip, over)
-    if squares is not None:
-        return _clip_on_device(stages, max_norm, comm, scale, squares)
-    norm, culprit = measure(stages, comm, skip, scale)
-    if culprit is not None:
-        culprit.refuse(comm)
-    if norm > max_norm:
-        for stage in measured(stages):
-            stage.kernels.scale(stage.gradients.flat, max_norm / norm, stage.gradients.flat)
-    return norm
+    norm, adapters = norm_of(stages, comm, skip, over), StageAdapter.of(stages)
+    if norm.on_device:
+        asked = norm.ask(scale, max_norm)
+        try:
+            for stage in adapters:
+                rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
+        finally:  # after an error too: until then the device writes to memory of the host that others would get
+            measured = asked.result()
+    else:
+        measured = norm.measure(scale)
+        if measured.bad is None and measured.norm > max_norm:
+            for stage in adapters:
+                stage.kernels.scale(stage.gradients.flat, max_norm / measured.norm, stage.gradients.flat)
+    if measured.bad is not None:
+        measured.bad.refuse(norm.comm)
+    return measured.norm
 
 
-def _clip_on_device(
-    stages: Sequence[Any], max_norm: float, comm: Communicator | None, scale: float, squares: Squares
-) -> float:
-    asked = NormOnDevice(squares, scale, max_norm=max_norm, divisor=1.0)
-    try:
-        for stage in measured(stages):
-            rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
-    finally:  # after an error too: until then the device writes to memory of the host that others would get
-        norm, culprit = asked.result()
-    if culprit is not None:
-        culprit.refuse(comm)
-    return norm
+def check_max_norm(max_norm: float) -> None:
+    """Raise ArgumentError unless it is above 0."""
+    if not max_norm > 0:
+        raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
 
 
-# -- Exact sums of floating-point numbers, as few numbers that others can go on adding to -----------------------------
-#
-# A sum of doubles is in general no double, but it is the sum of a few: its value rounded, what rounding has left out,
-# rounded, and so on (an expansion; Shewchuk, "Adaptive precision floating-point arithmetic", 1997). `math.fsum` over
-# these and those of other ranks rounds once, to the same bits as over all numbers.
+# -- A step with clipping and scaling ---------------------------------------------------------------------------------
 
 
-def expansion(numbers: Iterable[float]) -> list[float]:
-    """Return few numbers, of falling size, whose exact sum is that of the given ones.
+class Stepping(Protocol):
+    """What a scaled step asks of an optimizer; AdamW and SGD have it."""
+
+    steps: int
+
+    @property
+    def stages(self) -> Sequence[Any]: ...
+
+    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None: ...
+
+
+class _OptimizerStep(NamedTuple):
+    """A step of an optimizer with all that it depends on."""
+
+    optimizer: Stepping
+    scaler: LossScaler
+    max_norm: float
+    lr: float | None
+    norm: Norm
+
+    def at_once(self) -> float | None:
+        """Measure and make the step. On a device it is made or left out there, before the host knows the norm."""
+        if not self.norm.on_device:
+            return self.with_norm(self.norm.measure(self.scaler.scale))
+        asked = self.norm.ask(self.scaler.scale, self.max_norm, divisor=self.scaler.scale)
+        try:
+            self.optimizer.step(lr=self.lr, scale=asked.factor)
+        finally:  # after an error too: until then the device writes to memory of the host that others would get
+            measured = asked.result()
+        if measured.bad is not None:
+            self.optimizer.steps -= 1  # the device has not made it
+        return measured.norm if self._is_good(measured) else None
+
+    def with_norm(self, measured: MeasuredNorm) -> float | None:
+        """Make the step once the norm is known, or the parameter whose gradient is not finite."""
+        factor = (self.max_norm / measured.norm if measured.norm > self.max_norm else 1.0) / self.scaler.scale
+        if not self._is_good(measured):
+            return None
+        self.optimizer.step(lr=self.lr, scale=factor)
+        return measured.norm
+
+    def _is_good(self, measured: MeasuredNorm) -> bool:
+        """Let the scaler know; raise NonFiniteError where no smaller scale can help."""
+        if measured.bad is not None and not self.scaler.can_shrink:
+            measured.bad.refuse(self.norm.comm)
+        self.scaler.update(measured.bad is None)
+        return measured.bad is None
+
+
+def scaled_step(
+    optimizer: Stepping,
+    scaler: LossScaler,
+    max_norm: float = math.inf,
+    lr: float | None = None,
+    comm: Communicator | None = None,
+    skip: Collection[str] = (),
+    over: GlobalNorm | None = None,
+) -> float | None:
+    """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler.
+
+    If a gradient is infinite or NaN, on whichever rank, no rank makes the step. The gradients stay as they are.
+
+    Parameters
+    ----------
+    optimizer : SGD or AdamW
+        The optimizer of this rank's stages.
+    scaler : LossScaler
+        Equal on all ranks.
+    max_norm : float
+        Above 0: larger gradients are clipped to it, as by `clip_by_global_norm`, but without a pass of their own.
+    lr : float, optional
+        Overrides the learning rate for this step.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are here.
+    skip : collection of str
+        Names of parameters that do not count in the norm.
+    over : GlobalNorm, optional
+        In place of `comm` and `skip`: the ranks may keep the norm on their GPUs.
+
+    Returns
+    -------
+    float or None
+        The norm of the gradients, without scale and before clipping; None if no step was made.
+
+    Raises
+    ------
+    NonFiniteError
+        A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not dynamic. All ranks
+        raise it, and it names rank, stage and parameter.
+    ArgumentError
+        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
+        these stages has not ended (see `begin_step`). The scaler is as it was.
 
     Examples
     --------
-    >>> from mpipipe.optim.step import expansion
-    >>> expansion([1e16, 1.0, 1.0])
-    [1.0000000000000002e+16]
-    >>> expansion([1e16, 1.0])
-    [1e+16, 1.0]
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(4)])
+    >>> optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(initial=8.0)
+    >>> stage.gradients["0.gain"][...] = 8
+    >>> optim.scaled_step(optimizer, scaler)
+    2.0
+    >>> stage.parameters["0.gain"]
+    array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    left, parts = list(numbers), []
-    while total := math.fsum(left):
-        parts.append(total)
-        left.append(-total)
-    return parts
+    check_finished(optimizer.stages)
+    check_max_norm(max_norm)
+    return _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over)).at_once()
+
+
+def begin_step(
+    optimizer: Stepping,
+    max_norm: float | None = None,
+    *,
+    scaler: LossScaler | None = None,
+    lr: float | None = None,
+    comm: Communicator | None = None,
+    skip: Collection[str] = (),
+    over: GlobalNorm | None = None,
+) -> PendingUpdate:
+    """Begin a step of the optimizer, and of the sum over all ranks that clipping needs. Nothing waits.
+
+    With `wait` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` no rank needs another one: the step
+    is made at once, as by `optimizer.step`. Between the two calls gradients and parameters must be left alone, and
+    `wait` must come first: until then no training step of a pipeline and no other step of an optimizer of these
+    stages begins.
+
+    Parameters
+    ----------
+    optimizer : SGD or AdamW
+        The optimizer of this rank's stages, whose gradients are whole.
+    max_norm : float, optional
+        Above 0: larger gradients are clipped to it; infinity for the norm alone.
+    scaler : LossScaler, optional
+        Equal on all ranks; its scale is in the gradients.
+    lr : float, optional
+        Overrides the learning rate for this step.
+    comm : communicator, optional
+        Over which the stages of the model are spread: a collective call. None: all of them are here.
+    skip : collection of str
+        Names of parameters that do not count in the norm.
+    over : GlobalNorm, optional
+        In place of `comm` and `skip`. Where the ranks keep the norm on their GPUs, all is done in `wait`.
+
+    Returns
+    -------
+    PendingUpdate
+        Whose `wait()` makes the step.
+
+    Raises
+    ------
+    ArgumentError
+        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
+        these stages has not ended.
+
+    Examples
+    --------
+    >>> from mpipipe import nn, optim
+    >>> stage = nn.Stage([nn.RMSNorm(4)])
+    >>> optimizer = optim.SGD([stage], lr=0.5)
+    >>> stage.gradients["0.gain"][...] = 1
+    >>> update = optim.begin_step(optimizer, max_norm=1.0)
+    >>> update.wait()
+    2.0
+    >>> stage.parameters["0.gain"]
+    array([0.75, 0.75, 0.75, 0.75], dtype=float32)
+    """
+    check_finished(optimizer.stages)
+    if max_norm is None and scaler is None:
+        optimizer.step(lr=lr)
+        return PendingUpdate(lambda: None)
+    max_norm = math.inf if max_norm is None else max_norm
+    check_max_norm(max_norm)
+    scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
+    step = _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over))
+    if step.norm.on_device:
+        return PendingUpdate(step.at_once, optimizer.stages)
+    measured = step.norm.begin(scaler.scale)
+    return PendingUpdate(lambda: step.with_norm(measured()), optimizer.stages)
+
+
+class PendingUpdate:
+    """What `begin_step` returns: an optimizer step that `wait` ends.
+
+    Parameters
+    ----------
+    end : callable
+        Waits for the norm, makes the step, and returns the norm.
+    stages : sequence
+        Stages of the optimizer. Until the end no training step and no other optimizer step of them may begin.
+    """
+
+    def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:
+        self._end: Callable[[], float | None] | None = end
+        self._norm: float | None = None
+        mark_begun(stages, self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `wait` was called."""
+        return self._end is None
+
+    def wait(self) -> float | None:
+        """Wait for the norm, and make the step; collective where the norm is. A second call does nothing more.
+
+        Returns
+        -------
+        float or None
+            The norm of the gradients, without scale and before clipping; None where no norm was asked for, or no step
+            was made.
+
+        Raises
+        ------
+        NonFiniteError
+            As `scaled_step`; without a scaler wherever a gradient is infinite or NaN.
+        """
+        end, self._end = self._end, None
+        if end is not None:
+            self._norm = end()
+        return self._norm

@@ -109,7 +109,7 @@ def simulate_all(
 
 
 def draw_comparison(timelines: Iterable[Timeline], path: str | os.PathLike[str]) -> None:
-    """Draw bubble and peak memory of schedules over the number of micro-batches, with the names beside the lines.
+    """Draw bubble and peak memory of schedules over the number of micro-batches, with the names next to the lines.
 
     The memory is the largest number of activations on any rank, each of all stages of a rank: that of V chunks counts
     as one. Schedules with the same values share a line whose dashes have their colours in turn.
@@ -243,7 +243,7 @@ def _draw_lines(axes: Any, points: Points) -> None:
 
 
 def _name_lines(sheet: Sheet, axes: Any, points: Points, top: float, height: float) -> None:
-    """Write each name beside the end of its line, and join the two."""
+    """Write each name next to the end of its line, and join the two."""
     right = WIDTH - MARGIN - max(map(sheet.width_of_words, points))
     ends = {}
     for name, line in points.items():

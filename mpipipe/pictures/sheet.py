@@ -46,7 +46,7 @@ class Look(NamedTuple):
 
 
 def looks_of_ops(labels: Iterable[str]) -> dict[str, Look]:
-    """Return the looks of ops, in the order of a step, and of other labels behind them, in their own order."""
+    """Return the looks of ops, in the order of a step, and of other labels after them, in their own order."""
     given = list(dict.fromkeys(labels))
     looks = {op: Look(words, colour) for op, (words, colour) in OPS.items() if op in given}
     others = [label for label in given if label not in OPS]
@@ -121,8 +121,6 @@ SETTINGS = {
 class Sheet:
     """A figure in which all is placed in points from the top left corner; `end_at` says how high it is.
 
-    Attributes
-    ----------
     figure : the matplotlib.figure.Figure
     ink : axes over the whole sheet, in points, for title, key and labels
     height : points
@@ -347,7 +345,7 @@ def hide_time(axes: Any) -> None:
 # -- Labels in a row, each as near as can be to what it names, and none upon another ----------------------------------
 
 
-class Block(NamedTuple):
+class LabelRun(NamedTuple):
     """Labels that touch each other: which ones, where the first begins, and how long they are together."""
 
     members: list[int]
@@ -361,7 +359,7 @@ def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: fl
     Labels that want the same place stand in the order given. Where all together are longer than there is room, they
     begin at `low`.
     """
-    blocks: list[Block] = []
+    blocks: list[LabelRun] = []
     for label in sorted(range(len(wanted)), key=lambda label: wanted[label]):
         block = _block([label], wanted, sizes, low, high)
         while blocks and blocks[-1].start + blocks[-1].size > block.start:
@@ -376,11 +374,11 @@ def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: fl
     return middles
 
 
-def _block(members: list[int], wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> Block:
+def _block(members: list[int], wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> LabelRun:
     """Place labels without gaps so that on average none is off to one side."""
     before, offsets = 0.0, []
     for label in members:
         offsets.append(wanted[label] - before - sizes[label] / 2)
         before += sizes[label]
     mean = sum(offsets) / len(offsets)
-    return Block(members, max(low, min(mean, high - before)), before)
+    return LabelRun(members, max(low, min(mean, high - before)), before)

@@ -35,7 +35,7 @@ Rows = Sequence[Mapping[str, float]]  # for each rank the seconds of every part,
 
 
 class Label(NamedTuple):
-    """What is written at a part: how wide it is with the room beside it, in points, and whether it names the part."""
+    """What is written at a part: how wide it is with the room around it, in points, and whether it names the part."""
 
     part: str
     words: str

@@ -187,7 +187,7 @@ def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, Look], r
 
 
 def _border(least: float) -> float:
-    """Return the width of the border of a box whose shorter side has so many points."""
+    """Return the width of the border of a box whose shorter side has `least` points."""
     return 0.6 if least > 5 else 0.25 if least > 2 else 0.0
 
 

@@ -1,14 +1,26 @@
 """The pipeline: a checked schedule, stages, and a mailbox, run step by step.
 
 what a user holds        pipeline, pending
-before the first step    construction, plan, ties, stage
-one call                 engine, call_agreement, batch, weighing
-one action               executor, messages, gradient_sums, graphs
-what went wrong          check, flight, shortage
+before the first step    construction, plan, ties
+one call                 engine, agreement, batch, loss
+one action               executor, clock, messages, gradient_sums, graphs
+what went wrong          check, diagnostics
 """
 
+from mpipipe.pipeline.construction import construct_on_paper
+from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
 from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.pipeline.pipeline import Pipeline
+from mpipipe.pipeline.plan import PlannedAction, receive_windows
 
-__all__ = ["Branches", "PendingStep", "Pipeline", "StepResult"]
+__all__ = [
+    "Branches",
+    "Loss",
+    "PendingStep",
+    "Pipeline",
+    "PlannedAction",
+    "StepResult",
+    "construct_on_paper",
+    "receive_windows",
+]

@@ -1,8 +1,9 @@
-"""The batch of a call: checked and cut on the ranks that hold inputs or targets."""
+"""The batch of a call, checked and cut on the ranks that hold inputs or targets, and what is held while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -10,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Tree
+from mpipipe.arrays import Download, Tree
 from mpipipe.arrays.trees import flatten, read_only, unflatten
+from mpipipe.comm.mailbox import Lease
 from mpipipe.comm.transport.host import check_sendable
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
+from mpipipe.nn import Position
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.proof import trains
 from mpipipe.text import counted
@@ -37,6 +40,19 @@ class BatchFacts(NamedTuple):
     bare: int = 0  # whether a stage does not show its gradients
 
 
+class Agreed(NamedTuple):
+    """What the ranks found out about the batch."""
+
+    signature: int
+    microbatches: int
+    listed: bool
+    total: int  # rows of all replicas, or entries of their targets: what the loss is a mean over
+    entries: int  # of the targets of all replicas
+    mean_over: int  # what the loss is a mean over: UNSAID, ROWS or ENTRIES
+    uneven: bool  # whether rows somewhere have more entries than elsewhere
+    bare: bool  # whether a stage somewhere does not show its gradients
+
+
 class Batch(NamedTuple):
     """Inputs and targets of this rank, by micro-batch; None if it holds none. `counts`: rows or entries of each."""
 
@@ -49,12 +65,8 @@ class Batch(NamedTuple):
 class BatchReader:
     """Checks and cuts the batches of one rank.
 
-    Parameters
-    ----------
-    schedule, rank : which say where inputs and targets belong
-    loss : of this rank, or None. Where its attribute `mean_over_entries` is true, targets count by their entries,
-        else by their rows.
-    bare : whether a stage of this rank has a backward and does not show its gradients
+    Where `loss.mean_over_entries` is true, targets count by their entries, else by their rows. `bare` is whether a
+    stage of this rank has a backward and does not show its gradients.
     """
 
     def __init__(self, schedule: Schedule, rank: int, loss: Callable[..., Any] | None, bare: bool = False):
@@ -167,13 +179,11 @@ def rows_of(tree: Tree) -> int:
 
 
 def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list[int]]:
-    """Cut a batch along axis 0; return the micro-batches and the number of rows of each.
+    """Cut a batch along axis 0; return the micro-batches and the number of rows of each. A list is cut already.
 
-    A list is taken as already cut. On the host the micro-batches are read-only views of the user's arrays, and of type
-    numpy.ndarray itself where those are of a subclass, such as numpy.memmap.
-
-    Raises ArgumentError when the batch has fewer rows than there are micro-batches, or a list the wrong length, and for
-    arrays that cannot be sent (see `check_sendable`).
+    On the host the micro-batches are read-only views of the user's arrays, of numpy.ndarray itself where those are of a
+    subclass, such as numpy.memmap. Raises ArgumentError where the batch is too small, or a list of the wrong length,
+    and for arrays that cannot be sent.
     """
     if isinstance(batch, list):
         if len(batch) != microbatches:
@@ -217,3 +227,55 @@ def merge(pieces: list[Tree]) -> Tree:
     structure = flat[0][1]
     columns = zip(*(leaves for leaves, _ in flat))
     return unflatten([arrays.concatenate(column) for column in columns], structure)
+
+
+# -- What one call is to do on this rank, what it holds while it runs, and what it gives ------------------------------
+
+
+class CallInputs(NamedTuple):
+    """What one call is to do on this rank; `inputs` and `targets` are of the ranks of the first and the last stage."""
+
+    training: bool  # whether backwards follow
+    inputs: list[Tree]
+    targets: list[Tree] | None  # None where no loss is wanted
+    scale: float  # factor on all gradients
+    positions: list[Position]  # of each micro-batch, for layers that draw random numbers
+
+
+@dataclass(slots=True)
+class CallState:
+    """What this rank holds while a call runs, by (stage, micro-batch) or micro-batch.
+
+    saved : (what backward needs, lease), from forward until backward; the input until an R
+    pending : the same from input gradient until weight gradient
+    local : (edge, micro-batch, "F" or "B") -> tree for an action on this rank
+    alive, peak : whole activations (stage, micro-batch) held now, and at most
+    under_way, peak_under_way : the same with those whose input alone is kept, for an R
+    download : (micro-batches, copies of their losses to the host), once the device was asked for all losses
+    losses, outputs, input_gradients : results, by micro-batch; empty if they do not arise
+    """
+
+    inputs: CallInputs
+    marks: list  # of the clock, two for each action that has run
+    saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
+    pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
+    local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)
+    loss_gradients: dict[int, Tree] = field(default_factory=dict)
+    alive: int = 0
+    peak: int = 0
+    under_way: int = 0
+    peak_under_way: int = 0
+    download: tuple[list[int], Download] | None = None
+    losses: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, Tree] = field(default_factory=dict)
+    input_gradients: dict[int, Tree] = field(default_factory=dict)
+
+    def count_activation(self) -> None:
+        """Count one more whole activation."""
+        self.alive += 1
+        self.peak = max(self.peak, self.alive)
+
+    def drop_activation(self) -> None:
+        """Count one less: its last backward has ended."""
+        self.alive -= 1
+        self.under_way -= 1

@@ -5,7 +5,7 @@
     loss      y -> dy       y and targets as they were; dy finite
     backward  dy -> dx      x, dy and saved as they were; gradients and dx finite     ... to here
 
-Stages, losses and messages stand behind those of checked.py then, which look at what goes in and comes out. Other
+Stages, losses and messages are wrapped then, by classes that look at what goes in and comes out. Other
 pipelines have nothing of it. Checksums tell whether an array was written to. Each array is looked at a few times:
 results after the next actions of the rank, where a buffer that is used again shows, and until their messages have
 left; what was saved, when its backward begins; the batch at the end of the call.
@@ -27,9 +27,9 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position
+from mpipipe.pipeline.batch import CallInputs
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.weighing import CallInputs
 from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
 from mpipipe.text import counted
 
@@ -50,11 +50,9 @@ def first_source(sources: Sources) -> str:
     return ""
 
 
-class Result:
+class Returned:
     """What a stage has returned, and who may read it.
 
-    Attributes
-    ----------
     arrays : of y or dx
     action : (stage, name of the action): the next of its kind would use a buffer again
     sent : messages of this call that have to leave before nobody reads it; None before its own was sent
@@ -68,8 +66,6 @@ class Result:
 class Checks:
     """What is known of the arrays of the call under way on this rank.
 
-    Parameters
-    ----------
     rank : of this process in the pipeline
     last_stage : number of the last stage
     mailbox : which knows what has been sent
@@ -84,7 +80,7 @@ class Checks:
         self.training, self.gradients = training, gradients  # whether backwards follow; whether they are looked at
         self.handed: dict[tuple[int, int], Watched] = {}  # (stage, micro-batch) -> x
         self.batch: dict[tuple[str, int], Watched] = {}  # the user's arrays
-        self.recent: list[Result] = []
+        self.recent: list[Returned] = []
         self.returned: dict[
             tuple[int, int | None, str], Watched
         ] = {}  # (stage, micro-batch, name) -> those after `recent`
@@ -140,7 +136,7 @@ class Checks:
 
     def returns(self, arrays: Watched, action: tuple[int, str]) -> None:
         """Watch what a stage has returned."""
-        self.recent.append(Result(arrays, action))
+        self.recent.append(Returned(arrays, action))
 
     def after(self, action: tuple[int, str], microbatch: int) -> None:
         """Look at what was returned by the actions before this one."""
@@ -172,7 +168,7 @@ class Checks:
         if found is not None:
             self.unchanged(found, "y was written to after its stage had returned it")
 
-    def _keep(self, result: Result) -> None:
+    def _keep(self, result: Returned) -> None:
         """Look at a result once more, when its backward comes or at the end, where the rank holds it until then."""
         stage, name, microbatch = *result.action, result.arrays.microbatch
         if name == "forward" and (self.training or stage == self.last_stage):
@@ -197,25 +193,16 @@ def attach(checks: Checks, stage: StageAdapter) -> None:
 
 
 class Kept(NamedTuple):
-    """What a stage saved, and what must be as it was when it is used.
+    """What a stage saved, and what must be as it was when it is used."""
 
-    Attributes
-    ----------
-    saved : of the stage
-    microbatch : its number
-    arrays : name -> x, dy, saved
-    """
-
-    saved: Any
-    microbatch: int
-    arrays: dict[str, Watched]
+    saved: Any  # of the stage
+    microbatch: int  # its number
+    arrays: dict[str, Watched]  # name -> x, dy, saved
 
 
 class CheckedStage:
     """Forward and backward of a stage, with a look at what goes in and comes out.
 
-    Parameters
-    ----------
     stage : the stage as the pipeline sees it
     checks : of this rank
     """
@@ -281,11 +268,11 @@ class CheckedStage:
         self._look_at_gradients("weight gradient")
 
     def named_gradients(self) -> dict[str, Array]:
-        """The gradients by their names, without those that hold nothing yet in this step."""
+        """The gradients by their names."""
         found: dict[str, Array] = {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
         for model in self.adapter.models:
-            found |= {name: array for name, array in model.gradients.items() if name not in model.unwritten}
-            found |= {f"{name}, part": array for name, array in model.parts.items() if name not in model.unwritten}
+            found |= {name: array for name, array in model.gradients.items()}
+            found |= {f"{name}, part": array for name, array in model.parts.items()}
         return found
 
     def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:
@@ -373,8 +360,6 @@ class CheckedLoss(Loss):
 class CheckedMessages(StageMessages):
     """Activations and gradients of one rank, with a look at those that arrive.
 
-    Parameters
-    ----------
     mailbox, warmup_calls : as of StageMessages
     checks : of this rank
     """
@@ -445,17 +430,13 @@ def non_finite(value: Any, name: str) -> str | None:
 class Watched(NamedTuple):
     """Arrays that must stay as they are, with their checksums.
 
-    Attributes
-    ----------
     stage, microbatch : to which they belong
-    leaves : (name, array) of each
-    sums : the checksum of each
     """
 
     stage: int | None
     microbatch: int | None
-    leaves: list[tuple[str, Array]]
-    sums: list[int]
+    leaves: list[tuple[str, Array]]  # (name, array) of each
+    sums: list[int]  # the checksum of each
 
     def change(self) -> str | None:
         """Describe the first array that has been written to; None where all are as they were."""

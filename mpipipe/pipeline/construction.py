@@ -20,8 +20,8 @@ from mpipipe.job.consensus import agreed_by, raise_for_partners, raise_on_all
 from mpipipe.job.group import Group
 from mpipipe.job.types import Communicator
 from mpipipe.pipeline.batch import BatchReader
-from mpipipe.pipeline.plan import Plan
-from mpipipe.pipeline.ties import Place, TieNames, check_ties, tie_facts
+from mpipipe.pipeline.plan import ActionPlan
+from mpipipe.pipeline.ties import TieNames, TieSite, check_ties, tie_facts
 from mpipipe.schedules import Schedule
 from mpipipe.schedules.proof import check_part, digest
 from mpipipe.stages import FlatView, StageAdapter, flat_if_any
@@ -31,61 +31,61 @@ CALL = "construction of a Pipeline"
 REPLICAS = "pipeline"  # name of the fact whether there are replicas
 
 
-class Partners(NamedTuple):
-    """The ranks that a pipeline is built with, and what they have said.
+class Arguments(NamedTuple):
+    """What a Pipeline is to be built of; nothing is known of it yet."""
 
-    Attributes
-    ----------
-    pipe : group of the ranks of the pipeline
-    replicas : group of the ranks with the same stages; None for a single pipeline
-    ties : tie facts of each rank of the pipe
-    devices : "cpu" or "cuda", of each rank of the pipe
-    stages : of this rank
-    check : whether all ranks look at all arrays
-    """
-
-    pipe: Group
-    replicas: Group | None
-    ties: list[dict[str, list[Place]]]
-    devices: list[str]
-    stages: list[StageAdapter]
+    stages: Any
+    schedule: Any
+    loss: Any
+    recompute: bool
+    replicas: Communicator | None  # the user's
     check: bool
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there are several; not for what cannot be their communicator, which is an error by now."""
+        try:
+            return self.replicas is not None and runtime.resolve(self.replicas).size > 1
+        except MpipipeError:
+            return False
+
+
+class Partners(NamedTuple):
+    """The ranks that a pipeline is built with, and what they have said."""
+
+    pipe: Group  # the ranks of the pipeline
+    replicas: Group | None  # the ranks with the same stages; None for a single pipeline
+    ties: list[dict[str, list[TieSite]]]  # of each rank of the pipe
+    devices: list[str]  # "cpu" or "cuda", of each rank of the pipe
+    stages: list[StageAdapter]  # of this rank
+    check: bool  # whether all ranks look at all arrays
 
     @property
     def groups(self) -> list[Group]:
         """All groups."""
-        return [group for group in (self.pipe, self.replicas) if group is not None]
+        return [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
+
+    @property
+    def replica(self) -> int:
+        """Number of this pipeline among its replicas."""
+        return 0 if self.replicas is None else self.replicas.rank
 
 
-def agree_on_construction(
-    comm: Communicator,
-    replicas: Communicator | None,
-    stages: Any,
-    schedule: Any,
-    loss: Any,
-    recompute: bool,
-    check: bool,
-) -> Partners:
-    """Check the arguments of a Pipeline on every rank; raises the same error on all of them where one is wrong.
-
-    Parameters
-    ----------
-    comm : the user's communicator of the pipeline
-    replicas : the user's communicator of the ranks with the same stages, or None
-    """
+def agree_on_construction(comm: Communicator, arguments: Arguments) -> Partners:
+    """Check the arguments of a Pipeline on every rank of `comm`; raises the same error on all where one is wrong."""
     known = attributes(comm).get("group")
     if known is not None:  # it can say who is missing, which a new communicator cannot
         known.agree(CALL)
     groups = [Group(comm)]
     try:
-        return _agree(groups, replicas, stages, schedule, loss, recompute, check)
+        return _agree(groups, arguments)
     except BaseException as error:
-        end_groups(groups, error, "a pipeline could not be built")
+        end_groups(groups, error)
         raise
 
 
-def end_groups(groups: Sequence[Group], error: BaseException, what: str) -> None:
-    """Free groups after an error that all their ranks raise; tell the other ranks of any other error.
+def end_groups(groups: Sequence[Group], error: BaseException) -> None:
+    """Free groups after an error that all their ranks raise; let the other ranks know of any other error.
 
     A rank may fail elsewhere before it comes to the close. `error` is raised all the same, for this rank may be the one
     that is to report it.
@@ -95,69 +95,57 @@ def end_groups(groups: Sequence[Group], error: BaseException, what: str) -> None
             with suppress(PeerError):
                 group.close()
         else:
-            told = f"{what}: {error}" if isinstance(error, MpipipeError) else f"{what}: {error!r}"
-            group.fail(error, told, making=True)
+            text = f"{error}" if isinstance(error, MpipipeError) else f"{error!r}"
+            group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
-def _agree(
-    groups: list[Group],
-    replicas: Communicator | None,
-    stages: Any,
-    schedule: Any,
-    loss: Any,
-    recompute: bool,
-    check: bool,
-) -> Partners:
+def _agree(groups: list[Group], arguments: Arguments) -> Partners:
+    """Agree in the pipe, and then with the replicas; `groups` takes the group of these."""
     (pipe,) = groups
     error: MpipipeError | None = None
-    ties: list[dict[str, list[Place]]] = []
-    devices: list[str] = []
-    adapters: list[StageAdapter] = []
+    partners = Partners(pipe, None, [], [], [], arguments.check)
     try:
-        ties, devices, adapters = _agree_in_pipe(pipe, replicas, stages, schedule, loss, recompute, check)
+        partners = _agree_in_pipe(pipe, arguments)
     except MpipipeError as caught:
-        if not caught.agreed:
+        if not caught.agreed or not arguments.has_replicas:
             raise
         error = caught
-    if replicas is None or _size(replicas) == 1:
-        if error is not None:
-            raise error
-        return Partners(pipe, None, ties, devices, adapters, check)
-    others = Group(replicas)
+    if not arguments.has_replicas:
+        return partners
+    assert arguments.replicas is not None
+    others = Group(arguments.replicas)
     groups.insert(0, others)
-    _agree_with_replicas(pipe, others, adapters, schedule, recompute, check, error)
-    return Partners(pipe, others, ties, devices, adapters, check)
-
-
-def _size(replicas: Communicator) -> int:
-    """The number of replicas; 1 for what cannot be their communicator, which is an error by now."""
+    _raise_without_partners(others, error)
+    error = _error_of_replicas(others, partners.stages, arguments, error)
     try:
-        return runtime.resolve(replicas).size
-    except MpipipeError:
-        return 1
+        pipe.agree(f"{CALL}: the replicas of all stages", error=error)
+    except MpipipeError as caught:
+        if caught.agreed:  # in this pipe, and by the same steps in those of all partners
+            agreed_by(caught, others)
+        raise
+    return partners._replace(replicas=others)
 
 
-def _agree_in_pipe(
-    pipe: Group, replicas: Communicator | None, stages: Any, schedule: Any, loss: Any, recompute: bool, check: bool
-) -> tuple[list[dict[str, list[Place]]], list[str], list[StageAdapter]]:
-    """Return (tie facts of each rank, device of each rank, stages of this rank)."""
+def _agree_in_pipe(pipe: Group, arguments: Arguments) -> Partners:
+    """Check the arguments on each rank, and compare what all ranks of the pipe must have in common."""
     error: Exception | None = None
     adapters: list[StageAdapter] = []
     facts: tuple = ()
     mine = None
+    replicas, schedule = arguments.replicas, arguments.schedule
     try:
         settings.check_settings()
-        _check_carrier(check)
+        _check_carrier(arguments.check)
         if replicas is not None:
             runtime.resolve(replicas)
-        adapters = check_arguments(stages, schedule, loss, pipe.comm, replicas)
+        adapters = check_arguments(arguments, pipe.comm)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
         Tags(schedule.placement, schedule.microbatches, largest_tag, schedule.skip_ends)
         facts = (
             ("schedule", f"{schedule.name} {digest(schedule)}"),
             ("number of micro-batches", schedule.microbatches),
-            ("recompute", bool(recompute)),
-            ("check", check),
+            ("recompute", bool(arguments.recompute)),
+            ("check", arguments.check),
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.nccl_is_demanded()),
@@ -179,7 +167,7 @@ def _agree_in_pipe(
         check_ties(ties)
     except MpipipeError as problem:  # every rank finds it in the same facts
         raise_on_all(0, problem, pipe)
-    return ties, devices, adapters
+    return Partners(pipe, None, ties, devices, adapters, arguments.check)
 
 
 def _check_carrier(check: bool) -> None:
@@ -193,20 +181,17 @@ def _check_carrier(check: bool) -> None:
         )
 
 
-def _agree_with_replicas(
-    pipe: Group,
-    others: Group,
-    stages: Sequence[StageAdapter],
-    schedule: Schedule,
-    recompute: bool,
-    check: bool,
-    error: MpipipeError | None,
-) -> None:
-    """Raise an error on all ranks of all pipes, or on none.
+# -- Replicas: an error on one rank must come out on all ranks of all pipes ------------------------------------------
+#
+#     pipe 0    rank 0 . rank 1 . rank 2        every rank first agrees within its pipe, then with its partners, which
+#     pipe 1    rank 0 . rank 1 . rank 2        are the ranks below and above it, and then within its pipe once more
+#
+# Where only some ranks of a pipe were given replicas, the others have no partners to agree with: their partners in
+# other pipes would wait in vain. So partners first ask each other whether that is so.
 
-    Where only some ranks of another pipe were given replicas, a rank of this pipe waits in vain for the rank with the
-    same stages there. So whoever hears of that from a partner raises by itself, and its pipe is told.
-    """
+
+def _raise_without_partners(others: Group, error: MpipipeError | None) -> None:
+    """Raise where the pipe of any partner has ranks without replicas. Its own pipe learns that from this rank."""
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
     try:
         apart = bool(others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any())
@@ -217,35 +202,35 @@ def _agree_with_replicas(
     if apart:
         problem: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
         raise_for_partners(problem, problem.reported_elsewhere or error is None)
+
+
+def _error_of_replicas(
+    others: Group, stages: Sequence[StageAdapter], arguments: Arguments, error: MpipipeError | None
+) -> MpipipeError | None:
+    """Return the error that all partners are to raise: of one of their pipes, or because their stages differ."""
     facts: tuple = ()
-    problem_here: Exception | None = error
+    problem: Exception | None = error
     if error is None:
         try:
             shapes, values = _digests(stages)
+            facts = (
+                ("schedule", f"{arguments.schedule.name} {digest(arguments.schedule)}"),
+                ("recompute", bool(arguments.recompute)),
+                ("check", arguments.check),
+                ("setting MPIPIPE_GRAPHS", settings.graphs()),
+                ("parameters' names, shapes and dtypes", shapes),
+                ("parameters' values", values),
+            )
         except Exception as caught:  # a stage of the user's own may not give its arrays
-            problem_here = caught
-    if problem_here is None:
-        facts = (
-            ("schedule", f"{schedule.name} {digest(schedule)}"),
-            ("recompute", bool(recompute)),
-            ("check", check),
-            ("setting MPIPIPE_GRAPHS", settings.graphs()),
-            ("parameters' names, shapes and dtypes", shapes),
-            ("parameters' values", values),
-        )
+            problem = caught
     remedy = "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
     try:
-        others.agree(f"{CALL}: replicas", facts, (), problem_here, "the replicas of a pipeline differ", remedy)
+        others.agree(f"{CALL}: replicas", facts, (), problem, "the replicas of a pipeline differ", remedy)
     except MpipipeError as caught:
         if not caught.agreed:
             raise
-        error = caught
-    try:
-        pipe.agree(f"{CALL}: the replicas of all stages", error=error)
-    except MpipipeError as caught:
-        if caught.agreed:  # in this pipe, and by the same steps in those of all partners
-            agreed_by(caught, others)
-        raise
+        return caught
+    return error
 
 
 def _digests(stages: Sequence[StageAdapter]) -> list[str]:
@@ -307,10 +292,9 @@ def device_of(stages: Sequence[StageAdapter]) -> str:
     return kinds.pop()
 
 
-def check_arguments(
-    stages: Any, schedule: Any, loss: Any, comm: Communicator, replicas: Communicator | None
-) -> list[StageAdapter]:
+def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapter]:
     """Return this rank's stages; raise ArgumentError or ScheduleError for arguments of Pipeline that are wrong."""
+    stages, schedule, loss = arguments.stages, arguments.schedule, arguments.loss
     if not isinstance(schedule, Schedule):
         raise ArgumentError("schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule")
     if schedule.ranks != comm.size:
@@ -335,7 +319,7 @@ def check_arguments(
     ops = {action.op for action in schedule.orders[comm.rank]}
     for number, stage in zip(numbers, adapters):
         try:
-            stage.check(ops, replicas is not None and replicas.size > 1)
+            stage.check(ops, arguments.has_replicas)
             stage.check_skips([skip.name for skip in schedule.skips if number in (skip.source, skip.target)])
             if not schedule.has_backward(number) and stage.has_parameters:
                 raise ArgumentError(
@@ -348,7 +332,7 @@ def check_arguments(
             error.rank, error.stage = comm.rank, number
             raise
     device_of(adapters)
-    if replicas is not None and replicas.size > 1:
+    if arguments.has_replicas:
         _check_own_gradients(numbers, adapters)
     if loss is not None and not callable(loss):
         raise ArgumentError(
@@ -359,12 +343,12 @@ def check_arguments(
 
 def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter]) -> None:
     """Refuse stages with gradients in one memory: replicas sum those of each stage, one stage after the other."""
-    for (number, stage), (other, beside) in combinations(zip(numbers, stages), 2):
-        if any(arrays.shares_memory(flat, there) for flat in stage.gradient_arrays for there in beside.gradient_arrays):
+    for (number, stage), (other, second) in combinations(zip(numbers, stages), 2):
+        if any(arrays.shares_memory(flat, there) for flat in stage.gradient_arrays for there in second.gradient_arrays):
             raise ArgumentError(
                 "two stages of a rank have their gradients in the same memory, which replicas would sum twice",
                 stage=other,
-                found=f"{beside.name} with gradients of stage {number}",
+                found=f"{second.name} with gradients of stage {number}",
                 expected="gradients of its own",
                 remedy="give each an array of its own; nn.Stage ties a parameter of several stages (tie=...)",
             )
@@ -378,32 +362,10 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
 PROMISED_TAG_UB = 32767  # what every MPI offers
 
 
-def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
-    """Build a schedule, and do with it what one rank does in the constructor of a Pipeline.
+def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
+    """Return the plan of a rank, after all that its constructor of a Pipeline does with a schedule that `build` makes.
 
-    Parameters
-    ----------
-    build : callable
-        Returns the schedule.
-    rank : int
-        The rank.
-
-    Returns
-    -------
-    Plan
-        The plan of a training step on this rank.
-
-    Raises
-    ------
-    ScheduleError
-        The part of the proof that belongs to this rank fails.
-    ArgumentError
-        The messages of two ranks do not fit the tags.
-
-    Examples
-    --------
     >>> from mpipipe import schedules
-    >>> from mpipipe.pipeline.construction import construct_on_paper
     >>> len(construct_on_paper(lambda: schedules.one_f_one_b(ranks=1024, microbatches=4096), rank=7).steps)
     8192
     """
@@ -414,4 +376,4 @@ def construct_on_paper(build: Callable[[], Schedule], rank: int) -> Plan:
     TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
     neighbours(schedule.placement, schedule.skip_ends)
     BatchReader(schedule, rank, loss=None)
-    return Plan(schedule, rank, tags)
+    return ActionPlan(schedule, rank, tags)

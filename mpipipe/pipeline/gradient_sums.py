@@ -8,17 +8,17 @@ layers end. That needs an `nn.Stage` with layers of this package on a GPU, and t
 replicas, which they agree on. All other sums start when the last backward of their stage has ended.
 
 In calls whose messages do not go by NCCL, while sums do, all sums start when the last message of the rank has ended. A
-message that the host moves on piece by piece might come to stand behind a sum otherwise, which waits for another rank.
+message that the host moves on piece by piece might come after a sum otherwise, which waits for another rank.
 
 Sums and messages have one order (see comm/transport/nccl.py). In it, all buckets of a stage stand where the action ends
 that completes its gradients. Buckets that are complete before this action ends come before its message. The bucket
-that the first layer completes comes behind the message, since another rank waits for the message.
+that the first layer completes comes after the message, since another rank waits for the message.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,121 +29,116 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.job.group import Group
-from mpipipe.job.types import Sum
-from mpipipe.nn import Layer, Stage
-from mpipipe.nn.write_hooks import GradientReady, gradient_ready
+from mpipipe.job.types import ReplicaSum
+from mpipipe.nn import GradientReady, Layer, Stage, gradient_ready
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
 
 
-class ByLayers(NamedTuple):
-    """A stage whose sums start as its layers end."""
+class LayerBuckets:
+    """The buckets of a stage whose layers are known, which take their turns as its layers end.
 
-    model: Stage
-    ready: GradientReady
-    buckets: list[Bucket]
+    model, ready : the stage, and which of its gradients are ready once a layer has ended
+    buckets : in the order in which the layers complete them
+    """
+
+    def __init__(self, model: Stage, ready: GradientReady) -> None:
+        self.model, self.ready = model, ready
+        count = max(1, sums.BUCKET_BYTES // ready.arrays[0].array.itemsize)
+        self.buckets = cut([gradients.pieces for gradients in ready.arrays], count)
+        self._left: deque[Bucket] = deque()  # whose sums have not started
 
     @property
     def is_current(self) -> bool:
         """Whether the gradients are where they were: a later pipeline may let parameters share their storage."""
         return self.model.gradients.flat is self.ready.arrays[0].array
 
+    def begin(self) -> None:
+        """Begin the backward that completes the gradients."""
+        self._left = deque(self.buckets)
+
+    def take(self, place: int) -> Iterator[Array]:
+        """Take the buckets that are left and complete once the layer at `place` has ended."""
+        while self._left and self._left[0].place >= place:
+            bucket = self._left.popleft()
+            yield self.ready.arrays[bucket.array].array[bucket.start : bucket.stop]
+
 
 class GradientSums:
-    """The sums of one rank's gradients over the replicas; the constructor is collective over them.
+    """The sums of one rank's gradients over the replicas; the constructor and `close` are collective over them.
 
-    Parameters
-    ----------
-    replicas : group of the ranks with the same stages
-    nccl : their sums by NCCL, or None
+    nccl : the sums by NCCL, or None
     mailbox : whose receives come before a sum
-    stages : of this rank, with tied parameters where they are to be
-
-    Attributes
-    ----------
     underway : sums that this call has started
     """
 
     def __init__(self, replicas: Group, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
         self.replicas, self.nccl, self.mailbox, self.stages = replicas, nccl, mailbox, stages
-        self.underway: list[Sum] = []
+        self.underway: list[ReplicaSum] = []
         self._by_layers = [None] * len(stages) if nccl is None else self._agree(nccl)
-        self._left: deque[Bucket] = deque()  # of the backward under way
-        self._put_off: list[PlannedAction] | None = None  # whose sums start when the last message has ended
+        self._postpones = False  # whether all sums of this call start when its last message has ended
+        self._postponed: list[PlannedAction] = []
 
-    def _agree(self, nccl: NcclSums) -> list[ByLayers | None]:
-        found = [_by_layers(stage, nccl) for stage in self.stages]
-        mine = [None if each is None else each.buckets for each in found]
+    def _agree(self, nccl: NcclSums) -> list[LayerBuckets | None]:
+        """Cut the gradients of each stage into buckets, as far as all replicas have the same ones."""
+        cuts = [_cut_by_layers(stage, nccl) for stage in self.stages]
+        mine = [None if buckets is None else buckets.buckets for buckets in cuts]
         everyone = self.replicas.gather("the order of sums over the replicas", mine)
-        return [
-            each if all(buckets[chunk] == mine[chunk] for buckets in everyone) else None
-            for chunk, each in enumerate(found)
-        ]
+        same = [all(other[chunk] == own for other in everyone) for chunk, own in enumerate(mine)]
+        return [buckets if alike else None for buckets, alike in zip(cuts, same)]
 
-    def by_layers(self, chunk: int) -> ByLayers | None:
-        """How the sums of a stage start as its layers end; None if they start behind its last backward."""
-        found = self._by_layers[chunk]
-        return found if found is not None and found.is_current else None
+    def by_layers(self, chunk: int) -> LayerBuckets | None:
+        """Return the buckets of a stage whose sums start as its layers end; None if they start after its backward."""
+        buckets = self._by_layers[chunk]
+        return buckets if buckets is not None and buckets.is_current else None
 
     def begin(self) -> None:
         """Begin a call, once it is known how its messages travel."""
-        self.underway = []
-        mailbox = self.mailbox
-        alone = mailbox.group is None or mailbox.group.size == 1
-        self._put_off = None if self.nccl is None or alone or not mailbox.waits_on_host() else []
+        self.underway, self._postponed = [], []
+        alone = self.mailbox.group is None or self.mailbox.group.size == 1
+        self._postpones = self.nccl is not None and not alone and self.mailbox.waits_on_host()
 
-    def watch(self, step: PlannedAction) -> None:
-        """Before the action that completes a stage's gradients: let its layers tell when they have ended."""
-        found = self.by_layers(step.chunk)
-        if found is not None and self._put_off is None:
-            self._left = deque(found.buckets)
-            found.model.on_layer_done = partial(self._ended, step, found)
+    def watch(self, action: PlannedAction) -> None:
+        """Before the action that completes a stage's gradients: start the sums of its layers as these end."""
+        buckets = self.by_layers(action.chunk)
+        if buckets is not None:
+            buckets.begin()
+            if not self._postpones:
+                buckets.model.on_layer_done = partial(self._layer_ended, action, buckets)
 
-    def _ended(self, step: PlannedAction, found: ByLayers, layer: Layer) -> None:
-        """Start the sums of what is complete now that a layer has ended, unless it is the first one."""
-        place = found.ready.places[layer]
-        found.model.end_gradients(found.ready.names[place])
+    def _layer_ended(self, action: PlannedAction, buckets: LayerBuckets, layer: Layer) -> None:
+        """Start the sums of what is complete now; not after the first layer: another rank waits for the message."""
+        place = buckets.ready.places[layer]
         if place:
-            self._start_until(step, found, place)
+            self._start(action, buckets.take(place))
 
-    def complete(self, step: PlannedAction) -> None:
-        """Behind that action: start the sums that are left of the stage, or all of them."""
-        if self._put_off is None:
-            self._start_all(step)
-        else:
-            self._put_off.append(step)
-
-    def _start_all(self, step: PlannedAction) -> None:
-        """Start the sums that are left of a stage: the same ones in the same order, whenever that is."""
-        found = self.by_layers(step.chunk)
-        if found is not None:
-            if found.model.on_layer_done is None:
-                self._left = deque(found.buckets)
-            found.model.on_layer_done = None
-            self._start_until(step, found, 0)
+    def complete(self, action: PlannedAction) -> None:
+        """After that action: start the sums that are left of the stage."""
+        if self._postpones:
+            self._postponed.append(action)
             return
-        self.mailbox.start_before(step.order_key)
-        for gradients in self.stages[step.chunk].gradient_arrays:
-            self.underway.append(self._start(gradients))
+        buckets = self.by_layers(action.chunk)
+        if buckets is None:
+            self._start(action, self.stages[action.chunk].gradient_arrays)
+        else:
+            buckets.model.on_layer_done = None
+            self._start(action, buckets.take(0))
 
-    def _start_until(self, step: PlannedAction, found: ByLayers, place: int) -> None:
-        """Start the sums of the buckets that are complete when the layer at `place` has ended."""
-        while self._left and self._left[0].place >= place:
-            self.mailbox.start_before(step.order_key)
-            bucket = self._left.popleft()
-            self.underway.append(self._start(found.ready.arrays[bucket.array].array[bucket.start : bucket.stop]))
+    def _start(self, action: PlannedAction, gradients: Iterable[Array]) -> None:
+        """Start sums, in the order of messages and sums at the end of an action."""
+        for array in gradients:
+            self.mailbox.start_before(action.order_key)
+            if self.nccl is not None and self.nccl.takes(array):
+                self.underway.append(self.nccl.start(array))
+            else:
+                self.replicas.settle()  # whether they make this step, too
+                self.underway.append(AllReduce(self.replicas.comm, array))
 
-    def _start(self, gradients: Array) -> Sum:
-        if self.nccl is not None and self.nccl.takes(gradients):
-            return self.nccl.start(gradients)
-        self.replicas.settle()  # whether they make this step, too
-        return AllReduce(self.replicas.comm, gradients)
-
-    def finish(self) -> None:
-        """Start the sums that were put off, and wait for all of this call; its messages have ended."""
-        put_off, self._put_off = self._put_off, None
-        for step in put_off or ():
-            self._start_all(step)
+    def wait(self) -> None:
+        """Start the sums that were postponed, and wait for all of this call; its messages have ended."""
+        self._postpones = False
+        for action in self._postponed:
+            self.complete(action)
         for pending in self.underway:
             self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
 
@@ -152,14 +147,23 @@ class GradientSums:
         if self.underway:
             self.underway[0].progress()
 
+    def cancel(self) -> None:
+        """Give up the sums of a call that has failed."""
+        for pending in self.underway:
+            pending.Cancel()
 
-def _by_layers(stage: StageAdapter, nccl: NcclSums) -> ByLayers | None:
-    """How the sums of a stage can start as its layers end, as far as this rank knows."""
+    def close(self) -> None:
+        """Free what carries the sums."""
+        if self.nccl is not None:
+            self.nccl.close()
+
+
+def _cut_by_layers(stage: StageAdapter, nccl: NcclSums) -> LayerBuckets | None:
+    """Cut the gradients of a stage into buckets, if its layers are known and NCCL sums them."""
     ready = gradient_ready(stage.given) if type(stage.given) is Stage else None
     if ready is None or not nccl.takes(ready.arrays[0].array):
         return None
-    count = max(1, sums.BUCKET_BYTES // ready.arrays[0].array.itemsize)
-    return ByLayers(stage.models[0], ready, cut([each.pieces for each in ready.arrays], count))
+    return LayerBuckets(stage.models[0], ready)
 
 
 # -- Gradients cut into buckets, in the order in which the layers of a stage complete them ----------------------------
@@ -183,12 +187,9 @@ class Bucket(NamedTuple):
 
 
 def cut(arrays: Sequence[Sequence[tuple[int, int]]], count: int) -> list[Bucket]:
-    """Return the buckets of some arrays, those first that are complete first.
+    """Return the buckets of some arrays, of at most `count` elements, those first that are complete first.
 
-    Parameters
-    ----------
-    arrays : for each array its pieces, (where it ends, place of the layer that writes to it), in the order of memory
-    count : most elements of a bucket
+    An array is given by its pieces in the order of memory: (where it ends, place of the layer that writes to it).
     """
     buckets = []
     for array, pieces in enumerate(arrays):

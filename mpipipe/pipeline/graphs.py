@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
-from mpipipe.nn.stage import Stage, accepted_input
+from mpipipe.nn import Stage, accepted_input
 from mpipipe.stages import StageAdapter
 
 logger = logging.getLogger("mpipipe")
@@ -27,52 +27,29 @@ Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
 
 class Recorded(NamedTuple):
-    """One action of one slot.
+    """One action of one slot."""
 
-    Attributes
-    ----------
-    graph : the work
-    result : what the action returns; each launch writes its arrays
-    written : names whose gradients it is the first to write in a step; see nn.Stage.unwritten
-    """
-
-    graph: arrays.Graph
-    result: Any
-    written: set[str]
+    graph: arrays.Graph  # the work
+    result: Any  # what the action returns; each launch writes its arrays
 
 
 @dataclass(slots=True)
 class Slot:
-    """Fixed memory for one micro-batch under way.
+    """Fixed memory for one micro-batch under way."""
 
-    Attributes
-    ----------
-    number : among those of its kind
-    x : input
-    dy : gradient of the output, once a backward was recorded
-    graphs : what was recorded
-    """
-
-    number: int
-    x: Array
-    dy: Array | None = None
-    graphs: dict[Key, Recorded] = field(default_factory=dict)
+    number: int  # among those of its kind
+    x: Array  # input
+    dy: Array | None = None  # gradient of the output, once a backward was recorded
+    graphs: dict[Key, Recorded] = field(default_factory=dict)  # what was recorded
 
 
 @dataclass(slots=True)
 class Kind:
-    """What inputs of one shape and dtype have in common.
+    """What inputs of one shape and dtype have in common."""
 
-    Attributes
-    ----------
-    met : actions that have run, and may be recorded when they come again
-    made : number of slots
-    free : slots that no micro-batch has, by their numbers
-    """
-
-    met: set[Key] = field(default_factory=set)
-    made: int = 0
-    free: dict[int, Slot] = field(default_factory=dict)
+    met: set[Key] = field(default_factory=set)  # actions that have run, and may be recorded when they come again
+    made: int = 0  # number of slots
+    free: dict[int, Slot] = field(default_factory=dict)  # slots that no micro-batch has, by their numbers
 
     def take(self, x: Array) -> Slot:
         """Take the first free slot, so that a micro-batch has the same one in all steps; make one if none is free."""
@@ -86,19 +63,13 @@ class Kind:
 class Saved:
     """What the forward of a micro-batch leaves for its backward.
 
-    Attributes
-    ----------
-    saved : what the stage saved
-    kind : of the micro-batch; None if graphs are out of the question
-    slot : of the micro-batch; None if its forward ran without a graph
-    pending : what the input gradient left for the weight gradient
     pending_key : of the recorded input gradient that writes `pending` each time; None without a graph
     """
 
-    saved: Any
-    kind: Kind | None = None
-    slot: Slot | None = None
-    pending: Any = None
+    saved: Any  # what the stage saved
+    kind: Kind | None = None  # of the micro-batch; None if graphs are out of the question
+    slot: Slot | None = None  # of the micro-batch; None if its forward ran without a graph
+    pending: Any = None  # what the input gradient left for the weight gradient
     pending_key: Key | None = None
 
     def __del__(self) -> None:
@@ -118,13 +89,9 @@ def use_graphs(stage: StageAdapter, may_record: Callable[[], bool]) -> None:
 class StageGraphs:
     """Forward and backward of a stage, with one launch each where that is possible.
 
-    Parameters
-    ----------
     stage : on a GPU
     may_record : whether the host may wait for the device now, as it does to allocate the memory of a graph
 
-    Attributes
-    ----------
     reason : why nothing more is recorded; "" where it is
     """
 
@@ -162,29 +129,29 @@ class StageGraphs:
             kind.free[slot.number] = slot
             return self._plain_forward(x, kind)
         arrays.copy_into(slot.x, x)
-        self._launch(recorded)
+        recorded.graph.launch()
         y, saved = recorded.result
         return arrays.copy(y), Saved(saved, kind, slot)
 
     def backward(self, dy: Array, kept: Saved) -> Array | None:
         """As nn.Stage.backward."""
         stage = self.stage
-        key = "backward", frozenset(stage.unwritten)
+        key: Key = ("backward",)
         recorded = self._recorded_for(kept, key, dy, lambda dy: stage.backward(dy, kept.saved))
         if recorded is None:
             return stage.backward(dy, kept.saved)
-        self._launch(recorded)
+        recorded.graph.launch()
         return _copied(recorded.result)
 
     def backward_input(self, dy: Array, kept: Saved) -> tuple[Array | None, Saved]:
         """As nn.Stage.backward_input."""
         stage = self.stage
-        key = "backward_input", frozenset(stage.unwritten)
+        key: Key = ("backward_input",)
         recorded = self._recorded_for(kept, key, dy, lambda dy: stage.backward_input(dy, kept.saved))
         if recorded is None:
             dx, kept.pending = stage.backward_input(dy, kept.saved)
             return dx, kept
-        self._launch(recorded)
+        recorded.graph.launch()
         dx, kept.pending = recorded.result
         kept.pending_key = key
         return _copied(dx), kept
@@ -193,14 +160,14 @@ class StageGraphs:
         """As nn.Stage.backward_weight."""
         stage = self.stage
         recorded = None
-        key: Key = ("backward_weight", frozenset(stage.unwritten))
+        key: Key = ("backward_weight",)
         if kept.kind is not None and not self._is_first(kept.kind, key) and kept.slot is not None and kept.pending_key:
             key = *key, kept.pending_key
             recorded = self._recorded(kept.slot, key, lambda: stage.backward_weight(kept.pending))
         if recorded is None:
             stage.backward_weight(kept.pending)
         else:
-            self._launch(recorded)
+            recorded.graph.launch()
 
     # -- slots and recordings
 
@@ -245,26 +212,17 @@ class StageGraphs:
         if found is not None or self.reason or not self._may_record():
             return found
         stage = self.stage
-        poll, unwritten = stage.poll, stage.unwritten
-
-        def alone() -> Any:
-            stage.unwritten = set(unwritten)
-            return work()
-
+        poll = stage.poll
         stage.poll = _no_poll  # messages are no part of the work
         try:
-            graph, result = arrays.record_graph(alone)
-            found = slot.graphs[key] = Recorded(graph, result, unwritten - stage.unwritten)
+            graph, result = arrays.record_graph(work)
+            found = slot.graphs[key] = Recorded(graph, result)
         except Exception as error:  # whatever it is, the work can be done without a graph, or raises it again
             self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"
             logger.warning("%s", self)
         finally:
-            stage.poll, stage.unwritten = poll, unwritten
+            stage.poll = poll
         return found
-
-    def _launch(self, recorded: Recorded) -> None:
-        recorded.graph.launch()
-        self.stage.unwritten -= recorded.written
 
 
 def _copied(dx: Array | None) -> Array | None:

@@ -1,10 +1,25 @@
-"""The loss of the last stage: what it returns, checked, with its gradient times the share of the micro-batch."""
+"""The loss of a pipeline: what a user's function returns, what each micro-batch counts, and how all ranks learn it.
+
+The loss of a step is sum(w v) / sum(w), over all micro-batches of all replicas. A backward begins before the last
+weight is known. So each one carries a provisional share w c, and the whole is divided by their sum at the end:
+
+    last stage    share w0 c   share w1 c   share w2 c | sum s of all shares |
+    all ranks     backward 0   backward 1   backward 2 | ................... | gradients / s, loss / s
+
+c is a power of two, near 1 / sum(w) of the step before, and the same on all ranks: it changes the exponents of what is
+computed, and no bits. With it half-precision gradients keep the range that they have without weights. The first step
+takes the weights for numbers of target entries.
+
+Without weights from the loss the shares are known before: by target entries where the loss declares that it is a mean
+over them (`mean_over_entries`), else by rows. They add up to 1, and nothing is corrected. A loss that declares nothing
+is refused where the two differ.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,19 +28,22 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import flatten, unflatten
-from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.comm.allreduce import AllReduce
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
+from mpipipe.job.consensus import found_by_all
+from mpipipe.job.group import Group
+from mpipipe.job.requests import own
 from mpipipe.nn import HeadCrossEntropy, kernels
-from mpipipe.stages import takes_parameter
+from mpipipe.pipeline.batch import UNSAID, Agreed
+from mpipipe.stages import StageAdapter, takes_parameter
+
+LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
 
 
 class Loss:
-    """A user's loss function.
+    """A user's loss function, (output, target) -> (value, gradient of the output), or with a weight as a third value.
 
-    Parameters
-    ----------
-    function : `function(output, target) -> (value, gradient of the output)`, with a weight as a third value or without.
-        A function with a parameter `factor` multiplies the gradient by it before rounding; for others it is multiplied
-        afterwards.
+    A function with a parameter `factor` multiplies the gradient by it before rounding; for others that is done after.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -42,10 +60,7 @@ class Loss:
         return self.function(output, target, factor=factor) if self.takes_factor else self.function(output, target)
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
-        """Return (value, gradient, weight or None) of a result; raises ArgumentError if it is none.
-
-        Where the weight is 0, there is no value: it is NaN here.
-        """
+        """Return (value, gradient, weight or None) of a result, or raise ArgumentError. Weight 0 has value NaN."""
         if type(result) is not tuple or len(result) not in (2, 3):
             raise ArgumentError(
                 "a loss returns (value, gradient of the output), or (value, gradient of the output, weight)",
@@ -78,10 +93,7 @@ class Loss:
         return value, gradient, weight
 
     def scaled(self, gradient: Tree, factor: float, output: Tree) -> Tree:
-        """Return the gradient times a factor; raises ArgumentError if it does not fit the output.
-
-        For the factor 0 the gradient is not looked at.
-        """
+        """Return the gradient times a factor; raises ArgumentError if it does not fit the output. 0 zeroes all."""
         if factor == 1 and type(gradient) is type(output) is np.ndarray:  # the common case, on the hot path
             if gradient.shape == output.shape and gradient.dtype == output.dtype and output.dtype.kind == "f":
                 return gradient
@@ -160,3 +172,207 @@ def unscaled(tree: Tree, scale: float) -> Tree:
         return tree
     leaves, structure = flatten(tree)
     return unflatten([None if x is None else kernels.of_array(x).scale(x, 1 / scale) for x in leaves], structure)
+
+
+# -- What each micro-batch counts -------------------------------------------------------------------------------------
+
+
+class Weighing:
+    """The shares of micro-batches in the loss of a pipeline, on one rank, and losses on their way to all ranks.
+
+    given : whether the loss of this rank returns weights; None before its first micro-batch, and where there is no loss
+    agreed : the same of all replicas, as far as all ranks know it: since the first call with a loss has ended
+    shares : of this rank's micro-batches in the call under way
+    known : whether a loss without a weight leaves them as they are
+    underway : losses of launched steps that have not arrived
+    """
+
+    def __init__(self, pipe: Group, replicas: Group | None, root: int) -> None:
+        self.pipe, self.replicas, self.root = pipe, replicas, root  # the rank of the last stage
+        self.given: bool | None = None
+        self.agreed: bool | None = None
+        self.shares: list[float] = []
+        self.known = False
+        self.underway: list[SharedLoss] = []
+        self._facts: Agreed | None = None
+        self._exponent: int | None = None  # c is 2 to the power of minus this one
+
+    def begin(self, facts: Agreed, counts: list[int]) -> None:
+        """Begin a call with the shares that are known before: by rows, or by target entries."""
+        self._facts, self.known = facts, self.given is False and not facts.uneven
+        self.shares = [count / (facts.total or 1) for count in counts]
+
+    @property
+    def exponent(self) -> int:
+        """That of c; before the first training step with weights, by the number of target entries."""
+        assert self._facts is not None  # asked for within a call
+        return _exponent(self._facts.entries) if self._exponent is None else self._exponent
+
+    def take(self, microbatch: int, weight: float | None, training: bool) -> float:
+        """Take the weight of a micro-batch; return the factor from its presumed share to the real one.
+
+        Raises ArgumentError where the loss should have given a weight, or no weight.
+        """
+        facts = self._facts
+        assert facts is not None  # a loss is evaluated within a call
+        if self.given is None:
+            self.given = weight is not None
+        if self.given != (weight is not None):
+            raise ArgumentError(
+                "the loss returns a weight for some micro-batches only",
+                found="no weight" if weight is None else f"the weight {weight}",
+                expected=f"{'a weight' if self.given else 'none'}, as for the first micro-batch of this pipeline",
+                remedy="return (value, doutput, weight) always, or (value, doutput) always",
+            )
+        if weight is None:
+            if facts.uneven and facts.mean_over == UNSAID:
+                raise ArgumentError(
+                    "rows of some micro-batches have more target entries than rows of others, and the loss does not "
+                    "say what its value is a mean over",
+                    found="(value, doutput)",
+                    expected="a weight for each micro-batch",
+                    remedy="return (value, doutput, weight), where weight is how many things value is a mean over, "
+                    "such as target.size; or set loss.mean_over_entries = True or False (rows)",
+                )
+            return 1.0
+        if facts.mean_over != UNSAID:
+            raise ArgumentError(
+                "the loss has mean_over_entries, and returns a weight as well",
+                found=f"the weight {weight}",
+                expected="one of both",
+                remedy="leave out mean_over_entries",
+            )
+        if training and facts.bare:
+            raise ArgumentError(
+                "the loss returns weights, and a stage does not show its gradients, which the sum of weights divides",
+                expected="stages with an attribute `gradients`",
+                remedy="give the stage `gradients`: an object with one array `flat`, or None where there are none",
+            )
+        presumed, share = self.shares[microbatch], weight * math.ldexp(1.0, -self.exponent)
+        if math.isinf(share):
+            raise ArgumentError("the weight of a loss is too large", found=weight, expected="one near those before it")
+        self.shares[microbatch] = share
+        return share / presumed
+
+    def share(self, losses: Sequence[float] | None, what: str) -> SharedLoss:
+        """Begin to send the losses of a call to all ranks; `losses` are None on ranks without them."""
+        assert self._facts is not None
+        return SharedLoss(self, losses, self._facts.microbatches, what)
+
+    def settle(
+        self, shared: SharedLoss, stages: Sequence[StageAdapter] = (), *, wait: bool
+    ) -> tuple[float, MpipipeError | None]:
+        """Return (sum of all shares, error that all ranks are to raise), and divide gradients of `stages` by the sum.
+
+        The sum is 1 where the loss gives no weights. Waits for the losses if `wait`, or if the loss gives weights.
+        """
+        if wait or self.agreed is not False:
+            shared.wait()
+        self.underway = [loss for loss in (*self.underway, shared) if not loss.is_here()]
+        if self.agreed is False:
+            return 1.0, None
+        problem = self._problem(shared)
+        self.agreed = shared.givers > 0 if problem is None else None
+        if not self.agreed:
+            self.given = self.agreed
+            return 1.0, problem
+        if stages:
+            done: list[Array] = []  # two stages of a user's own may add to one array
+            for gradients in (flat for stage in stages for flat in stage.gradient_arrays if shared.total != 1):
+                if not any(arrays.shares_memory(gradients, other) for other in done):
+                    kernels.of_array(gradients).scale(gradients, 1 / shared.total, gradients)
+                    done.append(gradients)
+            self._exponent = min(max(self.exponent + _exponent(shared.total), -LARGEST), LARGEST)
+        return shared.total, None
+
+    def wait(self) -> None:
+        """Wait until the losses of all launched steps are here."""
+        while self.underway:
+            self.underway[0].wait()
+            del self.underway[0]
+
+    def _problem(self, shared: SharedLoss) -> MpipipeError | None:
+        """Return what all ranks find wrong in the same numbers; rank 0 of all is to report it."""
+        givers, total, replicas = shared.givers, shared.total, 1 if self.replicas is None else self.replicas.size
+        if 0 < givers < replicas:
+            problem: MpipipeError = MismatchError(
+                "the loss returns weights on some replicas only",
+                found=f"{givers} of {replicas} replicas with weights",
+                expected="all or none",
+                remedy="give the same loss to all replicas",
+            )
+        elif givers and not 0 < total < math.inf:
+            problem = ArgumentError(
+                f"the weights of {shared.what} add up to {total}",
+                found="all weights 0" if total == 0 else "weights too large",
+                expected="something that counts, in one micro-batch of one replica at least",
+                remedy="leave out a batch in which nothing is valid, on all ranks",
+            )
+        else:
+            return None
+        return found_by_all(problem, [self.pipe] if self.replicas is None else [self.pipe, self.replicas])
+
+
+def _exponent(count: float) -> int:
+    """Return the e of the power 2^e next to a count; 0 for 0."""
+    return math.frexp(count)[1] - 1 if count else 0
+
+
+# -- The losses of a call, on their way from the rank of the last stage to all ranks of its pipeline ------------------
+#
+# table    losses of this pipeline's micro-batches | sum of share x loss | sum of shares | replicas with weights |
+#                                                    these three are sums over all replicas
+
+
+class SharedLoss:
+    """Mean loss over all replicas, and losses of this pipeline's micro-batches, on every rank once `wait` returns.
+
+    The constructor is collective. It waits on the ranks of the last stage alone, for each other; these have waited for
+    each other's gradients already. The others learn it by a broadcast, which a later call of the pipeline may overtake.
+    What has no share has no loss either.
+    """
+
+    def __init__(self, weighing: Weighing, losses: Sequence[float] | None, microbatches: int, what: str) -> None:
+        self.pipe, self.what = weighing.pipe, f"the loss of {what}"
+        self.table = np.zeros(microbatches + 3)
+        if losses is not None:
+            self.table[:-3] = losses
+            self.table[-3] = sum(share * loss for share, loss in zip(weighing.shares, losses) if share)
+            if weighing.given:
+                self.table[-2:] = sum(weighing.shares), 1
+        replicas, root = weighing.replicas, weighing.root
+        if replicas is not None and self.pipe.rank == root:
+            replicas.wait(AllReduce(replicas.comm, self.table[-3:]), f"{self.what} of the replicas", everyone=True)
+        self._request = own(self.pipe.comm.Ibcast(self.table, root)) if self.pipe.size > 1 else None
+
+    def is_here(self) -> bool:
+        """Whether the losses have arrived; never waits."""
+        if self._request is not None and self._request.Test():
+            self._request = None
+        return self._request is None
+
+    def wait(self) -> None:
+        """Wait until they have."""
+        if self._request is not None:
+            self.pipe.wait(self._request, self.what, everyone=True)
+            self._request = None
+
+    @property
+    def mean(self) -> float:
+        """Mean loss over all replicas."""
+        return float(self.table[-3] / self.total if self.givers else self.table[-3])
+
+    @property
+    def total(self) -> float:
+        """Sum of the shares of all micro-batches of all replicas."""
+        return float(self.table[-2])
+
+    @property
+    def givers(self) -> int:
+        """How many replicas have a loss that gave weights."""
+        return int(self.table[-1])
+
+    @property
+    def losses(self) -> list[float]:
+        """Losses of the micro-batches of this pipeline."""
+        return self.table[:-3].tolist()

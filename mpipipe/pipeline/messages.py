@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,19 +21,14 @@ from mpipipe.arrays.trees import Branches, Structure, flatten, read_only, unflat
 from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
 from mpipipe.comm.transport.host import check_sendable
 from mpipipe.errors import ArgumentError, StageError
-from mpipipe.pipeline.plan import Plan, PlannedAction, Port
-from mpipipe.pipeline.weighing import CallState
+from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
 
+Local: TypeAlias = "dict[tuple[int, int, str], Tree]"  # (edge, micro-batch, "F" or "B") -> data that stays on the rank
 KNOWN_SHAPES = 32  # input shapes whose specs and receive buffers are kept
 
 
 class MessageSpec:
-    """The arrays of one micro-batch on one edge: structure, and (shape, dtype) of each leaf.
-
-    Attributes
-    ----------
-    gradients : (shape, dtype) of the leaves that have a gradient, which travels the other way
-    """
+    """The arrays of one micro-batch on one edge: structure, (shape, dtype) of each leaf and of those with gradients."""
 
     __slots__ = ("floating", "gradients", "leaves", "structure")
 
@@ -112,13 +108,8 @@ class MessageSpec:
 class StageMessages:
     """Activations and gradients of one rank, sent and received as trees.
 
-    Parameters
-    ----------
-    mailbox : carries the arrays
-    warmup_calls : calls of one kind after which the stages neither compile nor allocate anything any more
-
     A received tree comes with a lease on its buffers, which must go back through `mailbox.release` once nothing reads
-    the tree any more.
+    the tree any more. After `warmup_calls` calls of one kind stages neither compile nor allocate anything any more.
     """
 
     def __init__(self, mailbox: Mailbox, warmup_calls: int = 1):
@@ -127,10 +118,10 @@ class StageMessages:
         self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
         self.receive_schedules: dict[tuple[int, int], list] = {}  # by (signature, id of the plan)
-        self.plan: Plan | None = None  # of the last call
+        self.plan: ActionPlan | None = None  # of the last call
         self.ended: Counter[tuple[int, int]] = Counter()  # calls that have run to their end, by (signature, id of plan)
 
-    def begin(self, plan: Plan, signature: int) -> None:
+    def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
         self.known = signature in self.kept
         if not self.known and len(self.kept) == KNOWN_SHAPES:
@@ -147,7 +138,7 @@ class StageMessages:
         self.kept[signature] = self.specs
         self.ended[signature, id(self.plan)] += 1
 
-    def _receive_schedule(self, plan: Plan, signature: int) -> list:
+    def _receive_schedule(self, plan: ActionPlan, signature: int) -> list:
         key = signature, id(plan)
         if key not in self.receive_schedules:
             leaves = []
@@ -164,6 +155,14 @@ class StageMessages:
         self.ended.clear()
         self.mailbox.drop_buffers()
 
+    def bytes_of(self, envelope: Envelope) -> int | None:
+        """Bytes of a message; None where its spec is not known."""
+        spec = self.specs.get((envelope.edge, envelope.microbatch))
+        if spec is None:
+            return None
+        leaves = spec.gradients if envelope.direction else spec.leaves
+        return sum(prod(shape) * kind.itemsize for shape, kind in leaves)
+
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
         """Bytes that the last call sent, by (edge or name of a skip, "forward" or "backward").
@@ -172,11 +171,10 @@ class StageMessages:
         """
         totals: dict[tuple[int | str, str], int] = {}
         for envelope in () if self.plan is None else self.plan.sends:
-            spec = self.specs.get((envelope.edge, envelope.microbatch))
-            if spec is not None:
-                leaves = spec.gradients if envelope.direction else spec.leaves
+            nbytes = self.bytes_of(envelope)
+            if nbytes is not None:
                 key = envelope.skip or envelope.edge, ("forward", "backward")[envelope.direction]
-                totals[key] = totals.get(key, 0) + sum(prod(shape) * kind.itemsize for shape, kind in leaves)
+                totals[key] = totals.get(key, 0) + nbytes
         return totals
 
     # -- during a call ------------------------------------------------------------------------------------------
@@ -222,52 +220,38 @@ class StageMessages:
         """Start sending the gradient of an activation that was received."""
         self.mailbox.put(envelope, self.specs[envelope.edge, envelope.microbatch].gradient_leaves(tree))
 
+    # -- over skips ---------------------------------------------------------------------------------------------
 
-# -- Data on skips: what an action takes and gives over them, besides what it exchanges with the next stages ----------
-
-
-class SkipMessages:
-    """Takes and gives trees over skips, by messages to other ranks or within this rank.
-
-    Parameters
-    ----------
-    messages : activations and gradients from and to other ranks
-    """
-
-    def __init__(self, messages: StageMessages) -> None:
-        self.messages = messages
-
-    def join(self, step: PlannedAction, state: CallState, main: Tree, lease: Lease) -> tuple[Branches, Lease]:
+    def join(self, action: PlannedAction, local: Local, main: Tree, lease: Lease) -> tuple[Branches, Lease]:
         """Return what came from the next stage together with what comes over skips, and the lease of all of it."""
-        way = "F" if step.op == "F" else "B"
-        receive = self.messages.receive_activation if way == "F" else self.messages.receive_gradient
+        way = "F" if action.op == "F" else "B"
+        receive = self.receive_activation if way == "F" else self.receive_gradient
         skips: dict[str, Tree] = {}
-        for port in step.takes:
+        for port in action.takes:
             if port.message is None:
-                skips[port.name] = state.local.pop((port.edge, step.microbatch, way))
+                skips[port.name] = local.pop((port.edge, action.microbatch, way))
             else:
                 skips[port.name], more = receive(port.message)
                 lease = (*lease, *more)
         return Branches(main, **skips), lease
 
-    def give(self, step: PlannedAction, state: CallState, skips: dict[str, Tree], lease: Lease) -> None:
+    def give(self, action: PlannedAction, local: Local, skips: dict[str, Tree], lease: Lease) -> None:
         """Hand on what an action gives over skips, after what it has sent to the next stage.
 
         Both ends keep this order of the messages of one action. `lease` is that of the arrays which the action took.
         """
-        way = "F" if step.op == "F" else "B"
-        send = self.messages.send_activation if way == "F" else self.messages.send_gradient
-        for port in step.gives:
+        way = "F" if action.op == "F" else "B"
+        send = self.send_activation if way == "F" else self.send_gradient
+        for port in action.gives:
             if port.wanted:
                 tree = copy_if_aliased(skips[port.name], lease) if lease else skips[port.name]
                 if port.message is None:
-                    state.local[port.edge, step.microbatch, way] = read_only(tree)
+                    local[port.edge, action.microbatch, way] = read_only(tree)
                 else:
                     send(port.message, tree)
 
 
-# -- Arrays that more than one owner reads: copies of results that share memory with a received array, and refused
-# writes
+# -- Arrays that more than one owner reads ----------------------------------------------------------------------------
 #
 # A stage may return what it has received, or a view of it. The mailbox uses the buffers of received arrays again, so
 # such a result is copied before it is kept or sent. A stage must not write to what it has received: on the host it is
@@ -306,15 +290,9 @@ def remedy_of(error: Exception) -> str | None:
 
 
 def parted(result: Tree | Branches, ports: Sequence[Port], what: str) -> tuple[Tree, dict[str, Tree]]:
-    """Take what a stage returned apart: (tree for the chain, name -> tree for each skip that wants one).
+    """Take what a stage returned apart: (tree for the chain, name -> tree for each of its skips that wants one).
 
-    Raises StageError if one of these is missing, or one is there that the stage does not have.
-
-    Parameters
-    ----------
-    result : of the stage
-    ports : its skips on this side
-    what : the action
+    Raises StageError if one of these is missing, or one is there that the stage does not have. `what` is the action.
     """
     main, given = (result.main, result.skips) if type(result) is Branches else (result, {})
     wanted = {port.name for port in ports if port.wanted}

@@ -1,4 +1,4 @@
-"""A training step whose gradients are there, and whose loss may still be on its way."""
+"""A training step whose loss may still be on its way; the state of a pipeline."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job import runtime
-from mpipipe.job.context import is_rank
+from mpipipe.job.context import is_rank, whoami
 from mpipipe.job.group import Group
-from mpipipe.pipeline.executor import Executor
-from mpipipe.pipeline.weighing import SharedLoss
+from mpipipe.pipeline.loss import SharedLoss
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class PendingStep:
     ----------
     shared : SharedLoss
         The losses on their way.
-    life : Life
+    state : PipelineState
         Of the pipeline.
     input_grads : list or None
         As in StepResult.
@@ -72,8 +70,8 @@ class PendingStep:
     [True, True]
     """
 
-    def __init__(self, shared: SharedLoss, life: Life, input_grads: list | None) -> None:
-        self._shared, self._life, self._input_grads = shared, life, input_grads
+    def __init__(self, shared: SharedLoss, state: PipelineState, input_grads: list | None) -> None:
+        self._shared, self._state, self._input_grads = shared, state, input_grads
         self._result: StepResult | None = None
 
     def wait(self) -> StepResult:
@@ -96,35 +94,30 @@ class PendingStep:
         """
         if self._result is None:
             if not self._shared.is_here():
-                self._life.check("wait")
-                with self._life:
+                self._state.check("wait")
+                with self._state:
                     self._shared.wait()
             self._result = StepResult(self._shared.mean, self._shared.losses, self._input_grads)
         return self._result
 
 
-# -- The life of a pipeline: open, then closed, or failed for good ----------------------------------------------------
+# -- The state of a pipeline: open, then closed, or failed for good ---------------------------------------------------
 
 
-class Life:
-    """The state of a pipeline. Any error inside `with life:` ends the pipeline, and the other ranks are told.
+class PipelineState:
+    """Whether a pipeline is "open", "closed" or "failed". Any error inside `with state:` ends it on all ranks.
 
-    Parameters
-    ----------
-    name : of the pipeline, for errors
-    rank : of this process
-    groups : ranks that must hear of a failure
-    executor : its messages and sums are given up after a failure
-
-    Attributes
-    ----------
+    name, rank : of the pipeline and of this process, for errors
+    groups : ranks that must learn of a failure
     state : "open", "closed" or "failed"
+    running : whether a call is under way, and has not failed
     """
 
-    def __init__(self, name: str, rank: int, groups: Sequence[Group], executor: Executor):
-        self.name, self.rank, self.groups, self.executor = name, rank, groups, executor
-        self.state = "open"
-        self.running = False
+    def __init__(
+        self, name: str, rank: int, groups: Sequence[Group], where: Callable[[], str], abandon: Callable[[], object]
+    ) -> None:
+        self.name, self.rank, self.groups, self.state, self.running = name, rank, groups, "open", False
+        self._where, self._abandon = where, abandon  # says where this rank is; gives up the call that has failed
 
     @property
     def is_open(self) -> bool:
@@ -157,35 +150,27 @@ class Life:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End the pipeline, and tell the other ranks.
-
-        What the executor holds is kept: messages and kernels of the broken call may still touch it.
-        """
+        """End the pipeline, and let the other ranks know. Messages and kernels of the broken call may be under way."""
         self.state = "failed"
         if not is_rank():  # a process that a stage has forked must not call MPI
             return
-        text = f"{self.executor.place} ({runtime.whoami()}) failed: {type(error).__name__}: {error}"
+        text = f"{self._where()} ({whoami()}) failed: {type(error).__name__}: {error}"
         for group in self.groups:
             group.fail(error, text)
-        if self.executor.clock.recorder is not None:  # the step never ends, so later waits do not belong to it
-            self.groups[0].context.recorders.discard(self.executor.clock.recorder)
-        self.executor.messages.mailbox.cancel()
-        if self.executor.sums is not None:
-            for pending in self.executor.sums.underway:
-                pending.Cancel()
+        self._abandon()
+
+    def close(self) -> None:
+        """Note that the pipeline is closed."""
+        self.state = "closed"
 
     def leave(self, error: BaseException | None, close: Callable[[], object]) -> None:
         """End a with-block: close the pipeline, or let it fail for an error that not all ranks raise."""
         if error is None:
             close()
-        elif self.is_open and self.agreed_on(error):
+        elif self.is_open and all(group.agreed_on(error) for group in self.groups):
             try:  # all ranks raise this error, so they may all come here
                 close()
             except MpipipeError:
                 self.fail(error)
         elif self.is_open:
             self.fail(error)
-
-    def agreed_on(self, error: BaseException | None) -> bool:
-        """Whether all ranks of all groups raise this same error."""
-        return error is not None and all(group.agreed_on(error) for group in self.groups)

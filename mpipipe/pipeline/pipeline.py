@@ -10,10 +10,11 @@ from mpipipe.arrays import Tree
 from mpipipe.job import runtime, settings
 from mpipipe.job.types import Communicator
 from mpipipe.pipeline.batch import merge
-from mpipipe.pipeline.construction import agree_on_construction, end_groups
+from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
 from mpipipe.pipeline.engine import Engine
 from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.schedules import Costs, Schedule
+from mpipipe.text import counted
 
 Batched: TypeAlias = "Tree | list[Tree] | None"  # a batch, its micro-batches, or nothing on this rank
 
@@ -104,13 +105,13 @@ class Pipeline:
     ):
         comm = runtime.resolve(comm)
         check = settings.check() if check is None else bool(check)
-        partners = agree_on_construction(comm, replicas, stages, schedule, loss, recompute, check)
+        partners = agree_on_construction(comm, Arguments(stages, schedule, loss, recompute, replicas, check))
         try:
             self.engine = Engine(partners, schedule, loss, recompute)
         except BaseException as error:
-            end_groups(partners.groups, error, "a pipeline could not be built")
+            end_groups(partners.groups, error)
             raise
-        self.stages, self.schedule, self.rank = list(stages), schedule, self.engine.rank
+        self.stages, self.schedule, self.rank = list(stages), schedule, partners.pipe.rank
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class Pipeline:
         Parameters
         ----------
         inputs, targets : array, tuple or dict of arrays, list of such, or None
-            As for `step`; behind a `step` or a `launch`, of the same shapes and dtypes as there.
+            As for `step`; after a `step` or a `launch`, of the same shapes and dtypes as there.
         scale : float
             As for `step`.
 
@@ -185,9 +186,8 @@ class Pipeline:
         """
         engine = self.engine
         batch, agreed = engine.agree("evaluate", inputs, targets)
-        with engine.life:
-            state = engine.run("evaluate", batch, agreed)
-            shared = engine.share_losses("evaluate", state, agreed.microbatches)
+        with engine.state:
+            shared = engine.share_losses("evaluate", engine.run("evaluate", batch, agreed))
             _, problem = engine.weighing.settle(shared, wait=True)
         engine.end(problem)
         return shared.mean
@@ -208,7 +208,7 @@ class Pipeline:
         """
         engine = self.engine
         batch, agreed = engine.agree("forward", inputs)
-        with engine.life:
+        with engine.state:
             state = engine.run("forward", batch, agreed)
         engine.end()
         if not state.outputs:
@@ -256,7 +256,7 @@ class Pipeline:
     def elapsed(self) -> float:
         """Seconds of the last call, in all; on a GPU by events, and this waits for the last action."""
         self.engine.executor.clock.settle()
-        return max(self.engine.host_elapsed, self.engine.executor.clock.span)
+        return self.engine.executor.clock.elapsed
 
     @property
     def bytes_sent(self) -> int:
@@ -272,8 +272,13 @@ class Pipeline:
 
     def close(self) -> None:
         """Free the communicators; collective, may be called twice. After a failure nothing collective is done."""
-        if self.engine.life.is_open:
+        if self.engine.state.is_open:
             self.engine.close()
+
+    def __repr__(self) -> str:
+        state, stages = self.engine.state, ", ".join(map(str, self.schedule.stages_of(self.rank)))
+        where = f"rank {self.rank} of {counted(self.schedule.ranks, 'rank')}, stages {stages}"
+        return f"<Pipeline {self.schedule.name}: {where}, {counted(self.steps_taken, 'step')} taken, {state.state}>"
 
     def __enter__(self) -> Pipeline:
         return self
@@ -281,4 +286,4 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.engine.life.leave(error, self.close)
+        self.engine.state.leave(error, self.close)

@@ -1,7 +1,7 @@
 """What one rank does in a step: its actions in the order of the schedule, each with its messages.
 
-A plan is data. `Plan(schedule, rank, tags)` turns the actions of one rank into PlannedActions, names every message with
-its Envelope, and finds how far ahead receives must be posted.
+A plan is data. `ActionPlan(schedule, rank, tags)` turns the actions of one rank into PlannedActions, names every
+message with its Envelope, and finds how far ahead receives must be posted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PlannedAction(NamedTuple):
         return f"{self.stage}{self.op}{self.microbatch}"
 
 
-class Plan:
+class ActionPlan:
     """The steps of `rank`.
 
     Attributes

@@ -26,13 +26,11 @@ from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job.group import Group
 from mpipipe.job.requests import own
 from mpipipe.job.types import Testable
-from mpipipe.nn import kernels
-from mpipipe.nn.freezing import partly_frozen_error
-from mpipipe.nn.stage import Stage
+from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import StageAdapter
 
 
-class Place(NamedTuple):
+class TieSite(NamedTuple):
     """One place of a tied parameter, as every rank knows it."""
 
     stage: int
@@ -43,7 +41,7 @@ class Place(NamedTuple):
     frozen: bool = False
 
 
-Facts: TypeAlias = dict[str, list[Place]]  # tie key -> places on one rank, in the order of the stages
+Facts: TypeAlias = dict[str, list[TieSite]]  # tie key -> places on one rank, in the order of the stages
 Owner: TypeAlias = Mapping[tuple[int, int], nn.Stage]  # (stage, inner) -> the nn.Stage
 
 
@@ -66,7 +64,7 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
             for key, names in model.ties.items():
                 copies = [(name, model.parameters[name]) for name in names]
                 places = [
-                    Place(number, inner, name, array.shape, array.dtype.name, name in model.frozen)
+                    TieSite(number, inner, name, array.shape, array.dtype.name, name in model.frozen)
                     for name, array in copies
                 ]
                 facts.setdefault(key, []).extend(places)
@@ -92,7 +90,7 @@ def check_ties(table: Sequence[Facts]) -> None:
 class TiedPlace(NamedTuple):
     """A place in the order of all places of its parameter, with the name of its messages."""
 
-    place: Place
+    place: TieSite
     rank: int
     channel: int
     tag: int
@@ -104,16 +102,12 @@ class TiedPlace(NamedTuple):
 class TieNames:
     """The order of all places, and the names of their messages, the same on every rank.
 
-    Parameters
-    ----------
     table : facts of every rank
     first_channel : the channels from this one on are for ties alone
     tags : how many tags a channel has
 
-    Attributes
-    ----------
     order : tie key -> its places, two at least, in the order of the stages
-    pairs : ranks of which one sends to the other
+    pairs : pairs of ranks that send to each other
     channels : how many channels they need
     """
 
@@ -139,8 +133,6 @@ class TieNames:
 class Ties:
     """The tied parameters of one pipeline.
 
-    Parameters
-    ----------
     pipe : group of the ranks of the pipeline; the constructor is collective
     transport : carries gradients between ranks, over the channels of `names`
     stages, numbers : this rank's stages and their logical numbers
@@ -189,10 +181,8 @@ def _counted(first: TiedPlace, owner: Owner, rank: int) -> tuple[nn.Stage, str] 
 
 
 class TiedParameter:
-    """One parameter of which this rank has a place.
+    """One parameter that has a place on this rank.
 
-    Attributes
-    ----------
     places : in the order of the model
     parts : gradient of each place; the buffers that receive it for places of other ranks
     sums : the gradients of this rank that are to be the sum; more than one where storage could not be shared
@@ -298,13 +288,13 @@ class User(NamedTuple):
 def share(places: list[tuple[User, User]]) -> None:
     """Let each user compute with the storage of another, as far as that is possible: (user, owner of the storage).
 
-    It is where both stages have one dtype and device, and where no other parameter lies behind the user's. Users that
+    It is where both stages have one dtype and device, and where no other parameter lies after the user's. Users that
     have shared before are pointed to their new owner.
     """
     for user, owner in sorted(places, key=_from_the_end):
         stage, name = user
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
-        if name in stage.owners or (alike and stage.parameters.ends_with(name)):
+        if name in stage.owners or (alike and stage.buffers.ends_with(name)):
             _share(user, owner)
 
 
@@ -315,27 +305,11 @@ def _from_the_end(place: tuple[User, User]) -> int:
 
 def _share(user: User, owner: User) -> None:
     stage, name = user
-    buffers = [
-        (stage.parameters, owner.stage.parameters),
-        (stage.gradients, owner.stage.gradients),
-        (stage.compute, owner.stage.compute),
-    ]
-    if stage.compute is stage.parameters:
-        buffers.pop()
     if name not in stage.owners:
-        given_up = [mine.give_up(name) for mine, _ in buffers]
-        stage.parts[name] = given_up[1]
-        _end(stage)
-    for mine, other in buffers:
-        mine.point(name, other[owner.name], other.offsets[owner.name] if mine is other else None)
+        stage.parts[name] = stage.buffers.give_up(name)
+    stage.buffers.point(name, owner.stage.buffers, owner.name)
     stage.owners[name] = owner
     layer, key = stage.layer_of[name]
     setattr(layer, key, stage.compute[name])
     stage.use_parts(False)
     layer.bound()
-
-
-def _end(stage: Stage) -> None:
-    """Let the ranges of the optimizer end where the buffer does."""
-    end = stage.parameters.flat.size
-    stage.decay_ranges = [(start, min(stop, end), decay) for start, stop, decay in stage.decay_ranges if start < end]

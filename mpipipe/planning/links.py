@@ -22,20 +22,19 @@ from mpipipe import Pipeline, arrays, optim, schedules
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.planning import Choice, Link
-from mpipipe.planning.subject import Scene
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.schedules import Schedule
-from mpipipe.train.progress import Commitment, Progress
-from mpipipe.train.training_plan import TrainingPlan
 
 SECONDS = 0.1  # for each measurement
 REPEATS = (5, 100)  # at least, at most
 MANY = 9  # micro-batches
 
 
-def measure_action(scene: Scene) -> float:
+def measure_action(measured: MeasuredRanks) -> float:
     """Return what the executor of this rank needs for an action; collective over all ranks."""
-    group = group_of(scene.mesh.comm)
-    alone = group.split(scene.mesh.rank, 0, "plan: a rank by itself")
+    group = group_of(measured.mesh.comm)
+    alone = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
     array = np.zeros(1)
     one, many = (_seconds(alone, schedules.gpipe(1, count), array) for count in (1, MANY))
     group.agree("plan: all ranks have measured their actions")
@@ -43,18 +42,18 @@ def measure_action(scene: Scene) -> float:
     return max(0.0, many - one) / (2 * (MANY - 1))
 
 
-def measure_links(scene: Scene, action: float) -> dict[int, tuple[Link, ...]]:
+def measure_links(measured: MeasuredRanks, action: float) -> dict[int, tuple[Link, ...]]:
     """Return the links of this rank's pipeline for each size of micro-batch; collective over all ranks."""
-    pipe = group_of(scene.mesh.pipe)
-    found: dict[int, dict[int, Link]] = {size: {} for size in scene.space.sizes}
+    pipe = group_of(measured.mesh.pipe)
+    found: dict[int, dict[int, Link]] = {size: {} for size in measured.problem.space.sizes}
     for phase in _phases(pipe.size):
         links = {rank: link for link in phase for rank in (link, (link + 1) % pipe.size)}
         mine = links.get(pipe.rank)
         color = pipe.size + pipe.rank if mine is None else mine
         pair = pipe.split(color, int(pipe.rank != mine), "plan: two neighbours")
         if mine is not None:
-            for size in scene.space.sizes:
-                found[size][mine] = _link(pair, _array(scene, size), action)
+            for size in measured.problem.space.sizes:
+                found[size][mine] = _link(pair, _array(measured, size), action)
         pipe.agree("plan: these neighbours are measured")
         pair.Free()
     everyone = pipe.gather("plan: the links", found)
@@ -64,11 +63,11 @@ def measure_links(scene: Scene, action: float) -> dict[int, tuple[Link, ...]]:
     return {size: tuple(links.get(link, links[0]) for link in range(pipe.size)) for size, links in merged.items()}
 
 
-def measure_step(scene: Scene, action: float, links: dict[int, tuple[Link, ...]]) -> float:
+def measure_step(measured: MeasuredRanks, action: float, links: dict[int, tuple[Link, ...]]) -> float:
     """Return what a step of the pipeline has besides its actions and messages; collective over all ranks."""
     size = min(links)
-    ranks = scene.mesh.pipe.size
-    seconds = _seconds(scene.mesh.pipe, schedules.gpipe(ranks, 1), _array(scene, size))
+    ranks = measured.mesh.pipe.size
+    seconds = _seconds(measured.mesh.pipe, schedules.gpipe(ranks, 1), _array(measured, size))
     on_the_way = sum(2 * (2 * link.message + link.transfer) for link in links[size][: ranks - 1])
     return max(0.0, seconds - 2 * ranks * action - on_the_way)
 
@@ -83,8 +82,8 @@ def _phases(ranks: int) -> list[list[int]]:
     return [even, odd] if ranks % 2 == 0 else [even, odd, [last]]
 
 
-def _array(scene: Scene, size: int) -> np.ndarray:
-    return np.zeros(scene.message_shape(size), arrays.dtype(scene.config.dtype))
+def _array(measured: MeasuredRanks, size: int) -> np.ndarray:
+    return np.zeros(measured.message_shape(size), arrays.dtype(measured.problem.dtype))
 
 
 def _link(pair: Communicator, array: np.ndarray, action: float) -> Link:
@@ -137,29 +136,16 @@ def _seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float
 WARMUP = 2  # steps: in the first ones memory is allocated
 
 
-class Rehearsal:
-    """Makes steps as the trainer does, with random tokens. All of its methods are collective over all ranks.
+class TrialSteps:
+    """Makes steps as the trainer does, on example data. All of its methods are collective over all ranks."""
 
-    Parameters
-    ----------
-    scene : the training
-    choice : its plan
-    pipeline, norm : of the plan's stages
-    """
-
-    def __init__(self, scene: Scene, plan: TrainingPlan, pipeline: Pipeline, norm: optim.GlobalNorm) -> None:
-        mesh, config = scene.mesh, scene.config
-        self.pipeline, self.norm, self.config = pipeline, norm, config
-        self.group = group_of(mesh.comm)
-        placement = plan.schedule.placement
-        inputs, targets = scene.tokens(plan.rows, plan.schedule.microbatches)
-        self.batch = (
-            inputs if placement[0] == mesh.pipe.rank else None,
-            targets if placement[-1] == mesh.pipe.rank else None,
-        )
-        self.progress = Progress(config, pipeline, mesh)
-        self.commitment = Commitment(self.progress, self.group, together=False)
-        self.made = 0
+    def __init__(self, measured: MeasuredRanks, plan: LayerPlan, pipeline: Pipeline, norm: optim.GlobalNorm) -> None:
+        self.measured, self.pipeline, self.norm = measured, pipeline, norm
+        self.group = group_of(measured.mesh.comm)
+        self.optimizer, self.scaler = measured.optimizer(pipeline), measured.scaler()
+        inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
+        placement, rank = plan.schedule.placement, measured.mesh.pipe.rank
+        self.batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
 
     def steps(self, count: int) -> list[float]:
         """Make steps one after the other; return the seconds of each on the slowest rank."""
@@ -170,33 +156,31 @@ class Rehearsal:
             now = perf_counter()
             times.append(now - last)
             last = now
-        return [max(each) for each in zip(*self.group.gather("plan: the seconds of steps", times))]
+        return [max(step) for step in zip(*self.group.gather("plan: the seconds of steps", times))]
 
     def _step(self) -> None:
-        config, scaler = self.config, self.progress.scaler
-        self.commitment.begin(self.made)
+        measured, scaler = self.measured, self.scaler
         pending = self.pipeline.launch(*self.batch, scale=scaler.scale)
-        optim.begin_step(self.commitment, config.clip, scaler=scaler, lr=config.lr / 100, over=self.norm).finish()
+        lr = measured.lr / 100
+        optim.begin_step(self.optimizer, measured.clip, scaler=scaler, lr=lr, over=self.norm).wait()
         pending.wait()
-        self.made += 1
 
 
 @contextmanager
-def rehearsal(scene: Scene, choice: Choice) -> Iterator[Rehearsal]:
+def trial_steps(measured: MeasuredRanks, choice: Choice) -> Iterator[TrialSteps]:
     """Build the pipeline of a plan, and make its first steps; collective over all ranks."""
-    mesh, config = scene.mesh, scene.planned(choice)
+    problem, mesh = measured.problem, measured.mesh
     with group_of(mesh.comm).raise_together("plan: the stages"):
-        plan = TrainingPlan.of(config, scene.architecture, mesh.pipe.size, mesh.data.size, scene.vocab, scene.tuning)
-        stages = plan.stages(mesh.pipe.rank, scene.shard, config.dtype, config.seed)
-        loss = scene.shard.loss_for(stages[-1], plan.microbatch_rows)
+        plan = problem.plan(choice)
+        layers = measured.layers()
+        stages = plan.stages(mesh.pipe.rank, layers, problem.dtype, measured.seed, frozen=measured.frozen)
+        loss = measured.loss_for(stages[-1], plan.microbatch_rows)
     with (
-        Pipeline(
-            stages, plan.schedule, mesh.pipe, loss=loss, recompute=config.recompute, replicas=mesh.replicas
-        ) as pipeline,
+        Pipeline(stages, plan.schedule, mesh.pipe, loss, choice.recompute, mesh.replicas) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
-        rehearsed = Rehearsal(scene, plan, pipeline, norm)
+        trial = TrialSteps(measured, plan, pipeline, norm)
         for stage in stages:
             stage.optimizer_writes_compute()
-        rehearsed.steps(WARMUP)
-        yield rehearsed
+        trial.steps(WARMUP)
+        yield trial

@@ -9,80 +9,52 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpipipe import arrays, nn
-from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.problem import PlanningProblem, declared
 from mpipipe.text import exact_bytes, shown_bytes
-from mpipipe.train.config import TrainConfig
-from mpipipe.train.training_plan import TrainingPlan
-
-STATES = {"adamw": 2, "sgd": 1}  # arrays as big as the parameters that an optimizer keeps
 
 
-def check_training(config: TrainConfig, plan: TrainingPlan, rank: int, device: str) -> None:
+def check_training(
+    problem: PlanningProblem, plan: LayerPlan, rank: int, device: str, *, sample: int, message: int
+) -> None:
     """Raise ConfigError if what a rank of the pipeline surely needs for training exceeds this machine's memory.
 
     On the host that is its parameters, gradients and state of the optimizer, the batch, and one micro-batch's input of
-    each of its layers; for a GPU, parameters as they are drawn and the batch.
+    each of its layers; for a GPU, parameters as they are drawn and the batch. `sample` are the bytes of inputs and
+    targets of one sample, `message` those that a layer hands to the next for a micro-batch.
     """
-    layers = own_layers(plan, rank)
-    count, trained = parameters_of(layers), plan.trained_parameters(rank)
-    kind = arrays.dtype(config.dtype)
-    wide = arrays.accumulator(kind).itemsize
-    needs = {
-        "batch": 16 * plan.rows * config.seq_len,  # inputs and targets, as int64
-        f"{count:,} parameters": count * wide,
-    }
+    own = plan.layers_of(rank)
+    count = parameters_of([problem.layers[layer] for layer in own])
+    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
+    needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * wide}
     if device == "cpu":
-        rows, length = plan.microbatch_rows, -(-config.seq_len // config.seq)
+        trained = sum(problem.trained_counts[layer] for layer in own)
         needs |= {
-            f"gradients and state of {config.optimizer}": trained * wide * (1 + STATES[config.optimizer]),
-            "activations of one micro-batch": len(layers) * rows * length * config.dim * kind.itemsize,
+            f"gradients and state of {problem.optimizer}": trained * wide * (1 + problem.moments),
+            "activations of one micro-batch": len(own) * message,
         }
-    _check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
-                  "more ranks for a pipeline")  # fmt: skip
-
-
-def check_decoding(plan: TrainingPlan, rank: int, dtype: str, caches: tuple[int, int], ranks: int) -> None:
-    """As `check_training`, for the parameters of a decoder and its caches: (sequences, positions), on `ranks` ranks."""
-    slots, capacity = caches
-    layers = own_layers(plan, rank)
-    attentions = [layer for top in layers for _, layer in top.walk("") if isinstance(layer, nn.SelfAttention)]
-    width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions)
-    count, size = parameters_of(layers), arrays.dtype(dtype).itemsize
-    needs = {
-        f"{count:,} parameters": 2 * count * size,  # a stage has as many gradients
-        f"keys and values of {slots} x {capacity:,} positions": slots * -(-capacity // ranks) * width * size,
-    }
-    _check_memory(
-        f"generating text on pipeline rank {rank}",
-        needs,
-        "generate fewer tokens, or answers to fewer prompts at once, or use more ranks",
-    )
+    check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
+                 "more ranks for a pipeline")  # fmt: skip
 
 
 def check_rehearsal(layers: Sequence[nn.Layer], dtype: str, input_bytes: int) -> None:
-    """As `check_training`, for a dry run that tries these layers with one micro-batch on this machine."""
+    """Raise ConfigError as `check_training` does, where a dry run tries these layers with one micro-batch."""
     count, wide = parameters_of(layers), arrays.accumulator(arrays.dtype(dtype)).itemsize
     needs = {
         f"{count:,} parameters and their gradients": 2 * count * wide,
         "inputs of the layers": len(layers) * input_bytes,
     }
-    _check_memory("rehearsing a stage for the dry run", needs, "run it on a machine with more memory")
-
-
-def own_layers(plan: TrainingPlan, rank: int) -> list[nn.Layer]:
-    """Return the unbound layers of a rank of the pipeline; they hold no arrays."""
-    layers = plan.model.build(Local())
-    return [layer for start, stop in plan.ranges_of(rank) for layer in layers[start:stop]]
+    check_memory("rehearsing a stage for the dry run", needs, "run it on a machine with more memory")
 
 
 def parameters_of(layers: Sequence[nn.Layer]) -> int:
     """Count the elements of all arrays that the layers declare."""
-    return sum(entry.size for top in layers for _, layer in top.walk("") for entry in layer.declared.values())
+    return sum(parameter.size for parameter in declared(layers).values())
 
 
 def machine_memory() -> int | None:
@@ -103,7 +75,8 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
+def check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
+    """Raise ConfigError if the bytes that `what` needs, by what they are for, exceed this machine's memory."""
     total, memory = sum(needs.values()), machine_memory()
     if memory is None or total <= memory:
         return
@@ -114,3 +87,9 @@ def _check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
         expected=f"at most {exact_bytes(memory)}, all that {socket.gethostname()} has",
         remedy=remedy,
     )
+
+
+def attentions(layers: Sequence[nn.Layer]) -> Iterator[nn.SelfAttention]:
+    """Yield the attention layers among these layers and their parts."""
+    for top in layers:
+        yield from (layer for _, layer in top.walk("") if isinstance(layer, nn.SelfAttention))

@@ -263,13 +263,26 @@ class Choice:
         ArgumentError
             The numbers do not fit, or no recomputation keeps the limit.
         """
-        made = schedules.by_name(self.schedule, ranks=ranks, chunks=self.chunks, microbatches=self.microbatches)
-        if trained is not None:
-            frozen = {stage for stage, cut in enumerate(self.ranges) if not any(n in trained for n in range(*cut))}
-            made = schedules.with_frozen(made, frozen)
-        if self.recompute_limit is not None:
-            made = schedules.with_recompute(made, memory_limit=self.recompute_limit)
+        made = self.schedule_of(ranks, trained)
         return before_backwards(made) if self.recompute else made
+
+    def schedule_of(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
+        """Build the schedule as `build` does, without the forwards that `recompute` runs again.
+
+        Parameters
+        ----------
+        ranks : int
+            Of the pipeline.
+        trained : collection of int, optional
+            Layers with something to train; by default all.
+
+        Returns
+        -------
+        Schedule
+            For a Pipeline, which takes `recompute` by itself.
+        """
+        made = schedules.by_name(self.schedule, ranks=ranks, chunks=self.chunks, microbatches=self.microbatches)
+        return completed(made, self.ranges, trained, self.recompute_limit)
 
     @property
     def recomputation(self) -> str:
@@ -277,3 +290,15 @@ class Choice:
         if self.recompute:
             return "all"
         return "-" if self.recompute_limit is None else f"to hold {self.recompute_limit}"
+
+
+def completed(
+    schedule: Schedule, ranges: Sequence[tuple[int, int]], trained: Collection[int] | None, recompute_limit: int | None
+) -> Schedule:
+    """Take out the backwards of stages in which nothing is trained, and put in the forwards that a limit runs again."""
+    if trained is not None:
+        frozen = {stage for stage, cut in enumerate(ranges) if not any(layer in trained for layer in range(*cut))}
+        schedule = schedules.with_frozen(schedule, frozen)
+    if recompute_limit is not None:
+        schedule = schedules.with_recompute(schedule, memory_limit=recompute_limit)
+    return schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,10 +17,9 @@ from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.pipeline.loss import Loss
+from mpipipe.pipeline import Loss
 from mpipipe.planning import LayerCosts, RankCosts, Sizes
-from mpipipe.planning.subject import Scene
-from mpipipe.train.progress import Progress
+from mpipipe.planning.problem import MeasuredRanks, declared
 
 Step: TypeAlias = "Callable[[], float]"  # returns the seconds of the pipeline
 
@@ -32,22 +32,14 @@ WAYS = {"whole": ("gpipe", False), "again": ("gpipe", True), "split": ("zero_bub
 
 
 class Probe:
-    """Small pipelines of one rank, by which it measures layers.
+    """Small pipelines of one rank, by which it measures some layers for one size of micro-batch.
 
-    Parameters
-    ----------
-    scene : the training
-    solo : a communicator of this rank alone
-    picked : layers to measure
-    size : sequences of a micro-batch
-
-    Attributes
-    ----------
-    optimizers, sums : measured seconds for one parameter, of clipping and optimizer, and of the sum over replicas
+    `solo` is a communicator of this rank alone. `optimizers` and `sums` are measured seconds for one parameter: of
+    clipping and optimizer, and of the sum over replicas.
     """
 
-    def __init__(self, scene: Scene, solo: Communicator, picked: Sequence[int], size: int) -> None:
-        self.scene, self.group, self.solo = scene, group_of(scene.mesh.comm), solo
+    def __init__(self, measured: MeasuredRanks, solo: Communicator, picked: Sequence[int], size: int) -> None:
+        self.measured, self.group, self.solo = measured, group_of(measured.mesh.comm), solo
         self.picked, self.size = picked, size
         self.watches = {way: Stopwatch() for way in WAYS}
         self.optimizers: list[float] = []
@@ -57,7 +49,7 @@ class Probe:
     def run(self) -> None:
         """Let the ways to go backwards take turns, so that all of them see the same machine; collective."""
         with ExitStack() as stack:
-            steps = {way: stack.enter_context(self._pipeline(way, self.scene.mesh.replicas)) for way in WAYS}
+            steps = {way: stack.enter_context(self._pipeline(way, self.measured.mesh.replicas)) for way in WAYS}
             repeats = self._repeats(steps.values())
             self.group.agree("plan: all ranks begin to measure")
             taken = []
@@ -69,7 +61,7 @@ class Probe:
 
     def alone(self) -> float:
         """Let every other ring be idle in turn; return the time of a step as a share of what it is while none is."""
-        mesh, shares = self.scene.mesh, []
+        mesh, shares = self.measured.mesh, []
         rings, ring = mesh.pipe.size * mesh.data.size, mesh.data.rank * mesh.pipe.size + mesh.pipe.rank
         if rings < 2:
             return 1.0
@@ -89,7 +81,7 @@ class Probe:
 
     def costs(self) -> RankCosts:
         """Return what was measured so far."""
-        kinds, whole, split = self.scene.kinds, self.watches["whole"], self.watches["split"]
+        kinds, whole, split = self.measured.problem.kinds, self.watches["whole"], self.watches["split"]
         by_kind: dict[int, list[LayerCosts]] = {}
         for place in self.picked:
             first, second = split.median(place, "I"), split.median(place, "W")
@@ -108,7 +100,7 @@ class Probe:
 
     def _sum(self, seconds: float) -> float:
         """Return what a step lasts longer than its actions, for one parameter: the sum over replicas."""
-        if self.scene.mesh.replicas.size == 1:
+        if self.measured.mesh.replicas.size == 1:
             return 0.0
         watch = self.watches["whole"]
         busy = watch.median("stage", "F") + watch.median("stage", "B") + watch.median("loss", "F")
@@ -117,20 +109,20 @@ class Probe:
     @contextmanager
     def _pipeline(self, way: str, replicas: Communicator | None) -> Iterator[Step]:
         """A pipeline of this rank by itself, whose first step is made: memory is allocated. Its layers are timed."""
-        scene, stage = self.scene, self._stage()
+        measured, stage = self.measured, self._stage()
         self._parameters = max(1, stage.gradients.flat.size)
         name, recompute = WAYS[way]
         schedule = schedules.by_name(name, ranks=1, microbatches=UNDER_WAY)
-        loss = scene.shard.loss_for(stage, self.size)
-        batch = scene.tokens(UNDER_WAY * self.size, UNDER_WAY)
+        loss = measured.loss_for(stage, self.size)
+        batch = measured.example(UNDER_WAY * self.size, UNDER_WAY)
         with Pipeline([stage], schedule, self.solo, loss, recompute, replicas) as pipeline:
-            progress = Progress(scene.config, pipeline, scene.mesh)
+            optimizer, scaler = measured.optimizer(pipeline), measured.scaler()
             stage.optimizer_writes_compute()
 
             def step() -> float:
-                pipeline.step(*batch, scale=progress.scaler.scale)
+                pipeline.step(*batch, scale=scaler.scale)
                 start = perf_counter()
-                optim.scaled_step(progress.optimizer, progress.scaler, scene.config.clip, lr=progress.optimizer.lr)
+                optim.scaled_step(optimizer, scaler, measured.clip, lr=optimizer.lr)
                 self.optimizers.append((perf_counter() - start) / self._parameters)
                 return pipeline.elapsed
 
@@ -140,7 +132,7 @@ class Probe:
             yield step
 
     def _watch(self, watch: Stopwatch, stage: nn.Stage, pipeline: Pipeline) -> None:
-        watch.watch("stage", stage, {name: METHODS[name] for name in METHODS if hasattr(stage, name)})
+        watch.watch("stage", stage, METHODS)
         watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
         for place, layer in zip(self.picked, stage.layers):
             watch.watch(place, layer, METHODS)
@@ -150,40 +142,38 @@ class Probe:
         return min(max(REPEATS[0], int(SECONDS / max(seconds, 1e-9))), REPEATS[1])
 
     def _stage(self) -> nn.Stage:
-        scene, layers = self.scene, self.scene.layers()
-        trained = scene.tuning.trained(scene.model)
-        still = [name for name in scene.tuning.declared(scene.model) if name not in trained]
+        problem, layers = self.measured.problem, self.measured.layers()
+        still = [name for name in declared(problem.layers) if name not in problem.trained]
         places = {str(place): str(number) for number, place in enumerate(self.picked)}
         cut = [(name.partition(".")[0], name.partition(".")[2]) for name in still]
         frozen = [f"{places[place]}.{rest}" for place, rest in cut if place in places]
         picked = [layers[place] for place in self.picked]
-        return nn.Stage(picked, scene.config.dtype, scene.config.seed, frozen=frozen)
+        return nn.Stage(picked, problem.dtype, self.measured.seed, frozen=frozen)
 
     def sizes(self) -> Sizes:
         """Count what one micro-batch of several keeps, but not what they share, such as parameters and tables."""
-        scene, stage = self.scene, self._stage()
-        rows, length, dim = scene.message_shape(self.size)
-        inputs, targets = scene.tokens(self.size, 1)
-        loss = Loss(scene.shard.loss_for(stage, self.size))
+        measured, stage = self.measured, self._stage()
+        inputs, targets = measured.example(self.size, 1)
+        loss = Loss(measured.loss_for(stage, self.size))
         with ExitStack() as stack:
             stack.enter_context(loss.taking_head())
             _, before = stage.forward(inputs)
             output, saved = stage.forward(inputs)
             gradient = loss.call(output, targets, 1.0)[1]
-        shared = {*buffers(before), *buffers((stage.parameters.flat, stage.compute.flat, inputs, targets))}
+        shared = {*array_bytes(before), *array_bytes((stage.parameters.flat, stage.compute.flat, inputs, targets))}
         whole = _new_bytes(saved, shared)
         _, pending = stage.backward_input(gradient, saved)
         split = _new_bytes(pending[::-1], shared)
         split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
         stage.backward_weight(pending)
-        kinds = self.scene.kinds
+        kinds = self.measured.problem.kinds
         activation: dict[int, int] = {}
         waiting: dict[int, int] = {}
         for place, first, second in zip(self.picked, whole, split):
             activation[kinds[place]] = max(first, activation.get(kinds[place], 0))
             waiting[kinds[place]] = max(second, waiting.get(kinds[place], 0))
         each = range(len(activation))
-        message = rows * length * dim * dtype_of(scene.config.dtype).itemsize
+        message = math.prod(measured.message_shape(self.size)) * dtype_of(measured.problem.dtype).itemsize
         return Sizes(
             tuple(activation[kind] for kind in each), tuple(waiting[kind] for kind in each), message, gradient.nbytes
         )
@@ -198,7 +188,7 @@ def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
     """Return the bytes that each thing holds and neither `shared` nor one before it has."""
     seen, found = set(shared), []
     for thing in things:
-        own = buffers(thing)
+        own = array_bytes(thing)
         found.append(sum(size for key, size in own.items() if key not in seen))
         seen |= set(own)
     return found
@@ -207,7 +197,7 @@ def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
 # -- How many bytes objects hold in arrays ----------------------------------------------------------------------------
 
 
-def buffers(thing: Any) -> dict[int, int]:
+def array_bytes(thing: Any) -> dict[int, int]:
     """Return the bytes of each memory that arrays in `thing` lie in, by its identity; layers and stages are left out.
 
     Arrays are looked for in tuples, lists, mappings, and attributes of objects.
@@ -247,16 +237,7 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 
 # how containers call layers; several are the same action
-METHODS = {
-    "forward": "F",
-    "forward_sum": "F",
-    "forward_unadded": "F",
-    "backward": "B",
-    "backward_add": "B",
-    "backward_input": "I",
-    "backward_input_add": "I",
-    "backward_weight": "W",
-}
+METHODS = {"forward": "F", "_forward_unadded": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 
 
 class Stopwatch:
@@ -269,7 +250,8 @@ class Stopwatch:
         """Time these methods of `thing` from now on, under `name` and the word that each has in `methods`."""
         inside = [False]
         for method, word in methods.items():
-            setattr(thing, method, self._timed(getattr(thing, method), (name, word), inside))
+            if hasattr(thing, method):
+                setattr(thing, method, self._timed(getattr(thing, method), (name, word), inside))
 
     def _timed(self, call: Callable[..., Any], key: tuple[Hashable, str], inside: list[bool]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -312,14 +294,10 @@ ALIKE = 2  # layers of a kind that are measured
 
 
 @dataclass
-class Measured:
-    """What one rank has found.
+class MeasuredLayers:
+    """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one parameter.
 
-    Attributes
-    ----------
-    costs, sizes : for each size of micro-batch
-    optimizer, sums : seconds for one parameter
-    alone : time of a step while no other rank computes, as a share of what it is while all do
+    `alone` is the time of a step while no other rank computes, as a share of what it is while all do.
     """
 
     costs: dict[int, RankCosts]
@@ -328,21 +306,28 @@ class Measured:
     sums: float
     alone: float
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of all layers, for all sizes of micro-batches."""
+        return sum(layer.forward + layer.backward for rank in self.costs.values() for layer in rank.layers)
 
-def measure_layers(scene: Scene) -> Measured:
+
+def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
     """Measure all kinds of layers on this rank; collective over all ranks."""
-    group = group_of(scene.mesh.comm)
-    solo = group.split(scene.mesh.rank, 0, "plan: a rank by itself")
-    probes = {size: Probe(scene, solo, _picked(scene.kinds), size) for size in scene.space.sizes}
+    group = group_of(measured.mesh.comm)
+    solo = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
+    probes = {
+        size: Probe(measured, solo, _picked(measured.problem.kinds), size) for size in measured.problem.space.sizes
+    }
     for _ in range(ROUNDS):
         for probe in probes.values():
             probe.run()
-    found = Measured(
+    found = MeasuredLayers(
         costs={size: probe.costs() for size, probe in probes.items()},
         sizes={size: probe.sizes() for size, probe in probes.items()},
         optimizer=median(seconds for probe in probes.values() for seconds in probe.optimizers),
         sums=median(seconds for probe in probes.values() for seconds in probe.sums),
-        alone=probes[scene.space.sizes[len(probes) // 2]].alone(),
+        alone=probes[measured.problem.space.sizes[len(probes) // 2]].alone(),
     )
     group.agree("plan: all ranks have measured the layers")
     solo.Free()

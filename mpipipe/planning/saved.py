@@ -172,7 +172,7 @@ class SavedProfile:
         links: Links | None = None,
         stride: int = 1,
     ) -> Profile:
-        """Give the profile of a pipeline of so many ranks, each of which is like the mean of the measured ones.
+        """Give the profile of a pipeline of `ranks` ranks that are like the mean of the measured ones.
 
         Parameters
         ----------
@@ -226,10 +226,8 @@ class SavedProfile:
             Where.
         """
         content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
-        try:
+        with files.writing("the profile", path):
             files.write_whole(path, content.encode())
-        except OSError as error:
-            raise ConfigError(f"the profile cannot be written: {error.strerror}", found=str(path)) from error
 
     @classmethod
     def read(cls, path: Path) -> SavedProfile:
@@ -248,7 +246,7 @@ class SavedProfile:
         Raises
         ------
         ConfigError
-            There is no such file, or it is none of `save`.
+            There is no such file, or `save` has not written it.
         """
         try:
             given = json.loads(files.read_text(path, MOST))
@@ -288,7 +286,7 @@ def _check_sizes(found: SavedProfile) -> None:
         raise ValueError("no sentence about cores")
 
 
-# -- Records of numbers, such as measured costs: one like others, each number of which is a function of theirs --------
+# -- Records of numbers, such as measured costs: one like others, whose numbers are a function of theirs --------
 
 
 Record = TypeVar("Record")
@@ -315,7 +313,7 @@ def record_at(measured: Mapping[int, Record], size: int) -> Record:
 
 
 def combined(function: Callable[[Sequence[Any]], Any], *records: Any) -> Any:
-    """Return a record like these, each number of which is a function of theirs."""
+    """Return a record like these, whose numbers are a function of theirs."""
     first = records[0]
     if is_dataclass(first):
         kind: Any = type(first)

@@ -308,11 +308,7 @@ HALVINGS = 50  # of the interval in which the time of the slowest stage lies
 def cuts_by_time(profile: Profile, size: int, placement: Sequence[int]) -> list[tuple[int, ...]]:
     """Return cuts into stages in which the slowest one is as fast as possible: on the mean rank, and on its own rank.
 
-    Parameters
-    ----------
-    profile : what was measured
-    size : sequences of a micro-batch
-    placement : rank of each stage
+    `size` are the sequences of a micro-batch, and `placement` is the rank of each stage.
     """
     times = []
     for rank in profile.costs[size]:
@@ -339,7 +335,7 @@ def _cut_by_rank(times: Sequence[Sequence[float]], placement: Sequence[int]) -> 
 
 
 def _filled(before: Sequence[Sequence[float]], placement: Sequence[int], limit: float) -> tuple[int, ...]:
-    """Fill the stages up to the limit, with a layer each at least, and one left for each stage behind."""
+    """Fill the stages up to the limit, with a layer each at least, and one left for each later stage."""
     counts, start = [], 0
     for stage, rank in enumerate(placement):
         own = before[rank]

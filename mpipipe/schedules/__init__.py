@@ -1,22 +1,21 @@
 """Pipeline schedules as data: built by name, proven by `check`, timed by `simulate`. No MPI, no arrays."""
 
 from mpipipe.schedules.action import Action
-from mpipipe.schedules.bounds import lower_bound
+from mpipipe.schedules.bounds import Gap, gap, lower_bound
 from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.draw import chrome_trace, grid, timeline
-from mpipipe.schedules.gap import Gap, gap
-from mpipipe.schedules.memory import peak_memory
 from mpipipe.schedules.partition import Advice, advise, partition, with_frozen
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.recompute import with_recompute
 from mpipipe.schedules.registry import by_name
 from mpipipe.schedules.repeated import Repetition, simulate_repeated
 from mpipipe.schedules.schedule import Schedule, Skip, with_skips
-from mpipipe.schedules.search import Optimum, optimum, search
-from mpipipe.schedules.search_recompute import search_with_recompute
-from mpipipe.schedules.simulate import Costs, Links, Timeline, simulate
+from mpipipe.schedules.search.exact import Optimum, optimum
+from mpipipe.schedules.search.memory_limited import search_with_recompute
+from mpipipe.schedules.search.search import search
+from mpipipe.schedules.simulate import Costs, Links, Timeline, peak_memory, simulate
 from mpipipe.schedules.zero_bubble import dualpipe_v, interleaved_zero_bubble, zero_bubble_h1, zero_bubble_v
 
 __all__ = [

@@ -3,10 +3,9 @@
 The backward may be split. Where the schedule has R actions, the bound is for schedules which recompute the same
 forwards. Memory is no argument then, since an activation that is recomputed is not held all the time.
 
-Five arguments give a bound each, and the largest counts.
+Four arguments give a bound each, and the largest counts.
 
-    one micro-batch    its F's through all stages, its I's back through all of them, and a last W
-    a busy rank        work that cannot begin before the first F has come to this rank, and behind whose last action
+    a busy rank        work that cannot begin before the first F has come to this rank, and after whose last action
                        an I still has to travel to stage 0; for every set of a rank's F's, I's, W's and R's
     full memory        before a micro-batch is back for the first time, a rank can only have done what its activations
                        allow; so it is after one has gone for the last time; the rest of its work lies between
@@ -26,11 +25,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import kinds
+from mpipipe.schedules import checks
 from mpipipe.schedules.action import FORWARD
-from mpipipe.schedules.kinds import NEVER, Ends, Form, hops, whole_limit
+from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, whole_limit
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+from mpipipe.text import counted
 
 ROUNDING = 1e-9  # share of a sum of times: what is less may be the rounding of the sum
 
@@ -72,7 +73,7 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     placement, microbatches, trained_from = schedule.placement, schedule.microbatches, _first_trained(schedule)
     if not schedule.recomputed:
         return least_time(placement, microbatches, costs, memory_limit, trained_from)
-    memory_limit = kinds.limit(memory_limit)
+    memory_limit = checks.limit(memory_limit)
     if memory_limit is not None and not memory_limit > 0:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={memory_limit}")
     again = Counter(stage for stage, _ in schedule.recomputed)
@@ -93,19 +94,84 @@ def least_time(
     """
     limit = whole_limit(placement[trained_from:], microbatches, memory_limit)
     stages = _stages(placement, costs, trained_from, recomputations or {})
-    found = [stages[-1].forward_begins + stages[-1].forward + stages[-1].forward_follow]
+    bounds: list[float] = []
     for rank in set(placement):
         own = [stage for stage, home in zip(stages, placement) if home == rank]
-        found += _busy(own, microbatches)
+        bounds += _busy(own, microbatches)
         trained = [stage for stage in own if stage.is_trained]
         if trained:
-            found += _round_trip(trained, microbatches, limit)
-            found += _ramps(trained, microbatches, limit)
+            bounds += _round_trip(trained, microbatches, limit)
+            bounds += _ramps(trained, microbatches, limit)
     if trained_from == 0:
-        form = Form(placement, microbatches, costs, memory_limit)
-        if is_affordable(form):
-            found.append(earliest_bound(form))
-    return max(found)
+        problem = OrderProblem(placement, microbatches, costs, memory_limit)
+        if is_affordable(problem):
+            bounds.append(earliest_bound(problem))
+    return max(bounds)
+
+
+class Gap(NamedTuple):
+    """The result of `gap`.
+
+    Attributes
+    ----------
+    share : float
+        (makespan - bound) / bound: 0.4 says that the schedule is at most 40 % slower than the best one.
+    makespan : float
+        Time of the schedule.
+    bound : float
+        Time that no schedule beats.
+    """
+
+    share: float
+    makespan: float
+    bound: float
+
+
+def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> Gap:
+    """Tell how far `schedule` is at most from the best one with the same stages on the same ranks.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        It is checked first.
+    costs : Costs, optional
+        Times of the actions; by default one unit for each of F, I and W.
+    memory_limit : float, optional
+        Chunk activations that a rank may hold at once, in this schedule and in the best one; by default there is no
+        limit. ``max(simulate(schedule).peak_activations)`` compares with schedules that need no more memory.
+
+    Returns
+    -------
+    Gap
+        The share, and both times.
+
+    Raises
+    ------
+    ScheduleError
+        The schedule cannot run.
+    ArgumentError
+        A cost does not fit, or the schedule does not keep the limit.
+
+    Examples
+    --------
+    >>> from mpipipe import schedules
+    >>> found = schedules.gap(schedules.one_f_one_b(4, 8), memory_limit=4)
+    >>> f"{found.share:.1%}", found.makespan, found.bound
+    ('22.2%', 33.0, 27.0)
+    """
+    timeline = simulate(schedule, costs)
+    bound = lower_bound(schedule, costs, memory_limit)
+    held = max(timeline.peak_activations)
+    if memory_limit is not None and held > memory_limit:
+        raise ArgumentError(
+            "the schedule does not keep the memory limit",
+            found=f"{counted(held, 'activation')} on rank {timeline.peak_activations.index(held)}",
+            expected=f"at most {memory_limit}",
+            remedy=f"memory_limit={held}, or another schedule",
+        )
+    # rounding of sums must not put a schedule below its bound
+    above = max(0.0, timeline.makespan - bound)
+    return Gap(above / bound if bound else 0.0, timeline.makespan, bound)
 
 
 def _first_trained(schedule: Schedule) -> int:
@@ -114,26 +180,17 @@ def _first_trained(schedule: Schedule) -> int:
 
 
 class _Stage(NamedTuple):
-    """Times of a stage, and how early and how late its actions can be for one micro-batch.
-
-    Attributes
-    ----------
-    is_trained : whether it has I and W
-    forward, input_grad, weight_grad : of F, I and W
-    forward_begins, input_begins : not earlier than this
-    forward_follow, input_follow : how long other actions take that wait for the end of this F, of this I
-    recomputations : time of R's
-    """
+    """Times of a stage, and how early and how late its actions can be for one micro-batch."""
 
     is_trained: bool
     forward: float
     input_grad: float
     weight_grad: float
-    forward_begins: float
+    forward_begins: float  # not earlier than this
     input_begins: float
-    forward_follow: float
+    forward_follow: float  # how long other actions take that wait for the end of this F
     input_follow: float
-    recomputations: float
+    recomputations: float  # time of R's
 
 
 def _stages(
@@ -146,7 +203,7 @@ def _stages(
         [cost * backward for cost, backward in zip(costs.per_stage(name, count), trained)]
         for name in ("input_grad", "weight_grad")
     )
-    hop = hops(placement, costs)
+    hop = hops(placement, costs.per_stage("transfer", count))
     forward_begins, input_follow = [0.0], [weight_grad[0]]
     for stage in range(1, count):
         forward_begins.append(forward_begins[-1] + forward[stage - 1] + hop[stage])
@@ -198,20 +255,13 @@ def _round_trip(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterato
 
 
 class _Step(NamedTuple):
-    """One of the F's and I's of a micro-batch on a rank.
+    """One of the F's and I's of a micro-batch on a rank."""
 
-    Attributes
-    ----------
-    begins, follow : not earlier than this; how long other actions take behind it
-    before, behind : work on the rank of what comes before it, with W's that may; of what must come behind it
-    held : activations of the micro-batch that are alive when it has ended, at least
-    """
-
-    begins: float
-    follow: float
-    before: float
-    behind: float
-    held: int
+    begins: float  # not earlier than this
+    follow: float  # how long other actions take after it
+    before: float  # work on the rank of what comes before it, with W's that may
+    after: float  # work of what must come after it
+    held: int  # activations of the micro-batch that are alive when it has ended, at least
 
 
 def _ramps(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[float]:
@@ -226,10 +276,10 @@ def _ramps(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[flo
     total = microbatches * math.fsum(each.forward + each.input_grad + each.weight_grad for each in own)
     weights = [each.weight_grad for each in own]
     early = [microbatches * step.before for step in steps]
-    late = [microbatches * (step.behind + math.fsum(weights)) for step in steps]
+    late = [microbatches * (step.after + math.fsum(weights)) for step in steps]
     if limit < len(own) * microbatches:
-        came = [(before.held, after.before) for before, after in pairwise(steps)]
-        owing = [(step.held, step.behind) for step in steps[:-1]]
+        came = [(before.held, step.before) for before, step in pairwise(steps)]
+        owing = [(step.held, step.after) for step in steps[:-1]]
         for number in range(len(steps)):
             early[number] = min(early[number], _most(came[:number], limit))
             late[number] = min(late[number], _most([*owing[number:], (1, max(weights))], limit))
@@ -242,11 +292,11 @@ def _ramps(own: Sequence[_Stage], microbatches: int, limit: int) -> Iterator[flo
 def _steps(own: Sequence[_Stage]) -> list[_Step]:
     kinds = [(each.forward_begins, each.forward_follow, each.forward, 0.0, 1) for each in own]
     kinds += [(each.input_begins, each.input_follow, each.input_grad, each.weight_grad, -1) for each in reversed(own)]
-    behind = math.fsum(each.forward + each.input_grad + each.weight_grad for each in own)
+    after = math.fsum(each.forward + each.input_grad + each.weight_grad for each in own)
     before, held, steps = 0.0, 0, []
     for begins, follow, work, weight, opened in kinds:
-        behind, held = behind - work - weight, held + opened
-        steps.append(_Step(begins, follow, before, behind, held))
+        after, held = after - work - weight, held + opened
+        steps.append(_Step(begins, follow, before, after, held))
         before += work + weight
     return steps
 
@@ -261,99 +311,88 @@ def _most(items: Sequence[tuple[int, float]], limit: int) -> float:
 
 # -- How early each action of each micro-batch can be, in any schedule; backwards: how much time follows it at least
 #
-# Each kind runs in the order of micro-batches (see `kinds`). Then four things hold for the start of action k of a kind,
-# and the latest one counts.
+# Each task takes the micro-batches in their order (see search/problem.py). Then four things hold for the start of
+# action k of a task, and the latest one counts.
 #
-#     chain       what it waits for has ended, and the message has come; so has action k-1 of its kind
+#     chain       what it waits for has ended, and the message has come; so has action k-1 of its task
 #     memory      in n stages of the rank (k+1)n activations have been opened by then, at least; all but as many as the
 #                 limit are closed, and the earliest so many closings have ended
-#     busy rank   for any time t: t + the work of those actions of the rank that come before it and cannot begin
-# before t
+#     busy rank   for any time t: t + the work of the actions of the rank that come before it and cannot begin before t
 #     full start  before the first closing of the rank can begin, no more than the limit is opened: what else must be
 #                 opened and closed before action k comes after that time, one after the other
 #
 # Backwards it is the same problem: W opens an activation and F closes it.
 
 
-Before = list[tuple[int, float]]  # kinds that come before a kind, and the time of their messages
+Before = list[tuple[int, float]]  # tasks that come before a task, and the time of their messages
 AFFORDABLE = 2_000_000  # looks at an action that a bound may take: about two seconds
 
 
-def earliest_bound(form: Form) -> float:
-    """Return a time that no orders of the form beat, from the earliest begin of each action and what follows it.
+def earliest_bound(problem: OrderProblem) -> float:
+    """Return a time that no orders of the problem beat, from the earliest begin of each action and what follows it.
 
-    An action that begins no earlier than its head, takes its time, and has its tail behind it: of each set of a rank's
+    An action that begins no earlier than its head, takes its time, and has its tail after it: of each set of a rank's
     actions the smallest head, all the work and the smallest tail are one after the other. The preemptive schedule that
     always runs the action with the longest tail finds the largest of these sums (Jackson; Carlier 1982).
     """
-    heads, tails = _starts(form, backwards=False), _starts(form, backwards=True)
-    last = form.microbatches - 1
-    found = 0.0
-    for stages in form.own:
-        kinds = [3 * stage + op for stage in stages for op in range(3)]
+    heads, tails = _starts(problem, backwards=False), _starts(problem, backwards=True)
+    last = problem.microbatches - 1
+    longest = 0.0
+    for tasks in problem.tasks:
         jobs = [
-            (heads[kind][k], form.seconds[kind], tails[kind][last - k])
-            for kind in kinds
-            for k in range(form.microbatches)
+            (heads[task][k], problem.seconds[task], tails[task][last - k])
+            for task in tasks
+            for k in range(problem.microbatches)
         ]
-        found = max(found, _one_machine(jobs))
-    return found
+        longest = max(longest, _one_machine(jobs))
+    return longest
 
 
-def is_affordable(form: Form) -> bool:
+def is_affordable(problem: OrderProblem) -> bool:
     """Whether the bound takes seconds rather than minutes."""
-    return 3 * max(map(len, form.own)) * len(form.seconds) * form.microbatches**2 <= AFFORDABLE
+    return 3 * max(map(len, problem.own)) * len(problem.seconds) * problem.microbatches**2 <= AFFORDABLE
 
 
 class _Direction:
-    """The problem forwards or backwards.
+    """The problem forwards or backwards."""
 
-    Attributes
-    ----------
-    chain : the kinds, each after those it waits for
-    before : of each kind what it waits for
-    forced : of each kind the kinds of its rank that come before it, with itself
-    opens, closes : the number of the op that opens an activation, and that closes it
-    closing : the numbers of the ops that only come when something can be closed
-    """
-
-    def __init__(self, form: Form, backwards: bool) -> None:
-        self.chain = form.chain()[::-1] if backwards else form.chain()
-        self.opens, self.closes = (2, 0) if backwards else (0, 2)
-        self.closing = (0,) if backwards else (1, 2)
-        self.before: list[Before] = [[] for _ in form.seconds]
-        for kind, awaited in enumerate(form.waits_for):
+    def __init__(self, problem: OrderProblem, backwards: bool) -> None:
+        self.chain = problem.chain()[::-1] if backwards else problem.chain()  # each task after those it waits for
+        self.opens, self.closes = (2, 0) if backwards else (0, 2)  # ops that open and close an activation
+        self.closing = (0,) if backwards else (1, 2)  # ops that only come when something can be closed
+        self.before: list[Before] = [[] for _ in problem.seconds]
+        for task, awaited in enumerate(problem.waits_for):
             if awaited >= 0:
-                here, there = (awaited, kind) if backwards else (kind, awaited)
-                self.before[here].append((there, form.lag[kind]))
+                here, there = (awaited, task) if backwards else (task, awaited)
+                self.before[here].append((there, problem.lag[task]))
         everything: dict[int, set[int]] = {}
-        for kind in self.chain:
-            everything[kind] = {kind}.union(*(everything[other] for other, _ in self.before[kind]))
-        self.forced = [
-            sorted(other for other in everything[kind] if form.rank[other] == form.rank[kind])
-            for kind in range(len(form.seconds))
+        for task in self.chain:
+            everything[task] = {task}.union(*(everything[other] for other, _ in self.before[task]))
+        self.forced = [  # of each task those of its rank that come before it, with itself
+            sorted(other for other in everything[task] if problem.rank[other] == problem.rank[task])
+            for task in range(len(problem.seconds))
         ]
 
 
-def _starts(form: Form, backwards: bool) -> Ends:
-    """Return for each kind the earliest starts of its actions."""
-    way, seconds = _Direction(form, backwards), form.seconds
+def _starts(problem: OrderProblem, backwards: bool) -> Ends:
+    """Return for each task the earliest starts of its actions."""
+    way, seconds = _Direction(problem, backwards), problem.seconds
     starts: Ends = [[] for _ in seconds]
-    full = [_FullStart(form, way, rank) for rank in range(len(form.own))]
-    for k in range(form.microbatches):
-        for kind in way.chain:
-            start = starts[kind][-1] + seconds[kind] if k else 0.0
-            for other, lag in way.before[kind]:
+    full = [_FullStart(problem, way, rank) for rank in range(len(problem.own))]
+    for k in range(problem.microbatches):
+        for task in way.chain:
+            start = starts[task][-1] + seconds[task] if k else 0.0
+            for other, lag in way.before[task]:
                 start = max(start, starts[other][k] + seconds[other] + lag)
-            counts = {other: k + (other != kind) for other in way.forced[kind]}
+            counts = {other: k + (other != task) for other in way.forced[task]}
             opened = [other - way.opens + way.closes for other in counts if other % 3 == way.opens]
-            closed = (k + 1) * len(opened) - form.limit
+            closed = (k + 1) * len(opened) - problem.limit
             if closed > 0:
                 ends = sorted(when + seconds[other] for other in opened for when in starts[other][:k])
                 start = max(start, ends[closed - 1])
-                _count_closed(way, counts, opened, k + 1 - form.limit)
-                start = max(start, full[form.rank[kind]].start(counts, closed))
-            starts[kind].append(max(start, _after_work(starts, seconds, counts)))
+                _count_closed(way, counts, opened, k + 1 - problem.limit)
+                start = max(start, full[problem.rank[task]].start(counts, closed))
+            starts[task].append(max(start, _after_work(starts, seconds, counts)))
     return starts
 
 
@@ -367,38 +406,38 @@ def _count_closed(way: _Direction, counts: dict[int, int], opened: list[int], le
 
 def _after_work(starts: Ends, seconds: Sequence[float], counts: dict[int, int]) -> float:
     """Return the largest sum of a time and the work that comes after it, of the actions that are counted."""
-    items = [(start, seconds[kind]) for kind, count in counts.items() for start in starts[kind][:count]]
+    items = [(start, seconds[task]) for task, count in counts.items() for start in starts[task][:count]]
     items.sort(reverse=True)
-    found = work = 0.0
+    latest = work = 0.0
     for start, time in items:
         work += time
-        found = max(found, start + work)
-    return found
+        latest = max(latest, start + work)
+    return latest
 
 
 class _FullStart:
     """What a rank can have done before the first closing, and what a closing takes at least."""
 
-    def __init__(self, form: Form, way: _Direction, rank: int) -> None:
+    def __init__(self, problem: OrderProblem, way: _Direction, rank: int) -> None:
         asap: dict[int, float] = {}
-        for kind in way.chain:
-            asap[kind] = max([0.0, *(asap[other] + form.seconds[other] + lag for other, lag in way.before[kind])])
-        own = [3 * stage for stage in form.own[rank]]
-        self.seconds, self.limit = form.seconds, form.limit
+        for task in way.chain:
+            asap[task] = max([0.0, *(asap[other] + problem.seconds[other] + lag for other, lag in way.before[task])])
+        own = [3 * stage for stage in problem.own[rank]]
+        self.seconds, self.limit = problem.seconds, problem.limit
         self.opening = [op for op in range(3) if op not in way.closing]
         self.time = min(asap[stage + op] for stage in own for op in way.closing)
-        self.most = max(sum(form.seconds[stage + op] for op in self.opening) for stage in own)
-        self.least = min(sum(form.seconds[stage + op] for op in way.closing) for stage in own)
+        self.most = max(sum(problem.seconds[stage + op] for op in self.opening) for stage in own)
+        self.least = min(sum(problem.seconds[stage + op] for op in way.closing) for stage in own)
 
     def start(self, counts: dict[int, int], closed: int) -> float:
-        """Return the earliest start of what comes after these actions and so many closings."""
-        opening = sum(count * self.seconds[kind] for kind, count in counts.items() if kind % 3 in self.opening)
+        """Return the earliest start of what comes after these actions and `closed` closings."""
+        opening = sum(count * self.seconds[task] for task, count in counts.items() if task % 3 in self.opening)
         return self.time + max(0.0, opening - self.limit * self.most) + closed * self.least
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
     """Return the makespan of one machine that may interrupt its jobs: (head, time, tail)."""
-    found = now = 0.0
+    makespan = now = 0.0
     waiting: list[tuple[float, float]] = []  # minus the tail, the time that is left
     arrivals = _arrivals(jobs)
     head, time, tail = next(arrivals)
@@ -408,14 +447,14 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
         while head <= now:
             heappush(waiting, (-tail, time))
             head, time, tail = next(arrivals)
-        behind, left = heappop(waiting)
+        after, left = heappop(waiting)
         if now + left <= head:
             now += left
-            found = max(found, now - behind)
+            makespan = max(makespan, now - after)
         else:
-            heappush(waiting, (behind, left - (head - now)))
+            heappush(waiting, (after, left - (head - now)))
             now = head
-    return found
+    return makespan
 
 
 def _arrivals(jobs: list[tuple[float, float, float]]) -> Iterator[tuple[float, float, float]]:

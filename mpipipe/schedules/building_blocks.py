@@ -11,7 +11,8 @@ longer make longer blocks, with more memory and a smaller bubble. No two actions
 the six; the cells at the turns are chosen so.
 Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
 
-A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits.
+A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits. P
+is `ranks`, M `microbatches`; a count below 1, and costs that do not fit, raise ArgumentError.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import kinds
+from mpipipe.schedules import checks
 from mpipipe.schedules.bounds import ROUNDING, least_time
-from mpipipe.schedules.kinds import Form
-from mpipipe.schedules.list_scheduler import PATIENCES, Filled, Queues, Score, fastest, filled
-from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules.checks import counts
+from mpipipe.schedules.schedule import Schedule, looped_placement
+from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
+from mpipipe.schedules.search.problem import OrderProblem
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 from mpipipe.schedules.zero_bubble import h2_orders, v_placement
 
 PERIOD = 6
 
 
-class Block(NamedTuple):
+class BuildingBlock(NamedTuple):
     """The way of one micro-batch through the ranks, in cells of time.
 
     Attributes
@@ -74,19 +76,14 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
     Schedule
         Two stages per rank, placed on a V.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
     >>> max(schedules.simulate(schedules.v_min(8, 16)).peak_activations), 2 * (8 + 4) // 3
     (8, 8)
     """
-    ranks = at_least_one("ranks", ranks)
-    return _repeated("v_min", ranks, at_least_one("microbatches", microbatches), costs, SHORT, _third)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    return _repeated("v_min", ranks, microbatches, costs, SHORT, _third)
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2 I3 W3
@@ -112,19 +109,14 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     Schedule
         Two stages per rank, placed on a V.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
     >>> max(schedules.simulate(schedules.v_half(8, 16)).peak_activations), 8 + 2
     (10, 10)
     """
-    ranks = at_least_one("ranks", ranks)
-    return _repeated("v_half", ranks, at_least_one("microbatches", microbatches), costs, MIDDLE, _half)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    return _repeated("v_half", ranks, microbatches, costs, MIDDLE, _half)
 
 
 def _third(ranks: int) -> int:
@@ -146,34 +138,34 @@ def _repeated(
     """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the best one."""
     small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD  # its actions fall on the same cells of the six
     average = costs if small == ranks else costs.average(2 * ranks)
-    few = Form(v_placement(small), min(microbatches, small + TRIED), average, None)
+    few = OrderProblem(v_placement(small), min(microbatches, small + TRIED), average, None)
     tried = []
     for block in _blocks(small, steps):
         for patience in PATIENCES:
-            made = filled(few, _queues(few, block), limit(small), patience)
+            made = fill_waits(few, _queues(few, block), limit(small), patience)
             if made is not None:
                 tried.append((made.score, block, patience))
-    whole = Form(v_placement(ranks), microbatches, costs, None)
+    whole = OrderProblem(v_placement(ranks), microbatches, costs, None)
     for _, block, patience in sorted(tried):
-        made = filled(whole, _queues(whole, block), limit(ranks), patience)
+        made = fill_waits(whole, _queues(whole, block), limit(ranks), patience)
         if made is not None:
             return whole.schedule(name, made.orders)
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
 
 
-def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[Block]:
+def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]:
     """List the shortest blocks without two actions of a rank on the same cell of the six."""
     cells = range(1, PERIOD + 1)
-    blocks = (Block(steps, (first, second, third)) for first in cells for second in cells for third in cells)
+    blocks = (BuildingBlock(steps, (first, second, third)) for first in cells for second in cells for third in cells)
     return sorted((each for each in blocks if _is_free(ranks, each)), key=lambda each: sum(each.turns))[:BLOCKS]
 
 
-def _is_free(ranks: int, block: Block) -> bool:
+def _is_free(ranks: int, block: BuildingBlock) -> bool:
     return all(len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4 for rank in range(ranks))
 
 
-def _cells(ranks: int, rank: int, block: Block) -> list[tuple[int, int]]:
-    """List (cell, kind) of one micro-batch on a rank; see kinds.py."""
+def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]:
+    """List (cell, task) of one micro-batch on a rank; see search/problem.py."""
     down, up, input_down, input_up = block.steps
     last = ranks - 1
     turn = last * down + block.turns[0]  # f on the last rank
@@ -188,15 +180,15 @@ def _cells(ranks: int, rank: int, block: Block) -> list[tuple[int, int]]:
     ]
 
 
-def _queues(form: Form, block: Block) -> Queues:
+def _queues(problem: OrderProblem, block: BuildingBlock) -> Queues:
     queues = []
-    for rank in range(len(form.own)):
+    for rank in range(len(problem.own)):
         cells = sorted(
-            (cell + PERIOD * microbatch, kind)
-            for cell, kind in _cells(len(form.own), rank, block)
-            for microbatch in range(form.microbatches)
+            (cell + PERIOD * microbatch, task)
+            for cell, task in _cells(len(problem.own), rank, block)
+            for microbatch in range(problem.microbatches)
         )
-        queues.append([[kind for _, kind in cells]])
+        queues.append([[task for _, task in cells]])
     return queues
 
 
@@ -208,38 +200,34 @@ def _queues(form: Form, block: Block) -> Queues:
 #
 # The picture is that of a limit of 4 activations.
 #
-# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the ranks behind,
+# Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the later ranks,
 # as in 1F1B, where the slope is 1. Or it is a share of those that fit into the time until the first micro-batch is
 # back. Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The
 # fastest is taken. Nothing is tried where all F's, I's and W's take the same time, messages take none, and there are
 # memory and micro-batches for the orders of ZB-H2: no rank waits in those.
 
 
-SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those beside the best of them
+SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those next to the best of them
 MANY = 16  # ranks: for more, choices are tried on so many
 FINALISTS, AFFORDABLE = 12, 1_000_000  # of the choices that are tried so many, with no more actions together
 NO_SCORE: Score = (math.inf, math.inf, 0)
 
 
-class Choice(NamedTuple):
+class OrderRule(NamedTuple):
     """How the orders of F's and I's are made.
 
-    Attributes
-    ----------
-    rule : how many forwards come first: "ranks" behind times slope, or those that fit into the "time" away times
-        slope / 2, or "I" or "F": whatever comes of preferring these
-    slope, more : the number of forwards grows by the slope, and begins with 1 + more on the last rank
-    patience, prompt : see ListScheduler
+    `rule` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
+    slope / 2, or "I" or "F": whatever comes of preferring these.
     """
 
     rule: str
-    slope: float
-    more: int
-    patience: float
+    slope: float  # by which the number of forwards grows
+    more: int  # it begins with 1 + more on the last rank
+    patience: float  # see fill_waits
     prompt: bool = False
 
 
-H1 = Choice("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
+H1 = OrderRule("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
 
 
 def zero_bubble_2p(
@@ -268,11 +256,6 @@ def zero_bubble_2p(
     Schedule
         One stage per rank.
 
-    Raises
-    ------
-    ArgumentError
-        A count or the limit is below 1, `kept` is out of range, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -280,11 +263,11 @@ def zero_bubble_2p(
     >>> timeline.makespan - 3 * 8, timeline.peak_activations
     (3.0, [7, 7, 7, 7])
     """
-    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    limit = 2 * ranks if memory_limit is None else kinds.number("memory_limit", memory_limit)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit)
     if not limit >= 1:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
-    if not 0 <= kinds.number("kept", kept) <= 1:
+    if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, microbatches) >= 2 * ranks - 1:
         orders = h2_orders(ranks, microbatches)
@@ -294,30 +277,30 @@ def zero_bubble_2p(
     average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)
     few = _Tries(small, min(microbatches, 3 * small), average, share, kept)
     best = few.best()
-    if (small, few.form.microbatches) == (ranks, microbatches):
+    if (small, few.problem.microbatches) == (ranks, microbatches):
         found = whole.made(best[0])  # H1 is among those that were tried
     else:
         number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * microbatches)))
         finalists = dict.fromkeys([*best[:number], H1])
         found = fastest(map(whole.made, finalists), whole.least() if number == 1 else (0.0, 0.0))
     assert found is not None, f"no order keeps {limit} activations"
-    return whole.form.schedule("zero_bubble_2p", found.orders)
+    return whole.problem.schedule("zero_bubble_2p", found.orders)
 
 
 class _Tries:
     """Choices are tried on these stages and micro-batches."""
 
     def __init__(self, ranks: int, microbatches: int, costs: Costs, limit: float, kept: float) -> None:
-        self.form = Form(looped_placement(ranks, 1), microbatches, costs, None)
+        self.problem = OrderProblem(looped_placement(ranks, 1), microbatches, costs, None)
         self.limit, self.kept = max(1, limit), kept
         self.away = _away(costs, ranks)
 
-    def best(self) -> list[Choice]:
-        """Try choices, and those beside the best of them; return those that end, the fastest first."""
-        tried: dict[Choice, Score] = {}
+    def best(self) -> list[OrderRule]:
+        """Try choices, and those next to the best of them; return those that end, the fastest first."""
+        tried: dict[OrderRule, Score] = {}
         scores: dict[tuple[object, ...], Score] = {}  # of choices that are the same on so few ranks
 
-        def add(choices: Iterable[Choice]) -> list[Choice]:
+        def add(choices: Iterable[OrderRule]) -> list[OrderRule]:
             for choice in choices:
                 same = (self.ahead(choice) or choice.rule, choice.patience, choice.prompt)
                 if same not in scores:
@@ -327,18 +310,18 @@ class _Tries:
             return [choice for score, choice in sorted(zip(tried.values(), tried)) if score != NO_SCORE]
 
         rules = [("I", 0.0), ("F", 0.0), *product(("ranks", "time"), SLOPES)]
-        coarse = add(Choice(*rule, 0, patience) for rule in rules for patience in PATIENCES)
+        coarse = add(OrderRule(*rule, 0, patience) for rule in rules for patience in PATIENCES)
         near = {(best.rule, best.slope + step) for best in coarse[:2] if best.slope for step in (-FINE, 0, FINE)}
         return add(
-            Choice(*rule, more, patience, prompt)
+            OrderRule(*rule, more, patience, prompt)
             for rule in sorted(near)
             for more, prompt in ((0, False), (0, True), (1, False))
             for patience in PATIENCES
         )
 
-    def made(self, choice: Choice) -> Filled | None:
+    def made(self, choice: OrderRule) -> Filled | None:
         """Return what comes of a choice, None where the memory does not let it end."""
-        ranks, every = range(len(self.form.own)), self.form.microbatches
+        ranks, every = range(len(self.problem.own)), self.problem.microbatches
         ahead = self.ahead(choice)
         queues: Queues
         if ahead:
@@ -346,28 +329,28 @@ class _Tries:
         else:
             preferred = (1, 0) if choice.rule == "I" else (0, 1)  # I's first, or F's
             queues = [[[3 * rank + op] * every for op in preferred] for rank in ranks]
-        return filled(self.form, queues, self.limit, choice.patience, self.kept, prompt=choice.prompt)
+        return fill_waits(self.problem, queues, self.limit, choice.patience, self.kept, prompt=choice.prompt)
 
-    def ahead(self, choice: Choice) -> tuple[int, ...]:
+    def ahead(self, choice: OrderRule) -> tuple[int, ...]:
         """Return how many forwards each rank runs before its first I; nothing where that is not chosen."""
         if choice.rule == "time":
             counts = [math.floor(choice.slope / 2 * away + 1e-9) for away in self.away]
         elif choice.rule == "ranks":
-            counts = [math.ceil(choice.slope * behind - 1e-9) for behind in reversed(range(len(self.form.own)))]
+            counts = [math.ceil(choice.slope * later - 1e-9) for later in reversed(range(len(self.problem.own)))]
         else:
             return ()
-        most = max(1, int(min(self.limit, self.form.microbatches)))
+        most = max(1, int(min(self.limit, self.problem.microbatches)))
         return tuple(min(count + 1 + choice.more, most) for count in counts)
 
     def least(self) -> tuple[float, float]:
         """Return a span and a makespan that no orders can beat, but for rounding."""
-        span = self.form.busy * self.form.microbatches
-        makespan = least_time(self.form.placement, self.form.microbatches, self.form.costs, None)
+        span = self.problem.busy * self.problem.microbatches
+        makespan = least_time(self.problem.placement, self.problem.microbatches, self.problem.costs, None)
         return span * (1 + ROUNDING), makespan * (1 + ROUNDING)
 
 
 def _in_turn(forward: int, ahead: int, every: int) -> list[int]:
-    """List the kinds of a rank's F's and I's: so many F's first, then an I and an F in turn, then the I's left."""
+    """List the tasks of a rank's F's and I's: `ahead` F's first, then an I and an F in turn, then the I's left."""
     return [forward] * ahead + [forward + 1, forward] * (every - ahead) + [forward + 1] * ahead
 
 

@@ -6,7 +6,8 @@ same gradients in the same order, to the last bit.
 
 In the pictures time runs to the right. A forward takes one cell, a backward two, and dots are idle time. F0 is the
 forward of micro-batch 0; small letters are a rank's second chunk. The bubble is the idle time of a rank. It is given in
-f and b, the times of the forward and of the full backward of one chunk.
+f and b, the times of the forward and of the full backward of one chunk. P is `ranks`, V `chunks` and M `microbatches`;
+a count below 1 raises ArgumentError.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from itertools import chain, repeat
 
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.schedules.action import BACKWARD, FORWARD, Action
-from mpipipe.schedules.on_demand import OrdersOnDemand
-from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules.action import BACKWARD, FORWARD, Action, OrdersOnDemand
+from mpipipe.schedules.checks import counts
+from mpipipe.schedules.schedule import Schedule, looped_placement
 
 
 #     rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---
@@ -44,11 +45,6 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     Schedule
         All forwards of a rank before all its backwards.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, or `backward` is another word.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -58,8 +54,9 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     """
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
-    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    orders = _breadth_first(ranks, 1, microbatches, backward == "lifo")
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    sizes = ranks, 1, microbatches, backward == "lifo"
+    orders = OrdersOnDemand(ranks, partial(_breadth_first, *sizes), partial(breadth_first, *sizes))
     return Schedule("gpipe", looped_placement(ranks, 1), microbatches, orders)
 
 
@@ -83,11 +80,6 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Schedule
         One forward and one backward in turn.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -95,11 +87,9 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     """
-    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    orders = OrdersOnDemand(
-        ranks, partial(_one_f_one_b, ranks, microbatches), partial(grouped, ranks, 1, microbatches, 1)
-    )
-    return Schedule("one_f_one_b", looped_placement(ranks, 1), microbatches, orders)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    order, time = partial(_one_f_one_b, ranks, microbatches), partial(grouped, ranks, 1, microbatches, 1)
+    return Schedule("one_f_one_b", looped_placement(ranks, 1), microbatches, OrdersOnDemand(ranks, order, time))
 
 
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
@@ -122,11 +112,6 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     Schedule
         1F1B over `chunks` stages per rank.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -134,11 +119,9 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
     1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
-    ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
-    microbatches = at_least_one("microbatches", microbatches)
-    orders = OrdersOnDemand(
-        ranks, partial(_interleaved_1f1b, ranks, chunks, microbatches), partial(grouped, ranks, chunks, microbatches, 2)
-    )
+    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
+    sizes = ranks, chunks, microbatches
+    orders = OrdersOnDemand(ranks, partial(_interleaved_1f1b, *sizes), partial(grouped, *sizes, 2))
     return Schedule("interleaved_1f1b", looped_placement(ranks, chunks), microbatches, orders)
 
 
@@ -161,11 +144,6 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
     Schedule
         The chunks of a rank one after the other, each with all micro-batches.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -173,9 +151,9 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
     0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
     1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1
     """
-    ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
-    microbatches = at_least_one("microbatches", microbatches)
-    orders = _breadth_first(ranks, chunks, microbatches, lifo=False)
+    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
+    sizes = ranks, chunks, microbatches
+    orders = OrdersOnDemand(ranks, partial(_breadth_first, *sizes, False), partial(breadth_first, *sizes, False))
     return Schedule("looped_bfs", looped_placement(ranks, chunks), microbatches, orders)
 
 
@@ -196,11 +174,6 @@ def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     Schedule
         Forwards only.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -208,20 +181,13 @@ def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     0F0,0F1,2F0,2F1
     1F0,1F1,3F0,3F1
     """
-    ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
-    microbatches = at_least_one("microbatches", microbatches)
-    orders = OrdersOnDemand(
-        ranks, partial(_forward_only, ranks, chunks, microbatches), partial(grouped, ranks, chunks, microbatches, 1)
-    )
+    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
+    sizes = ranks, chunks, microbatches
+    orders = OrdersOnDemand(ranks, partial(_forward_only, *sizes), partial(grouped, *sizes, 1))
     return Schedule("forward_only", looped_placement(ranks, chunks), microbatches, orders)
 
 
-def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool) -> OrdersOnDemand:
-    given = ranks, chunks, microbatches, lifo
-    return OrdersOnDemand(ranks, partial(_breadth_first_order, *given), partial(breadth_first, *given))
-
-
-def _breadth_first_order(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:
+def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:
     stages, ascending = range(rank, chunks * ranks, ranks), range(microbatches)
     yield from actions(FORWARD, stages, ascending)
     yield from actions(BACKWARD, reversed(stages), ascending[::-1] if lifo else ascending)
@@ -269,7 +235,7 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: i
 # others.
 #
 # Let a group of G micro-batches pass V chunks on P ranks. Rank r runs the k-th F of all groups at 2k + dr, and the k-th
-# backward d(P-1-r) places behind the F that stands before it. Here d is 1, or 2 where the warm-up shrinks by two F's
+# backward d(P-1-r) places after the F that stands before it. Here d is 1, or 2 where the warm-up shrinks by two F's
 # from rank to rank. A group of fewer than P micro-batches leaves gaps, as if it had P.
 
 

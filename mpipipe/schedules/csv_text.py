@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mpipipe import files
 from mpipipe.errors import ConfigError, ScheduleError
-from mpipipe.files import REGULAR, read_text
 from mpipipe.schedules.action import Action
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.schedule import Schedule
@@ -84,15 +84,12 @@ def from_file(path: str | Path) -> Schedule:
 
     Raises ConfigError where it cannot be read, and ScheduleError, which names it, where it has no order that runs.
     """
+    expected = f"{files.REGULAR} with a table, as `mpipipe simulate --out` writes it"
+    with files.reading("the order of the schedule", path, ConfigError, expected=expected, also=(UnicodeDecodeError,)):
+        text = files.read_text(path, MOST_BYTES)
     try:
-        schedule = from_csv(read_text(path, MOST_BYTES))
+        schedule = from_csv(text)
         check(schedule)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the order of the schedule cannot be read: {getattr(error, 'strerror', None) or error}",
-            found=str(path),
-            expected=f"{REGULAR} with a table, as `mpipipe simulate --out` writes it",
-        ) from error
     except ScheduleError as error:
         error.message = f"{path}: {error.message}"
         raise

@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from mpipipe.schedules.on_demand import changed
-from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, changed
+from mpipipe.schedules.checks import at_least_one, counts
+from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
 
 
@@ -241,6 +241,6 @@ def advise(ranks: int, chunks: int = 1) -> Advice:
     >>> advice.microbatches, round(advice.bubble_fraction, 3)
     (16, 0.086)
     """
-    ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
+    ranks, chunks = counts(ranks=ranks, chunks=chunks)
     microbatches = PER_RANK * ranks
     return Advice(microbatches, (ranks - 1) / (chunks * microbatches + ranks - 1))

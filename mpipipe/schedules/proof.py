@@ -8,8 +8,17 @@ from hashlib import blake2b
 from typing import NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.on_demand import LogicalTime, OrdersOnDemand
+from mpipipe.schedules.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    OPS,
+    RECOMPUTE,
+    WEIGHT_GRAD,
+    Action,
+    LogicalTime,
+    OrdersOnDemand,
+)
 from mpipipe.schedules.replay import packed, replay, source
 from mpipipe.schedules.schedule import Schedule, check_skips
 from mpipipe.text import counted
@@ -218,7 +227,7 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
 def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
     ones = [1.0] * schedule.stages
-    starts, _ = replay(schedule, dict.fromkeys(OPS, ones), ones, orders)
+    starts, _ = replay(schedule.placement, schedule.microbatches, dict.fromkeys(OPS, ones), ones, orders)
     stopped = [len(began) for began in starts]
     stuck = [rank for rank, slot in enumerate(stopped) if slot < len(orders[rank])]
     if not stuck:
@@ -236,7 +245,7 @@ def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
 
 
 def _wait_cycle(schedule: Schedule, stopped: Sequence[int], rank: int) -> tuple[list[int], list[Action]]:
-    """Follow who waits for whom, from a stopped rank, until a rank repeats: (ranks, the action each waits for)."""
+    """Follow the waits, from a stopped rank, until a rank repeats: (ranks, the action each waits for)."""
     path: list[int] = []
     awaited: list[Action] = []
     while rank not in path:
@@ -298,7 +307,7 @@ def logical_time_of(schedule: Schedule) -> LogicalTime | None:
 def check_part(schedule: Schedule, rank: int) -> None:
     """Prove one rank's part of `schedule`. If no rank raises, the whole schedule is proven.
 
-    A rank walks through its own order as `check` does: each action is on its rank, each comes behind the forward that
+    A rank walks through its own order as `check` does: each action is on its rank, each comes after the forward that
     it needs, and none is missing. A schedule may have no backwards at all. The rank sees that from the last stage,
     which has them if any stage has.
 
@@ -312,23 +321,7 @@ def check_part(schedule: Schedule, rank: int) -> None:
     The formula need not be trusted: a wrong one does not rise somewhere, and a rank finds that. But all ranks must
     prove parts of the same schedule. So they compare `digest` before they rely on the proof.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        The same on every rank.
-    rank : int
-        This rank.
-
-    Raises
-    ------
-    ScheduleError
-        As by `check`, on at least one rank, if the schedule is wrong.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> from mpipipe.schedules.proof import check_part
-    >>> check_part(schedules.one_f_one_b(ranks=1024, microbatches=4096), rank=7)
+    A wrong schedule raises ScheduleError, as by `check`, on at least one rank.
     """
     logical_time = logical_time_of(schedule)
     if logical_time is None or schedule.proven:

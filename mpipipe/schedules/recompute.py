@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,14 +18,12 @@ from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import kinds
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.memory import held, sizes_per_stage
-from mpipipe.schedules.on_demand import changed
+from mpipipe.schedules import checks
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, changed
 from mpipipe.schedules.proof import check
-from mpipipe.schedules.replay import replay
+from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, action_times, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, action_times, held, simulate, sizes_per_stage
 
 Pair: TypeAlias = "tuple[int, int]"  # stage, micro-batch
 ROUNDING = 1e-9  # sums of sizes may be off by this share of the limit
@@ -79,13 +78,13 @@ def with_recompute(
     2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3
     """
     check(schedule)
-    kinds.limit(memory_limit)
+    checks.limit(memory_limit)
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     plain = without_recompute(schedule)
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
-    least = [max(held(everything, order, whole, kept)) for order in everything.orders]
+    least = [max(held(order, whole, kept, schedule.trained_from)) for order in everything.orders]
     if memory_limit is None:
         more = [max(whole[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
         limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
@@ -217,50 +216,39 @@ def hidden_in_waits(
     """Return the fastest schedule that is found by moving R's ahead into waits, and its makespan.
 
     An R that fits into a wait delays no action, so moving it cannot make the schedule slower. If it does not fit, the
-    simulation decides.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        A schedule with R's that can run.
-    costs : Costs
-        Times of the actions and messages, from which the waits follow.
-    limits : sequence of float
-        Memory that each rank may hold.
-    whole, kept : sequence of float
-        Sizes of an activation, and of the input in it, for each stage.
+    simulation decides. `limits` is the memory that each rank may hold; `whole` and `kept` are the sizes of an
+    activation, and of the input in it, of each stage.
     """
     durations = action_times(costs, schedule.stages)
     transfer = costs.per_stage("transfer", schedule.stages)
-    starts, ends = replay(schedule, durations, transfer)
+
+    def replayed(orders: Sequence[Sequence[Action]]) -> tuple[list[array[float]], list[float]]:
+        codes = [packed(order, schedule.microbatches) for order in orders]
+        return replay(schedule.placement, schedule.microbatches, durations, transfer, codes)
+
+    orders = [*schedule.orders]
+    starts, ends = replayed(orders)
     for share in SHARES:
         for _ in range(MOST_PASSES if schedule.recomputed else 0):
-            orders = list(schedule.orders)
+            changed = list(orders)
             for rank, order in enumerate(orders):
-                line = _Line(order, starts[rank], [durations[op][stage] for stage, op, _ in order])
+                line = _Waits(order, starts[rank], [durations[op][stage] for stage, op, _ in order])
                 places = line.places(share)
                 if places:
-                    memory = list(held(schedule, order, whole, kept))
+                    memory = list(held(order, whole, kept, schedule.trained_from))
                     more = {slot: whole[order[slot].stage] - kept[order[slot].stage] for slot in places}
-                    orders[rank] = line.moved(share, places, memory, more, limits[rank])
-            changed = replace(schedule, orders=tuple(orders))
-            if changed.orders == schedule.orders:
+                    changed[rank] = line.moved(share, places, memory, more, limits[rank])
+            if changed == orders:
                 break
-            began, ended = replay(changed, durations, transfer)
+            began, ended = replayed(changed)
             if max(ended) >= max(ends):
                 break
-            schedule, starts, ends = changed, began, ended
-    return schedule, max(ends)
+            orders, starts, ends = changed, began, ended
+    return replace(schedule, orders=tuple(orders)), max(ends)
 
 
-class _Line:
-    """The actions of one rank on the line of time.
-
-    Parameters
-    ----------
-    order : of the rank
-    starts, seconds : when each action starts, and how long it takes
-    """
+class _Waits:
+    """The actions of one rank on the line of time: when each one starts, and how long it takes."""
 
     def __init__(self, order: Sequence[Action], starts: Sequence[float], seconds: Sequence[float]) -> None:
         self.order, self.seconds = order, seconds
@@ -291,13 +279,7 @@ class _Line:
     ) -> tuple[Action, ...]:
         """Return the order with R's moved into the waits, the next ones first, as far as memory allows.
 
-        Parameters
-        ----------
-        share : a wait must be at least this share of the time of an R
-        places : slot of each R -> slot of its forward
-        memory : memory that the rank holds during each action
-        more : slot of each R -> memory that it adds
-        limit : memory that the rank may hold
+        `memory` is what the rank holds during each action, `more` what each R adds, by its slot.
         """
         ahead: dict[int, list[Action]] = {}  # slot -> R's that are moved to before it
         left = dict(places)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import building_blocks, classic, kinds, zero_bubble
-from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules import building_blocks, checks, classic, zero_bubble
+from mpipipe.schedules.checks import at_least_one
+from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
 from mpipipe.text import near
 
@@ -36,8 +37,8 @@ def by_name(
     name: str,
     *,
     ranks: int,
-    microbatches: int,
     chunks: int = 1,
+    microbatches: int,
     costs: Costs = EQUAL_COSTS,
     memory_limit: float | None = None,
 ) -> Schedule:
@@ -48,10 +49,12 @@ def by_name(
     name : str
         gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_2p; with chunks interleaved_1f1b, looped_bfs,
         interleaved_zero_bubble, forward_only; with two chunks zero_bubble_v, dualpipe_v, v_half, v_min.
-    ranks, microbatches : int
-        P and M, at least 1.
+    ranks : int
+        P, at least 1.
     chunks : int, optional
         V, stages per rank; 1 for a schedule with one stage per rank, 2 for one on a V.
+    microbatches : int
+        M, at least 1.
     costs : Costs, optional
         Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not depend on them.
     memory_limit : float, optional
@@ -75,7 +78,7 @@ def by_name(
     >>> schedule.stages, schedule.chunks
     (8, 2)
     """
-    memory_limit = kinds.limit(memory_limit)
+    memory_limit = checks.limit(memory_limit)
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches)
     if name in TWO_STAGES:
@@ -106,20 +109,20 @@ def by_name(
 
 
 def placement_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
-    """Give the rank of each logical stage of a schedule by its name."""
+    """Return the rank of each logical stage of a schedule by its name."""
     return zero_bubble.v_placement(ranks) if name in TWO_STAGES else looped_placement(ranks, chunks)
 
 
 def names(chunks: int) -> list[str]:
-    """List the schedules of training with so many stages per rank."""
+    """List the schedules of training with `chunks` stages per rank."""
     several = [name for name in SEVERAL_STAGES if name != "forward_only"]
     return [*(ONE_STAGE if chunks == 1 else ()), *several, *(TWO_STAGES if chunks == 2 else ())]
 
 
 def _costs(name: str, costs: Costs, memory_limit: float | None) -> dict[str, Any]:
-    """Give the arguments that a schedule takes beside its counts."""
-    found: dict[str, Any] = {"costs": costs} if name in WITH_COSTS else {}
-    return {**found, "memory_limit": memory_limit} if name == "zero_bubble_2p" else found
+    """Return the arguments that a schedule takes besides its counts."""
+    arguments: dict[str, Any] = {"costs": costs} if name in WITH_COSTS else {}
+    return {**arguments, "memory_limit": memory_limit} if name == "zero_bubble_2p" else arguments
 
 
 def _signatures() -> Iterator[str]:

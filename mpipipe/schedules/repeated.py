@@ -19,8 +19,9 @@ from numbers import Real
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
+from mpipipe.schedules.checks import counts
 from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
-from mpipipe.schedules.schedule import Schedule, at_least_one
+from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Links, simulate
 from mpipipe.text import counted
 
@@ -66,8 +67,8 @@ def simulate_repeated(
     name: str,
     *,
     ranks: int,
-    microbatches: int,
     chunks: int = 1,
+    microbatches: int,
     costs: Costs = EQUAL_COSTS,
     links: Links | None = None,
     message_bytes: float = 0,
@@ -83,10 +84,12 @@ def simulate_repeated(
     ----------
     name : str
         A schedule of `by_name` whose order does not depend on costs.
-    ranks, microbatches : int
-        P and M, at least 1.
+    ranks : int
+        P, at least 1.
     chunks : int, optional
         V, stages per rank.
+    microbatches : int
+        M, at least 1.
     costs : Costs, optional
         Times of the actions. Each is one number, the same for all stages.
     links : Links, optional
@@ -111,14 +114,12 @@ def simulate_repeated(
     >>> found.makespan, found.peak_activations
     (122877.0, 16384)
     """
-    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
-    chunks = at_least_one("chunks", chunks)
+    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
     measure = _Measure(name, chunks, costs, links, message_bytes)
-    for line in _lines(name, ranks, microbatches, chunks, 1 if links is None else links.node_size):
-        found = _along(line, measure)
-        if found is not None:
-            makespan, peak = found
-            return measure.result(ranks, microbatches, makespan, peak)
+    for line in _lines(name, ranks, chunks, microbatches, 1 if links is None else links.node_size):
+        end = _along(line, measure)
+        if end is not None:
+            return measure.result(ranks, microbatches, *end)
     near = max(1, round(microbatches / ranks)) * ranks
     raise ArgumentError(
         f"no part of the schedule {name} was found to repeat",
@@ -133,30 +134,30 @@ class _Measure:
 
     def __init__(self, name: str, chunks: int, costs: Costs, links: Links | None, message_bytes: float) -> None:
         if name in WITH_COSTS:
-            known = [each for each in [*names(chunks), "forward_only"] if each not in WITH_COSTS]
+            known = [other for other in [*names(chunks), "forward_only"] if other not in WITH_COSTS]
             raise ArgumentError(
                 f"the orders of {name} follow from its costs, and need not repeat",
                 found=name,
                 expected="one of " + ", ".join(known),
             )
-        given = {each: getattr(costs, each) for each in ("forward", "input_grad", "weight_grad", "transfer")}
-        for each, value in given.items():
+        values = {cost: getattr(costs, cost) for cost in ("forward", "input_grad", "weight_grad", "transfer")}
+        for cost, value in values.items():
             if not isinstance(value, Real):
                 raise ArgumentError(
                     "a schedule repeats where all stages have the same costs",
-                    found=f"{each}={value!r}",
+                    found=f"{cost}={value!r}",
                     expected="a number",
                     remedy="take the mean: costs.average(stages)",
                 )
-            costs.per_stage(each, 1)  # refuses what is no cost
+            costs.per_stage(cost, 1)  # refuses what is no cost
         self.name, self.chunks, self.links, self.message_bytes = name, chunks, links, message_bytes
-        times = [float(value) for value in given.values()]
+        times = [float(value) for value in values.values()]
         if links is not None:
             node = links.node_size
             times[3:] = {*links.times((0, node), message_bytes), *links.times((0, 1), message_bytes)}
         self.unit = 2.0 ** (math.frexp(max(times))[1] - BITS) if max(times) else 1.0
-        self.own = [self._whole(given[each]) for each in ("forward", "input_grad", "weight_grad")]
-        self.transfer = self._whole(given["transfer"])
+        self.own = [self._whole(values[cost]) for cost in ("forward", "input_grad", "weight_grad")]
+        self.transfer = self._whole(values["transfer"])
         self.sizes: dict[tuple[int, int], tuple[int, int]] = {}
 
     def _whole(self, time: float) -> int:
@@ -191,7 +192,7 @@ class _Measure:
         )
 
 
-def _lines(name: str, ranks: int, microbatches: int, chunks: int, node_size: int) -> Iterator[_Line]:
+def _lines(name: str, ranks: int, chunks: int, microbatches: int, node_size: int) -> Iterator[_Line]:
     """Yield the lines that end at the size of the whole schedule.
 
     Along a line the groups of micro-batches keep their sizes, and the last node keeps its number of ranks.

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.schedule import Schedule
 
 NUMBER = {op: number for number, op in enumerate(OPS)}  # what stands for an op in a packed order
 F, B, W, R = (NUMBER[op] for op in (FORWARD, BACKWARD, WEIGHT_GRAD, RECOMPUTE))
@@ -15,49 +14,32 @@ OP_WIDTH, OP_BITS = 3, 7
 
 
 def replay(
-    schedule: Schedule,
+    placement: Sequence[int],
+    microbatches: int,
     durations: Mapping[str, Sequence[float]],
     transfer: Sequence[float],
-    orders: Sequence[array[int]] | None = None,
+    orders: Sequence[array[int]],
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
-    Which output an action waits for says `dependencies.source`; W and R wait for no other rank. Sends cost the sender
-    nothing and never block. An action whose input never comes stops its rank for good.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        Every action is on the right rank, once, with F before B or I before W.
-    durations : mapping of str to sequence of float
-        For each op its time in each stage.
-    transfer : sequence of float
-        Entry l is the time of a message between stages l-1 and l, in either direction, if their ranks differ.
-    orders : sequence of array, optional
-        The orders of the schedule, packed, for callers that have them.
-
-    Returns
-    -------
-    starts : list of array
-        For each rank the start times of the actions that could run.
-    ends : list of float
-        For each rank the time at which it is done.
+    Return for each rank the start times of the actions that could run, and the time at which it is done. Every action
+    is on the right rank, once, with F before B or I before W. Sends cost the sender nothing and never block; `transfer`
+    is the time of a message, as `Costs.transfer`. An action whose input never comes stops its rank for good. `orders`
+    are packed.
     """
-    microbatches = schedule.microbatches
-    forward_source, backward_source = (sources(op, schedule.stages) for op in (FORWARD, BACKWARD))
+    stages = len(placement)
+    forward_source, backward_source = (sources(op, stages) for op in (FORWARD, BACKWARD))
     # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not done yet
-    forward_done = array("d", [-1.0]) * (schedule.stages * microbatches)
+    forward_done = array("d", [-1.0]) * (stages * microbatches)
     backward_done = array("d", forward_done)
-    hop = hops(schedule.placement, transfer)
+    hop = hops(placement, transfer)
     forward, backward = durations[FORWARD], durations[BACKWARD]
     input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
     recompute = durations[RECOMPUTE]
-    if orders is None:
-        orders = [packed(order, microbatches) for order in schedule.orders]
     starts = [array("d") for _ in orders]
-    ends = [0.0] * schedule.ranks
+    ends = [0.0] * len(orders)
     sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
-    ready = list(range(schedule.ranks))
+    ready = list(range(len(orders)))
     while ready:
         rank = ready.pop()
         now, began = ends[rank], starts[rank]
@@ -123,28 +105,7 @@ def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
 #                          |
 #     B, I     B <-- B <-- B      R and W wait for nobody
 def source(stage: int, op: str, stages: int) -> int | None:
-    """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of its micro-batch.
-
-    Parameters
-    ----------
-    stage : int
-        The logical stage of the waiting action.
-    op : str
-        The op of the waiting action.
-    stages : int
-        The number of logical stages.
-
-    Returns
-    -------
-    int or None
-        The stage, or None if the action waits for no other stage.
-
-    Examples
-    --------
-    >>> from mpipipe.schedules.replay import source
-    >>> source(2, "F", stages=4), source(2, "I", stages=4), source(2, "W", stages=4), source(0, "F", stages=4)
-    (1, 3, None, None)
-    """
+    """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of its micro-batch."""
     if op == FORWARD:
         return stage - 1 if stage > 0 else None
     if op in (BACKWARD, INPUT_GRAD):
@@ -154,5 +115,5 @@ def source(stage: int, op: str, stages: int) -> int | None:
 
 def sources(op: str, stages: int) -> list[int]:
     """Return `source` of every stage as a list, with -1 in place of None."""
-    found = (source(stage, op, stages) for stage in range(stages))
-    return [-1 if stage is None else stage for stage in found]
+    awaited = (source(stage, op, stages) for stage in range(stages))
+    return [-1 if stage is None else stage for stage in awaited]

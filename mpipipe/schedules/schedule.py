@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from keyword import iskeyword
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.on_demand import Order, OrdersOnDemand, changed
-
-LARGEST = 1e100  # time of an action: sums of times are numbers, too
+from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, Order, OrdersOnDemand, changed
+from mpipipe.schedules.checks import at_least_one
+from mpipipe.text import counted
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,10 @@ class Schedule:
     name: str
     placement: tuple[int, ...]
     microbatches: int
-    orders: Sequence[Order] = field(repr=False)
+    orders: Sequence[Order]
     trained_from: int = 0
     skips: tuple[Skip, ...] = ()
-    proven: bool = field(default=False, init=False, repr=False, compare=False)
+    proven: bool = field(default=False, init=False, compare=False)
 
     def __post_init__(self) -> None:
         # frozen all the way down: `check` and `fingerprint` remember their result
@@ -67,6 +64,12 @@ class Schedule:
         object.__setattr__(self, "skips", tuple(self.skips))
         if not isinstance(self.orders, OrdersOnDemand):
             object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
+
+    def __repr__(self) -> str:
+        parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), counted(self.microbatches, "micro-batch")]
+        parts += [f"trained from stage {self.trained_from}"] if self.trained_from else []
+        parts += [f"skip {name} from stage {source} to {target}" for name, source, target in self.skips]
+        return f"<Schedule {self.name}: {', '.join(parts)}>"
 
     @property
     def ranks(self) -> int:
@@ -218,37 +221,6 @@ def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * chunks
 
 
-def at_least_one(name: str, value: SupportsIndex) -> int:
-    """Convert `value` to int; refuse it with the argument's name if it is no integer or below one."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ArgumentError(
-            f"{name} is not a count",
-            found=f"{name}={value!r}",
-            expected="an integer of at least 1",
-            remedy=f"pass {name} >= 1",
-        )
-    return number
-
-
-def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
-    """Give `value`, a number or one for each stage, as one float for each; refuse others than 0 to `LARGEST`."""
-    try:
-        numbers = [float(value)] * stages if isinstance(value, Real) else [float(one) for one in value]  # type: ignore
-    except (TypeError, ValueError, OverflowError):
-        numbers = []
-    if len(numbers) != stages or not all(0 <= number <= LARGEST for number in numbers):
-        raise ArgumentError(
-            f"{what} does not fit the schedule",
-            found=f"{name}={value!r}",
-            expected=f"a number from 0 to {LARGEST:g}, or {stages} of them, one per stage",
-        )
-    return numbers
-
-
 def _first_forwards(count: int, order: Iterable[Action]) -> Iterable[Action]:
     return (action for action in order if action.op == FORWARD and action.microbatch < count)
 
@@ -258,10 +230,6 @@ def _row(order: Iterable[Action]) -> str:
 
 
 # -- Skips: data that a stage hands to a later one past those between, as the two arms of a U-Net do ------------------
-
-
-if TYPE_CHECKING:
-    pass
 
 
 class Skip(NamedTuple):
@@ -328,7 +296,7 @@ def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Sche
 
 
 def check_skips(skips: Any, stages: int) -> None:
-    """Raise ScheduleError if skips do not fit a chain of so many stages."""
+    """Raise ScheduleError if skips do not fit a chain of `stages`."""
     met = set()
     for skip in skips:
         if type(skip) is not Skip:

@@ -1,7 +1,7 @@
 """Schedules with a split backward: the stage before waits for I, and nobody waits for W, which fills the bubble.
 
 In the pictures time runs to the right, each action takes one cell, and dots are idle time. Small letters are a rank's
-second chunk.
+second chunk. P is `ranks`, V `chunks` and M `microbatches`; a count below 1 raises ArgumentError.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TypeAlias
 
-from mpipipe.schedules import classic
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from mpipipe.schedules.classic import actions, groups_of
-from mpipipe.schedules.kinds import Form, kinds_of
-from mpipipe.schedules.list_scheduler import PATIENCES, fastest, filled, score_of
-from mpipipe.schedules.on_demand import OrdersOnDemand
-from mpipipe.schedules.schedule import Schedule, at_least_one, looped_placement
+from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, OrdersOnDemand
+from mpipipe.schedules.checks import counts
+from mpipipe.schedules.classic import actions, grouped, groups_of
+from mpipipe.schedules.schedule import Schedule, looped_placement
+from mpipipe.schedules.search.orders import PATIENCES, fastest, fill_waits, score_of
+from mpipipe.schedules.search.problem import OrderProblem, tasks_of
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 
 
@@ -44,11 +44,6 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     Schedule
         1F1B with a split backward.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -56,8 +51,7 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-    schedule = interleaved_zero_bubble(ranks, 1, microbatches)
-    return Schedule("zero_bubble_h1", schedule.placement, schedule.microbatches, schedule.orders)
+    return replace(interleaved_zero_bubble(ranks, 1, microbatches), name="zero_bubble_h1")
 
 
 #     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
@@ -80,11 +74,6 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
     Schedule
         Interleaved 1F1B with a split backward.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -92,8 +81,7 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
     0F0,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0W0,0I1,0W1
     1F0,1F1,3F0,3I0,3F1,3I1,3W0,1I0,3W1,1I1,1W0,1W1
     """
-    ranks, chunks = at_least_one("ranks", ranks), at_least_one("chunks", chunks)
-    microbatches = at_least_one("microbatches", microbatches)
+    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
     orders = _on_demand(ranks, chunks, microbatches, 1)
     return Schedule("interleaved_zero_bubble", looped_placement(ranks, chunks), microbatches, orders)
 
@@ -113,11 +101,8 @@ def h2_orders(ranks: int, microbatches: int) -> OrdersOnDemand:
 
 def _on_demand(ranks: int, chunks: int, microbatches: int, step: int) -> OrdersOnDemand:
     """Make orders whose warm-up shrinks by `step` F's from rank to rank, while W's come `step` I's later."""
-    return OrdersOnDemand(
-        ranks,
-        partial(_order, ranks, chunks, microbatches, step),
-        partial(classic.grouped, ranks, chunks, microbatches, step),
-    )
+    sizes = ranks, chunks, microbatches, step
+    return OrdersOnDemand(ranks, partial(_order, *sizes), partial(grouped, *sizes))
 
 
 def _order(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> tuple[Action, ...]:
@@ -181,11 +166,6 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     Schedule
         Two stages per rank, placed on a V.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, or the costs do not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -199,12 +179,12 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
     if are_alike(costs, 2 * ranks):
         return by_hand
-    form = Form(by_hand.placement, by_hand.microbatches, costs, None)
-    queues = [[[kind for kind in order if kind % 3 != 2]] for order in kinds_of(by_hand)]
-    best = fastest(filled(form, queues, 2 * ranks, patience) for patience in PATIENCES)
+    problem = OrderProblem(by_hand.placement, by_hand.microbatches, costs, None)
+    queues = [[[task for task in order if task % 3 != 2]] for order in tasks_of(by_hand)]
+    best = fastest(fill_waits(problem, queues, 2 * ranks, patience) for patience in PATIENCES)
     if best is None or score_of(by_hand, costs) <= best.score:
         return by_hand
-    return form.schedule(by_hand.name, best.orders)
+    return problem.schedule(by_hand.name, best.orders)
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
@@ -227,11 +207,6 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     Schedule
         Two stages per rank, placed on a V.
 
-    Raises
-    ------
-    ArgumentError
-        A count is below 1.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -243,7 +218,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _on_a_v(name: str, ranks: int, microbatches: int, cells: Cells, less: int) -> Schedule:
-    ranks, microbatches = at_least_one("ranks", ranks), at_least_one("microbatches", microbatches)
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     # too few micro-batches to fill the pipeline: the order of a full one, without the micro-batches that are missing
     full = max(2 * ranks - less, microbatches)
     orders = OrdersOnDemand(

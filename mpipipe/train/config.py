@@ -1,42 +1,32 @@
-"""The configuration of a training: one dataclass, filled from defaults, a TOML file and command line flags.
-
-Its fields are in options/, a class for each heading of `mpipipe train --help`.
-"""
+"""The configuration of a training: one dataclass, filled from defaults, a TOML file and command line flags."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
+from mpipipe.options import document, key_of, read_fields
+from mpipipe.schedules.csv_text import is_path
 from mpipipe.text import as_word, near
-from mpipipe.train.config_checks import NOUNS, PARSED, PLANNED, check_parsed, check_range, check_together, typed
-from mpipipe.train.options import (
-    INSTEAD,
-    OTHER_NAMES,
-    ClusterOptions,
-    DataOptions,
-    ModelOptions,
-    OutputOptions,
-    ParallelOptions,
-    TrainingOptions,
-    parameters_of,
-)
+from mpipipe.train.options import INSTEAD, OTHER_NAMES, PLANNED, ParallelOptions, RunOptions, is_table
+
+Config = TypeVar("Config", bound="TaskConfig")
 
 
 @dataclass(frozen=True)
-class TrainConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOptions, ModelOptions, DataOptions):
-    """The configuration of one training.
+class TaskConfig(RunOptions, ParallelOptions):
+    """The configuration of the training of any task.
 
-    Field names are the keys of a TOML file and, with dashes, the flags of `mpipipe train`. Every field has a default.
-    The help texts of the fields below are the documentation of the parameters, too.
+    Field names are the keys of a TOML file and, with dashes, the flags of a command. Every field has a default. Texts
+    with a meaning of their own, such as a partition, may be given as texts.
 
     Raises
     ------
@@ -45,29 +35,20 @@ class TrainConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOption
 
     Examples
     --------
-    >>> from mpipipe.train import TrainConfig
-    >>> config = TrainConfig(steps=100, pipe=2, schedule="interleaved_1f1b", chunks=2)
-    >>> config.lr
-    0.003
+    >>> from mpipipe.train import TaskConfig
+    >>> config = TaskConfig(steps=100, pipe=2, partition="3,5")
+    >>> config.partition
+    (3, 5)
     """
 
-    def __post_init__(self) -> None:
-        for entry in dataclasses.fields(self):
-            kind = KINDS[entry.name]
-            value = typed(entry, getattr(self, entry.name), kind)
-            check_range(entry, value, kind)
-            object.__setattr__(self, entry.name, value)
-        for name, parse in PARSED.items():
-            check_parsed(name, getattr(self, name), parse)
-        check_together(self)
+    other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
-    @property
-    def scales_dynamically(self) -> bool:
-        """Whether the loss scale is changed while the training runs, as the gradients allow."""
-        return self.loss_scale == 0 or (self.loss_scale is None and self.dtype == "float16")
+    def __post_init__(self) -> None:
+        read_fields(self)
+        _check_together(self)
 
     @classmethod
-    def load(cls, path: str | None = None, **flags: Any) -> TrainConfig:
+    def load(cls: type[Config], path: str | None = None, **flags: Any) -> Config:
         """Read a configuration: the keys of a file replace defaults, and flags replace keys.
 
         Parameters
@@ -79,7 +60,7 @@ class TrainConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOption
 
         Returns
         -------
-        TrainConfig
+        TaskConfig
             The defaults with these replacements.
 
         Raises
@@ -93,62 +74,96 @@ class TrainConfig(ClusterOptions, OutputOptions, TrainingOptions, ParallelOption
         >>> TrainConfig.load(steps=100, lr=None).steps
         100
         """
-        keys = {
-            FIELDS.get(name, name): value for name, value in ({} if path is None else read_keys(Path(path))).items()
-        }
-        flags = {FIELDS.get(name, name): value for name, value in flags.items() if value is not None}
-        for source, given in ((path, keys), ("the flags", flags)):
-            for key in given:
-                _check_known(key, source)
-        given = {**keys, **flags}
-        if given.get("plan") == "auto":
-            given["fixed"] = (*given.get("fixed", ()), *(name for name in PLANNED if name in given))
-        sizes = [name for name in FROM_FOLDER if name in given]
-        if given.get("from_") is not None and sizes:
+        names = {key_of(entry): entry.name for entry in fields(cls)}
+        keys = {} if path is None else read_keys(Path(path))
+        flags = {name: value for name, value in flags.items() if value is not None}
+        values: dict[str, Any] = {}
+        for source, part in ((path, keys), ("the flags", flags)):
+            for key, value in part.items():
+                name = names.get(key, key)
+                if name not in names.values():
+                    raise cls._unknown_key_error(key, source)
+                values[name] = value
+        if values.get("plan") == "auto":
+            values["fixed"] = (*values.get("fixed", ()), *(name for name in PLANNED if name in values))
+        cls._check_given(values)
+        return cls(**values)
+
+    @classmethod
+    def _check_given(cls, values: dict[str, Any]) -> None:
+        """Raise ConfigError for values that cannot be given together, whatever they are."""
+
+    @classmethod
+    def _unknown_key_error(cls, key: str, source: str | None) -> ConfigError:
+        names, instead = [key_of(entry) for entry in fields(cls)], INSTEAD.get(as_word(key))
+        meant = near(key, names, cls.other_names) if instead is None else []
+        return ConfigError(
+            f"unknown key in {source}",
+            found=key,
+            expected=" or ".join(meant) if meant else ", ".join(entry.name for entry in fields(cls)),
+            remedy=instead or "`mpipipe train --help` explains each",
+        )
+
+
+document(TaskConfig)
+
+
+def _check_together(config: TaskConfig) -> None:
+    """Raise ConfigError for values that contradict each other, or that no range tells."""
+    if config.watchdog is not None and 0 < config.watchdog < 1:
+        raise ConfigError("watchdog is too short", found=config.watchdog, expected="0, or at least 1")
+    if config.loss_scale is not None and 0 < config.loss_scale < 1:
+        raise ConfigError("loss_scale shrinks gradients", found=config.loss_scale, expected="0, or at least 1")
+    if config.resume == "auto" and config.out is None:
+        raise ConfigError(
+            "resume = auto without out", expected="the folder in which to look", remedy="name it with --out"
+        )
+    if config.recompute and config.recompute_limit is not None:
+        raise ConfigError(
+            "recompute and recompute_limit are both given",
+            found=f"recompute_limit {config.recompute_limit}",
+            expected="one of them: recompute runs all forwards again, recompute_limit some",
+        )
+    _check_plan(config)
+    _check_plan(config)
+
+
+def _check_plan(config: TaskConfig) -> None:
+    """Raise ConfigError if options of a plan have no effect, or leave it nothing to decide."""
+    strange = [name for name in config.fixed if name not in PLANNED]
+    if strange:
+        raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
+    if config.plan != "auto":
+        alone = [name for name in ("memory_limit", "fixed") if getattr(config, name)]
+        if alone:
             raise ConfigError(
-                f"{sizes[0]} and from are both given",
-                found=f"{sizes[0]} = {given[sizes[0]]}, from {given['from_']}",
-                expected="one of them: the architecture comes from the folder",
-                remedy=f"leave out {' and '.join(sizes)}",
+                f"{alone[0]} without plan = auto",
+                found=f"{alone[0]} {getattr(config, alone[0])}",
+                expected="none: it says which plans may be chosen",
+                remedy="give plan = auto, too, or leave it out; recompute_limit limits the memory of a given schedule",
             )
-        return cls(**given)
-
-
-if TrainConfig.__doc__:  # python -OO has none
-    TrainConfig.__doc__ = TrainConfig.__doc__.replace("    Raises\n", parameters_of(TrainConfig) + "    Raises\n", 1)
-
-# what a folder says, with `from`
-FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")
-FIELDS = {"from": "from_"}  # names of keys that no field can have in Python
-
-
-def heading_of(name: str) -> str:
-    """Return under which heading the help lists a field: data, model, parallel, ..."""
-    owner = next(base for base in TrainConfig.__bases__ if name in {entry.name for entry in dataclasses.fields(base)})
-    return owner.__name__.removesuffix("Options").lower()
-
-
-def _kind(hint: Any) -> type:
-    if get_origin(hint) is tuple:
-        return tuple
-    return next((part for part in get_args(hint) if part in NOUNS), hint)
-
-
-# Field name -> int, float, bool, str, or tuple (of strings); a field whose default is None also takes None.
-KINDS = {name: _kind(hint) for name, hint in get_type_hints(TrainConfig).items()}
-
-
-def _check_known(key: str, source: str | None) -> None:
-    if key in KINDS:
         return
-    instead = INSTEAD.get(as_word(key))
-    meant = near(key, [name.rstrip("_") for name in KINDS], OTHER_NAMES) if instead is None else []
-    raise ConfigError(
-        f"unknown key in {source}",
-        found=key,
-        expected=" or ".join(meant) if meant else ", ".join(KINDS),
-        remedy=instead or "`mpipipe train --help` explains each",
-    )
+    open_ = [name for name in ("microbatches", "partition") if name in config.fixed and getattr(config, name) is None]
+    if open_:
+        raise ConfigError(
+            f"fixed names {open_[0]}, which has no value",
+            found=f"fixed {', '.join(config.fixed)}",
+            expected="options with a value, which a plan leaves as it is",
+            remedy=f"give {open_[0]} a value, or leave it out of fixed",
+        )
+    if is_path(config.schedule) or is_table(config.schedule):
+        raise ConfigError(
+            "plan = auto and an order of a schedule are both given",
+            found=f"schedule {config.schedule}" if is_path(config.schedule) else "a table of actions as schedule",
+            expected="one of them: an order is made for its own ranks, chunks and micro-batches",
+            remedy="leave out plan, or name a schedule that the package makes",
+        )
+    if config.survive:
+        raise ConfigError(
+            "plan = auto and survive are both given",
+            expected="one of them: a plan is made for a number of ranks, and survive changes that",
+            remedy="make a plan with `mpipipe plan`, and give its file to the training",
+        )
 
 
 # -- A configuration as a file in TOML: read, and written -------------------------------------------------------------
@@ -168,14 +183,8 @@ def read_keys(path: Path) -> dict[str, Any]:
     Raises ConfigError where it cannot be read, is not TOML, or has a table.
     """
     try:
-        keys = tomllib.loads(files.read_text(path, MOST_BYTES))
-    except OSError as error:
-        raise ConfigError(
-            f"the config file cannot be read: {error.strerror}",
-            found=str(path),
-            expected=files.REGULAR,
-            remedy="name a TOML file with --config",
-        ) from error
+        with files.reading("the config file", path, ConfigError, remedy="name a TOML file with --config"):
+            keys = tomllib.loads(files.read_text(path, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
     keys = {name: _as_given(value) for name, value in keys.items()}

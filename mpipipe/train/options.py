@@ -1,148 +1,143 @@
-"""The options of a training, by what they are about."""
+"""The options of any training, by what they are about: the mesh and its schedule, and the run."""
 
 from __future__ import annotations
 
 import math
-import textwrap
-from dataclasses import dataclass, field, fields
-from typing import Any
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from signal import Signals
+from typing import ClassVar
 
-# -- How the fields of a configuration are declared -------------------------------------------------------------------
+from mpipipe.errors import ArgumentError
+from mpipipe.job.preemption import parse_duration
+from mpipipe.job.stop_signals import parse_signals
+from mpipipe.options import option
+from mpipipe.planning import parse_bytes
+from mpipipe.schedules.csv_text import is_path
+from mpipipe.train.sinks import parse_names
 
-
-def option(
-    default: Any,
-    text: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-) -> Any:
-    """Return a field with its help `text` and its range. `least` is in the range; `above` and `below` are not.
-
-    `metavar` stands for the value in the help of the command line.
-    """
-    limits = {"least": least, "above": above, "below": below, "choices": choices}
-    return field(default=default, metadata={"help": text, "metavar": metavar, **limits})
+# what a plan decides
+PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
+LAYERS = re.compile(r"0*[1-9][0-9]{0,8}")  # a number of them
 
 
-def parameters_of(config: type) -> str:
-    """Return the section Parameters of the docstring of a dataclass, from the help texts of its fields."""
-    lines = ["Parameters", "----------"]
-    for entry in fields(config):
-        default = "" if entry.default is None else f", default {entry.default!r}"
-        kind = str(entry.type).replace(" | None", ", optional")
-        lines += [f"{entry.name} : {kind}{default}", f"    {entry.metadata['help']}"]
-    return textwrap.indent("\n".join(lines), "    ") + "\n\n"
+def parse_partition(text: str) -> tuple[int, ...]:
+    """Read the numbers of layers of stages. Raises ArgumentError for anything else."""
+    counts = [part.strip() for part in text.split(",")]
+    if not all(LAYERS.fullmatch(count) for count in counts):
+        raise ArgumentError(
+            "no partition", found=f"{text!r:.80}", expected="numbers of layers with commas between, such as 3,2,2,3"
+        )
+    return tuple(map(int, counts))
 
 
-# -- Options of a training: what keeps a training safe on a cluster ---------------------------------------------------
+def is_table(schedule: str) -> bool:
+    """Whether a schedule is a table of actions, and neither a name nor the path of a file."""
+    return not is_path(schedule) and ("," in schedule or "\n" in schedule)
 
 
-@dataclass(frozen=True)
-class ClusterOptions:
-    """What keeps a training safe on a cluster."""
-
-    preempt_signals: str = option(
-        "USR2,TERM",
-        "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no such signal",
-    )
-    preempt_grace: float = option(
-        600.0, "seconds from such a signal until the job ends at once, saved or not; inf for no limit", least=0
-    )
-    time_limit: str | None = option(
-        None,
-        "seconds or HH:MM:SS that the job may last; it saves before and leaves with 75; 0: no limit; default: what "
-        "SLURM gives the job",
-    )
-    check_weights: int = option(
-        0, "steps between two comparisons of parameters and optimizer state over replicas; 0: none", least=0
-    )
-    watchdog: float | None = option(
-        None, "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG or 600", least=0
-    )
-    survive: bool = option(
-        False, "go on with fewer replicas when ranks die: needs `mpiexec --with-ft ulfm` of Open MPI 5"
-    )
+def in_one_text(values: Iterable[object]) -> str:
+    """Write several values with commas between them; none where there are none."""
+    return ",".join(map(str, values)) or "none"
 
 
-# -- Options of a training: text or tokens ----------------------------------------------------------------------------
+def names_of_signals(signals: Iterable[Signals]) -> str:
+    """Write signals as `parse_signals` reads them."""
+    return in_one_text(Signals(signal).name.removeprefix("SIG") for signal in signals)
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """Text or tokens."""
+class ParallelOptions:
+    """Ranks, stages, schedule."""
 
-    data: tuple[str, ...] = option(
-        (),
-        "file or folder of text, or file of tokens; repeatable; default: the standard library's source",
-        metavar="PATH",
+    heading: ClassVar[str] = "parallel"
+
+    pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
+    seq: int = option(1, "ranks that share each sequence, by ring attention; a replica has pipe x seq ranks", least=1)
+    layout: str = option("zigzag", "which positions each of them holds", choices=("zigzag", "contiguous", "striped"))
+    schedule: str = option(
+        "one_f_one_b",
+        "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1, zero_bubble_2p, "
+        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or FILE.csv with an order, "
+        "such as simulate --out writes",
     )
-    tokenizer: str | None = option(
+    chunks: int = option(1, "stages on each rank", least=1)
+    microbatches: int | None = option(
+        None, "micro-batches of a step in each replica; default: 4 per rank, or those of FILE.csv", least=1
+    )
+    partition: tuple[int, ...] | None = option(
         None,
-        "folder of the tokenizer of the tokens, which is compared with theirs and shows them as text",
-        metavar="PATH",
+        "layers of each stage, such as 3,2,2,3; default: stages with an even share of the operations",
+        parse=parse_partition,
+        show=in_one_text,
     )
-    packing: str = option(
-        "none",
-        "what attention does at the ends of documents: none: it goes on across them; segments: it stays within each",
-        choices=("none", "segments"),
+    recompute: bool = option(False, "keep only stage inputs, and run each forward again before its backward")
+    recompute_limit: int | None = option(
+        None, "activations of stages that a rank may hold; as many forwards as that needs are run again", least=1
     )
-    order: str = option(
-        "random",
-        "windows to train on: random: anywhere, with replacement; epoch: each once in an epoch, in a new order",
-        choices=("random", "epoch"),
+    plan: str = option(
+        "no",
+        "auto: measure for a moment, and take the fastest schedule, chunks, micro-batches, partition and recomputation",
+        choices=("no", "auto"),
     )
-    vocab: int | None = option(None, "token ids of the model; default: those of the data, 256 for bytes", least=1)
-    seq_len: int = option(128, "bytes or tokens in a sequence", least=1)
-
-
-# -- Options of a training: the model, and where its weights come from ------------------------------------------------
+    memory_limit: int | None = option(
+        None,
+        "with a plan: bytes that a rank may need for parameters, optimizer and activations, such as 900M or 1.5G",
+        parse=parse_bytes,
+    )
+    fixed: tuple[str, ...] = option(
+        (), "option that a plan leaves as it is, such as schedule; repeatable; those that are given stay anyway"
+    )
+    device: str = option(
+        "auto", "cpu, cuda, or auto: a GPU for each rank where all of them see one", choices=("auto", "cpu", "cuda")
+    )
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """The model, and where its weights come from."""
+class TrainingOptions:
+    """Steps, batches, optimizer."""
 
-    dim: int = option(128, "width of the model", least=1)
-    layers: int = option(4, "transformer blocks", least=1)
-    heads: int = option(4, "attention heads", least=1)
-    kv_heads: int | None = option(None, "key and value heads; default: as many as heads", least=1)
-    hidden: int | None = option(None, "inner width of SwiGLU; default: 8/3 dim, rounded up to 64", least=1)
-    tied: bool = option(False, "one matrix for embedding and head")
-    dropout: float = option(0.0, "probability of dropping a value after attention and SwiGLU", least=0, below=1)
-    rope_base: float = option(10000.0, "base of the rotary position embedding", above=1)
-    init: str | None = option(
-        None,
-        "checkpoint, output folder of a training, or folder of Hugging Face, whose weights to begin with",
-        metavar="PATH",
-    )
-    from_: str | None = option(None, "such a folder, whose architecture and weights to begin with", metavar="PATH")
-    freeze: tuple[str, ...] = option(
-        (),
-        "pattern of names of parameters that stay as they are, such as '0.*'; repeatable; the last that fits counts, "
-        "one with ! in front keeps trained",
-    )
-    lora: str | None = option(
-        None,
-        "train low-rank adapters alone: rank,alpha,target,... such as 8,16,q_proj,v_proj, or the folder of an adapter "
-        "of PEFT to go on with",
-    )
+    heading: ClassVar[str] = "training"
+
     dtype: str = option(
         "float32",
         "type of activations and products; bfloat16 and float16 keep parameters in float32",
         choices=("float32", "float64", "bfloat16", "float16"),
+        decides=True,
     )
+    steps: int = option(300, "optimizer steps", least=1)
+    batch: int = option(32, "sequences of a step, over all replicas", least=1, decides=True)
+    optimizer: str = option("adamw", "optimizer", choices=("adamw", "sgd"), decides=True)
+    lr: float = option(
+        3e-3, "learning rate after warm-up; falls as a cosine to a tenth", above=0, below=math.inf, decides=True
+    )
+    warmup: int = option(30, "steps of linear warm-up", least=0, decides=True)
+    momentum: float = option(0.9, "momentum of sgd", least=0, below=1, decides=True)
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0, below=math.inf, decides=True)
+    clip: float = option(1.0, "largest norm of all gradients; inf for no limit", above=0, decides=True)
+    loss_scale: float | None = option(
+        None,
+        "factor on gradients inside a step, below 2^64; 0: as large as fits; default: 0 for float16, 1 otherwise",
+        least=0,
+        below=2.0**64,
+        decides=True,
+    )
+    seed: int = option(0, "seed of parameters, batches, dropout and sample", least=0, below=2**63, decides=True)
+    eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
+    eval_batches: int = option(4, "batches of a validation", least=1)
 
-
-# -- Options of a training: what is written and shown -----------------------------------------------------------------
+    @property
+    def scales_dynamically(self) -> bool:
+        """Whether the loss scale is changed while the training runs, as the gradients allow."""
+        return self.loss_scale == 0 or (self.loss_scale is None and self.dtype == "float16")
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """What is written and shown."""
+
+    heading: ClassVar[str] = "output"
 
     out: str | None = option(
         None,
@@ -161,24 +156,12 @@ class OutputOptions:
         "a checkpoint that cannot be written ends the training, or it goes on without",
         choices=("end", "continue"),
     )
-    save_as: str = option(
-        "mpipipe",
-        "format of the model at the end: mpipipe in weights/, huggingface in huggingface/",
-        choices=("mpipipe", "huggingface"),
-    )
-    save_dtype: str | None = option(
-        None,
-        "dtype of a model that is saved as huggingface: float32, bfloat16, float16 or float64; default: that of the "
-        "parameters",
-        choices=("float32", "bfloat16", "float16", "float64"),
-    )
     log_every: int = option(10, "steps between two lines of progress", least=1)
-    sample_bytes: int = option(200, "bytes or tokens of text to generate at the end", least=0)
-    temperature: float = option(
-        0.8, "of the generated text; 0 takes the likeliest byte or token", least=0, below=math.inf
-    )
-    metrics_to: str = option(
-        "none", "where metrics go besides metrics.jsonl: csv, tensorboard, wandb, with commas between several; none"
+    metrics_to: tuple[str, ...] = option(
+        "none",
+        "where metrics go besides metrics.jsonl: csv, tensorboard, wandb, with commas between several; none",
+        parse=parse_names,
+        show=in_one_text,
     )
     trace: str | None = option(
         None,
@@ -187,115 +170,67 @@ class OutputOptions:
     )
 
 
-# -- Options of a training: ranks, stages, schedule -------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class ParallelOptions:
-    """Ranks, stages, schedule."""
+class ClusterOptions:
+    """What keeps a training safe on a cluster."""
 
-    pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
-    seq: int = option(1, "ranks that share each sequence, by ring attention; a replica has pipe x seq ranks", least=1)
-    layout: str = option("zigzag", "which positions each of them holds", choices=("zigzag", "contiguous", "striped"))
-    schedule: str = option(
-        "one_f_one_b",
-        "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1, zero_bubble_2p, "
-        "interleaved_zero_bubble; with chunks 2: zero_bubble_v, dualpipe_v, v_half, v_min; or FILE.csv with an order, "
-        "such as simulate --out writes",
-    )
-    chunks: int = option(1, "stages on each rank", least=1)
-    microbatches: int | None = option(
-        None, "micro-batches of a step in each replica; default: 4 per rank, or those of FILE.csv", least=1
-    )
-    partition: str | None = option(
-        None, "layers of each stage, such as 3,2,2,3; default: stages with an even share of the operations"
-    )
-    recompute: bool = option(False, "keep only stage inputs, and run each forward again before its backward")
-    recompute_limit: int | None = option(
-        None, "activations of stages that a rank may hold; as many forwards as that needs are run again", least=1
-    )
-    plan: str = option(
-        "no",
-        "auto: measure for a moment, and take the fastest schedule, chunks, micro-batches, partition and recomputation",
-        choices=("no", "auto"),
-    )
-    memory_limit: str | None = option(
-        None, "with a plan: bytes that a rank may need for parameters, optimizer and activations, such as 900M or 1.5G"
-    )
-    fixed: tuple[str, ...] = option(
-        (), "option that a plan leaves as it is, such as schedule; repeatable; those that are given stay anyway"
-    )
-    device: str = option(
-        "auto", "cpu, cuda, or auto: a GPU for each rank where all of them see one", choices=("auto", "cpu", "cuda")
-    )
+    heading: ClassVar[str] = "cluster"
 
-
-# -- Options of a training: steps, batches, optimizer -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """Steps, batches, optimizer."""
-
-    steps: int = option(300, "optimizer steps", least=1)
-    batch: int = option(32, "sequences of a step, over all replicas", least=1)
-    optimizer: str = option("adamw", "optimizer", choices=("adamw", "sgd"))
-    lr: float = option(3e-3, "learning rate after warm-up; falls as a cosine to a tenth", above=0, below=math.inf)
-    warmup: int = option(30, "steps of linear warm-up", least=0)
-    momentum: float = option(0.9, "momentum of sgd", least=0, below=1)
-    weight_decay: float = option(0.1, "decoupled weight decay of matrices", least=0, below=math.inf)
-    clip: float = option(1.0, "largest norm of all gradients; inf for no limit", above=0)
-    loss_scale: float | None = option(
+    preempt_signals: tuple[Signals, ...] = option(
+        "USR2,TERM",
+        "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no such signal",
+        parse=parse_signals,
+        show=names_of_signals,
+    )
+    preempt_grace: float = option(
+        600.0, "seconds from such a signal until the job ends at once, saved or not; inf for no limit", least=0
+    )
+    time_limit: float | None = option(
         None,
-        "factor on gradients inside a step, below 2^64; 0: as large as fits; default: 0 for float16, 1 otherwise",
-        least=0,
-        below=2.0**64,
+        "seconds or HH:MM:SS that the job may last; it saves before and leaves with 75; 0: no limit; default: what "
+        "SLURM gives the job",
+        parse=parse_duration,
     )
-    seed: int = option(0, "seed of parameters, batches, dropout and sample", least=0, below=2**63)
-    eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
-    eval_batches: int = option(4, "batches of a validation", least=1)
+    check_weights: int = option(
+        0, "steps between two comparisons of parameters and optimizer state over replicas; 0: none", least=0
+    )
+    watchdog: float | None = option(
+        None, "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG or 600", least=0
+    )
+    survive: bool = option(
+        False, "go on with fewer replicas when ranks die: needs `mpiexec --with-ft ulfm` of Open MPI 5"
+    )
 
 
-# -- What other programs call the options of a training: for the question what a user may have meant ------------------
+@dataclass(frozen=True)
+class RunOptions(ClusterOptions, OutputOptions, TrainingOptions):
+    """The run: its steps, what it writes and shows, and what keeps it safe."""
+
+
+# -- What other programs call these options: for the question what a user may have meant ------------------------------
 
 
 OTHER_NAMES = {
     "accumulation_steps": "microbatches",
-    "attention_heads": "heads",
     "batch_size": "batch",
     "bf16": "dtype",
-    "block_size": "seq_len",
     "checkpoint_every": "save_every",
     "checkpointing": "recompute",
-    "context_length": "seq_len",
     "context_parallel": "seq",
     "context_parallel_size": "seq",
     "cp": "seq",
     "cp_size": "seq",
-    "d_model": "dim",
-    "data_path": "data",
     "fp16": "dtype",
     "global_batch_size": "batch",
     "grad_clip": "clip",
     "gradient_accumulation": "microbatches",
     "gradient_accumulation_steps": "microbatches",
     "gradient_checkpointing": "recompute",
-    "hidden_size": "dim",
-    "intermediate_size": "hidden",
     "learning_rate": "lr",
     "max_grad_norm": "clip",
     "max_norm": "clip",
-    "max_seq_len": "seq_len",
     "max_steps": "steps",
     "micro_batches": "microbatches",
-    "n_embd": "dim",
-    "n_head": "heads",
-    "n_heads": "heads",
-    "n_layer": "layers",
-    "n_layers": "layers",
-    "num_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "num_layers": "layers",
     "num_microbatches": "microbatches",
     "output": "out",
     "output_dir": "out",
@@ -305,14 +240,11 @@ OTHER_NAMES = {
     "pp_size": "pipe",
     "precision": "dtype",
     "ring": "seq",
-    "rope_theta": "rope_base",
-    "sequence_length": "seq_len",
     "sequence_parallel": "seq",
     "sp": "seq",
     "train_steps": "steps",
     "virtual_pipeline": "chunks",
     "virtual_stages": "chunks",
-    "vocab_size": "vocab",
     "warmup_steps": "warmup",
 }
 

@@ -7,12 +7,13 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.checkpoint import owner, whole_folder
+from mpipipe.checkpoint import Owner, is_owner_file, keep_folder, restore_folder, take_folder
 from mpipipe.errors import ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
@@ -20,7 +21,6 @@ from mpipipe.job.types import Communicator
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1
 MARKER = ".mpipipe-marker"
-MODELS = ("weights", "huggingface", "adapter")  # folders that a training replaces at its end
 
 
 def shared_path(comm: Communicator, path: str | None) -> str:
@@ -60,29 +60,31 @@ def _new(path: str) -> str:
         raise unusable(Path(numbered), error) from error
 
 
-def own(comm: Communicator, path: str | None) -> owner.Owner:
+def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> Owner:
     """Make the output folder this job's, and mend what a job that was killed has left there; collective.
 
-    For `path` see `shared_path`. Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
+    `replaced` are folders in it that are replaced as a whole. For `path` see `shared_path`.
+
+    Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
     """
     group, out = group_of(comm), Path(shared_path(comm, path))
-    owned = owner.take(out, group, unusable)
+    owned = take_folder(out, group, unusable)
     if path is None:
         owned.made.insert(0, out)
     try:
         with group.raise_together("train: what a killed job has left"):
             if comm.rank == 0:
-                _mend(out)
+                _mend(out, replaced)
     except BaseException:
         owned.release()
         raise
     return owned
 
 
-def _mend(out: Path) -> None:
+def _mend(out: Path, replaced: Sequence[str]) -> None:
     try:
-        for name in MODELS:
-            whole_folder.restore(out / name)
+        for name in replaced:
+            restore_folder(out / name)
         for marker in out.glob(f"{MARKER}-*"):
             marker.unlink()
     except OSError as error:
@@ -91,7 +93,7 @@ def _mend(out: Path) -> None:
 
 def is_ours(name: str) -> bool:
     """Whether a job has a file or folder of this name in its output folder, whatever it has done there so far."""
-    return owner.is_ours(name) or name.startswith(MARKER)
+    return is_owner_file(name) or name.startswith(MARKER)
 
 
 def check_vacant(out: Path) -> None:
@@ -123,13 +125,8 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     """Make the folder on rank 0, and check on each rank that writes that it sees the same one; collective.
 
     Raises ConfigError on every rank if the folder cannot be made. So it does where a rank that writes sees another
-    folder or none, as with a disk that each host has for itself: weights would be lost or scattered.
-
-    Parameters
-    ----------
-    out : the folder
-    comm : all ranks of the training
-    writes : whether this rank writes into the folder; the others need not see it
+    folder or none, as with a disk that each host has for itself: weights would be lost or scattered. A rank that does
+    not write need not see it.
     """
     group = group_of(comm)
     token = group.broadcast("the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None)
@@ -143,7 +140,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
                     file.write(token)
             except OSError as error:
                 raise unusable(out, error) from error
-            owner.keep(out)
+            keep_folder(out)
     try:
         with group.raise_together("looking at the output folder"):
             if writes and not _sees(marker, token):
@@ -160,7 +157,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
 
 
 def _sees(marker: Path, token: str) -> bool:
-    """Whether this rank reads the token in the marker, and may write beside the marker."""
+    """Whether this rank reads the token in the marker, and may write next to the marker."""
     stop = time.monotonic() + PATIENCE
     while True:
         try:

@@ -11,11 +11,13 @@ from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job.group import Group, group_of
-from mpipipe.nn import Stage
-from mpipipe.nn.write_hooks import announce_write
+from mpipipe.nn import Stage, announce_write
 from mpipipe.pipeline import Pipeline
-from mpipipe.train.config import TrainConfig
+from mpipipe.train.options import TrainingOptions
 from mpipipe.train.report import Record
+
+Outcome: TypeAlias = "tuple[float, float, float | None]"  # of a step: loss, learning rate, norm
+Scalars: TypeAlias = tuple[float, int, int, int]  # of the loss scaler: scale, good, skipped; and steps of the pipeline
 
 
 class Progress:
@@ -24,37 +26,30 @@ class Progress:
     Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the sample from the seed. So
     these numbers are the position in the data and the state of all random numbers.
 
-    Parameters
-    ----------
-    config : the same on every rank
-    pipeline : with this rank's stages
-    mesh : all ranks
-
-    Attributes
-    ----------
-    step : number of steps made
-    record : the last one
-    optimizer, scaler : of the training
+    step, record, outcome : number of steps made, the last record, and the outcome of the last step
+    reported : number of steps after which nothing is left to do
+    in_memory : whether the state comes from ranks that live on: no checkpoint may hold it
     """
 
-    def __init__(self, config: TrainConfig, pipeline: Pipeline, mesh: Mesh) -> None:
+    def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh) -> None:
         self.pipeline, self.mesh = pipeline, mesh
-        self.optimizer = _optimizer(config, pipeline)
-        self.scaler = _scaler(config)
+        self.optimizer = make_optimizer(config, pipeline)
+        self.scaler = make_scaler(config)
         self.step, self.record = 0, Record(0)
+        self.outcome: Outcome = 0.0, 0.0, None
+        self.reported, self.in_memory = -1, False
 
     def check_weights(self, every: int) -> None:
         """Compare the replicas after each `every` steps, 0 for never; collective. Raises ReplicaError on every rank."""
         if every and self.step % every == 0:
             checkpoint.check_replicas(self.mesh, self.pipeline.stages, self.optimizer)
 
-    def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint remembers besides the arrays, as plain values.
+    def scaling(self) -> dict[str, Any]:
+        """Return what a record says of the loss scale, where that is dynamic."""
+        return {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped} if self.scaler.dynamic else {}
 
-        Parameters
-        ----------
-        facts : what else, such as the configuration
-        """
+    def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint remembers besides the arrays: `facts`, such as the configuration, and this state."""
         scaler = self.scaler
         return {
             **facts,
@@ -64,7 +59,7 @@ class Progress:
         }
 
     def load(self, found: Checkpoint) -> None:
-        """Go on behind a checkpoint; collective. Raises ArgumentError on every rank."""
+        """Continue after a checkpoint; collective. Raises ArgumentError on every rank."""
         checkpoint.load(found.path, self.mesh, self.pipeline.stages, self.optimizer)
         with group_of(self.mesh.comm).raise_together("train: the state in the checkpoint"):
             try:
@@ -82,7 +77,7 @@ class Progress:
         if any(type(value) not in (int, float) for value in record.facts().values()):
             raise ValueError("the record has something else than numbers")
         optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
-        self.step, self.record = found.step, record
+        self.step, self.record, self.reported = found.step, record, found.step or -1
         self.pipeline.steps_taken = _count(state["random"]["steps_taken"])
         self.scaler.scale = float(scale["scale"])
         self.scaler.good, self.scaler.skipped = _count(scale["good"]), _count(scale["skipped"])
@@ -94,43 +89,34 @@ def _count(value: Any) -> int:
     return value
 
 
-def _optimizer(config: TrainConfig, pipeline: Pipeline) -> optim.AdamW | optim.SGD:
+def make_optimizer(config: TrainingOptions, pipeline: Pipeline) -> optim.AdamW | optim.SGD:
+    """Return the optimizer that a configuration asks for."""
     if config.optimizer == "adamw":
         return optim.AdamW(pipeline.stages, config.lr, weight_decay=config.weight_decay)
     return optim.SGD(pipeline.stages, config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
-def _scaler(config: TrainConfig) -> optim.LossScaler:
+def make_scaler(config: TrainingOptions) -> optim.LossScaler:
+    """Return the scaler of the loss that a configuration asks for."""
     if config.scales_dynamically:
         return optim.LossScaler()
     return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)
 
 
-# -- The moment in a step before which no rank has changed anything, and behind which every rank can ------------------
+# -- The moment in a step before which no rank has changed anything, and after which every rank can -------------------
 
 
-Outcome: TypeAlias = "tuple[float, float, float | None]"  # of a step: loss, learning rate, norm
-Scalars: TypeAlias = tuple[float, int, int, int]  # of the loss scaler: scale, good, skipped; and steps of the pipeline
-
-
-class Commitment:
+class StepBarrier:
     """An optimizer that changes nothing before all ranks of a group have come to the same step.
 
-    Parameters
-    ----------
-    progress : of the training: its optimizer, scaler and pipeline, and the number of steps made so far
-    group : all ranks
     together : whether ranks wait for each other; else each makes its step as soon as it can
-
-    Attributes
-    ----------
     made : number of steps made
     pending : function that makes the step to which all ranks may have come; None if no step is pending
     """
 
     def __init__(self, progress: Progress, group: Group, together: bool) -> None:
         self.optimizer, self.scaler, self.pipeline = progress.optimizer, progress.scaler, progress.pipeline
-        self.group, self.raise_together = group, together
+        self.group, self.together = group, together
         self.step_begun, self.made = -1, progress.step
         self.pending: Callable[[], Any] | None = None
         self._before: Scalars = self._now()
@@ -163,7 +149,7 @@ class Commitment:
 
     def _commit(self, make: Callable[[], Any]) -> None:
         self.pending = make
-        if self.raise_together:
+        if self.together:
             self.group.agree("train: all ranks have the sums of gradients and their norm")
         self.make()
 
@@ -178,11 +164,6 @@ class Commitment:
     def scalars(self) -> Scalars:
         """Return what belongs to the number of steps that were made."""
         return self._before if self.made == self.step_begun else self._now()
-
-    def scaling(self) -> dict[str, Any]:
-        """Return what a record says of the loss scale, where that is dynamic."""
-        scaler = self.scaler
-        return {"loss_scale": scaler.scale, "skipped": scaler.skipped} if scaler.dynamic else {}
 
     def _now(self) -> Scalars:
         scaler = self.scaler

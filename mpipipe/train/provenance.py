@@ -12,22 +12,21 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from mpipipe import files
-from mpipipe.train.config import FROM_FOLDER, TrainConfig, toml_line
+from mpipipe.options import written
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.report import Reporter
-from mpipipe.train.sinks import parse_names
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.train.task import Task
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 # every file that a training may write before its first checkpoint, except metrics.jsonl
 OURS = re.compile(
     r"(config(\.\d+)?\.toml|environment(\.\d+)?\.json|metrics\.csv|loss\.png|train\.log)(\.partial)?|tensorboard|wandb"
 )
-PATHS = ("tokenizer", "init", "from_", "resume")  # of files and folders; `data` is a list of them
 MOST_BYTES = 1 << 24
 # facts that differ from start to start even if nothing has changed
 PASSING = ("time", "command", "job", "hosts")
@@ -38,70 +37,45 @@ def is_ours(name: str) -> bool:
     return OURS.fullmatch(name) is not None
 
 
-def resolved(config: TrainConfig, plan: TrainingPlan, device: str, pipe: int) -> dict[str, Any]:
+def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> dict[str, Any]:
     """Return the configuration as keys of a file, in which open options have the values of this training.
 
     Paths are absolute, so that the file works in any working folder. A training with these keys begins anew: `out` is
     left out, and so is `resume = "auto"`.
-
-    Parameters
-    ----------
-    config : configuration of the training
-    plan : its plan, which has the sizes of the model
-    device : cpu or cuda
-    pipe : ranks of one pipeline
     """
-    values = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+    values = written(config)
     values |= {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
-    if config.from_ is None:
-        values |= {key: size for key, size in asdict(plan.model).items() if key in FROM_FOLDER}
-    values["data"] = tuple(map(os.path.abspath, config.data))
-    for name in PATHS:
-        if values[name] is not None and os.path.exists(values[name]):
-            values[name] = os.path.abspath(values[name])
-    if config.lora is not None and os.path.isdir(config.lora):
-        values["lora"] = os.path.abspath(config.lora)
+    values = task.resolve(values)
     if values["resume"] in ("auto", "no"):
         del values["resume"]
+    else:
+        values["resume"] = absolute(values["resume"])
     return {name.rstrip("_"): value for name, value in values.items() if value is not None and name != "out"}
 
 
+def absolute(path: str) -> str:
+    """Return the path of what is there as an absolute one, and any other text as it is."""
+    return os.path.abspath(path) if os.path.exists(path) else path
+
+
 def describe(
-    reporter: Reporter,
-    config: TrainConfig,
-    plan: TrainingPlan,
-    surroundings: Mapping[str, Any],
-    *,
-    device: str,
-    pipe: int,
-    given: str | None,
+    reporter: Reporter, config: TaskConfig, task: Task, keys: dict[str, Any], surroundings: Mapping[str, Any]
 ) -> None:
     """Write both files, and open the sinks of the reporter, on rank 0. A file that cannot be written is a warning.
 
-    Parameters
-    ----------
-    reporter : reporter of the training, which knows its output folder
-    config, plan, device, pipe : see `resolved`
-    surroundings : result of `mpipipe.environment.gather`
-    given : see `write`
+    `keys` is the result of `resolved`, `surroundings` that of `mpipipe.environment.gather`.
     """
-    keys = resolved(config, plan, device, pipe)
     try:
-        write(reporter.out, keys, surroundings, given)
+        write(reporter.out, keys, surroundings, task.handed_over)
     except OSError as error:
         reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
-    reporter.open_sinks(parse_names(config.metrics_to), keys)
+    reporter.open_sinks(config.metrics_to, keys)
 
 
 def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], given: str | None = None) -> None:
     """Write both files into the output folder, on rank 0. Raises OSError.
 
-    Parameters
-    ----------
-    out : the folder, which exists
-    keys : result of `resolved`
-    environment : result of `mpipipe.environment.gather`
-    given : fingerprint of the data, if the caller of `train` has handed them over; no key can name such data
+    `given` is the fingerprint of data that the caller of `train` has handed over; no key can name such data.
     """
     command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config {shlex.quote(str(out / CONFIG))}"
     lines = ["# This training as it was resolved. Train it again:", f"#   {command} --out NEW"]

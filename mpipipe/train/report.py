@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 from mpipipe.text import counted
 from mpipipe.train import sinks
-from mpipipe.train.screen import COLUMNS, Bar, Lines, Outlet, find_terminal, tell
-from mpipipe.train.sinks import Run, Sinks
+from mpipipe.train.screen import COLUMNS, Bar, JsonLines, SafeStream, find_terminal, warn
+from mpipipe.train.sinks import SinkContext, Sinks
 
 LOG = "train.log"
 SMALL = 0.05  # share of the time: a bubble below it is not explained
@@ -105,11 +105,7 @@ def summary(record: Record) -> str:
 def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     """Return the lines of a record, one of its step and one of its validation, of at most COLUMNS characters.
 
-    Parameters
-    ----------
-    steps : of the whole training
-    unit : what a token is: bytes or tokens
-    timing : time gone and left, in words; empty if that is not known
+    `timing` is the time gone and left, in words; empty if that is not known.
     """
     facts, place = record.facts(), f"step {record.step:>{len(str(steps))}}/{steps}"
     lines = []
@@ -146,16 +142,9 @@ def bubble_explained(record: Record, oversubscribed: str | None) -> list[str]:
 class Reporter:
     """Shows progress on rank 0: lines of text, and a bar on a terminal. A context manager.
 
-    Once it exists, a failed write does not end the training: see `outlet`.
-
-    Parameters
-    ----------
-    steps : of the whole training
-    out : the folder for the metrics, to which one JSON object is appended for each record, and for the log
-    stream : where lines go; standard output by default
-    unit : what a token is: bytes or tokens
-    oversubscribed : a sentence if ranks share cores; see `job.cores`
-    done : steps before this start; None for a new training, which finds no metrics in the folder
+    Metrics and the log are in `out`, lines go to `stream`, by default the standard output. `oversubscribed` is a
+    sentence if ranks share cores. `done` counts the steps before this start; None is a new training, without metrics.
+    Once it exists, a failed write does not end the training.
 
     Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is None.
     """
@@ -170,11 +159,11 @@ class Reporter:
         oversubscribed: str | None = None,
         done: int | None = None,
     ) -> None:
-        self.steps, self.stream = steps, Outlet(stream or sys.stdout)
+        self.steps, self.stream = steps, SafeStream(stream or sys.stdout)
         self.unit, self.oversubscribed = unit, oversubscribed
-        self.metrics = Lines(out / sinks.NAME, goes_on=done is not None)
-        self.log = Lines(out / LOG, goes_on=True)
-        self.out, self.sinks = out, Sinks((), Run(out, 0, (), {}), self.warn)
+        self.metrics = JsonLines(out / sinks.NAME, goes_on=done is not None)
+        self.log = JsonLines(out / LOG, goes_on=True)
+        self.out, self.sinks = out, Sinks((), SinkContext(out, 0, (), {}), self.warn)
         terminal = find_terminal(stream)
         self.bar = None if terminal is None else Bar(terminal, steps)
         self.pace = Pace(steps, done or 0)
@@ -183,7 +172,7 @@ class Reporter:
     def open_sinks(self, names: Sequence[str], configuration: Mapping[str, Any]) -> None:
         """Hand records to these sinks from now on. The sinks find the records of earlier starts in metrics.jsonl."""
         columns = (*(entry.name for entry in fields(Record)), "time", "seconds")
-        self.sinks = Sinks(names, Run(self.out, self.pace.before, columns, configuration), self.warn)
+        self.sinks = Sinks(names, SinkContext(self.out, self.pace.before, columns, configuration), self.warn)
 
     def say(self, text: str) -> None:
         """Write one or more lines, to the log as well. Characters that cannot be encoded are escaped."""
@@ -196,7 +185,7 @@ class Reporter:
         """Write a line to standard error and to the log."""
         if self.bar is not None:
             self.bar.clear()
-        tell(text)
+        warn(text)
         self.log.append(text)
 
     def advance(self) -> None:
@@ -247,43 +236,20 @@ class Reporter:
 class NullReporter:
     """The reporter of all other ranks, which shows nothing."""
 
-    def say(self, text: str) -> None:
+    def nothing(self, *_: object) -> None:
         """Do nothing."""
 
-    def advance(self) -> None:
-        """Do nothing."""
-
-    def record(self, record: Record) -> None:
-        """Do nothing."""
-
-    def sync(self) -> None:
-        """Do nothing."""
-
-    def draw_losses(self) -> None:
-        """Do nothing."""
+    say = advance = record = sync = draw_losses = __exit__ = nothing
 
     def __enter__(self) -> NullReporter:
         return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
 
 
 # -- The pace of a training: elapsed time and time left, steps per second, and the clock in its records ---------------
 
 
 class Pace:
-    """Counts the steps of one start of a training, and times them.
-
-    Parameters
-    ----------
-    steps : steps of the whole training
-    done : steps before this start
-
-    Attributes
-    ----------
-    done : steps made so far
-    """
+    """Counts the steps of one start of a training, and times them; `done` steps are made so far."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.before, self.done = steps, done, done
@@ -319,24 +285,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in two units at most: "12s", "4m10s", "2h03m", "3d04h".
-
-    Parameters
-    ----------
-    seconds : float
-        Not negative.
-
-    Returns
-    -------
-    str
-        The time, cut off below the smaller unit.
-
-    Examples
-    --------
-    >>> from mpipipe.train.report import duration
-    >>> [duration(seconds) for seconds in (0.4, 250, 7399, 274_000)]
-    ['0s', '4m10s', '2h03m', '3d04h']
-    """
+    """Write a time in two units at most, such as "12s", "4m10s", "2h03m" or "3d04h", cut off below the smaller one."""
     whole = int(seconds)
     for unit, size, below, part in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if whole >= size:
@@ -370,30 +319,9 @@ def read_points(out: Path, step: int) -> Points | None:
 
 
 def in_characters(points: Points) -> str:
-    """Draw losses over steps, with lines no longer than 90 characters.
-
-    Parameters
-    ----------
-    points : mapping
-        As `read_points` returns them; at least one point.
-
-    Returns
-    -------
-    str
-        Several lines. All characters are in ASCII.
-
-    Examples
-    --------
-    >>> from mpipipe.train.report import in_characters
-    >>> points = {"loss": [(1, 4.0), (50, 3.0), (100, 2.5)], "validation": [(100, 2.0)]}
-    >>> print(in_characters(points))  # doctest: +ELLIPSIS
-    --- loss of training (*) and of validation (o) over 100 steps
-     4.0000 |*
-    ...
-     2.0000 |                                                                       o
-    """
-    steps = [step for each in points.values() for step, _ in each]
-    values = [value for each in points.values() for _, value in each]
+    """Draw losses over steps, at least one, in lines of ASCII no longer than 90 characters."""
+    steps = [step for curve in points.values() for step, _ in curve]
+    values = [value for curve in points.values() for _, value in curve]
     first, last, low, high = min(steps), max(steps), min(values), max(values)
     grid = [[" "] * WIDTH for _ in range(HEIGHT)]
     for name, mark in MARKS.items():
@@ -407,13 +335,7 @@ def in_characters(points: Points) -> str:
 
 
 def draw_png(points: Points, path: Path) -> bool:
-    """Draw losses over steps as a PNG, where matplotlib is installed; return whether it is. Raises OSError.
-
-    Parameters
-    ----------
-    points : as `read_points` returns them
-    path : of the file
-    """
+    """Draw losses over steps as a PNG, where matplotlib is installed; return whether it is. Raises OSError."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg

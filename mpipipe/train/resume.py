@@ -1,46 +1,33 @@
-"""Where a training begins: anew, with the weights of another one, or behind a checkpoint of its own.
+"""Where a training begins: anew, with the weights of another one, or after a checkpoint of its own.
 
-What must stay the same over a resume decides which numbers come out. What may change (MAY_CHANGE) decides where and how
-fast they are computed, how many steps there are, and what is shown.
+What must stay the same over a resume decides which numbers come out (`Option.decides`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpipipe import checkpoint, nn
-from mpipipe.checkpoint import Checkpoint, folders
+from mpipipe import checkpoint
+from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError, StorageError
 from mpipipe.files import PARTIAL
 from mpipipe.job.group import group_of
 from mpipipe.job.preemption import Preemption
-from mpipipe.language.models import weights
-from mpipipe.language.models.fine_tuning import Model
-from mpipipe.language.models.model_folder import open_on_all
-from mpipipe.language.models.pretrained import check_same_model
+from mpipipe.options import option_of, written
 from mpipipe.train import output_folder, provenance, sinks
-from mpipipe.train.config import TrainConfig
+from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import OutputOptions, RunOptions
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
-from mpipipe.train.screen import tell
-from mpipipe.train.training_plan import TrainingPlan
-
-MAY_CHANGE = (
-    "pipe", "seq", "layout", "schedule", "chunks", "microbatches", "recompute", "recompute_limit", "partition", "plan",
-    "memory_limit", "fixed", "device", "steps",
-    "log_every", "eval_every", "eval_batches", "sample_bytes", "temperature", "out", "save_every", "keep", "resume",
-    "init", "from_", "save_as", "save_dtype", "metrics_to",
-    "watchdog", "trace", "on_storage_error", "check_weights", "preempt_signals", "preempt_grace", "time_limit",
-    "survive",
-)  # fmt: skip
-BY_CONTENT = "data"  # the paths may change; what is compared is the fingerprint of the text
+from mpipipe.train.screen import warn
+from mpipipe.train.task import Task
 
 
 def checkpoints_of(out: Path) -> Path:
@@ -48,13 +35,13 @@ def checkpoints_of(out: Path) -> Path:
     return out / "checkpoints"
 
 
-def facts_of(config: TrainConfig, plan: TrainingPlan, fingerprint: str) -> dict[str, Any]:
+def facts_of(config: TaskConfig, task: Task) -> dict[str, Any]:
     """Return what a checkpoint remembers of the training's configuration, as plain values."""
-    return {"configuration": _plain(vars(config)), "model": _plain(asdict(plan.model)), "fingerprint": fingerprint}
+    return {"configuration": plain(written(config)), "model": plain(task.sizes()), "fingerprint": task.fingerprint}
 
 
-def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, fingerprint: str) -> Checkpoint | None:
-    """Return the checkpoint behind which the training goes on, None if it begins; collective.
+def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpoint | None:
+    """Return the checkpoint after which the training continues, None if it begins; collective.
 
     Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is damaged or missing, and
     ConfigError for one of another training, and for an output folder that this training may not go on in.
@@ -64,17 +51,17 @@ def find_start(config: TrainConfig, plan: TrainingPlan, mesh: Mesh, out: Path, f
         if mesh.rank == 0:
             found = checkpoint_of(config, out)
             if found is not None:
-                _check_same(found, facts_of(config, plan, fingerprint), config, plan.model)
+                _check_same(found, config, task)
             if config.resume == "no" or (found is not None and not _is_in(found, out)):
                 output_folder.check_vacant(out)
             else:
                 sinks.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
                 if found is None:
-                    _check_unfinished(out)
+                    _check_unfinished(out, task)
     return group.broadcast("train: where to begin", found)
 
 
-def checkpoint_of(config: TrainConfig, out: Path) -> Checkpoint | None:
+def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:
     """Return the checkpoint that the configuration wants to go on from, None if the training begins."""
     if config.resume == "no":
         return None
@@ -88,12 +75,9 @@ def _is_in(found: Checkpoint, out: Path) -> bool:
     return found.path.parent.resolve() == checkpoints_of(out).resolve()
 
 
-def _check_unfinished(out: Path) -> None:
+def _check_unfinished(out: Path, task: Task) -> None:
     """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
-    ours = {sinks.NAME, sinks.NAME + PARTIAL, checkpoints_of(out).name}
-    weights_of = weights.folder_of(out)
-    if not (weights_of / weights.DESCRIPTION).exists():  # which is written last
-        ours.add(weights_of.name)
+    ours = {sinks.NAME, sinks.NAME + PARTIAL, checkpoints_of(out).name, *task.unfinished(out)}
     others = (
         sorted(path.name for path in out.iterdir() if path.name not in ours and not _is_known(path.name))
         if out.is_dir()
@@ -112,27 +96,27 @@ def _is_known(name: str) -> bool:
     return output_folder.is_ours(name) or provenance.is_ours(name)
 
 
-def _check_same(found: Checkpoint, now: dict[str, Any], config: TrainConfig, model: Model) -> None:
+def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
-    place = str(found.path)
+    place, now = str(found.path), facts_of(config, task)
     try:
         before = _fixed(
-            {**_plain(vars(TrainConfig())), **found.state["configuration"]}, _completed(model, found.state["model"])
+            config, {**plain(written(type(config)())), **found.state["configuration"]}, found.state["model"], task
         )
         fingerprint = found.state["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             "the checkpoint is not one of `mpipipe train`", found=place, remedy="load it with mpipipe.checkpoint"
         ) from error
-    after = _fixed(now["configuration"], now["model"])
+    after = _fixed(config, now["configuration"], now["model"], task)
     different = [key for key in after if before.get(key) != after[key]]
     if different:
         raise ConfigError(
             "the checkpoint is of a training with another configuration",
             found=", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different) + f" in {place}",
             expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
-            remedy=f"what may change over a resume is {', '.join(MAY_CHANGE)}; give all else as it was, or begin a new "
-            "training with --init",
+            remedy=f"what may change over a resume is {', '.join(_others(config))}; give all else as it was, or begin "
+            "a new training with --init",
         )
     if fingerprint != now["fingerprint"]:
         raise ConfigError(
@@ -150,45 +134,34 @@ def _check_same(found: Checkpoint, now: dict[str, Any], config: TrainConfig, mod
         )
 
 
-def _fixed(configuration: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+def _fixed(config: TaskConfig, configuration: dict[str, Any], sizes: dict[str, Any], task: Task) -> dict[str, Any]:
     """Return what must stay the same. Sizes are those of the model, with what the configuration has left open."""
-    values = {**configuration, **model, "seq_len": model["seq"]}
-    return {key: value for key, value in values.items() if key not in (*MAY_CHANGE, BY_CONTENT)}
+    values = {**configuration, **plain(task.compared(sizes))}
+    return {key: value for key, value in values.items() if key not in _others(config)}
 
 
-def _completed(model: Model, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a model as they were saved, with fields that it has had only since then at their defaults."""
-    known = {entry.name for entry in fields(model) if entry.init}
-    made: Model = type(model)(**{name: value for name, value in sizes.items() if name in known})
-    return {**_plain(asdict(made)), **sizes}
+def _others(config: TaskConfig) -> list[str]:
+    """Return the options that decide where and how fast numbers are computed, how many steps there are, what is shown.
+
+    The paths of data may change, too: their fingerprint is compared.
+    """
+    return [entry.name for entry in fields(config) if not option_of(entry).decides]
 
 
-def _plain(values: Any) -> Any:
+def plain(values: Any) -> Any:
     """Return values as they come back from a file: tuples become lists."""
     return json.loads(json.dumps(values))
 
 
-def load_weights(source: str, mesh: Mesh, stages: Sequence[nn.Stage], model: Model) -> None:
-    """Set the parameters of this rank, which are those of `model`, from the model in a folder; collective.
-
-    A folder of Hugging Face says more than shapes: where it describes another model, ConfigError is raised.
-    """
-    folder = open_on_all(mesh.comm, source)
-    with group_of(mesh.comm).raise_together("train: the weights to begin with"):
-        if folder.kind == "huggingface":
-            check_same_model(folder, model)
-    folder.load(stages, mesh)
-
-
 def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
-    """Rename the checkpoints in `out` behind the one that is resumed: else they would be found as the newest.
+    """Rename the checkpoints in `out` after the one that is resumed: else they would be found as the newest.
 
     Rank 0 calls this. Returns what they are called now. Raises OSError.
     """
     if found is None or not _is_in(found, out):
         return []
-    later = [path for path in folders.find(checkpoints_of(out)) if folders.step_of(path) >= found.step]
-    return [folders.set_aside(path) for path in later if path.name != found.path.name]
+    later = [path for path in checkpoint.find(checkpoints_of(out)) if checkpoint.step_of(path) >= found.step]
+    return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 
 # -- The checkpoints of a training while it runs: written behind it, and what happens where that fails ----------------
@@ -203,59 +176,49 @@ class Checkpoints:
     Every method is collective. Where a checkpoint cannot be written, all ranks raise StorageError, or go on and rank 0
     says so in one line, as `config.on_storage_error` has it. The next save tries again.
 
-    Parameters
-    ----------
-    config : the same on every rank
-    root : folder of the checkpoints
-    progress : what is saved
-    reporter : whose metrics must not end before a checkpoint does
-    preemption : is told how long a save takes
-
-    Attributes
-    ----------
-    owed : whether a save was begun that is not known to be whole, or to have failed. Where ranks have died meanwhile,
-        `follow` begins another one
+    `facts` is what is saved besides the progress, such as the configuration. The metrics of `reporter` must not end
+    before a checkpoint does, and `preemption` learns how long a save takes. `owed` says whether a save was begun that
+    is not known to be whole, or to have failed: where ranks have died meanwhile, `follow` begins another one.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: RunOptions,
         root: Path,
         progress: Progress,
+        facts: Mapping[str, Any],
         reporter: Reporter | NullReporter,
         preemption: Preemption,
     ) -> None:
-        self.config, self.progress, self.reporter, self.preemption = config, progress, reporter, preemption
+        self.config, self.progress, self.facts = config, progress, facts
+        self.reporter, self.preemption = reporter, preemption
         stages, self.owed = progress.pipeline.stages, False
         self.saver = checkpoint.Saver(root, progress.mesh, stages, progress.optimizer, keep=config.keep)
 
-    def follow(self, facts: Mapping[str, Any], leaves: bool) -> None:
+    def follow(self, leaves: bool) -> None:
         """After a step: look how far the checkpoint in flight is, and begin another one where it is time for one.
 
-        Parameters
-        ----------
-        facts : what to save besides the progress, such as the configuration
-        leaves : whether the job leaves now: with a whole checkpoint of this step
+        `leaves` says whether the job leaves now: with a whole checkpoint of this step.
         """
         self._look(self.saver.poll, AGAIN)
         config, step = self.config, self.progress.step
         lost = self.owed and not self.saver.in_flight
         then = "the job leaves without it" if leaves else AGAIN
         if leaves or lost or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
-            self._save(facts, then)
+            self._save(then)
         if leaves:
             self.finish(then)
 
-    def _save(self, facts: Mapping[str, Any], then: str) -> None:
+    def _save(self, then: str) -> None:
         """Begin to save a checkpoint once there is room for it, also where an earlier one turns out to have failed."""
-        self._look(partial(self.saver.finish, room_for=self.progress.step), AGAIN)
+        self._look(partial(self.saver.wait, room_for=self.progress.step), AGAIN)
         self.owed = True
         with self._bearing(then):
-            self.saver.save(self.progress.step, self.progress.state(facts), beforehand=self.reporter.sync)
+            self.saver.save(self.progress.step, self.progress.state(self.facts), beforehand=self.reporter.sync)
 
     def finish(self, then: str = AGAIN) -> None:
         """Wait until nothing is in flight; `then` is what the training does without a checkpoint that failed."""
-        self._look(self.saver.finish, then)
+        self._look(self.saver.wait, then)
 
     def _look(self, how: Callable[[], Path | None], then: str) -> None:
         with self._bearing(then):
@@ -272,7 +235,7 @@ class Checkpoints:
             if self.config.on_storage_error == "end":
                 raise
             if self.progress.mesh.rank == 0:
-                tell(f"mpipipe: step {self.progress.step}: {error.message}; {then}")
+                warn(f"mpipipe: step {self.progress.step}: {error.message}; {then}")
 
     def __enter__(self) -> Checkpoints:
         self.saver.__enter__()

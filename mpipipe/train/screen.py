@@ -35,40 +35,16 @@ LEAST_CELLS = 4  # fewer are not worth their room
 
 
 def folded(text: str) -> str:
-    """Break lines that are longer than COLUMNS, between words if possible.
-
-    Parameters
-    ----------
-    text : str
-        Any lines.
-
-    Returns
-    -------
-    str
-        The same text with more line ends.
-
-    Examples
-    --------
-    >>> from mpipipe.train.screen import folded
-    >>> [len(line) for line in folded("word " * 25).splitlines()]
-    [100, 25]
-    """
+    """Break lines that are longer than COLUMNS, between words if possible; nothing else changes."""
     lines = []
     for line in text.split("\n"):
-        fits = len(line) <= COLUMNS
-        lines += (
-            [line]
-            if fits
-            else textwrap.wrap(
-                line,
-                COLUMNS,
-                expand_tabs=False,
-                replace_whitespace=False,
-                drop_whitespace=False,
-                break_on_hyphens=False,
-            )
-        )
+        lines += [line] if len(line) <= COLUMNS else _FOLD.wrap(line)
     return "\n".join(lines)
+
+
+_FOLD = textwrap.TextWrapper(
+    COLUMNS, expand_tabs=False, replace_whitespace=False, drop_whitespace=False, break_on_hyphens=False
+)
 
 
 def bar_line(done: int, steps: int, rate: float, timing: str, width: int) -> str:
@@ -76,25 +52,6 @@ def bar_line(done: int, steps: int, rate: float, timing: str, width: int) -> str
 
     In a narrow window the bar shrinks and goes first, then the rate. The step and the time stay longest.
 
-    Parameters
-    ----------
-    done, steps : int
-        Steps made, and all of them.
-    rate : float
-        Steps in a second.
-    timing : str
-        Time gone and left, in words.
-    width : int
-        Characters that the line may have.
-
-    Returns
-    -------
-    str
-        One line.
-
-    Examples
-    --------
-    >>> from mpipipe.train.screen import bar_line
     >>> for width in (70, 50, 40):
     ...     print(bar_line(150, 300, 2.5, "1m00s, 1m00s left", width))
     step 150/300 [############............] 2.5 steps/s  1m00s, 1m00s left
@@ -114,12 +71,8 @@ class Bar:
     """One line on a terminal, drawn again and again: steps, a bar, steps per second, elapsed time and time left.
 
     Drawing never waits and never fails: if the terminal takes no more text or is closed, nothing is drawn. The line is
-    as wide as the terminal, so that what a launcher writes meanwhile, as on Ctrl-C, begins a new line.
-
-    Parameters
-    ----------
-    descriptor : file descriptor of the terminal, opened for writing without waiting; `close` closes it
-    steps : steps of the whole training
+    as wide as the terminal, so that what a launcher writes meanwhile, as on Ctrl-C, begins a new line. The descriptor
+    of the terminal is opened for writing without waiting; `close` closes it.
     """
 
     def __init__(self, descriptor: int, steps: int) -> None:
@@ -128,14 +81,7 @@ class Bar:
         self.drawn = False
 
     def draw(self, done: int, rate: float, timing: str) -> None:
-        """Draw the line, unless it was drawn less than AGAIN seconds ago.
-
-        Parameters
-        ----------
-        done : steps made so far
-        rate : steps per second
-        timing : elapsed time and time left, in words
-        """
+        """Draw the line after `done` steps, unless it was drawn less than AGAIN seconds ago."""
         if monotonic() < self.next:
             return
         width = _width(self.descriptor)
@@ -171,11 +117,8 @@ def _width(descriptor: int) -> int:
 def find_terminal(stream: TextIO | None = None) -> int | None:
     """Open the terminal on which `stream` is shown; None without a terminal.
 
-    The stream may be that terminal itself. For a rank it is the terminal of its launcher, on the same host.
-
-    Parameters
-    ----------
-    stream : standard output by default
+    The stream, by default the standard output, may be that terminal itself. For a rank it is the terminal of its
+    launcher, on the same host.
     """
     stream = sys.stdout if stream is None else stream
     try:
@@ -230,15 +173,11 @@ def _open(path: str) -> int | None:
 KEPT = 10_000  # lines that wait for room on the disk; of more, the oldest are given up
 
 
-class Outlet:
+class SafeStream:
     """A stream of text that falls silent, for good, once it cannot be written to.
 
-    The program's exit code will be 1 then, unless the reader has left.
-    Characters that cannot be encoded are escaped.
-
-    Parameters
-    ----------
-    stream : a text stream. None is silent from the start: Python has it in place of a closed standard output.
+    The program's exit code will be 1 then, unless the reader has left. Characters that cannot be encoded are escaped.
+    The stream None, which Python has in place of a closed standard output, is silent from the start.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -259,27 +198,22 @@ class Outlet:
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a reader may leave, as `head` does
             current_rank().unwritten = True
             reason = error.strerror or str(error)
-            tell(f"mpipipe: the output cannot be written: {reason}; the work goes on, and its exit code will be 1")
+            warn(f"mpipipe: the output cannot be written: {reason}; the work goes on, and its exit code will be 1")
         files.silence(stream)
 
 
-def tell(text: str) -> None:
+def warn(text: str) -> None:
     """Write one line to standard error, if that is possible."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
 
-class Lines:
-    """A file of whole lines, each of which can be read as soon as it is written.
+class JsonLines:
+    """A file of whole lines, which can be read as soon as they are written.
 
-    A line that can be written in part only is cut off again. It waits for the next line, or for `close`. Standard
-    error is told once.
-
-    Parameters
-    ----------
-    path : of the file
-    goes_on : whether a file of whole lines may be there already, to which lines are added
+    A line that can be written in part only is cut off again, and waits for the next line or for `close`; one warning
+    says so. `goes_on` says whether a file of whole lines may be there already, to which lines are added.
 
     Raises FileExistsError if the file exists and may not, another OSError if it cannot be made or opened.
     """
@@ -313,7 +247,7 @@ class Lines:
             os.close(self.descriptor)
         self.descriptor = -1
         if self.waiting or self.lost:
-            tell(f"mpipipe: {counted(len(self.waiting) + self.lost, 'line')} of {self.path} could not be written")
+            warn(f"mpipipe: {counted(len(self.waiting) + self.lost, 'line')} of {self.path} could not be written")
 
     def _write(self) -> None:
         try:
@@ -327,4 +261,4 @@ class Lines:
                 os.ftruncate(self.descriptor, self.whole)
             if not self.told:
                 self.told = True
-                tell(f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes on, and tries again")
+                warn(f"mpipipe: {self.path} cannot be written: {error.strerror}; the training goes on, and tries again")

@@ -1,226 +1,104 @@
-"""From a configuration to a trainer that runs: the mesh, the data, where to begin, the stages, the pipeline."""
+"""From a task and a configuration to a trainer that runs: mesh, data, where to begin, stages, pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from mpipipe import arrays, environment, nn, optim
+from mpipipe import arrays, environment, optim
 from mpipipe.attention import kernels
-from mpipipe.checkpoint.owner import released_at_end
+from mpipipe.checkpoint import Checkpoint, released_at_end
 from mpipipe.comm.mesh import Mesh, select_device
 from mpipipe.job import runtime
-from mpipipe.job.group import group_of
+from mpipipe.job.group import Group, group_of
 from mpipipe.job.types import Communicator
-from mpipipe.job.watch.membership import watching
-from mpipipe.language.data import Source
-from mpipipe.language.models.fine_tuning import Architecture, FineTuning, find_tuning
-from mpipipe.language.models.pretrained import PretrainedModel, architecture_of, find_pretrained, origin_of
-from mpipipe.language.packing import Packing
-from mpipipe.nn.lora import without_adapters
+from mpipipe.job.watch.watchdog import watching
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.find import planned
-from mpipipe.planning.subject import Scene
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.memory import check_training
 from mpipipe.train import output_folder, provenance, resume, sinks
-from mpipipe.train.config import TrainConfig
-from mpipipe.train.order_file import with_order
-from mpipipe.train.preparation import check_same_config, find_data, make_plan, make_reporter, open_data
+from mpipipe.train.config import TaskConfig
+from mpipipe.train.planned import best_plan, problem_of
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
-from mpipipe.train.survival import Crew
+from mpipipe.train.survival import ElasticRun
+from mpipipe.train.task import Task
 from mpipipe.train.tracing import trace_folder
 from mpipipe.train.trainer import Trainer, may_save, preemption_of
-from mpipipe.train.training_plan import Shard, TrainingPlan
+from mpipipe.train.training_plan import pipe_of, plan_layers, with_order
 
 
-def train(
-    config: TrainConfig, architecture: Architecture, comm: Communicator | None = None, data: Source | None = None
-) -> Record:
-    """Train a model on bytes or tokens, on all ranks of a communicator; collective.
+def check_same_config(group: Group, config: TaskConfig) -> None:
+    """Raise MismatchError on all ranks where they have different configurations."""
+    group.agree(
+        "train: the configuration",
+        tuple((f"{key} =", repr(value)) for key, value in vars(config).items()),
+        message="the ranks have different configurations",
+        remedy="give the same file and flags to all ranks",
+    )
 
-    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
-    empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A standard output
-    that is closed and metrics that cannot be written do not end the training. A checkpoint that cannot be written does,
-    unless `config.on_storage_error` says otherwise.
 
-    Parameters
-    ----------
-    config : TrainConfig
-        The same on every rank.
-    architecture : callable
-        Makes the model from the sizes in `config`, such as `models.GPT`.
-    comm : communicator, optional
-        The ranks, COMM_WORLD by default. It is duplicated.
-    data : Source, optional
-        What to read in place of `config.data`; the same on every rank. See `mpipipe.language.data.Source`.
+def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Record:
+    """Train a task on all ranks of a communicator, COMM_WORLD by default; collective.
 
-    Returns
-    -------
-    Record
-        The state at the end of the training. Its speed and bubble are those of all steps since it was started.
-
-    Raises
-    ------
-    ConfigError, DataError, MismatchError, ArgumentError
-        On every rank, before anything is written.
-    OwnerError
-        On every rank: another job owns the folder, or has taken it from this one. See docs/checkpoints.md.
-    BackendError
-        On every rank, where the device is missing.
-    StorageError
-        On every rank, where a checkpoint cannot be written.
-    NonFiniteError, ReplicaError
-        Where the loss is NaN or infinite, or a gradient is and no smaller loss scale can help. Where replicas differ.
-    SystemExit
-        On every rank, with the code 75: a signal has come, or the time is over, and a checkpoint is saved.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from mpipipe.job import inprocess
-    >>> from mpipipe.language.models import GPT
-    >>> from mpipipe.train import TrainConfig, train
-    >>> config = TrainConfig(
-    ...     dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu", out=tempfile.mkdtemp()
-    ... )
-    >>> records = inprocess.run(2, lambda comm: train(config, GPT, comm))  # doctest: +ELLIPSIS
-    mpipipe: 2 ranks = pipe 2 x data 1 x seq 1; one_f_one_b, 2 stages, 4 micro-batches
-    ...
-    mpipipe: ok steps=2 ...
-    >>> records[0].step
-    2
+    Returns the state at the end of the training. `train`, which does it for text, says what is raised when.
     """
     comm = runtime.resolve(comm)
     check_same_config(group_of(comm), config)
     with group_of(comm).raise_together("train: where metrics go"):
         if comm.rank == 0:
-            sinks.check_installed(sinks.parse_names(config.metrics_to))
-    config, base = find_pretrained(config, comm)
-    tuning = find_tuning(config, comm)
-    architecture = architecture_of(base, architecture)
-    owned = output_folder.own(comm, config.out)
+            sinks.check_installed(config.metrics_to)
+    owned = output_folder.own(comm, config.out, task.folders)
     with released_at_end(owned, None if config.survive else group_of(comm)):
-        return _train_owned(comm, config, architecture, base, data, out=owned.folder, tuning=tuning)
+        return _run_owned(task, config, comm, owned.folder)
 
 
-def _train_owned(
-    comm: Communicator,
-    config: TrainConfig,
-    architecture: Architecture,
-    base: PretrainedModel | None,
-    data: Source | None,
-    *,
-    out: Path,
-    tuning: FineTuning,
-) -> Record:
+def _run_owned(task: Task, config: TaskConfig, comm: Communicator, out: Path) -> Record:
     config = with_order(config, comm, out)
     trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
-    pipe = max(1, comm.size // config.seq) if config.pipe is None else config.pipe
+    pipe = pipe_of(config, comm.size)
     if config.survive:
-        crew = Crew(config, comm, pipe, out)
+        elastic = ElasticRun(config, comm, pipe, out)
         with watching(config.watchdog, out):
-            return crew.train(
-                lambda mesh: _train_in(
-                    mesh, config, architecture, base, data, out=out, trace=trace, tuning=tuning, crew=crew
-                )
-            )
+            return elastic.train(lambda mesh: _run_on(mesh, task, config, out, trace, elastic))
     with group_of(comm).raise_together("train: the mesh"):
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
-        return _train_in(mesh, config, architecture, base, data, out=out, trace=trace, tuning=tuning)
+        return _run_on(mesh, task, config, out, trace)
 
 
-def _load_weights(
-    config: TrainConfig,
-    plan: TrainingPlan,
-    base: PretrainedModel | None,
-    tuning: FineTuning,
-    stages: Sequence[nn.Stage],
-    mesh: Mesh,
-) -> None:
-    """Load the weights from which a new training begins, if it begins from any; collective."""
-    if config.init is not None:
-        resume.load_weights(config.init, mesh, without_adapters(stages, merged=False), plan.model)
-    elif base is not None:
-        base.folder.load(without_adapters(stages, merged=False), mesh)
-    tuning.load(stages, plan.model, origin_of(config, base), mesh)
-
-
-def _reporter(
-    config: TrainConfig,
-    plan: TrainingPlan,
-    mesh: Mesh,
-    device: str,
-    make: Callable[[str | None], Reporter],
-    given: str | None,
-) -> Reporter | NullReporter:
-    """Make the reporter, and write down what the training depends on; collective.
-
-    `make` is called on rank 0, with a sentence if ranks share cores. For `given` see `provenance.write`.
-    """
-    surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    with group_of(mesh.comm).raise_together("train: the reporter"):
-        if surroundings is None:  # not on rank 0
-            return NullReporter()
-        reporter = make(surroundings["oversubscribed"])
-        provenance.describe(reporter, config, plan, surroundings, device=device, pipe=mesh.pipe.size, given=given)
-        return reporter
-
-
-def _train_in(
-    mesh: Mesh,
-    config: TrainConfig,
-    model: Architecture,
-    base: PretrainedModel | None,
-    data: Source | None,
-    *,
-    out: Path,
-    trace: Path | None,
-    tuning: FineTuning,
-    crew: Crew | None = None,
+def _run_on(
+    mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None, elastic: ElasticRun | None = None
 ) -> Record:
     device = select_device(config.device, mesh.comm)
-    if crew is not None:
-        crew.check_device(device)
+    if elastic is not None:
+        elastic.check_device(device)
     with arrays.own_stream(device):
-        return _train_on(device, config, model, base, mesh, data, out=out, trace=trace, tuning=tuning, crew=crew)
+        return _train(mesh, task, config, device, out, trace, elastic)
 
 
-def _train_on(
-    device: str,
-    config: TrainConfig,
-    model: Architecture,
-    base: PretrainedModel | None,
-    mesh: Mesh,
-    data: Source | None,
-    *,
-    out: Path,
-    trace: Path | None,
-    tuning: FineTuning,
-    crew: Crew | None,
+def _train(
+    mesh: Mesh, task: Task, config: TaskConfig, device: str, out: Path, trace: Path | None, elastic: ElasticRun | None
 ) -> Record:
-    survivor = crew if crew is not None and crew.goes_on else None  # has the state of the training in memory
-    group = group_of(mesh.comm)
-    found = find_data(config, data, group)
-    chosen = ""
+    survivor = elastic if elastic is not None and elastic.goes_on else None  # has the state of the training in memory
+    group, chosen = group_of(mesh.comm), ""
+    task.find_data(group)
     if config.plan == "auto":
-        config, chosen = planned(Scene.of(config, model, mesh, found.vocab, tuning), device)
-    plan = make_plan(config, model, base, mesh, device, found.vocab, tuning)
-    source, language = open_data(config, plan, mesh, found, base)
-    start = None if survivor else resume.find_start(config, plan, mesh, out, found.fingerprint)
+        config, chosen = best_plan(config, task, mesh, device)
+    plan = make_plan(config, task, mesh, device)
+    task.open_data(plan, mesh)
+    start = None if survivor else resume.find_start(config, task, mesh, out)
     with group.raise_together("train: the shards of sequences"):
-        packing = Packing(plan.schedule.microbatches) if config.packing == "segments" else None
-        shard = Shard(mesh.seq, config.layout, config.seq_len, packing)
+        shard = task.shard(mesh.seq, plan.schedule.microbatches)
     with group.raise_together("train: the stages"):
         kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, shard, config.dtype, config.seed, device)
-        loss = shard.loss_for(stages[-1], plan.microbatch_rows)
+        layers = task.layers(shard)
+        stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
+        loss = task.loss_for(stages[-1], plan.microbatch_rows, shard)
     with (
-        Pipeline(
-            stages, plan.schedule, mesh.pipe, loss=loss, recompute=config.recompute, replicas=mesh.replicas
-        ) as pipeline,
+        Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
         progress = Progress(config, pipeline, mesh)
@@ -229,30 +107,26 @@ def _train_on(
         elif start is not None:
             progress.load(start)
         else:
-            _load_weights(config, plan, base, tuning, stages, mesh)
+            task.load(stages, mesh)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or may_save(config))
         make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-        given = None if data is None else found.fingerprint
-        reporter = _reporter(config, plan, mesh, device, partial(make, language.unit), given)
+        reporter = _reporter(config, task, plan, mesh, device, partial(make, task.unit))
         with reporter, preemption_of(config, mesh, reporter) as preemption:
             trainer = Trainer(
                 config,
+                task,
                 mesh,
                 plan,
-                shard,
                 progress,
                 preemption,
+                shard=shard,
                 norm=norm,
-                data=source,
-                language=language,
                 reporter=reporter,
                 out=out,
-                base=base,
                 trace=None if survivor else trace,
             )
-            trainer.facts = resume.facts_of(config, plan, found.fingerprint)
-            if crew is not None:
-                crew.enlist(trainer)
+            if elastic is not None:
+                elastic.enlist(trainer)
             preemption.whereabouts = trainer.whereabouts
             if chosen:
                 reporter.say(chosen)
@@ -260,17 +134,57 @@ def _train_on(
                 return trainer.run()
 
 
-# -- Ctrl-C: whoever stops a training is told how far it had come -----------------------------------------------------
+def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
+    """Plan the training, and check that it fits into memory and that its end can be written.
+
+    All ranks raise the same error.
+    """
+    with group_of(mesh.comm).raise_together("train: the plan"):
+        plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
+        sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)
+        problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
+        check_training(problem, plan, mesh.pipe.rank, device, sample=sample, message=message)
+        task.check(plan, mesh)
+    return plan
+
+
+def make_reporter(
+    config: TaskConfig, out: Path, start: Checkpoint | None, unit: str, oversubscribed: str | None
+) -> Reporter:
+    """Make the reporter of rank 0, with metrics that continue after the checkpoint `start`, if there is one."""
+    step = 0 if start is None else start.step
+    try:
+        aside = resume.leave_behind(start, out)
+        sinks.cut(out, step)
+        goes_on = None if config.resume == "no" else step
+        reporter = Reporter(config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on)
+    except OSError as error:
+        raise output_folder.unusable(out, error) from error
+    for path in aside:
+        reporter.say(f"mpipipe: a checkpoint behind the one that is resumed is now called {path}")
+    return reporter
+
+
+def _reporter(
+    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, make: Callable[[str | None], Reporter]
+) -> Reporter | NullReporter:
+    """Make the reporter, and write down what the training depends on; collective.
+
+    `make` is called on rank 0, with a sentence if ranks share cores.
+    """
+    surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
+    with group_of(mesh.comm).raise_together("train: the reporter"):
+        if surroundings is None:  # not on rank 0
+            return NullReporter()
+        reporter = make(surroundings["oversubscribed"])
+        keys = provenance.resolved(config, task, plan, device, mesh.pipe.size)
+        provenance.describe(reporter, config, task, keys, surroundings)
+        return reporter
 
 
 @contextmanager
 def told(whereabouts: Callable[[], str]) -> Iterator[None]:
-    """Give a KeyboardInterrupt within the text of `whereabouts()`, for the report of the job's end.
-
-    Parameters
-    ----------
-    whereabouts : returns a line or more; called once, after the interrupt
-    """
+    """Give a KeyboardInterrupt within the text of `whereabouts()`, for the report of the job's end."""
     try:
         yield
     except KeyboardInterrupt as error:

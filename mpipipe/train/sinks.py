@@ -35,15 +35,11 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a sink is told of a training when it is opened.
+class SinkContext:
+    """What a sink learns of a training when it is opened.
 
-    Attributes
-    ----------
-    out : the output folder
     done : steps before this start, whose records are in metrics.jsonl; 0 if the training begins
     columns : all names that facts can have
-    configuration : the options of the training, as plain values
     """
 
     out: Path
@@ -58,7 +54,7 @@ class Csv:
     Rows of earlier starts are made again from metrics.jsonl.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SinkContext) -> None:
         self.columns = run.columns
         text = self._row(dict(zip(run.columns, run.columns)))
         path = run.out / "metrics.csv"
@@ -83,7 +79,7 @@ class Csv:
 class TensorBoard:
     """tensorboard/: scalars for TensorBoard. It hides records of earlier starts for steps that this start repeats."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SinkContext) -> None:
         from tensorboardX import SummaryWriter
 
         folder = str(run.out / "tensorboard")
@@ -109,7 +105,7 @@ class WeightsAndBiases:
     Neither the network nor an account is asked for. Each start of a training is a run of its own, in one group.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SinkContext) -> None:
         import wandb
 
         settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True)
@@ -129,7 +125,7 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-KINDS: dict[str, Callable[[Run], Sink]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+KINDS: dict[str, Callable[[SinkContext], Sink]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # library of a sink; its extra has the name of the sink
 
 
@@ -162,16 +158,9 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Sinks:
-    """Several sinks, none of which can end the training.
+    """Several sinks that cannot end the training: `warn` is called with a warning if one fails."""
 
-    Parameters
-    ----------
-    names : names of the sinks to open
-    run : what the sinks are told
-    warn : called with a warning if a sink fails
-    """
-
-    def __init__(self, names: Sequence[str], run: Run, warn: Callable[[str], None]) -> None:
+    def __init__(self, names: Sequence[str], run: SinkContext, warn: Callable[[str], None]) -> None:
         self.open: dict[str, Sink] = {}
         self.warn = warn
         for name in names:
@@ -188,7 +177,7 @@ class Sinks:
             self._try(name, sink.close)
         self.open.clear()
 
-    def _open(self, name: str, run: Run) -> None:
+    def _open(self, name: str, run: SinkContext) -> None:
         self.open[name] = KINDS[name](run)
 
     def _try(self, name: str, work: Callable[[], object]) -> None:
@@ -230,7 +219,7 @@ def kept_records(out: Path, step: int) -> tuple[str, bool]:
 
 
 def cut(out: Path, step: int) -> int:
-    """Cut off the records behind a step, all of them for 0; as a whole or not at all. Raises OSError.
+    """Cut off the records after a step, all of them for 0; as a whole or not at all. Raises OSError.
 
     Returns the step of the last record that is left, -1 where none is.
     """

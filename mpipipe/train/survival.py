@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpipipe import checkpoint, optim
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import owner
+from mpipipe.checkpoint import owner_of
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import exit, lifeline
@@ -32,47 +32,39 @@ from mpipipe.job.group import Group, group_of
 from mpipipe.job.preemption import PREEMPTED, Preempted
 from mpipipe.job.report import write
 from mpipipe.job.requests import own
-from mpipipe.job.stop_signals import StopSignals, parse_signals
+from mpipipe.job.stop_signals import StopSignals
 from mpipipe.job.types import Communicator
 from mpipipe.text import counted
 from mpipipe.train import resume, sinks
-from mpipipe.train.config import TrainConfig
-from mpipipe.train.progress import Commitment, Progress
+from mpipipe.train.config import TaskConfig
+from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import Record, Reporter
 
 if TYPE_CHECKING:
     from mpipipe.train.trainer import Trainer
 
 
-class Crew:
-    """One rank of a training that outlives ranks; the constructor is collective.
+class ElasticRun:
+    """One rank of a training that outlives ranks; the constructor is collective over all ranks of the job.
 
-    Parameters
-    ----------
-    config : the same on every rank
-    comm : all ranks of the job
-    pipe : ranks of one pipeline
-    out : the output folder
-
-    Attributes
-    ----------
-    goes_on : whether ranks have died, so that the state of the training is in memory
+    `goes_on` says whether ranks have died, so that the state of the training is in memory.
     """
 
-    def __init__(self, config: TrainConfig, comm: Communicator, pipe: int, out: Path) -> None:
+    def __init__(self, config: TaskConfig, comm: Communicator, pipe: int, out: Path) -> None:
         group = group_of(comm)
         with group.raise_together("train: --survive"):
             self.line = lifeline.demand()
             if comm.size != len(self.line.places):
                 raise ArgumentError("train: --survive on a part of the job", found=counted(comm.size, "rank"))
             # between two meshes, and on a rank that waits for a place, a signal ends nothing; the next mesh hears of it
-            numbers = parse_signals(config.preempt_signals)
-            self._signals = StopSignals(numbers, math.inf, lambda name: None, lambda text, code: None, lambda: False)
+            self._signals = StopSignals(
+                config.preempt_signals, math.inf, lambda name: None, lambda text, code: None, lambda: False
+            )
         self.config, self.pipe, self.out = config, pipe, out
         self.everyone, self.active = comm, comm
         self.takes_part, self.first, self.goes_on = True, 0, False
         self.trainer: Trainer | None = None
-        self.remains: Remains | None = None
+        self.retained: RetainedState | None = None
         self.facts: dict[str, Any] = {}
         self.line.revoke_on_loss(comm, group.comm)
 
@@ -114,27 +106,27 @@ class Crew:
         group = group_of(everyone)
         self.line.revoke_on_loss(everyone, group.comm)
         if self.trainer is not None:
-            self.remains, self.trainer = _remains_of(self.trainer), None
-        told = None if self.remains is None else self.remains.told()
-        survivors = Survivors.of(group.gather("train: what survivors have", told), self.pipe, self.config)
+            self.retained, self.trainer = _retained(self.trainer), None
+        told = None if self.retained is None else self.retained.report()
+        places = Assignment.of(group.gather("train: what survivors have", told), self.pipe, self.config)
         left = counted(everyone.size, "rank")
         text = f"mpipipe: {self.line.name(self.line.lost)}; {left} {'is' if everyone.size == 1 else 'are'} left"
-        if survivors.problem:
+        if places.problem:
             newest = checkpoint.newest(resume.checkpoints_of(self.out))
             rest = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
-            raise exit.Stop(f"{text}, {survivors.problem}; {rest}\n", PREEMPTED)
-        if self.remains is not None:
-            self.remains.catch_up(survivors.step)
-        self.facts, self.first = survivors.facts, survivors.order[0]
-        owned = owner.covering(self.out)
+            raise exit.Stop(f"{text}, {places.problem}; {rest}\n", PREEMPTED)
+        if self.retained is not None:
+            self.retained.catch_up(places.step)
+        self.facts, self.first = places.facts, places.order[0]
+        owned = owner_of(self.out)
         if owned is not None:
             owned.hand_on(group, self.first)
-        self.takes_part = group.rank in survivors.order
-        place = survivors.order.index(group.rank) if self.takes_part else group.rank
+        self.takes_part = group.rank in places.order
+        place = places.order.index(group.rank) if self.takes_part else group.rank
         if group.rank == 0:
-            spare = everyone.size - len(survivors.order)
+            spare = everyone.size - len(places.order)
             write(
-                f"{text}; {len(survivors.order)} of them go on behind step {survivors.step}"
+                f"{text}; {len(places.order)} of them go on behind step {places.step}"
                 + (f", {spare} more can take the places of others\n" if spare else "\n")
             )
         self.active = group.split(0 if self.takes_part else 1, place, "survivors")
@@ -156,14 +148,14 @@ class Crew:
 
     def restore(self, progress: Progress) -> None:
         """Set the state of the training from that of the survivors; collective over the new mesh."""
-        facts, remains = self.facts, self.remains
+        facts, retained = self.facts, self.retained
         group, targets = group_of(progress.mesh.replicas), _arrays_of(progress)
-        here = remains is not None and remains.pipe == progress.mesh.pipe.rank and remains.step == facts["step"]
-        steps = remains.optimizer_steps if remains is not None and here else 0
+        here = retained is not None and retained.pipe == progress.mesh.pipe.rank and retained.step == facts["step"]
+        steps = retained.optimizer_steps if retained is not None and here else 0
         table = group.agree("train: who has the state", values=[int(here), steps])
         root = int(table[:, 0].argmax())
-        if remains is not None and here:
-            for target, source in zip(targets, remains.arrays, strict=True):
+        if retained is not None and here:
+            for target, source in zip(targets, retained.arrays, strict=True):
                 target[...] = source
         if not table[:, 0].all():
             _send(group, targets, root)
@@ -187,32 +179,33 @@ class Crew:
     def enlist(self, trainer: Trainer) -> None:
         """From now on the state of the training is that of `trainer`."""
         if self.goes_on:
-            trainer.outcome, trainer.reported = self.facts["outcome"], self.facts["reported"]
+            progress = trainer.progress
+            progress.outcome, progress.reported = self.facts["outcome"], self.facts["reported"]
+            progress.in_memory = True
             trainer.checkpoints.owed = self.facts["owed"]
-            trainer.in_memory = True
-        self.trainer, self.remains = trainer, None
+        self.trainer, self.retained = trainer, None
 
 
-def _remains_of(trainer: Trainer) -> Remains:
-    progress, commitment = trainer.progress, trainer.commitment
+def _retained(trainer: Trainer) -> RetainedState:
+    progress, step_barrier = trainer.progress, trainer.step_barrier
     facts = {
-        "scalars": commitment.scalars(),
-        "outcome": trainer.outcome,
-        "reported": trainer.reported,
+        "scalars": step_barrier.scalars(),
+        "outcome": progress.outcome,
+        "reported": progress.reported,
         "owed": trainer.checkpoints.owed,
         "record": progress.record,
     }
     pipe = progress.mesh.pipe.rank
-    return Remains(pipe, commitment, facts, _arrays_of(progress), progress.optimizer)
+    return RetainedState(pipe, step_barrier, facts, _arrays_of(progress), progress.optimizer)
 
 
 def _arrays_of(progress: Progress) -> list[Array]:
     """All that is not drawn, as flat arrays: parameters, trained and frozen, and the state of the optimizer."""
-    found = []
+    arrays = []
     for stage, state in zip(progress.pipeline.stages, progress.optimizer.state):
         size = stage.parameters.flat.size
-        found += [stage.parameters.flat, stage.buffers.held.flat, *(state[kind][:size] for kind in sorted(state))]
-    return found
+        arrays += [stage.parameters.flat, stage.buffers.held.flat, *(state[kind][:size] for kind in sorted(state))]
+    return arrays
 
 
 def _send(group: Group, targets: Sequence[Array], root: int) -> None:
@@ -222,14 +215,12 @@ def _send(group: Group, targets: Sequence[Array], root: int) -> None:
             group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
 
 
-# -- After a death: which survivor takes which place in the new mesh, and behind which step all go on; pure functions
+# -- After a death: which survivor takes which place in the new mesh, and after which step all continue; pure functions
 
 
-class Told(NamedTuple):
+class SurvivorReport(NamedTuple):
     """What a survivor tells the others.
 
-    Attributes
-    ----------
     pipe : its place in its pipeline, and so which stages it has
     step : number of steps that it has made
     can_follow : whether it can make one more step, once it knows that another rank has made that step
@@ -242,41 +233,38 @@ class Told(NamedTuple):
     facts: dict[str, Any]
 
 
-class Remains:
-    """What is left of a training on this rank.
-
-    Parameters
-    ----------
-    pipe : its place in its pipeline
-    commitment : of its trainer
-    facts : what else belongs to the steps it has made
-    arrays : parameters and the state of the optimizer
-    optimizer : whose state it is
-    """
+class RetainedState:
+    """What is left of a training on this rank: its place in the pipeline, and the state of the steps it has made."""
 
     def __init__(
         self,
         pipe: int,
-        commitment: Commitment,
+        step_barrier: StepBarrier,
         facts: dict[str, Any],
         arrays: list[Array],
         optimizer: optim.AdamW | optim.SGD,
     ) -> None:
-        self.pipe, self.commitment, self.facts, self.arrays, self.optimizer = pipe, commitment, facts, arrays, optimizer
+        self.pipe, self.step_barrier, self.facts, self.arrays, self.optimizer = (
+            pipe,
+            step_barrier,
+            facts,
+            arrays,
+            optimizer,
+        )
 
     @property
     def step(self) -> int:
         """Number of steps made."""
-        return self.commitment.made
+        return self.step_barrier.made
 
     @property
     def optimizer_steps(self) -> int:
         """Those of them that the optimizer has made."""
         return self.optimizer.steps
 
-    def told(self) -> Told:
+    def report(self) -> SurvivorReport:
         """Return what the others are to know."""
-        return Told(self.pipe, self.step, self.commitment.pending is not None, self.facts)
+        return SurvivorReport(self.pipe, self.step, self.step_barrier.pending is not None, self.facts)
 
     def catch_up(self, step: int) -> None:
         """Make the step that another rank has made, too, where this one can; else nobody will make it any more.
@@ -284,18 +272,14 @@ class Remains:
         Other ranks make the step after `step` from now on, and it is another one: with fewer replicas.
         """
         if self.step == step - 1:
-            self.commitment.make()
-        self.commitment.pending = None
+            self.step_barrier.make()
+        self.step_barrier.pending = None
 
 
 @dataclass(frozen=True)
-class Survivors:
-    """What follows from what all survivors have.
+class Assignment:
+    """The mesh and the step from which the survivors continue.
 
-    Attributes
-    ----------
-    step : number of steps made, behind which the training goes on
-    facts : of that step
     order : ranks of the communicator of survivors, in the order of the new mesh; the others are spares
     problem : why the training cannot go on; "" where it can
     """
@@ -306,23 +290,19 @@ class Survivors:
     problem: str = ""
 
     @classmethod
-    def of(cls, told: Sequence[Told | None], pipe: int, config: TrainConfig) -> Survivors:
+    def of(cls, told: Sequence[SurvivorReport | None], pipe: int, config: TaskConfig) -> Assignment:
         """Find the largest mesh of the survivors in which every stage has a rank that knows its state.
 
-        Parameters
-        ----------
-        told : of each rank; None for one that has no state
-        pipe : ranks of one pipeline
-        config : with the batch, which must divide among the replicas, and `seq`
+        `told` is of each rank; None for one that has no state.
         """
-        known = [each for each in told if each is not None]
+        known = [report for report in told if report is not None]
         if not known:
             return cls(problem="no step had been made")
-        step = max(each.step for each in known)
+        step = max(report.step for report in known)
         having: dict[int, list[int]] = {place: [] for place in range(pipe)}
-        for rank, each in enumerate(told):
-            if each is not None and step in (each.step, each.step + each.can_follow):
-                having[each.pipe].append(rank)
+        for rank, report in enumerate(told):
+            if report is not None and step in (report.step, report.step + report.can_follow):
+                having[report.pipe].append(rank)
         lacking = [place for place, ranks in having.items() if not ranks]
         if lacking:
             return cls(problem=f"and no rank has the state of place {lacking[0]} of {pipe} in the pipeline")
@@ -331,15 +311,15 @@ class Survivors:
             replicas -= 1
         if replicas == 0:
             return cls(problem=f"too few for a pipeline of {pipe} x seq {config.seq}")
-        facts = next(each for each in known if each.step == step).facts | {"step": step}
+        facts = next(report for report in known if report.step == step).facts | {"step": step}
         return cls(step, facts, _order(having, len(told), replicas * config.seq))
 
 
-def _order(having: dict[int, list[int]], size: int, each: int) -> tuple[int, ...]:
-    """Deal `each` ranks to each place: those that have its state, then others."""
-    chosen = {place: ranks[:each] for place, ranks in having.items()}
+def _order(having: dict[int, list[int]], size: int, count: int) -> tuple[int, ...]:
+    """Deal `count` ranks to each place: those that have its state, then others."""
+    chosen = {place: ranks[:count] for place, ranks in having.items()}
     taken = {rank for ranks in chosen.values() for rank in ranks}
     free = iter([rank for rank in range(size) if rank not in taken])
     return tuple(
-        rank for ranks in chosen.values() for rank in [*ranks, *(next(free) for _ in range(each - len(ranks)))]
+        rank for ranks in chosen.values() for rank in [*ranks, *(next(free) for _ in range(count - len(ranks)))]
     )

@@ -1,6 +1,6 @@
 """`train --trace DIR`: a few early steps are recorded, and written once they are made.
 
-Recorded are the second step since the training was started and the 15 behind it, as far as there are so many; a start
+Recorded are the second step since the training was started and the 15 after it, as far as there are any; a start
 with one step to make records that one. The first step is unlike the others: memory is allocated and shapes are agreed
 on. Between recorded steps validation and checkpoints go on as ever; they belong to no step.
 """
@@ -48,15 +48,7 @@ def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool
 
 
 class Tracing:
-    """Records some steps of a training.
-
-    Parameters
-    ----------
-    folder : to write to, on rank 0; None to record nothing
-    pipeline : of the training
-    mesh : all ranks
-    say : tells what was found
-    """
+    """Records some steps of a training, if there is a folder to write them to, and shows where their time went."""
 
     def __init__(self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]) -> None:
         self.folder, self.pipeline, self.mesh, self.say = folder, pipeline, mesh, say

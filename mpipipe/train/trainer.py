@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -11,107 +10,78 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import checkpoint, optim, schedules
-from mpipipe.attention import Local
-from mpipipe.checkpoint import owner
+from mpipipe.checkpoint import check_owned
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
-from mpipipe.job.preemption import Preemption, parse_duration
-from mpipipe.job.stop_signals import parse_signals
-from mpipipe.language.data import Source, Tokens
-from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
-from mpipipe.language.inference.generation import build_decoder, continued
-from mpipipe.language.models import weights
-from mpipipe.language.models.pretrained import PretrainedModel, export_model
-from mpipipe.nn.lora import without_adapters
-from mpipipe.pipeline import Pipeline
+from mpipipe.job.preemption import Preemption
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.text import counted
-from mpipipe.train import limits, resume
-from mpipipe.train.config import TrainConfig
-from mpipipe.train.preparation import PROMPT_BYTES, TokenUnits
-from mpipipe.train.progress import Commitment, Outcome, Progress
+from mpipipe.train import resume
+from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import ClusterOptions, RunOptions
+from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
-from mpipipe.train.screen import folded
+from mpipipe.train.task import Task
 from mpipipe.train.tracing import Tracing
-from mpipipe.train.training_plan import Shard, TrainingPlan
 
 
 class Trainer:
     """One training under way on this rank.
 
-    Parameters
-    ----------
-    config : the same on every rank
-    mesh, plan, shard : where this rank stands, and what it runs
-    progress : how far the training has come, with its pipeline and optimizer
-    preemption : when the job has to leave
-    norm : over which stages and ranks gradients are clipped
-    data : the data, on the ranks that read them; None elsewhere
-    language : what the data are
-    reporter : Reporter on rank 0, NullReporter elsewhere
-    out : the output folder
-    base : the model that it began from, if it did
-    trace : where to write a trace of some steps, if at all
+    `progress` has the pipeline and the optimizer, `preemption` says when the job has to leave, and `norm` over which
+    stages and ranks gradients are clipped. `reporter` is a Reporter on rank 0, and a NullReporter elsewhere.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TaskConfig,
+        task: Task,
         mesh: Mesh,
-        plan: TrainingPlan,
-        shard: Shard,
+        plan: LayerPlan,
         progress: Progress,
         preemption: Preemption,
         *,
+        shard: Any,
         norm: optim.GlobalNorm,
-        data: Source | None,
-        language: TokenUnits,
         reporter: Reporter | NullReporter,
         out: Path,
-        base: PretrainedModel | None = None,
         trace: Path | None = None,
     ) -> None:
-        self.config, self.mesh, self.plan, self.shard, self.progress = config, mesh, plan, shard, progress
-        self.norm, self.data, self.reporter, self.out, self.preemption = norm, data, reporter, out, preemption
-        self.pipeline, self.optimizer, self.scaler = progress.pipeline, progress.optimizer, progress.scaler
-        self.base, self.language = base, language
-        self.facts: dict[str, Any] = {}  # for checkpoints
-        self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, reporter, preemption)
-        for stage in self.pipeline.stages:
+        self.config, self.task, self.mesh, self.plan, self.progress = config, task, mesh, plan, progress
+        self.preemption, self.norm, self.reporter, self.out = preemption, norm, reporter, out
+        facts = resume.facts_of(config, task)
+        self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, facts, reporter, preemption)
+        for stage in progress.pipeline.stages:
             stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
-        self.batches = Batches(config, mesh, plan, shard, data)
-        self.since_record, self.in_all = StepTimes(), StepTimes()
-        self.outcome: Outcome = 0.0, 0.0, None  # of the last step
-        self.reported = progress.step or -1  # number of steps behind which nothing is left to do
-        self.in_memory = False  # whether the state comes from ranks that live on: no checkpoint may hold it
-        self.commitment = Commitment(progress, group_of(mesh.comm), config.survive)
-        self.tracing = Tracing(trace, self.pipeline, mesh, reporter.say)
+        self.batches = Batches(task, mesh, plan, shard)
+        self.times = StepTimes(), StepTimes()  # since the last record, and in all
+        self.step_barrier = StepBarrier(progress, group_of(mesh.comm), config.survive)
+        self.tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
 
     def run(self) -> Record:
-        """Train, validate, show a sample of text, and return the last record."""
-        config, progress = self.config, self.progress
-        if progress.step < config.steps and not self.in_memory and self.preemption.asked():
+        """Train, validate, show a sample, and return the last record."""
+        config, progress, task = self.config, self.progress, self.task
+        if progress.step < config.steps and not progress.in_memory and self.preemption.asked():
             self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
-        place = "CPUs" if self.pipeline.stages[0].device == "cpu" else "GPUs"
-        self.reporter.say(
-            introduction(config, self.plan, self.mesh, self.data, self.language.unit, place=place, out=self.out)
-        )
+        place = "CPUs" if progress.pipeline.stages[0].device == "cpu" else "GPUs"
+        self.reporter.say(introduction(config, task, self.plan, self.mesh, place=place, out=self.out))
         if progress.step:
             self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
-        elif self.base is not None:
-            self.reporter.say(f"mpipipe: begins with the model in {self.base.folder.path}")
-        if self.reported < 0:
+        elif task.beginning():
+            self.reporter.say(f"mpipipe: begins with {task.beginning()}")
+        if progress.reported < 0:
             validation = self.validate()
-            self._report(Record(0, validation=validation, **self.language.bits(None, validation)))
-            self.reported = 0
-        elif self.reported < progress.step:  # ranks have died meanwhile
+            self._report(Record(0, validation=validation, **task.metrics(None, validation)))
+            progress.reported = 0
+        elif progress.reported < progress.step:  # ranks have died meanwhile
             self._after_step()
         elif self.checkpoints.owed:
-            self.checkpoints.follow(self.facts, leaves=False)
+            self.checkpoints.follow(leaves=False)
         for step in range(progress.step, config.steps):
-            self.outcome = self.step(step)
+            progress.outcome = self.step(step)
             progress.step = step + 1
             self.tracing.end_step()
             self._after_step()
@@ -119,49 +89,51 @@ class Trainer:
 
     def _after_step(self) -> None:
         """Compare replicas, validate, report, save and leave, where the step or somebody else asks for it."""
-        config, done, (loss, lr, norm) = self.config, self.progress.step, self.outcome
-        self.progress.check_weights(config.check_weights)
+        config, progress = self.config, self.progress
+        done, (loss, lr, norm) = progress.step, progress.outcome
+        progress.check_weights(config.check_weights)
         validated = done % config.eval_every == 0 or done == config.steps
         if validated or done == 1 or done % config.log_every == 0:
             validation = self.validate() if validated else None
-            more = shared_speed(self.since_record, config, self.mesh, self.pipeline)
-            more |= self.commitment.scaling() | self.language.bits(loss, validation)
+            more = self.speed(self.times[0]) | progress.scaling() | self.task.metrics(loss, validation)
             self._report(Record(done, loss, validation, lr, norm, **more))
-            self.since_record = StepTimes()
+            self.times = StepTimes(), self.times[1]
         leaves = done < config.steps and self.preemption.due(self.checkpoints.saver.in_flight)
-        self.checkpoints.follow(self.facts, leaves)
+        self.checkpoints.follow(leaves)
         if leaves:
             self.tracing.finish()
             self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
-        self.reported = done
+        progress.reported = done
 
     def _report(self, record: Record) -> None:
         with group_of(self.mesh.comm).raise_together("train: whether the folder is still this job's"):
             if self.mesh.rank == 0:
-                owner.check(self.out)
+                check_owned(self.out)
         self.progress.record = record
         self.reporter.record(record)
 
     def _end(self) -> Record:
         """Leave the weights, a sample, and the last line."""
+        task, pipeline = self.task, self.progress.pipeline
         self.tracing.finish()
         self.checkpoints.finish("the training ends without it")
         record = self.progress.record
         if record.validation is None:  # a training that was resumed at its end, which was no end before
             validation = self.validate()
-            record = replace(
-                record, step=self.progress.step, validation=validation, **self.language.bits(record.loss, validation)
-            )
-        export_model(self.out, self.config, self.plan, self.pipeline.stages, self.mesh, self.base)
+            more = task.metrics(record.loss, validation)
+            record = replace(record, step=self.progress.step, validation=validation, **more)
+        task.save(self.out, self.plan, pipeline.stages, self.mesh)
         self.reporter.draw_losses()
-        self._show_sample()
-        if self.in_all.steps:
-            record = replace(record, **shared_speed(self.in_all, self.config, self.mesh, self.pipeline))
-        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}{self.language.summary(record)}")
+        sample = task.sample(self.plan, pipeline, self.mesh, self.batches.shard)
+        if sample:
+            self.reporter.say(sample)
+        if self.times[1].steps:
+            record = replace(record, **self.speed(self.times[1]))
+        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}{task.summary(record.facts())}")
         return record
 
     def whereabouts(self) -> str:
-        """Return what whoever interrupts this training wants to know."""
+        """Return how far this training is, and how to go on with it, for a user who interrupts it."""
         return whereabouts(self.progress.step, self.config.steps, self.out)
 
     def step(self, step: int) -> tuple[float, float, float | None]:
@@ -169,102 +141,57 @@ class Trainer:
 
         The norm is None if the step was skipped.
         """
-        config, start = self.config, perf_counter()
-        self.commitment.begin(step)
+        config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
+        self.step_barrier.begin(step)
         self.tracing.begin_step(config.steps - step)
-        pending = self.pipeline.launch(*self.batches.training(step), scale=self.scaler.scale)
+        pending = pipeline.launch(*self.batches.training(step), scale=self.progress.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
         loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
         seconds = perf_counter() - start
-        for times in (self.since_record, self.in_all):
-            times.add(seconds, self.pipeline.busy, self.pipeline.elapsed)
+        for times in self.times:
+            times.add(seconds, pipeline.busy, pipeline.elapsed)
         self.reporter.advance()
         return loss, lr, norm
 
     def _optimize(self, lr: float) -> float | None:
         try:
-            update = optim.begin_step(self.commitment, self.config.clip, scaler=self.scaler, lr=lr, over=self.norm)
-            norm = update.finish()
+            clip, scaler = self.config.clip, self.progress.scaler
+            norm = optim.begin_step(self.step_barrier, clip, scaler=scaler, lr=lr, over=self.norm).wait()
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, group_of(self.mesh.comm)) from None
         if norm is None:
-            self.commitment.skip()
+            self.step_barrier.skip()
         return norm
 
     def validate(self) -> float:
-        """Return the mean loss over the validation windows, always the same ones; on every rank."""
-        count = self.config.eval_batches
-        return sum(self.pipeline.evaluate(*self.batches.validation(each)) for each in range(count)) / count
+        """Return the mean loss over the validation batches, always the same ones; on every rank."""
+        count, pipeline = self.config.eval_batches, self.progress.pipeline
+        return sum(pipeline.evaluate(*self.batches.validation(index)) for index in range(count)) / count
 
-    def _show_sample(self) -> None:
-        """Let the model continue validation text, and show that; collective."""
-        config, plan = self.config, self.plan
-        if config.sample_bytes == 0:
-            return
-        room = limits.longest_text(plan.model.build(Local()))
-        prompt = None
-        if self.batches.first and self.data is not None:
-            text = self.data.validation
-            prompt = text.read(0, min(PROMPT_BYTES, len(text), PROMPT_BYTES if room is None else room // 2)).tolist()
-        root = plan.schedule.placement[0]
-        prompt = group_of(self.mesh.pipe).broadcast("train: the prompt of the sample", prompt, root)
-        count = config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
-        dtype = self.pipeline.stages[0].parameters.flat.dtype.name
-        copy = partial(weights.copy, without_adapters(self.pipeline.stages, merged=True))
-        alone = replace(plan, schedule=plan.schedule.forward_only_part(1))
-        with build_decoder(alone, self.mesh, dtype, len(prompt) + count, copy) as decoding:
-            answer = continued(
-                decoding, prompt, count, self.language.vocab, temperature=config.temperature, seed=config.seed
-            )
-        title = f"--- sample: {len(prompt)} {self.language.unit} of validation text, {len(answer)} of the model's"
-        self.reporter.say("\n".join([title, folded(self.language.text(prompt + answer)), "---"]))
+    def speed(self, times: StepTimes) -> dict[str, Any]:
+        """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict.
 
-
-# -- How a training leaves before its end: what it catches, and what it says of how to go on --------------------------
-
-
-def preemption_of(config: TrainConfig, mesh: Mesh, reporter: Reporter | NullReporter) -> Preemption:
-    """Return what says when the job has to leave, as configured; collective."""
-    return Preemption(
-        mesh.comm,
-        signals=config.preempt_signals,
-        time_limit=config.time_limit,
-        grace=config.preempt_grace,
-        say=reporter.say,
-    )
-
-
-def may_save(config: TrainConfig) -> bool:
-    """Whether this training may save a checkpoint: at steps that are configured, or where it has to leave."""
-    limited = config.time_limit is None or parse_duration(config.time_limit) > 0  # None: SLURM may set a limit
-    return config.save_every > 0 or bool(parse_signals(config.preempt_signals)) or limited
-
-
-def whereabouts(done: int, steps: int, out: Path) -> str:
-    """Return after which step the training is, and in a second line how to go on: with the folder it may be long."""
-    saved, place = checkpoint.newest(resume.checkpoints_of(out)), f"after step {done} of {steps}"
-    if saved is None and done == 0:
-        return f"before step 1 of {steps}; there is nothing to save\n--resume auto --out {out} begins"
-    if saved is None:
-        return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
-    return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
-
-
-# -- The time that steps of a training took ---------------------------------------------------------------------------
+        Collective. Nothing is returned for no steps at all.
+        """
+        if times.steps == 0:
+            return {}
+        pipeline = self.progress.pipeline
+        costs = pipeline.durations()
+        everyone = group_of(self.mesh.comm).gather("train: the time of all ranks", times)
+        busy, elapsed = sum(rank.busy for rank in everyone), sum(rank.elapsed for rank in everyone)
+        units = times.steps * self.config.batch * self.task.units
+        return {
+            "tokens_per_second": units / max(rank.seconds for rank in everyone),
+            "bubble": 1 - busy / elapsed,
+            "predicted": schedules.simulate(pipeline.schedule, costs).bubble_fraction,
+        }
 
 
 @dataclass
 class StepTimes:
-    """Time that one rank spent in some steps.
-
-    Attributes
-    ----------
-    steps : number of them
-    seconds : by the host's clock
-    busy, elapsed : seconds that the pipeline measured
-    """
+    """Time that one rank spent in some steps: by the host's clock, and as the pipeline measured it."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -279,111 +206,70 @@ class StepTimes:
         self.elapsed += elapsed
 
 
-def shared_speed(times: StepTimes, config: TrainConfig, mesh: Mesh, pipeline: Pipeline) -> dict[str, Any]:
-    """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict.
-
-    Collective over the mesh. Nothing is returned for no steps at all.
-    """
-    if times.steps == 0:
-        return {}
-    costs = pipeline.durations()
-    everyone = group_of(mesh.comm).gather("train: the time of all ranks", times)
-    busy, elapsed = sum(each.busy for each in everyone), sum(each.elapsed for each in everyone)
-    tokens = times.steps * config.batch * config.seq_len
-    return {
-        "tokens_per_second": tokens / max(each.seconds for each in everyone),
-        "bubble": 1 - busy / elapsed,
-        "predicted": schedules.simulate(pipeline.schedule, costs).bubble_fraction,
-    }
-
-
-# -- The batches of a training on this rank: its replica's rows, and its share of each sequence -----------------------
-
-
 Share: TypeAlias = "tuple[np.ndarray | None, np.ndarray | None]"  # inputs and targets, None if they do not belong
 
 
 class Batches:
-    """Draws batches; every rank that needs one draws it by itself.
+    """The batches of a training on this rank: the rows of its replica, where it has the first or the last stage."""
 
-    Parameters
-    ----------
-    config : of the training
-    mesh, plan, shard : where this rank stands
-    data : on the ranks of the first and the last stage, on all with `config.packing` "segments"; None elsewhere
-
-    Attributes
-    ----------
-    first, last : whether this rank has inputs, and targets
-    """
-
-    def __init__(self, config: TrainConfig, mesh: Mesh, plan: TrainingPlan, shard: Shard, data: Source | None) -> None:
-        self.config, self.shard, self.data = config, shard, data
-        self.first = mesh.pipe.rank == plan.schedule.placement[0]
-        self.last = mesh.pipe.rank == plan.schedule.placement[-1]
-        self.rows = slice(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)  # of a batch, for this replica
+    def __init__(self, task: Task, mesh: Mesh, plan: LayerPlan, shard: Any) -> None:
+        self.task, self.shard = task, shard
+        placement = plan.schedule.placement
+        self.first, self.last = mesh.pipe.rank == placement[0], mesh.pipe.rank == placement[-1]
+        self.rows = range(mesh.data.rank * plan.rows, (mesh.data.rank + 1) * plan.rows)
 
     def training(self, step: int) -> Share:
         """Return inputs for the first stage and targets for the last, of a step."""
-        if self.data is None:
-            return None, None
-        config, text = self.config, self.data.train
-        starts = training_starts(
-            len(text), seed=config.seed, step=step, batch=config.batch, rows=self.rows, seq_len=config.seq_len,
-            order=config.order,
-        )  # fmt: skip
-        return self._share(text, starts)
+        return self._own(self.task.batch, step)
 
     def validation(self, index: int) -> Share:
         """Return the same of a batch of the validation, which has always the same ones."""
-        if self.data is None:
+        return self._own(self.task.validation, index)
+
+    def _own(self, draw: Any, number: int) -> Share:
+        if not (self.first or self.last or self.task.everywhere):
             return None, None
-        config, text = self.config, self.data.validation
-        starts = validation_starts(
-            len(text), index=index, batches=config.eval_batches, batch=config.batch, rows=self.rows,
-            seq_len=config.seq_len,
-        )  # fmt: skip
-        return self._share(text, starts)
-
-    def _share(self, text: Tokens, starts: list[int]) -> Share:
-        seq_len, cut = self.config.seq_len, self.shard.cut
-        if self.shard.packing is not None:
-            self.shard.packing.begin(segments(text, starts, seq_len))
-        if not (self.first or self.last):
-            return None, None
-        inputs, targets = read_windows(text, starts, seq_len)
-        return cut(inputs) if self.first else None, cut(targets) if self.last else None
+        inputs, targets = draw(number, self.rows, self.shard)
+        return inputs if self.first else None, targets if self.last else None
 
 
-# -- The lines with which a training introduces itself ----------------------------------------------------------------
+# -- How a training leaves before its end: what it catches, and what it says of how to go on --------------------------
 
 
-def introduction(
-    config: TrainConfig, plan: TrainingPlan, mesh: Mesh, data: Source | None, unit: str, *, place: str, out: Path
-) -> str:
-    """Return what is trained, on which ranks, and where metrics go.
+def preemption_of(config: ClusterOptions, mesh: Mesh, reporter: Reporter | NullReporter) -> Preemption:
+    """Return what says when the job has to leave, as configured; collective."""
+    return Preemption(
+        mesh.comm,
+        signals=config.preempt_signals,
+        time_limit=config.time_limit,
+        grace=config.preempt_grace,
+        say=reporter.say,
+    )
 
-    `unit` is what a token is: bytes or tokens. `place` is what computes: CPUs or GPUs.
-    """
+
+def may_save(config: RunOptions) -> bool:
+    """Whether this training may save a checkpoint: at steps that are configured, or where it has to leave."""
+    limited = config.time_limit is None or config.time_limit > 0  # None: SLURM may set a limit
+    return config.save_every > 0 or bool(config.preempt_signals) or limited
+
+
+def whereabouts(done: int, steps: int, out: Path) -> str:
+    """Return after which step the training is, and in a second line how to go on: with the folder it may be long."""
+    saved, place = checkpoint.newest(resume.checkpoints_of(out)), f"after step {done} of {steps}"
+    if saved is None and done == 0:
+        return f"before step 1 of {steps}; there is nothing to save\n--resume auto --out {out} begins"
+    if saved is None:
+        return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
+    return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
+
+
+def introduction(config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path) -> str:
+    """Return what is trained, on which ranks, and where metrics go; `place` is what computes: CPUs or GPUs."""
     schedule = plan.schedule
-    text = "" if data is None else f", {len(data.train):,} {unit} of text"
     return (
         f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
         f"pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}\n"
-        f"mpipipe: {plan.model.parameters:,} parameters{_trained(plan)}, {config.dtype} on {place}, "
-        f"batch {config.batch} x {config.seq_len} {unit}{text}\n"
+        f"mpipipe: {task.description(place)}\n"
         f"mpipipe: metrics in {out}"
     )
-
-
-def _trained(plan: TrainingPlan) -> str:
-    """Return how many parameters are trained, where that is not all of them."""
-    tuning = plan.tuning
-    if tuning.lora is not None:
-        count = sum(entry.size for entry in tuning.trained(plan.model).values())
-        return f" and {count:,} of adapters, which alone are trained"
-    if tuning.freeze:
-        sizes = {entry.tie or name: entry.size for name, entry in tuning.trained(plan.model).items()}
-        return f" of which {sum(sizes.values()):,} are trained"
-    return ""

@@ -1,214 +1,196 @@
-"""The plan of a training: the model, the schedule, and the layers of each rank."""
+"""The plan of layers that follows from a configuration and a number of ranks, before data or memory are touched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+import logging
+from collections import Counter
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-
-from mpipipe import nn, schedules
-from mpipipe.arrays import Array
-from mpipipe.attention import Layout, Local, Ring
+from mpipipe import schedules
 from mpipipe.errors import ConfigError
+from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
-from mpipipe.language.models.fine_tuning import Architecture, FineTuning, Model
-from mpipipe.language.packing import PackedAttend, Packing
-from mpipipe.nn.loss import worth_tiles
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.predict import completed
+from mpipipe.planning.problem import layers_with
+from mpipipe.schedules import Schedule
+from mpipipe.schedules.csv_text import from_file, is_path
+from mpipipe.schedules.registry import WITH_COSTS
 from mpipipe.text import counted
-from mpipipe.train import limits
-from mpipipe.train.config import TrainConfig
-from mpipipe.train.config_checks import parse_partition
-from mpipipe.train.order import fitting, is_table
+from mpipipe.train import resume
+from mpipipe.train.config import TaskConfig
+from mpipipe.train.options import ParallelOptions, TrainingOptions, in_one_text, is_table
+from mpipipe.train.task import Task
 
-BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
+logger = logging.getLogger("mpipipe")
+
+WHOLE_ACTIONS = 1 << 22  # of all ranks in a schedule that each rank makes as a whole: it takes some seconds and 1 GB
+ACTIONS = 1 << 20  # of one rank of a schedule
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What follows from a configuration and a number of ranks, before any data or memory is touched.
+def pipe_of(config: ParallelOptions, ranks: int) -> int:
+    """Return the ranks of one pipeline, in a job of this size."""
+    return max(1, ranks // config.seq) if config.pipe is None else config.pipe
 
-    Attributes
-    ----------
-    model : the sizes of the model, which makes its layers
-    schedule : of the pipelines
-    layer_ranges : (start, stop) of the layers of each logical stage
-    rows : sequences of a step in each replica
-    tuning : what of the model is trained
-    """
 
-    model: Model
-    schedule: schedules.Schedule
-    layer_ranges: list[tuple[int, int]]
-    rows: int
-    tuning: FineTuning = field(default_factory=FineTuning)
-
-    @classmethod
-    def of(
-        cls,
-        config: TrainConfig,
-        architecture: Architecture,
-        pipe: int,
-        replicas: int,
-        vocab: int = BYTES,
-        tuning: FineTuning | None = None,
-    ) -> TrainingPlan:
-        """Plan a training on `replicas` pipelines of `pipe` ranks, with data of `vocab` token ids.
-
-        Stages of which nothing is trained have no weight gradients in the schedule, and no backward if nothing before
-        them is trained either.
-
-        Raises ConfigError or ArgumentError if the configuration does not fit these numbers. For numbers of layers,
-        chunks or micro-batches that nobody can mean (see `limits`) that happens before anything is built.
-        """
-        rows, rest = divmod(config.batch, replicas)
-        if rest:
-            raise ConfigError(
-                "the batch does not divide among the replicas",
-                found=f"batch {config.batch}, {counted(replicas, 'replica')}",
-                expected=f"a multiple of {replicas}",
-                remedy=f"for example batch = {(rows + 1) * replicas}",
-            )
-        order = None
-        if is_table(config.schedule):
-            order = fitting(config.schedule, pipe, config.chunks, config.microbatches)
-        microbatches = config.microbatches if order is None else order.microbatches
-        if microbatches is None:
-            microbatches = min(rows, schedules.advise(pipe, config.chunks).microbatches)
-        if rows < microbatches:
-            raise ConfigError(
-                "fewer sequences than micro-batches",
-                found=f"{counted(rows, 'sequence')} in each of {counted(replicas, 'replica')}",
-                expected=f"at least {microbatches}, the number of micro-batches",
-                remedy="raise batch, or lower microbatches",
-            )
-        limits.check_counts(config.layers, config.schedule, pipe, config.chunks, microbatches)
-        schedule = order or schedules.by_name(
-            config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks
+def rows_of(config: TrainingOptions, replicas: int) -> int:
+    """Return the samples of a step in each replica; raises ConfigError where the batch does not divide."""
+    rows, rest = divmod(config.batch, replicas)
+    if rest:
+        raise ConfigError(
+            "the batch does not divide among the replicas",
+            found=f"batch {config.batch}, {counted(replicas, 'replica')}",
+            expected=f"a multiple of {replicas}",
+            remedy=f"for example batch = {(rows + 1) * replicas}",
         )
-        if all(action.op == "F" for action in schedule.orders[0]):
-            raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
-        names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
-        sizes = {name: getattr(config, name) for name in names}
-        wanted = vocab if config.vocab is None else config.vocab
-        if wanted != BYTES:
-            sizes["vocab"] = wanted
-        model = architecture(seq=config.seq_len, **sizes)
-        has = asdict(model).get("vocab", vocab)
-        if has < vocab:
-            raise ConfigError(
-                "the data have more token ids than the model",
-                found=f"{vocab} token ids in the data, {has} in the model",
-                expected=f"a model of at least {vocab}",
-                remedy="tokenize the text with the tokenizer of the model, or leave out vocab",
-            )
-        tuning = tuning or FineTuning()
-        costs = tuning.costs(model)
-        _check_pieces(model, len(costs), schedule.stages)
-        ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
-        schedule = schedules.with_frozen(schedule, tuning.frozen_stages(model, ranges))
-        if config.recompute_limit is not None:
-            schedule = schedules.with_recompute(schedule, memory_limit=config.recompute_limit)
-        return cls(model, schedule, ranges, rows, tuning)
-
-    @property
-    def microbatch_rows(self) -> int:
-        """Number of sequences of the largest micro-batch."""
-        return -(-self.rows // self.schedule.microbatches)
-
-    def ranges_of(self, rank: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the layers of each stage of one rank of a pipeline."""
-        return [self.layer_ranges[stage] for stage in self.schedule.stages_of(rank)]
-
-    def stages(self, rank: int, shard: Shard, dtype: str, seed: int, device: str = "cpu") -> list[nn.Stage]:
-        """Make the stages of one rank of a pipeline that holds this shard of the sequences, with new parameters."""
-        layers = self.tuning.layers(self.model.build(shard.attend, shard.positions))
-        return [
-            nn.Stage(layers[start:stop], dtype, seed, device, first=start, frozen=self.tuning.freeze)
-            for start, stop in self.ranges_of(rank)
-        ]
-
-    def trained_parameters(self, rank: int) -> int:
-        """Count the elements of all parameters that a rank of a pipeline trains."""
-        own = {layer for cut in self.ranges_of(rank) for layer in range(*cut)}
-        trained = self.tuning.trained(self.model)
-        return sum(entry.size for name, entry in trained.items() if int(name.partition(".")[0]) in own)
+    return rows
 
 
-def given_ranges(config: TrainConfig, layers: int, stages: int) -> list[tuple[int, int]]:
+def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> LayerPlan:
+    """Plan a training on `replicas` pipelines of `pipe` ranks.
+
+    Stages in which nothing is trained have no weight gradients in the schedule, and no backward if nothing before them
+    is trained either.
+
+    Raises ConfigError or ArgumentError if the configuration does not fit these numbers. For a schedule that nobody can
+    mean that happens before anything is built.
+    """
+    rows = rows_of(config, replicas)
+    order = None
+    if is_table(config.schedule):
+        order = fitting(config.schedule, pipe, config.chunks, config.microbatches)
+    microbatches = config.microbatches if order is None else order.microbatches
+    if microbatches is None:
+        microbatches = min(rows, schedules.advise(pipe, config.chunks).microbatches)
+    if rows < microbatches:
+        raise ConfigError(
+            "fewer sequences than micro-batches",
+            found=f"{counted(rows, 'sequence')} in each of {counted(replicas, 'replica')}",
+            expected=f"at least {microbatches}, the number of micro-batches",
+            remedy="raise batch, or lower microbatches",
+        )
+    check_actions(config.schedule, pipe, config.chunks, microbatches)
+    schedule = order or schedules.by_name(config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks)
+    if all(action.op == "F" for action in schedule.orders[0]):
+        raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
+    costs = task.costs()
+    task.check_stages(schedule.stages)
+    ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
+    schedule = completed(schedule, ranges, layers_with(task.trained()), config.recompute_limit)
+    return LayerPlan(schedule, ranges, rows)
+
+
+def check_actions(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+    """Raise ConfigError if the schedule called `name` would have more actions than anybody can mean.
+
+    A rank makes its own order alone, unless the schedule is searched for its costs: then it makes them all.
+    """
+    own = 2 * chunks * microbatches
+    actions, most, where = (own * ranks, WHOLE_ACTIONS, "all ranks") if name in WITH_COSTS else (own, ACTIONS, "a rank")
+    if actions > most:
+        raise ConfigError(
+            "the schedule would be too long",
+            found=f"{actions:,} actions on {where}: forward and backward of {microbatches:,} micro-batches, and "
+            f"{chunks:,} chunks on each of {counted(ranks, 'rank')}",
+            expected=f"at most {most:,}",
+            remedy="lower microbatches or chunks",
+        )
+
+
+def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tuple[int, int]]:
     """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it does not."""
     if config.partition is None:
         return []
-    counts = parse_partition(config.partition)
+    counts = config.partition
     if len(counts) != stages or sum(counts) != layers:
         raise ConfigError(
             "the partition does not fit",
-            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in {config.partition}",
+            found=f"{counted(len(counts), 'stage')} with {counted(sum(counts), 'layer')} in {in_one_text(counts)}",
             expected=f"{counted(stages, 'stage')} with {counted(layers, 'layer')}",
             remedy="count embedding, attention, feed-forward and head as a layer each, or leave partition out",
         )
     return list(pairwise(accumulate(counts, initial=0)))
 
 
-def _check_pieces(model: Model, pieces: int, stages: int) -> None:
-    """Raise ConfigError if the model cannot be cut into so many stages."""
-    if pieces >= stages:
-        return
-    layers, found, remedy = asdict(model).get("layers"), f"{pieces} pieces", "use fewer ranks or chunks"
-    if layers is not None and pieces == 2 * layers + 2:  # attention and feed-forward of each; embedding, and head
-        found = f"{counted(layers, 'layer')} {'is' if layers == 1 else 'are'} {pieces} pieces (2 x {layers} + 2)"
-        remedy += f", or at least {counted(-(-(stages - 2) // 2), 'layer')}"
-    raise ConfigError(
-        "the model has too few pieces for so many stages",
-        found=f"{found} and cannot fill {counted(stages, 'stage')}",
-        expected="at least one piece for each stage",
-        remedy=remedy,
-    )
+# -- A schedule that a configuration gives as a table of actions, not by its name -------------------------------------
+#
+# Rank 0 reads the file once, and from then on the configuration has the table itself. So the table is in every
+# checkpoint, and a training that is resumed finds it there where the file is gone.
 
 
-# -- The part of every sequence that this rank has: its attention and its positions -----------------------------------
+def named(table: str) -> Schedule:
+    """Read a table, and prove it; its name says which one it is."""
+    schedule = schedules.from_csv(table)
+    schedules.check(schedule)
+    return replace(schedule, name=f"order {fingerprint(table)}")
 
 
-class Shard:
-    """The share of one rank of `comm` in sequences of `seq_len` positions; making one is collective.
+def fingerprint(table: str) -> str:
+    """Return eight digits that tell two tables apart."""
+    return f"{schedules.from_csv(table).fingerprint:016x}"[:8]
 
-    Parameters
-    ----------
-    comm : the ranks that share a sequence; a single one has it all
-    layout : "zigzag", "contiguous" or "striped"
-    packing : has the documents of each batch; None if attention goes across them
 
-    Attributes
-    ----------
-    attend : for nn.SelfAttention
-    positions : for nn.SelfAttention; None for 0 ... seq_len - 1
-
-    Raises ConfigError if a rank would have no position.
-    """
-
-    def __init__(self, comm: Communicator, layout: str, seq_len: int, packing: Packing | None = None) -> None:
-        self.layout, self.rank = Layout(layout, comm.size, seq_len), comm.rank
-        if min(self.layout.length(rank) for rank in range(comm.size)) == 0:
+def fitting(table: str, pipe: int, chunks: int, microbatches: int | None) -> Schedule:
+    """Read a table for pipelines of `pipe` ranks; raises ConfigError if it is of other sizes."""
+    schedule = named(table)
+    stages = set(Counter(schedule.placement).values())
+    for key, there, wanted in (
+        ("pipe", schedule.ranks, pipe),
+        ("chunks", schedule.chunks if len(stages) == 1 else 0, chunks),
+        ("microbatches", schedule.microbatches, microbatches),
+    ):
+        if wanted is not None and there != wanted:
             raise ConfigError(
-                "a rank would hold no part of the sequence",
-                found=f"seq_len {seq_len} on {counted(comm.size, 'rank')}, {layout}",
-                expected="at least one position a rank, two for zigzag",
-                remedy="raise seq_len, or lower seq",
+                f"the order of the schedule is not of {key} = {wanted}",
+                found=f"{counted(schedule.ranks, 'rank')} with {' or '.join(map(str, sorted(stages)))} stages each, "
+                f"{counted(schedule.microbatches, 'micro-batch')}",
+                expected=f"{key} = {wanted}, as the configuration and the job say",
+                remedy=f"give {key} = {there}, or make an order of these sizes with `mpipipe simulate`"
+                if there
+                else "make an order with as many stages on each rank",
             )
-        self.ring = Ring(comm, causal=True, layout=self.layout) if comm.size > 1 else None
-        whole = Local(causal=True) if self.ring is None else self.ring
-        self.packing = packing
-        self.attend: Local | Ring | PackedAttend = whole if packing is None else PackedAttend(whole, packing)
-        self.positions = None if self.ring is None else self.layout.positions(self.rank)
+    return schedule
 
-    def cut(self, array: np.ndarray) -> np.ndarray:
-        """Return this rank's columns of an array (rows, seq_len)."""
-        return array if self.ring is None else self.layout.shard(array, self.rank)
 
-    def loss_for(self, stage: nn.Stage, sequences: int) -> Callable[..., tuple[Any, Array | None]]:
-        """Return the loss behind a stage: with its head, in tiles, where logits of so many sequences are large."""
-        if worth_tiles(stage, sequences * self.layout.length(self.rank)):
-            return nn.HeadCrossEntropy(stage)
-        return nn.softmax_cross_entropy
+def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
+    """Return the configuration with the table where it names a file with one; collective.
+
+    A relative path begins in the working folder of rank 0. Raises ConfigError or ScheduleError on every rank where the
+    file cannot be read, or is no order that runs.
+    """
+    if not is_path(config.schedule):
+        return config
+    group, table = group_of(comm), None
+    with group.raise_together("train: the order of the schedule"):
+        if comm.rank == 0:
+            table = _read(config, out)
+    return replace(config, schedule=group.broadcast("train: the order of the schedule", table))
+
+
+def _read(config: TaskConfig, out: Path) -> str:
+    saved = _saved(config, out)
+    try:
+        table = from_file(config.schedule).to_csv()
+    except ConfigError as error:
+        if isinstance(error.__cause__, FileNotFoundError) and saved is not None:
+            logger.warning("%s is gone: order %s of the checkpoint is taken", config.schedule, fingerprint(saved))
+            return saved
+        raise
+    if saved is not None and saved != table:
+        logger.warning(
+            "%s is now order %s; the checkpoint was made with %s",
+            config.schedule,
+            fingerprint(table),
+            fingerprint(saved),
+        )
+    return table
+
+
+def _saved(config: TaskConfig, out: Path) -> str | None:
+    """Return the table in the checkpoint after which the training continues, None if there is none."""
+    checkpoint = resume.checkpoint_of(config, out)
+    configuration = None if checkpoint is None else checkpoint.state.get("configuration")
+    schedule = configuration.get("schedule") if isinstance(configuration, dict) else None
+    return schedule if isinstance(schedule, str) and is_table(schedule) else None

@@ -237,10 +237,7 @@ def test_dropout_is_replayed_by_a_recomputation(comm):
     close(found[0][1], found[1][1])
 
 
-def test_replicas_and_checkpoints(subcomm, mpi_tmp_path):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_replicas_and_checkpoints(pair, mpi_tmp_path):
     data, schedule = jax_models.batch(), schedules.gpipe(1, 2)
     loss, (gradients,), _ = jax_models.reference(jax_models.parameters(1), *data)
     (stage,), square = own_stages(schedule, 0), adapters.jax_loss(jax_models.squared_error)
@@ -286,10 +283,7 @@ def test_parameters_of_several_dtypes_or_integers_are_refused(parameters, match)
         adapters.jax_stage(lambda p, x: x, parameters)
 
 
-def test_an_error_in_a_function_names_rank_stage_and_micro_batch(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_an_error_in_a_function_names_rank_stage_and_micro_batch(pair):
 
     def failing(parameters, x):
         raise ValueError("no such thing")

@@ -125,11 +125,8 @@ def test_our_adamw_on_a_module_is_that_of_pytorch(subcomm):
 
 
 @pytest.mark.parametrize("none", [False, True], ids=["gradients kept", "zero_grad() set them to None"])
-def test_replicas_are_summed(subcomm, none):
+def test_replicas_are_summed(pair, none):
     """Whatever a user did to .grad between steps."""
-    pair = subcomm(2)
-    if pair is None:
-        return
     alone, schedule, data = pair.Split(pair.rank, 0), schedules.gpipe(1, 2), torch_models.batch()
     loss, (gradients,) = torch_models.reference(torch_models.parts(1), *data)
     _, (stage,) = own_stages(schedule, 0)
@@ -186,10 +183,7 @@ def test_masks_differ_by_micro_batch_step_and_stage():
     np.testing.assert_array_equal(mask(stage, training=False), 1)
 
 
-def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(subcomm, mpi_tmp_path):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_a_checkpoint_has_parameters_and_buffers_whatever_the_cut(pair, mpi_tmp_path):
     made = torch_models.parts(2)
     for number, module in enumerate(made):
         module.register_buffer("table", torch.arange(3) + number)

@@ -145,10 +145,7 @@ def test_what_no_output_depends_on_has_a_gradient_of_zeros():
         assert db.dtype == np.float32 and db.shape == (2, 5) and not db.any()
 
 
-def test_trees_travel_between_stages(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_trees_travel_between_stages(pair):
     first = Of(lambda module, x: (x * module.weight, torch.arange(len(x)), x.to(torch.bfloat16)))
     second = Of(lambda module, x, rows, half: x * module.weight + rows[:, None] + half)
     stage = adapters.torch_stage((first, second)[pair.rank])

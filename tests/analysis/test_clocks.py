@@ -14,8 +14,7 @@ from mpipipe.analysis import Trace
 from mpipipe.analysis.recording import clock_offset
 from mpipipe.analysis.records import deliveries
 from mpipipe.job import inprocess
-from mpipipe.job.collect import collect
-from mpipipe.job.group import group_of
+from mpipipe.job.group import collect, group_of
 
 SKEW, DRIFT = 0.050, 100e-6  # of rank r: r times as much
 

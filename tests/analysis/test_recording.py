@@ -111,7 +111,7 @@ def test_recording_is_off_outside_and_needs_a_step():
             with pytest.raises(RuntimeError):
                 with analysis.recording(pipeline):
                     raise RuntimeError("before a step")
-            return pipeline.engine.recorder, pipeline.engine.pipe.context.recorders
+            return pipeline.engine.recorder, pipeline.engine.partners.pipe.context.recorders
 
     assert inprocess.run(2, job) == [(None, set())] * 2
 
@@ -121,7 +121,7 @@ def test_a_recorded_pipeline_that_nobody_closed_leaves_no_recorder_behind():
         stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
         pipeline = Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error)
         pipeline.engine.record(kept := trace.Recorder())
-        process, freed = pipeline.engine.pipe.context, weakref.ref(pipeline.engine)
+        process, freed = pipeline.engine.partners.pipe.context, weakref.ref(pipeline.engine)
         there = set(process.recorders)
         del pipeline
         gc.collect()

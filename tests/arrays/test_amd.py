@@ -8,7 +8,7 @@ from gpu_emulator.fixture import an_emulated_gpu
 from support.device_attention import make, through_local
 
 from mpipipe import arrays, attention, nn
-from mpipipe.arrays import gemm
+from mpipipe.arrays import products
 from mpipipe.errors import BackendError
 from mpipipe.nn import kernels
 
@@ -148,7 +148,7 @@ def test_a_stage_in_bfloat16_is_refused_with_the_reason(amd_gpu):
 def test_products_of_bfloat16_are_refused_before_hipblas_ends_the_process(amd_gpu):
     x = arrays.upload(np.ones((2, 4, 4), arrays.dtype("bfloat16")))
     c = arrays.zeros((2, 4, 4), np.dtype(np.float32), "cuda")
-    for call in (lambda: gemm.gemm(x[0], x[1], c[0]), lambda: gemm.batched_gemm(x, x, c)):
+    for call in (lambda: products.gemm(x[0], x[1], c[0]), lambda: products.batched_gemm(x, x, c)):
         with pytest.raises(BackendError, match="bfloat16"):
             call()
 
@@ -162,8 +162,8 @@ def test_products_tell_hipblas_the_type_of_their_sums_as_a_dtype(amd_gpu, monkey
     for kind in KINDS:
         x = arrays.upload(np.ones((2, 4, 4), arrays.dtype(kind)))
         c = arrays.zeros((2, 4, 4), arrays.accumulator(x.dtype), "cuda")
-        gemm.gemm(x[0], x[1], c[0])
-        gemm.batched_gemm(x, x, c, add=True)
+        products.gemm(x[0], x[1], c[0])
+        products.batched_gemm(x, x, c, add=True)
         assert (arrays.download(c) == [[[8.0]], [[4.0]]]).all()
     single, double = library.runtime.CUDA_R_32F, library.runtime.CUDA_R_64F
     assert told == [single, single, double, double, single, single]

@@ -143,21 +143,28 @@ def compile_for_gpu(code: str, architecture: str = "sm_90") -> str:
         pytest.skip(found)
     library, include = found
     options = [*OPTIONS, b"--gpu-architecture=" + architecture.encode(), b"-I" + include.encode()]
-    return once([library._name, f"{include}/cuda_fp16.h"], options, code, partial(by_nvrtc, library))
+    return once([library._name, f"{include}/cuda_fp16.h"], options, code, partial(compiled_by, "nvrtc", library))
 
 
-def by_nvrtc(library, options: list[bytes], code: str) -> str:
-    program = ctypes.c_void_p()
-    library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None)
+def compiled_by(name: str, library, options: list[bytes], code: str) -> str:
+    """What "nvrtc" or "hiprtc" says against a source; both have the same functions under their names."""
+
+    def call(function: str, *arguments) -> int:
+        return getattr(library, f"{name}{function}")(*arguments)
+
+    program, size = ctypes.c_void_p(), ctypes.c_size_t(1)
+    call("CreateProgram", ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None)
     try:
-        status = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-        size = ctypes.c_size_t()
-        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetProgramLog(program, log)
+        status = call("CompileProgram", program, len(options), (ctypes.c_char_p * len(options))(*options))
+        call("GetProgramLogSize", program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(max(1, size.value))
+        call("GetProgramLog", program, log)
+        if name == "hiprtc":
+            call("GetCodeSize", program, ctypes.byref(size))
     finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
-    return f"nvrtc status {status}\n{log.value.decode()}" if status else ""
+        call("DestroyProgram", ctypes.byref(program))
+    nothing = name == "hiprtc" and not size.value
+    return f"{name} status {status}\n{log.value.decode()}" if status or nothing else ""
 
 
 def whole_source(source: str, constants: dict) -> str:
@@ -211,21 +218,7 @@ def compile_for_amd(code: str) -> str:
     library = hiprtc()
     if isinstance(library, str):
         pytest.skip(library)
-    return once([library._name], AMD_OPTIONS, code, partial(by_hiprtc, library))
-
-
-def by_hiprtc(library, options: list[bytes], code: str) -> str:
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    library.hiprtcCreateProgram(ctypes.byref(program), code.encode(), b"kernel.cu", 0, None, None)
-    try:
-        status = library.hiprtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-        library.hiprtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(max(1, size.value))
-        library.hiprtcGetProgramLog(program, log)
-        library.hiprtcGetCodeSize(program, ctypes.byref(size))
-    finally:
-        library.hiprtcDestroyProgram(ctypes.byref(program))
-    return "" if not status and size.value else f"hiprtc status {status}\n{log.value.decode()}"
+    return once([library._name], AMD_OPTIONS, code, partial(compiled_by, "hiprtc", library))
 
 
 @pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tolerance import close
 
 from mpipipe import arrays
 from mpipipe.arrays import strided
@@ -64,3 +65,25 @@ def test_a_copy_keeps_all_bits(gpu, dtype):
     for view in (lambda x: x[:, 1:3], lambda x: x.transpose(2, 0, 1), lambda x: x[::-2, :, 1::3], lambda x: x):
         found = strided.copied(view(whole))
         assert arrays.download(found).tobytes() == np.ascontiguousarray(view(bits)).tobytes()
+
+
+@pytest.mark.parametrize("source", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+def test_moves(gpu, source, target):
+    rng = np.random.default_rng(0)
+    for shape, view in [((3, 5, 8), lambda x: x), ((2, 3, 4, 6), lambda x: x[:, ::-1, 1:3]), ((7,), lambda x: x[::2]),
+                        ((2, 3, 1, 2, 5), lambda x: x.transpose(3, 1, 0, 2, 4)), ((4, 0), lambda x: x)]:  # fmt: skip
+        x = rng.normal(size=shape).astype(arrays.dtype(source))
+        start = rng.normal(size=view(x).shape).astype(arrays.dtype(target))
+        place = arrays.upload(start)
+        strided.strided_copy(view(arrays.upload(x)), place, add=True)
+        added = arrays.download(place)
+        strided.strided_copy(view(arrays.upload(x)), place)
+        wide = np.float32 if source != "float64" else np.float64
+        expected = view(x).astype(wide)
+        np.testing.assert_array_equal(arrays.download(place), expected.astype(start.dtype))
+        exact = start.astype(float) + view(x).astype(float)
+        close(added, exact, 2, np.abs(start.astype(float)) + np.abs(exact), dtype=np.float32)
+        other = arrays.upload(np.zeros(x.shape, start.dtype))
+        strided.strided_copy(arrays.upload(np.ascontiguousarray(view(x))), view(other))
+        np.testing.assert_array_equal(view(arrays.download(other)), expected.astype(start.dtype))

@@ -97,12 +97,6 @@ def test_a_backward_that_makes_no_plan_counts_too(machine, monkeypatch):
         assert not cudnn_graph.available().usable
 
 
-def test_a_package_without_its_library(machine):
-    machine.faults.add("cudnn")
-    assert "libcudnn.so.9 cannot be loaded" in cudnn_graph.available().reason and chosen() is cupy_kernel
-    assert kernels.describe().startswith("cupy because the library libcudnn.so.9 cannot be loaded")
-
-
 def test_the_users_choice_is_told(machine, monkeypatch):
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
     assert kernels.describe() == "cupy because MPIPIPE_ATTENTION says so"

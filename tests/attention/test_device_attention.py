@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 from support.device_attention import CASES, DOCUMENTS, agrees, make, opposed, reference, through_local
 from support.reference_attention import dense
 from support.rings import refused
+from support.rings import through_ring as through_host_ring
 from support.tolerance import close, largest, within
 
 from mpipipe import arrays, attention
-from mpipipe.arrays import gemm, strided
-from mpipipe.attention import cost, kernels, mask
-from mpipipe.attention.kernels import Block, Gradients, Result, cudnn, cupy
+from mpipipe.arrays import strided
+from mpipipe.attention import kernels, mask
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, cudnn, cupy
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.errors import ArgumentError, MismatchError
@@ -58,7 +60,7 @@ def test_many_tiles(gpu, monkeypatch, options, sizes, dtype):
 def test_tiles_stay_in_the_cache(gpu):
     """Scores of one tile of all problems fill TILE_BYTES, or the smallest tile where that is more."""
     q, k = (arrays.empty((2, 4096, heads, 8), np.dtype(np.float32), "cuda") for heads in (32, 4))
-    problem = cupy.Problem(q, k)
+    problem = cupy.HeadProblems(q, k)
     rows, keys = problem.tile([mask.Slice(0, 4096, 0, 4096, None, 0)], 4)
     assert rows % 8 == 0 and keys <= cupy.KEYS
     assert cupy.TILE_BYTES / 2 < 4 * problem.count * rows * keys <= cupy.TILE_BYTES
@@ -113,7 +115,7 @@ def test_a_row_behind_no_key(gpu, dtype):
     kind = arrays.accumulator(q.dtype)
     out, lse = (arrays.zeros(shape, kind, "cuda") for shape in ((2, 7, 4, 8), (2, 4, 7)))
     strided.fill(lse, -np.inf)
-    kernel.forward(Block(q, k, v, 0.3, slices), Result(out, lse), False)
+    kernel.forward(KVBlock(q, k, v, 0.3, slices), OutLse(out, lse), False)
     expected = dense(whole[0][:, 2:], *whole[1:3], whole[3][:, 2:], True, scale=0.3)
     found, found_lse = arrays.download(out, lse)
     assert not found[:, :2].any() and np.isneginf(found_lse[:, :, :2]).all()
@@ -122,7 +124,7 @@ def test_a_row_behind_no_key(gpu, dtype):
     gradients = Gradients(*(arrays.empty_like(x) for x in (q, k, v)))
     rounded = arrays.empty_like(out, q.dtype)
     strided.strided_copy(out, rounded)
-    kernel.backward(Block(q, k, v, 0.3, slices), dout, Result(rounded, lse), gradients, overwrite=True)
+    kernel.backward(KVBlock(q, k, v, 0.3, slices), dout, OutLse(rounded, lse), gradients, overwrite=True)
     found = [x.astype(np.float64) for x in arrays.download(*gradients)]
     assert not found[0][:, :2].any()
     for one, other, allowed in zip((found[0][:, 2:], *found[1:]), expected[2:], bounds[2:]):
@@ -176,22 +178,7 @@ def test_two_runs_have_the_same_bits(gpu, monkeypatch):
 # -- rings
 
 
-def through_ring(comm, whole, **options):
-    """(out, lse, dq, dk, dv) of the whole sequence from device shards, and the bytes of forward and backward."""
-    options = {"layout": "zigzag", **options}
-    rows, keys = (Layout(options["layout"], comm.size, whole[at].shape[1]) for at in (0, 1))
-    layouts = rows, keys, keys, rows
-    ring = attention.Ring(comm, **options)
-    mine = [arrays.upload(layout.shard(x, comm.rank)) for layout, x in zip(layouts, whole)]
-    out, saved = ring.forward(*mine[:3])
-    sent = ring.bytes_sent
-    gradients = ring.backward(mine[3], saved)
-    out, lse, *gradients = arrays.download(out, saved.lse, *gradients)
-    parts = comm.allgather((out, lse.transpose(0, 2, 1), *gradients))
-    result = [layout.unshard(shards) for layout, shards in zip((rows, rows, rows, keys, keys), zip(*parts))]
-    result[1] = result[1].transpose(0, 2, 1)
-    return result, (sent, ring.bytes_sent - sent)
-
+through_ring = partial(through_host_ring, place=arrays.upload)
 
 RINGS = [
     (dict(), dict()),
@@ -236,22 +223,6 @@ def test_real_ranks(gpu, comm, monkeypatch, dtype, layout, direct):
     agrees(through_ring(comm, whole, layout=layout)[0], reference(whole), dtype)
 
 
-def test_some_real_ranks(gpu, subcomm):
-    part = subcomm(2)
-    if part is not None:
-        whole = make("bfloat16", seq=21, kv_heads=1)
-        agrees(through_ring(part, whole)[0], reference(whole), "bfloat16")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ways_to_rotate_have_the_same_bits(gpu, comm, dtype, monkeypatch):
-    monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
-    whole = make(dtype, seq=30)
-    runs = [through_ring(comm, whole, rotation=mode)[0] for mode in ("overlap", "sendrecv", "overlap")]
-    for one, other, again in zip(*runs):
-        assert one.tobytes() == other.tobytes() == again.tobytes()
-
-
 def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm, monkeypatch):
     """Attention is put on the stream while messages travel, and the host waits for messages alone."""
     if gpu.real or comm.size == 1:
@@ -276,17 +247,6 @@ def test_a_step_is_on_the_stream_before_its_exchange_ends(gpu, comm, monkeypatch
     ring.forward(*mine[:3])
     assert len(began) == comm.size - 1 and all(end > begin for begin, end in zip(began, ended))
     assert not gpu.synchronisations
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_are_those_of_the_formulas(gpu, comm, dtype):
-    whole = make(dtype, seq=21)
-    _, sent = through_ring(comm, whole)
-    keys, k = Layout("zigzag", comm.size, 21), whole[1]
-    of = lambda size: [cost.kv_bytes(keys.length(r), 2, 8, 8, 2, size) for r in range(comm.size)]  # noqa: E731
-    blocks_of, gradients = of(k.itemsize), of(4)
-    assert sent[0] == cost.sent_forward(blocks_of, comm.rank)
-    assert sent[1] == cost.sent_backward(blocks_of, comm.rank, gradients=gradients)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -316,48 +276,6 @@ def test_arrays_that_are_refused(gpu):
 
 
 # -- the parts
-
-
-@pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("target", ["float32", "bfloat16"])
-def test_moves(gpu, source, target):
-    rng = np.random.default_rng(0)
-    for shape, view in [((3, 5, 8), lambda x: x), ((2, 3, 4, 6), lambda x: x[:, ::-1, 1:3]), ((7,), lambda x: x[::2]),
-                        ((2, 3, 1, 2, 5), lambda x: x.transpose(3, 1, 0, 2, 4)), ((4, 0), lambda x: x)]:  # fmt: skip
-        x = rng.normal(size=shape).astype(arrays.dtype(source))
-        start = rng.normal(size=view(x).shape).astype(arrays.dtype(target))
-        place = arrays.upload(start)
-        strided.strided_copy(view(arrays.upload(x)), place, add=True)
-        added = arrays.download(place)
-        strided.strided_copy(view(arrays.upload(x)), place)
-        wide = np.float32 if source != "float64" else np.float64
-        expected = view(x).astype(wide)
-        np.testing.assert_array_equal(arrays.download(place), expected.astype(start.dtype))
-        exact = start.astype(float) + view(x).astype(float)
-        close(added, exact, 2, np.abs(start.astype(float)) + np.abs(exact), dtype=np.float32)
-        other = arrays.upload(np.zeros(x.shape, start.dtype))
-        strided.strided_copy(arrays.upload(np.ascontiguousarray(view(x))), view(other))
-        np.testing.assert_array_equal(view(arrays.download(other)), expected.astype(start.dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products(gpu, dtype):
-    kind = arrays.dtype(dtype)
-    rng = np.random.default_rng(1)
-    a, b, c = (rng.normal(size=shape).astype(kind) for shape in ((3, 4, 5), (3, 5, 7), (3, 4, 7)))
-    sums = c.astype(arrays.accumulator(kind))
-    exact = 0.5 * a.astype(float) @ b.astype(float)
-    size = 0.5 * np.abs(a.astype(float)) @ np.abs(b.astype(float)) + np.abs(sums)
-    for transpose_a in (False, True):
-        for transpose_b in (False, True):
-            given = [
-                arrays.upload(x.swapaxes(1, 2) if turned else x) for x, turned in ((a, transpose_a), (b, transpose_b))
-            ]
-            for add in (False, True):
-                result = arrays.upload(sums)
-                gemm.batched_gemm(*given, result, transpose_a, transpose_b, add, 0.5)
-                expected = exact + (sums if add else 0)
-                close(arrays.download(result), expected, 5 + 2, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,6 +1,8 @@
-"""Ring attention against dense float64 attention: forward, LSE and gradients, any length, layout, mask and ring."""
+"""Ring attention against dense float64 attention: any length, layout, mask and ring; and the memory that it takes."""
 
 from __future__ import annotations
+
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -66,21 +68,6 @@ def test_real_ranks_equal_dense_attention(comm, monkeypatch, layout, mask):
 def test_lengths_on_real_ranks(comm, layout, seq):
     whole = arrays(seq, batch=1, heads=2, kv_heads=1)
     agrees(through_ring(comm, whole, layout=layout)[0], dense(*whole))
-
-
-def test_4096_positions(comm):
-    whole = arrays(4096, batch=1, heads=1, kv_heads=1, dim=64)
-    found, _ = through_ring(comm, whole)
-    if comm.rank == 0:  # the reference takes its time
-        agrees(found, dense(*whole))
-
-
-@pytest.mark.parametrize("dim, value_dim", [(8, 8), (64, 64), (80, 80), (128, 128), (64, 32)])
-def test_float32(comm, dim, value_dim):
-    whole = arrays(257, batch=1, dim=dim, value_dim=value_dim, dtype=np.float32)
-    found, _ = through_ring(comm, whole)
-    assert all(array.dtype == np.float32 for array in found)
-    agrees(found, dense(*whole))
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -215,8 +202,43 @@ def test_wrong_options(comm, options, match):
         attention.Ring(comm, **options)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("dim", [8, 64, 80, 128])
-def test_head_dims_and_grouped_heads_in_float64(comm, dim, kv_heads):
-    whole = arrays(61, batch=1, heads=8, kv_heads=kv_heads, dim=dim, value_dim=dim // 2)
-    agrees(through_ring(comm, whole)[0], dense(*whole))
+def test_head_dims_and_grouped_heads(comm, dim, kv_heads, dtype):
+    whole = arrays(61, batch=1, heads=8, kv_heads=kv_heads, dim=dim, value_dim=dim // 2, dtype=dtype)
+    found, _ = through_ring(comm, whole)
+    assert all(array.dtype == dtype for array in found)
+    agrees(found, dense(*whole))
+
+
+# -- memory grows with the local length, not with its square and not with the length of the sequence
+
+
+def peaks(comm, local, rotation):
+    """Peak bytes of the forward and of the backward above the arrays handed in, on the rank with the most."""
+    rng = np.random.default_rng(comm.rank)
+    q, k, v, dout = (rng.standard_normal((1, local, 2, 64), dtype=np.float32) for _ in range(4))
+    ring = attention.Ring(comm, layout="zigzag", rotation=rotation)
+    ring.forward(q[:, :8], k[:, :8], v[:, :8])  # what is made once
+    tracemalloc.start()
+    try:
+        _, saved = ring.forward(q, k, v)
+        forward = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        ring.backward(dout, saved)
+        backward = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return np.max(comm.allgather((forward, backward)), axis=0)
+
+
+@pytest.mark.parametrize("rotation", ["overlap", "sendrecv"])
+def test_memory_is_linear_in_the_local_length(comm, rotation):
+    """With the same bound for rings of any size: the sequence is as many times as long as there are ranks."""
+    short, long = 2048, 4096
+    small, large = peaks(comm, short, rotation), peaks(comm, long, rotation)
+    growth = (large - small) / (long - short)  # bytes a position; the tiles' own memory drops out
+    assert (large <= 2.1 * small).all()
+    row = 4 * 2 * 64  # of q, k, v, ...: K, V held and arriving, the output, and a head's work; then gradients
+    assert growth[0] <= 9 * row and growth[1] <= 20 * row

@@ -11,9 +11,8 @@ from support.rings import arrays, through_ring
 from support.tolerance import close, largest
 
 from mpipipe import attention
-from mpipipe.arrays import dtype
 from mpipipe.attention import kernels
-from mpipipe.attention.kernels import Block, Gradients, Result, host
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, host
 from mpipipe.attention.mask import Slice
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import inprocess
@@ -33,7 +32,7 @@ def both(kernel, q, k, v, dout, slices, scale=0.3, merge=False):
     out, lse = np.zeros_like(dout), np.full((batch, heads, seq), -np.inf, q.dtype)
     if merge:
         out[...], lse[...] = rng.normal(size=out.shape), rng.normal(size=lse.shape)
-    block, result = Block(q, k, v, scale, slices), Result(out, lse)
+    block, result = KVBlock(q, k, v, scale, slices), OutLse(out, lse)
     kernel.forward(block, result, not merge and len(slices) == 1)
     gradients = Gradients(*(rng.normal(size=x.shape).astype(x.dtype) for x in (q, k, v)))
     kernel.backward(block, dout, result, gradients)
@@ -83,7 +82,7 @@ def test_calls_of_one_key_head_or_several_give_the_same(torch_cpu, monkeypatch):
     monkeypatch.setattr(torch_cpu, "PAIRS", 1)
     apart = both(torch_cpu, q, k, v, dout, slices)
     polls = []
-    torch_cpu.forward(Block(q, k, v, 0.3, slices, lambda: polls.append(1)), Result(*apart[:2]), True)
+    torch_cpu.forward(KVBlock(q, k, v, 0.3, slices, lambda: polls.append(1)), OutLse(*apart[:2]), True)
     assert len(polls) == 2 * 3
     for one, other in zip(together, apart):
         assert one.tobytes() == other.tobytes()
@@ -93,15 +92,9 @@ def test_calls_of_one_key_head_or_several_give_the_same(torch_cpu, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("mask", [dict(causal=True), dict(causal=False), dict(causal=True, window=37)], ids=str)
 def test_a_ring_equals_dense_attention(torch_cpu, ranks, layout, mask):
-    whole = arrays(61, heads=4, kv_heads=2)
+    whole = arrays(61, heads=4, kv_heads=2, dtype=np.float32 if ranks == 2 else np.float64)
     found = inprocess.run(ranks, lambda comm: through_ring(comm, whole, layout=layout, **mask)[0])
     agrees(found[0], dense(*whole, mask["causal"], mask.get("window")))
-
-
-def test_float32(torch_cpu):
-    whole = arrays(257, batch=1, dim=64, dtype=np.float32)
-    found = inprocess.run(2, lambda comm: through_ring(comm, whole)[0])
-    agrees(found[0], dense(*whole))
 
 
 def test_arrays_that_pytorch_cannot_share(torch_cpu):
@@ -113,13 +106,6 @@ def test_arrays_that_pytorch_cannot_share(torch_cpu):
     attend = attention.Local()
     out, saved = attend.forward(q, k[:, ::-1], v)
     agrees((out, saved.lse, *attend.backward(dout, saved)), expected)
-
-
-def test_nan_stays_visible(torch_cpu):
-    q, k, v, _ = arrays(6)
-    q[0, 3] = np.nan
-    out, saved = attention.Local().forward(q, k, v)
-    assert np.isnan(out[0, 3]).all() and np.isnan(saved.lse[0, :, 3]).all() and np.isfinite(out[0, :3]).all()
 
 
 def test_the_host_kernel_is_the_default(monkeypatch):
@@ -151,16 +137,3 @@ def test_a_rank_without_the_kernel_leaves_none_waiting(comm, monkeypatch):
     ring = attention.Ring(comm, layout="contiguous")
     with pytest.raises(ArgumentError, match="abacus"):
         ring.forward(*arrays(4)[:3])
-
-
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_half_precision_is_float32_rounded_once(torch_cpu, kind):
-    half = [x.astype(dtype(kind)) for x in arrays(40)]
-    wide = [x.astype(np.float32) for x in half]
-    attend = attention.Local()
-    out, saved = attend.forward(*half[:3])
-    expected, kept = attend.forward(*wide[:3])
-    np.testing.assert_array_equal(out, expected.astype(half[0].dtype))
-    gradients, right = attend.backward(half[3], saved), attend.backward(wide[3], kept)
-    np.testing.assert_array_equal(gradients[2], right[2].astype(half[0].dtype))
-    assert all(x.dtype == half[0].dtype for x in gradients)

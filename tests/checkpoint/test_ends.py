@@ -52,7 +52,7 @@ ENDS = {
     "interrupt": ("        raise KeyboardInterrupt", 130),
     "error": ("        raise ZeroDivisionError('in the training')", 1),
     "error of one rank": (
-        "        if comm.rank == 1: raise ZeroDivisionError\n        optimizer.step(); saver.finish()",
+        "        if comm.rank == 1: raise ZeroDivisionError\n        optimizer.step(); saver.wait()",
         1,
     ),
 }
@@ -84,9 +84,9 @@ def test_a_program_that_closes_no_saver_ends_and_leaves_no_half_checkpoint(launc
     assert os.listdir(tmp_path / "run") == ["step-00000001"]
 
 
-@pytest.mark.parametrize("wait", ["optimizer.step()", "saver.finish()"])
+@pytest.mark.parametrize("wait", ["optimizer.step()", "saver.wait()"])
 def test_the_watchdog_names_the_rank_whose_disk_hangs_and_what_it_waits_for(launch, tmp_path, wait):
-    body = f"    hang('read') if comm.rank == 1 else None\n    saver.save(2)\n    {wait}\n    saver.finish()"
+    body = f"    hang('read') if comm.rank == 1 else None\n    saver.save(2)\n    {wait}\n    saver.wait()"
     job, _ = play(launch, tmp_path / "run", body, env={"MPIPIPE_WATCHDOG": "2"})
     assert job.returncode == 124, job.stderr
     folder = re.escape(str(tmp_path / "run" / "step-00000002"))

@@ -17,8 +17,8 @@ import pytest
 from support.saved_model import trained
 
 from mpipipe import Mesh, checkpoint
-from mpipipe.checkpoint import owner, owner_taking, tensor_files
-from mpipipe.checkpoint.owner_taking import Record, Taking, this_process
+from mpipipe.checkpoint import owner, tensor_files
+from mpipipe.checkpoint.owner import OwnerRecord, Taking, this_process
 from mpipipe.errors import OwnerError, StorageError
 from mpipipe.job.exit import Stop
 from mpipipe.job.group import group_of
@@ -31,7 +31,7 @@ def quick(monkeypatch):
     """Times of a job that is watched by people in a hurry."""
     times = {"STALE_SECONDS": 0.4, "LIVING_SECONDS": 0.2, "PREDECESSOR_SECONDS": 0.6, "LOOK_SECONDS": 0.02}
     for name, seconds in times.items():
-        monkeypatch.setattr(owner_taking, name, seconds)
+        monkeypatch.setattr(owner, name, seconds)
     monkeypatch.setattr(owner, "FRESH_SECONDS", 0.0)
 
 
@@ -47,7 +47,7 @@ def record(token=DEAD, process=None, **facts):
     """What a job says that has this process, by default one that has ended."""
     where, _, _ = this_process()
     number = 2**22 + 1 if process is None else process  # no process has so high a number
-    own = Record.of_this_job(token, [(where, number, owner_taking._start_of(number) or "1")])
+    own = OwnerRecord.of_this_job(token, [(where, number, owner._start_of(number) or "1")])
     return replace(own, **facts)
 
 
@@ -65,7 +65,7 @@ def renewing(folder, left):
         descriptor = os.open(folder / "owner.json", os.O_RDWR)
         while not ended.wait(0.1):
             lives = lives.renewed_now()
-            owner_taking.write_over(descriptor, lives.content())
+            owner.write_over(descriptor, lives.content())
         os.close(descriptor)
 
     thread = threading.Thread(target=renew)
@@ -88,7 +88,7 @@ def taken(folder, own=None):
 
 
 def token_in(folder):
-    return Record.parse((folder / "owner.json").read_bytes()).token
+    return OwnerRecord.parse((folder / "owner.json").read_bytes()).token
 
 
 def test_a_dead_owner_on_this_host_is_told_of_and_taken_over_at_once(tmp_path, capfd):
@@ -102,6 +102,29 @@ def test_a_dead_owner_on_this_host_is_told_of_and_taken_over_at_once(tmp_path, c
     assert told.count("\n") == 1
 
 
+LEFT = {
+    "the number of a dead process": lambda folder: leave(folder, replace(record(), processes=((os.getpid(), "1"),))),
+    "a token that is a path": lambda folder: leave(folder, record(token="/../../evil")),
+    "by a job that died while it took over": lambda folder: (
+        leave(folder, record()),
+        (folder / f"owner.json.after-{DEAD}").write_bytes(record("e" * 16).content()),
+    ),
+    **{
+        f"cut short: {content!r}": lambda folder, content=content: (folder / "owner.json").write_bytes(content)
+        for content in (b"", b"{", b"[]", b'{"token": 1}', b"\xff" * 10)
+    },
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_dead_job_has_left_is_taken_over_and_leads_nowhere_else(tmp_path, quick, left):
+    (tmp_path / "run").mkdir()
+    LEFT[left](tmp_path / "run")
+    taken(tmp_path / "run")
+    assert token_in(tmp_path / "run") == "f" * 16
+    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["owner.json"]
+
+
 def test_an_owner_that_lives_is_waited_for_and_then_the_job_is_refused(tmp_path, capfd, quick, sleeper):
     leave(tmp_path, record(process=sleeper.pid))
     with pytest.raises(OwnerError, match="another job owns the folder") as caught:
@@ -113,7 +136,7 @@ def test_an_owner_that_lives_is_waited_for_and_then_the_job_is_refused(tmp_path,
 
 @pytest.mark.parametrize("how", ["release", "kill", "zombie"])
 def test_an_owner_that_leaves_meanwhile_is_followed(tmp_path, monkeypatch, sleeper, how):
-    monkeypatch.setattr(owner_taking, "LIVING_SECONDS", 60.0)
+    monkeypatch.setattr(owner, "LIVING_SECONDS", 60.0)
     leave(tmp_path, record(process=sleeper.pid))
 
     def go():
@@ -131,23 +154,17 @@ def test_an_owner_that_leaves_meanwhile_is_followed(tmp_path, monkeypatch, sleep
     assert token_in(tmp_path) == "f" * 16
 
 
-def test_a_process_with_the_number_of_a_dead_one_is_not_the_owner(tmp_path):
-    leave(tmp_path, replace(record(), processes=((os.getpid(), "1"),)))
-    taken(tmp_path)
-    assert token_in(tmp_path) == "f" * 16
-
-
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
 def test_an_owner_of_another_user_whose_processes_are_hidden_is_not_taken_for_dead(tmp_path, quick, monkeypatch, error):
     """By a /proc with hidepid=2 or 1, as on many login nodes: its file says whether it lives."""
-    left, read_text = record(process=os.getppid()), owner_taking.Path.read_text
+    left, read_text = record(process=os.getppid()), owner.Path.read_text
 
     def hidden(path, *words, **options):
         if path.name == "stat" and path.parent.name == str(os.getppid()):
             raise error(str(path))
         return read_text(path, *words, **options)
 
-    monkeypatch.setattr(owner_taking.Path, "read_text", hidden)
+    monkeypatch.setattr(owner.Path, "read_text", hidden)
     with renewing(tmp_path, left), pytest.raises(OwnerError, match="another job owns the folder"):
         taken(tmp_path)
     assert token_in(tmp_path) == DEAD
@@ -173,37 +190,16 @@ def test_a_file_system_that_hangs_makes_no_owner_stale(tmp_path, monkeypatch):
     """Time counts only where it was looked at the file meanwhile."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
-    monkeypatch.setattr(owner_taking, "time", clock)
+    monkeypatch.setattr(owner, "time", clock)
     leave(tmp_path, record(machine="another"))
     taking = Taking(tmp_path, record("f" * 16, os.getpid()))
     for _ in range(50):
         now[0] += 100.0
         assert not taking.ended(0.0)
     while not taking.ended(0.0):
-        now[0] += owner_taking.LOOK_SECONDS
-    assert now[0] - 5000 == pytest.approx(owner_taking.STALE_SECONDS - 50 * 0.4, abs=1.0)
+        now[0] += owner.LOOK_SECONDS
+    assert now[0] - 5000 == pytest.approx(owner.STALE_SECONDS - 50 * 0.4, abs=1.0)
     os.close(taking.descriptor)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": 1}', b"\xff" * 10])
-def test_a_file_that_was_cut_short_is_taken_over_after_a_while(tmp_path, quick, content):
-    (tmp_path / "owner.json").write_bytes(content)
-    taken(tmp_path)
-    assert token_in(tmp_path) == "f" * 16 and os.listdir(tmp_path) == ["owner.json"]
-
-
-def test_a_token_that_is_a_path_leads_nowhere(tmp_path, quick):
-    (tmp_path / "run").mkdir()
-    leave(tmp_path / "run", record(token="/../../evil"))
-    taken(tmp_path / "run")
-    assert os.listdir(tmp_path) == ["run"] and os.listdir(tmp_path / "run") == ["owner.json"]
-
-
-def test_a_job_that_died_while_it_took_over_is_no_obstacle(tmp_path):
-    leave(tmp_path, record())
-    (tmp_path / f"owner.json.after-{DEAD}").write_bytes(record("e" * 16).content())
-    taken(tmp_path)
-    assert token_in(tmp_path) == "f" * 16 and os.listdir(tmp_path) == ["owner.json"]
 
 
 def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path, quick):
@@ -254,7 +250,7 @@ def test_an_earlier_start_of_the_same_job_is_waited_for_longer_and_may_be_tried_
     ],
 )
 def test_the_job_of_the_scheduler(environment, expected):
-    assert owner_taking._job(environment) == expected
+    assert owner._job(environment) == expected
 
 
 def failed(folder, error):
@@ -264,10 +260,10 @@ def failed(folder, error):
 def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
     folder = mpi_tmp_path / "a" / "run"
     group = group_of(comm)
-    owned = owner.take(folder, group, failed)
-    assert owner.covering(folder / "b") is owned and owner.covering(folder.parent) is None
-    assert Record.parse((folder / "owner.json").read_bytes()).token == owned.token
-    shared = owner.share(folder / "b", group, failed)
+    owned = owner.take_folder(folder, group, failed)
+    assert owner.owner_of(folder / "b") is owned and owner.owner_of(folder.parent) is None
+    assert OwnerRecord.parse((folder / "owner.json").read_bytes()).token == owned.token
+    shared = owner.share_folder(folder / "b", group, failed)
     assert shared is owned
     for _ in range(2):
         comm.Barrier()
@@ -275,14 +271,14 @@ def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
         comm.Barrier()
         owned.release()
     comm.Barrier()
-    assert os.listdir(mpi_tmp_path) == [] and owner.covering(folder) is None
+    assert os.listdir(mpi_tmp_path) == [] and owner.owner_of(folder) is None
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(comm, mpi_tmp_path):
     if comm.rank == 0:
         (mpi_tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/run: "):
-        owner.take(mpi_tmp_path / "file" / "run", group_of(comm), failed)
+        owner.take_folder(mpi_tmp_path / "file" / "run", group_of(comm), failed)
 
 
 def test_a_job_that_is_refused_is_told_on_all_ranks(comm, mpi_tmp_path, quick, monkeypatch):
@@ -290,12 +286,12 @@ def test_a_job_that_is_refused_is_told_on_all_ranks(comm, mpi_tmp_path, quick, m
         leave(mpi_tmp_path, record(process=os.getppid(), job="SLURM_JOB_ID 17", starts="0"))
     comm.Barrier()
     with pytest.raises(OwnerError, match="another job owns the folder"):
-        owner.take(mpi_tmp_path, group_of(comm), failed)
+        owner.take_folder(mpi_tmp_path, group_of(comm), failed)
     for name, value in {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(Stop, match="earlier start") as caught:
-        owner.take(mpi_tmp_path, group_of(comm), failed)
-    assert caught.value.code == 1 and owner.covering(mpi_tmp_path) is None
+        owner.take_folder(mpi_tmp_path, group_of(comm), failed)
+    assert caught.value.code == 1 and owner.owner_of(mpi_tmp_path) is None
 
 
 def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, mpi_tmp_path, monkeypatch):
@@ -305,14 +301,14 @@ def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, m
     monkeypatch.setattr(
         owner, "write_over", lambda *arguments: (written.append(time.monotonic()), original(*arguments))
     )
-    owned = owner.take(mpi_tmp_path, group_of(comm), failed)
+    owned = owner.take_folder(mpi_tmp_path, group_of(comm), failed)
     stop = time.monotonic() + 60
     if comm.rank == 0:
         while len(written) < 3:
             assert time.monotonic() < stop
             time.sleep(0.01)
         assert min(np.diff(written)) >= 0.19
-        assert int(Record.parse((mpi_tmp_path / "owner.json").read_bytes()).renewals) >= 2
+        assert int(OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes()).renewals) >= 2
         (mpi_tmp_path / "owner.json").rename(mpi_tmp_path / "former")  # as by a job that takes over
         leave(mpi_tmp_path, record())
         seen = len(written)
@@ -330,12 +326,12 @@ def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, m
 def test_the_ranks_that_are_left_keep_the_folder(comm, mpi_tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "RENEW_SECONDS", 0.05)
     group, last = group_of(comm), comm.size - 1
-    owned = owner.take(mpi_tmp_path, group, failed)
+    owned = owner.take_folder(mpi_tmp_path, group, failed)
     owned.hand_on(group, last)
-    found = Record.parse((mpi_tmp_path / "owner.json").read_bytes())
+    found = OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes())
     assert found.token == owned.token and len(found.processes) == comm.size
     stop = time.monotonic() + 60
-    while Record.parse((mpi_tmp_path / "owner.json").read_bytes()).renewals < f"{3:012d}":
+    while OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes()).renewals < f"{3:012d}":
         assert time.monotonic() < stop
         time.sleep(0.01)
     comm.Barrier()
@@ -369,7 +365,7 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
         with pytest.raises(OwnerError, match="another job has taken the folder"):
             with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
                 saver.save(1)
-                saver.finish()
+                saver.wait()
                 if when == "before":
                     lose()
                     saver.save(2)
@@ -383,7 +379,7 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
                 saver.save(2)
                 lose()
                 began.set()
-                saver.finish()
+                saver.wait()
     comm.Barrier()
     contents = {path.name: path.read_text() for path in (mpi_tmp_path / "step-00000002").iterdir()}
     ours = {name for name in contents if name.endswith(".partial")}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mpipipe import Mesh, Pipeline, arrays, checkpoint, nn, optim, schedules
 from mpipipe.attention import Local
 from mpipipe.checkpoint import contents, replicas
-from mpipipe.checkpoint.replicas import ABSENT, Held, compare, hash_of
+from mpipipe.checkpoint.replicas import ABSENT, Hashes, compare, hash_of
 from mpipipe.errors import MismatchError, ReplicaError
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
@@ -185,7 +185,7 @@ def test_every_bit_and_the_shape_and_the_dtype_count(data):
 @given(st.integers(2, 6), st.integers(0, 5), st.sampled_from(["a", "b"]), st.booleans())
 def test_what_one_rank_alone_holds_or_lacks_is_named(size, victim, name, lacks):
     victim %= size
-    everyone = [Held(0, "node", {"a": "1", "b": "2"}, {}) for _ in range(size)]
+    everyone = [Hashes(0, "node", {"a": "1", "b": "2"}, {}) for _ in range(size)]
     if lacks:
         everyone[victim].hashes.pop(name)
     else:
@@ -211,7 +211,7 @@ def test_a_training_stops_before_it_saves_what_one_rank_has_alone(comm, mpi_tmp_
     def step(self, number):
         made = original(self, number)
         if number == 3 and comm.rank == 1:
-            flip(self.pipeline.stages[0].parameters["2.layer.1.down"], 11, 0)
+            flip(self.progress.pipeline.stages[0].parameters["2.layer.1.down"], 11, 0)
         return made
 
     monkeypatch.setattr(Trainer, "step", step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from support.saved_model import trained, values
 
 from mpipipe import Mesh, Preemption, arrays, checkpoint, nn, optim
 from mpipipe.checkpoint import contents, folders, tensor_files
-from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, StorageError
+from mpipipe.errors import ArgumentError, NonFiniteError, PeerError, StorageError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
 from mpipipe.language.models import weights
@@ -46,6 +47,15 @@ def shape(comm, pipe=0, **keys):
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
     return pipe, keys
+
+
+@contextmanager
+def saving(comm, root, pipe=1, **keys):
+    """A saver of a fresh model."""
+    with Mesh(comm, pipe=pipe) as mesh:
+        stages, optimizer = trained(mesh)
+        with checkpoint.Saver(root, mesh, stages, optimizer, **keys) as saver:
+            yield saver
 
 
 def change(stages, optimizer, steps=1):
@@ -145,36 +155,39 @@ def test_a_checkpoint_has_the_bits_of_the_moment_of_its_save_whenever_the_optimi
     check_bits(comm, mpi_tmp_path, kind)
 
 
-@pytest.mark.parametrize("kind", ["one stage a rank, tied", "replicas of two stages", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one stage a rank, tied",
+        pytest.param("replicas of two stages", marks=pytest.mark.long),
+        pytest.param("bfloat16", marks=pytest.mark.long),
+    ],
+)
 def test_from_a_gpu_too_whose_work_comes_late(gpu, comm, mpi_tmp_path, slow_reads, kind):
     check_bits(comm, mpi_tmp_path, kind, device="cuda")
 
 
 def test_save_returns_before_anything_is_read_and_the_optimizer_waits_for_the_reading(comm, mpi_tmp_path, reading):
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            saver.save(1)
-            assert saver.poll() is None and saver.waited == 0
-            assert not reading.opened.is_set()
-            reading.open_soon()
-            optimizer.step()
-            assert reading.opened.is_set() and saver.waited > 0
+    with saving(comm, mpi_tmp_path) as saver:
+        saver.save(1)
+        assert saver.poll() is None and saver.waited == 0
+        assert not reading.opened.is_set()
+        reading.open_soon()
+        saver.optimizer.step()
+        assert reading.opened.is_set() and saver.waited > 0
 
 
 def test_the_optimizer_does_not_wait_for_the_disk_and_poll_never_does(comm, mpi_tmp_path, forcing):
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            path = saver.save(1)
-            for _ in range(3):
-                change(stages, optimizer)
-                assert saver.poll() is None
-            assert forcing.came.wait(PATIENCE) and not forcing.opened.is_set()
-            assert checkpoint.newest(mpi_tmp_path) is None and saver.in_flight
-            comm.Barrier()
-            forcing.opened.set()
-            assert saver.finish() == path == checkpoint.newest(mpi_tmp_path)
+    with saving(comm, mpi_tmp_path) as saver:
+        path = saver.save(1)
+        for _ in range(3):
+            change(saver.stages, saver.optimizer)
+            assert saver.poll() is None
+        assert forcing.came.wait(PATIENCE) and not forcing.opened.is_set()
+        assert checkpoint.newest(mpi_tmp_path) is None and saver.in_flight
+        comm.Barrier()
+        forcing.opened.set()
+        assert saver.wait() == path == checkpoint.newest(mpi_tmp_path)
 
 
 class Plain:
@@ -211,7 +224,9 @@ def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_pa
         if comm.rank == 0:
             path = mpi_tmp_path / "weights" / "stage-0.safetensors"
             path.parent.mkdir()
-            written = tensor_files.write(path, {name: a for stage in stages for name, a in stage.parameters.items()})
+            written = tensor_files.write_tensors(
+                path, {name: a for stage in stages for name, a in stage.parameters.items()}
+            )
             sums = {name: entry.checksum for name, entry in written.arrays.items()}
             describe(path.parent, sums)
         change(stages, optimizer)
@@ -270,7 +285,7 @@ def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_b
         stages, optimizer = trained(mesh)
         with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
             first = saver.save(1)
-            saver.finish()
+            saver.wait()
             with monkeypatch.context() as patch:
                 if comm.rank == comm.size - 1:
                     patch.setattr(tensor_files.files, "begin_writing", write)
@@ -284,7 +299,7 @@ def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_b
             comm.Barrier()
             assert names_in(mpi_tmp_path) == [first.name]
             third = saver.save(3)
-            assert saver.finish() == third
+            assert saver.wait() == third
         assert sorted(names_in(mpi_tmp_path)) == [first.name, third.name]
 
 
@@ -295,21 +310,17 @@ def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(subcomm,
     comm = subcomm(2)
     if comm is None:
         return
-    with Mesh(comm, pipe=2) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            if comm.rank == 1:
-                monkeypatch.setattr(
-                    tensor_files, "PIECE_BYTES", 1 << 20
-                )  # it fails at once, and rank 0 is still reading
-                monkeypatch.setattr(tensor_files.files, "begin_writing", write)
-            saver.save(1)
-            if comm.rank == 1:
-                assert saver._saving.task.wait(PATIENCE)
-            comm.Barrier()
-            with pytest.raises(StorageError, match=r"rank 1: the checkpoint cannot be written: .*No space left"):
-                while saver.in_flight:
-                    saver.poll()
+    with saving(comm, mpi_tmp_path, pipe=2) as saver:
+        if comm.rank == 1:
+            monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1 << 20)  # it fails at once, and rank 0 is still reading
+            monkeypatch.setattr(tensor_files.files, "begin_writing", write)
+        saver.save(1)
+        if comm.rank == 1:
+            assert saver._saving.work.wait(PATIENCE)
+        comm.Barrier()
+        with pytest.raises(StorageError, match=r"rank 1: the checkpoint cannot be written: .*No space left"):
+            while saver.in_flight:
+                saver.poll()
 
 
 def test_a_thread_that_cannot_be_started_is_an_error_on_all_ranks(comm, mpi_tmp_path, monkeypatch):
@@ -325,7 +336,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_on_all_ranks(comm, mpi_tmp_
             saver.save(1)
             optimizer.step()
             with pytest.raises(ArgumentError, match="can't start new thread"):
-                saver.finish()
+                saver.wait()
         saver.close()
         comm.Barrier()
         assert names_in(mpi_tmp_path) == []
@@ -398,16 +409,14 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
     def write(*arguments):
         raise OSError(30, "Read-only file system")
 
-    with Mesh(comm, pipe=comm.size) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            saver.save(1)
-            with monkeypatch.context() as patch:
-                patch.setattr("mpipipe.checkpoint.folders.write", write)
-                with pytest.raises(StorageError, match="Read-only file system"):
-                    saver.finish()
-            comm.Barrier()
-            assert names_in(mpi_tmp_path) == []
+    with saving(comm, mpi_tmp_path, pipe=comm.size) as saver:
+        saver.save(1)
+        with monkeypatch.context() as patch:
+            patch.setattr("mpipipe.checkpoint.folders.write", write)
+            with pytest.raises(StorageError, match="Read-only file system"):
+                saver.wait()
+        comm.Barrier()
+        assert names_in(mpi_tmp_path) == []
 
 
 def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_tmp_path, monkeypatch):
@@ -433,13 +442,13 @@ def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_
                         lambda file, *rest: fail() if first.name not in file.name else None,
                     )
                 saver.save(2)  # the manifest of the first is on its way from here on
-                assert saver._saving.task.wait(PATIENCE)
+                assert saver._saving.work.wait(PATIENCE)
                 assert saver.poll() is None and saver.poll() is None and saver.in_flight
                 assert checkpoint.newest(mpi_tmp_path) is None
             comm.Barrier()
             gate.opened.set()
             with pytest.raises(StorageError, match="Disk quota exceeded") as caught:
-                saver.finish()
+                saver.wait()
             assert caught.value.remedy.endswith(f"the newest whole checkpoint beside it is {first}")
             assert not saver.in_flight
         assert names_in(mpi_tmp_path) == [first.name]
@@ -447,25 +456,9 @@ def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_
 
 def test_what_must_not_be_older_than_the_checkpoint_is_forced_to_the_disk_before_its_manifest(comm, mpi_tmp_path):
     seen = []
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
+    with saving(comm, mpi_tmp_path) as saver:
+        saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
     assert seen == ([None] if comm.rank == 0 else [])
-
-
-def test_ranks_that_save_other_steps_are_told(comm, mpi_tmp_path):
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            if comm.size > 1:
-                with pytest.raises(MismatchError, match="step"):
-                    saver.save(comm.rank)
-            with pytest.raises(ArgumentError, match="not plain"):
-                saver.save(1, {"a": np.zeros(2)})
-            assert not saver.in_flight
-    with pytest.raises(ArgumentError, match="keep"):
-        checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer, keep=0)
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_no_reason_to_fail(comm, mpi_tmp_path, monkeypatch, caplog):
@@ -494,26 +487,24 @@ def test_a_stage_of_half_precision_goes_on_while_its_parameters_are_saved(comm, 
 
 
 def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatch):
-    original, pause = tensor_files.write, 0.3 * (comm.rank == comm.size - 1)
+    original, pause = tensor_files.write_tensors, 0.3 * (comm.rank == comm.size - 1)
 
     def write(*arguments):
         time.sleep(pause)
         return original(*arguments)
 
-    monkeypatch.setattr(tensor_files, "write", write)
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            saver.save(1)
-            saver.finish()
-            assert comm.rank > 0 or saver.seconds > 0.3
+    monkeypatch.setattr(tensor_files, "write_tensors", write)
+    with saving(comm, mpi_tmp_path) as saver:
+        saver.save(1)
+        saver.wait()
+        assert comm.rank > 0 or saver.seconds > 0.3
 
 
 def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path, monkeypatch, caplog):
     def write(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_files, "write", write)
+    monkeypatch.setattr(tensor_files, "write_tensors", write)
     with Mesh(comm) as mesh, Preemption(comm, signals="none", time_limit=1e-3, say=str) as preemption:
         stages, optimizer = trained(mesh)
         assert preemption.due()

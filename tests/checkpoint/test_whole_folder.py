@@ -72,7 +72,7 @@ def value_of_model(folder):
 def value_of_adapter(folder):
     stage = stage_of(0, LORA)
     family, _ = expressed(MODEL, huggingface.Origin().family)
-    read_adapter(open_adapter(whole_folder.standing(folder)), family, MODEL, dict(stage.parameters.items()))
+    read_adapter(open_adapter(whole_folder.standing_folder(folder)), family, MODEL, dict(stage.parameters.items()))
     (value,) = {value for name, array in stage.parameters.items() if "lora" in name.lower() for value in array.flat}
     return value
 
@@ -146,8 +146,8 @@ def test_between_the_two_renames_the_former_folder_is_found(tmp_path):
     target = tmp_path / "model"
     save_weights(target, 1)
     former = target.rename(tmp_path / "model.mpipipe-former")
-    assert whole_folder.standing(target) == former and value_of_model(target) == 1
-    whole_folder.restore(target)
+    assert whole_folder.standing_folder(target) == former and value_of_model(target) == 1
+    whole_folder.restore_folder(target)
     assert value_of_model(target) == 1 and os.listdir(tmp_path) == ["model"]
 
 
@@ -173,9 +173,9 @@ def test_what_is_no_leftover_stays(tmp_path):
     for name in (*names, "model.mpipipe-former", "model.0123abcd.partial"):
         (tmp_path / name).mkdir()
     (tmp_path / "model").mkdir()
-    whole_folder.restore(tmp_path / "model")
+    whole_folder.restore_folder(tmp_path / "model")
     (tmp_path / "model").rmdir()
-    whole_folder.restore(tmp_path / "model")  # nor does one of them become the model
+    whole_folder.restore_folder(tmp_path / "model")  # nor does one of them become the model
     assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
@@ -183,7 +183,7 @@ def test_a_folder_with_files_is_refused_where_it_is_not_to_be_replaced(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("mine")
     with pytest.raises(ArgumentError, match="not empty"):
-        with whole_folder.named_at_the_end(tmp_path / "model", lambda path: nullcontext()):
+        with whole_folder.replacing(tmp_path / "model", None, lambda path: nullcontext(), replaces=False):
             raise AssertionError
     assert os.listdir(tmp_path) == ["model"]
 

@@ -6,12 +6,13 @@ import re
 from threading import Event
 
 import pytest
+from support.command_line import invoke
 
 from mpipipe import schedules
 from mpipipe.cli import train
 from mpipipe.cli.train import described
 from mpipipe.language.models import GPT
-from mpipipe.planning.dry_run import foresee
+from mpipipe.language.task import estimate
 from mpipipe.text import shown_bytes
 from mpipipe.train import TrainConfig
 
@@ -22,10 +23,10 @@ WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 
 @pytest.mark.parametrize("keys", [{}, {"schedule": "interleaved_1f1b", "chunks": 2}, {"pipe": 1, "seq": 2}])
 def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
-    found = foresee(TrainConfig(**SIZES, **keys), GPT, 2)
+    found = estimate(TrainConfig(**SIZES, **keys), GPT, 2)
     lines = described(found).splitlines()
     head = next(place for place, line in enumerate(lines) if line.startswith("rank  layers"))
-    rows = lines[head + 2 : head + 2 + found.pipe]
+    rows = lines[head + 2 : head + 2 + found.problem.ranks]
     for rank, row in enumerate(rows):
         *parts, total = (float(number) for number in re.findall(r"\d+\.\d", row))
         assert row.split()[0] == str(rank) and len(parts) == 8
@@ -37,7 +38,7 @@ def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
 
 def test_an_order_from_a_file_is_foreseen_like_its_schedule(tmp_path):
     (tmp_path / "order.csv").write_text(schedules.gpipe(2, 2).to_csv())
-    first, second = (foresee(TrainConfig(**SIZES, schedule=name), GPT, 2)
+    first, second = (estimate(TrainConfig(**SIZES, schedule=name), GPT, 2)
                      for name in (str(tmp_path / "order.csv"), "gpipe"))  # fmt: skip
     assert first.plan.schedule.orders == second.plan.schedule.orders
     assert [each.stages for each in first.ranks] == [each.stages for each in second.ranks]
@@ -61,17 +62,28 @@ def test_a_dry_run_under_a_launcher_is_of_its_ranks_and_shown_once(launch):
 
 
 @pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--ranks", "0"], "--ranks is out of range"),
+        (["--ranks", "3", "--pipe", "2"], "the mesh does not fit the ranks"),
+        (["--lr", "nan"], "lr (learning rate"),
+        (["--plan", "auto"], "a dry run cannot foresee what a plan chooses"),
+    ],
+)
+def test_what_cannot_be_foreseen_is_one_error(monkeypatch, flags, text):
+    monkeypatch.setattr(train, "launcher_size", lambda environment: None)
+    ended = invoke("train", "--dry-run", *flags)
+    assert ended.code == 2 and ended.report.count(text) == 1
+
+
+@pytest.mark.parametrize(
     ("ranks", "flags", "text"),
     [
-        (0, ["--dry-run", "--ranks", "0"], "--ranks is out of range"),
-        (0, ["--dry-run", "--ranks", "3", "--pipe", "2"], "the mesh does not fit the ranks"),
-        (0, ["--dry-run", "--lr", "nan"], "lr (learning rate"),
-        (0, ["--dry-run", "--plan", "auto"], "a dry run cannot foresee what a plan chooses"),
         (0, ["--ranks", "4"], "--ranks without --dry-run"),
         (2, ["--dry-run", "--ranks", "4"], "--ranks is for a dry run in one process"),
     ],
 )
-def test_what_makes_no_sense_is_one_error(launch, ranks, flags, text):
+def test_ranks_are_for_a_dry_run_in_one_process(launch, ranks, flags, text):
     job = launch(ranks, ["-m", "mpipipe", "train", *flags])
     assert job.returncode != 0
     assert job.stderr.count(text) == 1 and "Traceback" not in job.stderr, job.stderr
@@ -80,7 +92,7 @@ def test_what_makes_no_sense_is_one_error(launch, ranks, flags, text):
 def test_a_dry_run_that_takes_long_says_what_it_does(monkeypatch):
     said, done = [], Event()
     monkeypatch.setattr(train, "ANNOUNCED", 0.0)
-    monkeypatch.setattr(train, "tell", lambda line: (said.append(line), done.set()))
+    monkeypatch.setattr(train, "warn", lambda line: (said.append(line), done.set()))
     with train._announced(64):
         assert done.wait(60)
     assert said == ["mpipipe: a step of 64 ranks is being rehearsed on paper; with thousands it takes minutes"]

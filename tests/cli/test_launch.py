@@ -193,7 +193,7 @@ def test_processes_that_do_not_see_each_other_say_so_and_prove_nothing(tmp_path)
         both = "status=0; for SLURM_PROCID in 0 1; do export SLURM_PROCID; {} || status=$?; done; exit $status"
         return run("bash", "-c", both.format(command), folder=tmp_path, SLURM_STEP_NUM_TASKS="2")
 
-    (tmp_path / "job.py").write_text("from mpipipe.comm import runtime\nruntime.world()")
+    (tmp_path / "job.py").write_text("from mpipipe.job import runtime\nruntime.world()")
     for words in (["run", "job.py"], ["train", "--steps", "1"]):
         job = alone(*words)
         assert job.returncode == 1 and job.stderr.count("this process is alone in COMM_WORLD") == 1, job

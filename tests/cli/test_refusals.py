@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.command_line import invoke
+from support.text_plan import text_plan
 
 from mpipipe.cli import train
 from mpipipe.cli.info import _show
@@ -11,10 +12,8 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import settings
 from mpipipe.job.inprocess import run
 from mpipipe.job.report import heading
-from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig
 from mpipipe.train.trainer import introduction
-from mpipipe.train.training_plan import TrainingPlan
 
 
 def test_one_process_alone_has_neither_a_job_nor_a_rank():
@@ -82,12 +81,12 @@ def test_an_error_of_the_only_rank_names_no_rank():
 )
 def test_heads_that_do_not_fit_are_mended_with_options_that_there_are(dim, heads, remedy):
     with pytest.raises(ArgumentError) as caught:
-        TrainingPlan.of(TrainConfig(dim=dim, heads=heads), GPT, 1, 1)
+        text_plan(TrainConfig(dim=dim, heads=heads))
     assert caught.value.found == f"dim {dim}, heads {heads}"
     assert caught.value.remedy == f"for example {remedy}"
     for text in remedy.split(", or "):
         name, number = text.split(" = ")
-        TrainingPlan.of(TrainConfig(**{"dim": dim, "heads": heads, name: int(number)}), GPT, 1, 1)
+        text_plan(TrainConfig(**{"dim": dim, "heads": heads, name: int(number)}))
 
 
 @pytest.mark.parametrize(
@@ -150,8 +149,7 @@ class OneRank:
 
 def test_one_rank_introduces_itself_in_the_singular():
     config = TrainConfig(dim=16, layers=1, heads=2, microbatches=1)
-    plan = TrainingPlan.of(config, GPT, 1, 1)
-    text = introduction(config, plan, OneRank, None, "bytes", place="CPUs", out="here")
+    text = introduction(config, *text_plan(config), OneRank, place="CPUs", out="here")
     first = text.splitlines()[0]
     assert first == "mpipipe: 1 rank = pipe 1 x data 1 x seq 1; one_f_one_b, 1 stage, 1 micro-batch"
 

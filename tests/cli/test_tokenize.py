@@ -16,12 +16,6 @@ SMALL = ["--dim", "16", "--layers", "2", "--heads", "2", "--seq-len", "16", "--b
 
 
 @pytest.fixture
-def mpipipe(launch):
-    """mpipipe(ranks, arguments): a job that runs `python -m mpipipe arguments`."""
-    return lambda ranks, *arguments, **options: launch(ranks, ["-m", "mpipipe", *arguments], **options)
-
-
-@pytest.fixture
 def folder(tmp_path):
     """The folder of a tokenizer of words, and a file of JSON lines."""
     words = ["<end>", "<unk>", *(f"word{number}" for number in range(30))]

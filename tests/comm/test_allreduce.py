@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mpipipe.comm import allreduce
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 
 def total(comm, flat):
-    wait(allreduce.AllReduce(comm, flat))
+    wait_for(allreduce.AllReduce(comm, flat))
     return flat
 
 
@@ -35,7 +35,7 @@ def test_several_buckets_and_sums_at_once(comm, monkeypatch):
     flats = [np.full(50_001, float(comm.rank + k)) for k in range(3)]
     pending = [allreduce.AllReduce(comm, flat) for flat in flats]
     for sum_ in pending[::-1]:
-        wait(sum_)
+        wait_for(sum_)
     for k, flat in enumerate(flats):
         np.testing.assert_array_equal(flat, comm.size * (comm.size - 1) / 2 + comm.size * k)
 

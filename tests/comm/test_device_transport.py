@@ -20,13 +20,13 @@ from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.device import DirectTransport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError, StallError
 from mpipipe.job import context, inprocess
 from mpipipe.job.group import Group
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 MIB = 1 << 20
 KINDS = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int64", "uint8", "bool"]
@@ -73,7 +73,7 @@ def make(value, count=16):
 
 def finish(*requests):
     for request in requests:
-        wait(request)
+        wait_for(request)
 
 
 def settle(transport):
@@ -253,7 +253,7 @@ def test_no_message_waits_for_pinned_memory_that_another_holds(gpu, comm, monkey
     sends = [transport.isend(make(m, 2600), right, 0, m) for m in range(12)]
     received = transport.empty((2600,), np.dtype(float))
     for m in reversed(range(12)):
-        wait(transport.irecv(received, left, 0, m), f"message {m}")
+        wait_for(transport.irecv(received, left, 0, m), f"message {m}")
         assert (arrays.download(received) == m).all()
         transport.retire(received)
     finish(*sends)
@@ -402,7 +402,7 @@ def test_ranks_on_the_host_and_ranks_on_a_gpu_talk(gpu, comm, direct, count):
     if direct:
         check_mpi_takes(gpu, comm)
     device = "cuda" if comm.rank % 2 == 0 else "cpu"
-    transport = make_transport(comm, 1, True, device, Verdict(direct, "a test"))
+    transport = make_transport(comm, 1, True, device, GpuAwareness(direct, "a test"))
     right, left = neighbours(comm)
     value = content((count,), "float64", comm.rank)
     received = transport.empty((count,), np.dtype(float))
@@ -422,8 +422,8 @@ def test_the_transport_follows_device_and_verdict(gpu, comm):
         return type(transport)
 
     assert kind("cpu") is HostTransport
-    assert kind("cuda", Verdict(True, "")) is DirectTransport
-    mixed = Verdict(comm.rank != comm.size - 1, "")
+    assert kind("cuda", GpuAwareness(True, "")) is DirectTransport
+    mixed = GpuAwareness(comm.rank != comm.size - 1, "")
     assert kind("cuda", mixed) is StagedTransport, "direct on all ranks, or on none"
 
 
@@ -447,12 +447,12 @@ def test_any_wait_drives_what_is_held_back(gpu, comm, kind_of_transport):
     if comm.rank % 2 == 0 and peer < comm.size:
         answer = np.zeros(1)
         sending = transport.isend(make(3, 300_000), peer, 0, 1)
-        wait(comm.Irecv(answer, peer, 2))
+        wait_for(comm.Irecv(answer, peer, 2))
         assert answer[0] == 3
         finish(sending)
     elif comm.rank % 2:
         received = transport.empty((300_000,), np.dtype(float))
-        wait(transport.irecv(received, peer, 0, 1))
+        wait_for(transport.irecv(received, peer, 0, 1))
         comm.Send(arrays.download(received)[-1:], peer, 2)
     transport.close()
 
@@ -465,7 +465,7 @@ def test_broken_a_wait_that_drives_nothing(gpu, comm, kind_of_transport, unrecor
     box = np.zeros(16)
     receiving = HostTransport.irecv(transport.host, box, comm.rank, 0, 1)
     with pytest.raises(StallError):
-        wait(receiving)
+        wait_for(receiving)
     finish(sending, receiving)
     assert (box == 3).all()
     transport.close()
@@ -524,13 +524,13 @@ def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypat
     values = [np.random.default_rng(5 * k + comm.rank).standard_normal(n).astype(kind) for k, n in enumerate(SUMS)]
     expected = [value.copy() for value in values]
     for flat in expected:
-        wait(allreduce.AllReduce(comm, flat))
+        wait_for(allreduce.AllReduce(comm, flat))
     flats = [value.copy() if k == 2 else late_copy(value) for k, value in enumerate(values)]
     gpu.reset()
     pending = [allreduce.AllReduce(comm, flat) for flat in flats]
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
-        wait(pending[k])
+        wait_for(pending[k])
     assert (
         gpu.synchronisations == []
         and queue.buffers <= allreduce.BUFFERS
@@ -558,10 +558,10 @@ def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
     mine, theirs = np.zeros(1), np.zeros(1)
     right, left = neighbours(comm)
     if comm.rank == 0:
-        wait(pending)
+        wait_for(pending)
     request = comm.Isend(mine, right, 3)
-    wait(comm.Irecv(theirs, left, 3))  # rank 1 gets here only if rank 0 got its sum
-    wait(pending)
+    wait_for(comm.Irecv(theirs, left, 3))  # rank 1 gets here only if rank 0 got its sum
+    wait_for(pending)
     request.Wait()
     assert (arrays.download(flat) == comm.size * (comm.size - 1) / 2).all()
     spare = comm.Dup()  # and is not freed, as after a failure
@@ -577,7 +577,7 @@ def test_broken_a_sum_that_ignores_its_producer(gpu, comm, unrecorded, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(arrays, "wait_for", lambda event: None)
         pending = allreduce.AllReduce(comm, flat)
-        wait(pending)
+        wait_for(pending)
     assert (arrays.download(flat) != 5 * comm.size).all()
 
 
@@ -588,7 +588,7 @@ def test_a_large_sum_follows_small_ones_on_one_communicator(gpu, comm, monkeypat
         flats = [make(comm.rank + k, count) for k in range(allreduce.BUFFERS)]
         pending = [allreduce.AllReduce(comm, flat) for flat in flats]
         for k, (flat, sum_) in enumerate(zip(flats, pending)):
-            wait(sum_)
+            wait_for(sum_)
             found = arrays.download(flat)
             assert found.size == count and (found == comm.size * ((comm.size - 1) / 2 + k)).all()
 

@@ -13,7 +13,7 @@ from mpipipe.cli import probe
 from mpipipe.comm import describe as description
 from mpipipe.comm.mesh import describe, select_device
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.gpu_aware import ROCM, Verdict, asks_by_type, combine, judge
+from mpipipe.comm.transport.gpu_aware import ROCM, GpuAwareness, asks_by_type, combine, judge
 from mpipipe.errors import ArgumentError, BackendError, MismatchError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
@@ -34,112 +34,91 @@ ZE = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libze_loader.so.1"
 def no_gpus(monkeypatch):
     for module in (arrays, arrays.devices):
         monkeypatch.setattr(module, "device_count", lambda: 0)
-    monkeypatch.setattr(arrays.cuda, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(arrays.device_checks, "visible_gpus", lambda: 0)
 
 
-def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, **environment):
-    return judge(version, environment, maps, query, kinds, pool)
+def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, platform=gpu_aware.CUDA, **environment):
+    return judge(version, environment, maps, query, kinds, pool, platform)
 
 
-@pytest.mark.parametrize(
-    "facts, reason",
-    [
-        (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
-        (dict(MPIPIPE_GPU_DIRECT="1", UCX_TLS="rc"), "MPIPIPE_GPU_DIRECT=1"),
-        (dict(kinds="mpi,system,cuda"), "mpi_memory_alloc_kinds"),
-        (dict(kinds="system, cuda:device, mpi", query=None), "mpi_memory_alloc_kinds"),
-        (dict(version=OPEN5, query=1), "says yes"),
-        (dict(version=OPEN4, query=1), "says yes"),
-        (dict(version=OPEN4, query=1, CONDA_PREFIX="/c", OMPI_MCA_opal_cuda_support="true"), "says yes"),
-        (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
-        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_cuda is loaded"),
-        (dict(version=MVAPICH, MV2_USE_CUDA="1"), "MV2_USE_CUDA"),
-        (dict(version=MVAPICH, query=None, MVP_USE_CUDA="1"), "MVP_USE_CUDA"),
-        (dict(version=PARASTATION, PSP_CUDA="1"), "PSP_CUDA"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "I_MPI_OFFLOAD"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA), "I_MPI_OFFLOAD"),
-        (dict(query=1, UCX_TLS="rc,sm,cuda_copy,cuda_ipc"), "says yes"),
-        (dict(query=1, UCX_TLS="all"), "says yes"),
-        (dict(query=1, UCX_TLS="^posix"), "says yes"),
-        (dict(query=1, UCX_TLS=""), "says yes"),
-    ],
-)
-def test_evidence_for_device_memory(facts, reason):
-    found = verdict(**facts)
-    assert found.direct and reason in found.reason
-
-
-@pytest.mark.parametrize(
-    "facts, reason",
-    [
-        (dict(), "says no"),
-        (dict(query=None), "does not say"),
-        (dict(MPIPIPE_GPU_DIRECT="0", query=1), "MPIPIPE_GPU_DIRECT=0"),
-        (dict(MPIPIPE_GPU_DIRECT="1", pool=True), "asynchronous"),
-        (dict(kinds="cuda", pool=True), "asynchronous"),
-        (dict(kinds="mpi,system"), "says no"),
-        (dict(version=OPEN4, query=1, OMPI_MCA_opal_cuda_support="false"), "opal_cuda_support=false"),
-        (dict(version=OPEN4, query=1, CONDA_PREFIX="/c"), "conda"),
-        (dict(version=OPEN4, query=0, OMPI_MCA_opal_cuda_support="true"), "says no"),
-        (dict(version=CRAY, query=None, maps=GTL), "without MPICH_GPU_SUPPORT_ENABLED"),
-        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="0"), "without MPICH_GPU_SUPPORT_ENABLED"),
-        (dict(version=CRAY, query=None, MPICH_GPU_SUPPORT_ENABLED="1"), "transport layer"),
-        (dict(maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "says no"),
-        (dict(version=MVAPICH, MV2_USE_CUDA="0"), "says no"),
-        (dict(version=OPEN5, MV2_USE_CUDA="1", PSP_CUDA="1", I_MPI_OFFLOAD="1", maps=CUDA), "says no"),
-        (dict(version=INTEL), "without I_MPI_OFFLOAD"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1"), "not CUDA"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA + ZE), "not CUDA"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="level_zero", maps=CUDA), "level_zero"),
-        (dict(query=1, UCX_TLS="rc,sm"), "leaves out cuda_copy"),
-        (dict(query=1, UCX_TLS="^cuda_copy"), "leaves out cuda_copy"),
-        (dict(kinds="cuda", UCX_TLS="tcp"), "leaves out cuda_copy"),
-    ],
-)
-def test_no_evidence_or_a_reason_against(facts, reason):
-    found = verdict(**facts)
-    assert not found.direct and reason in found.reason
-
-
+YES = [
+    (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
+    (dict(MPIPIPE_GPU_DIRECT="1", UCX_TLS="rc"), "MPIPIPE_GPU_DIRECT=1"),
+    (dict(kinds="mpi,system,cuda"), "mpi_memory_alloc_kinds"),
+    (dict(kinds="system, cuda:device, mpi", query=None), "mpi_memory_alloc_kinds"),
+    (dict(version=OPEN5, query=1), "says yes"),
+    (dict(version=OPEN4, query=1), "says yes"),
+    (dict(version=OPEN4, query=1, CONDA_PREFIX="/c", OMPI_MCA_opal_cuda_support="true"), "says yes"),
+    (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
+    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_cuda is loaded"),
+    (dict(version=MVAPICH, MV2_USE_CUDA="1"), "MV2_USE_CUDA"),
+    (dict(version=MVAPICH, query=None, MVP_USE_CUDA="1"), "MVP_USE_CUDA"),
+    (dict(version=PARASTATION, PSP_CUDA="1"), "PSP_CUDA"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "I_MPI_OFFLOAD"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA), "I_MPI_OFFLOAD"),
+    (dict(query=1, UCX_TLS="rc,sm,cuda_copy,cuda_ipc"), "says yes"),
+    (dict(query=1, UCX_TLS="all"), "says yes"),
+    (dict(query=1, UCX_TLS="^posix"), "says yes"),
+    (dict(query=1, UCX_TLS=""), "says yes"),
+]
+NO = [
+    (dict(), "says no"),
+    (dict(query=None), "does not say"),
+    (dict(MPIPIPE_GPU_DIRECT="0", query=1), "MPIPIPE_GPU_DIRECT=0"),
+    (dict(MPIPIPE_GPU_DIRECT="1", pool=True), "asynchronous"),
+    (dict(kinds="cuda", pool=True), "asynchronous"),
+    (dict(kinds="mpi,system"), "says no"),
+    (dict(version=OPEN4, query=1, OMPI_MCA_opal_cuda_support="false"), "opal_cuda_support=false"),
+    (dict(version=OPEN4, query=1, CONDA_PREFIX="/c"), "conda"),
+    (dict(version=OPEN4, query=0, OMPI_MCA_opal_cuda_support="true"), "says no"),
+    (dict(version=CRAY, query=None, maps=GTL), "without MPICH_GPU_SUPPORT_ENABLED"),
+    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="0"), "without MPICH_GPU_SUPPORT_ENABLED"),
+    (dict(version=CRAY, query=None, MPICH_GPU_SUPPORT_ENABLED="1"), "transport layer"),
+    (dict(maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "says no"),
+    (dict(version=MVAPICH, MV2_USE_CUDA="0"), "says no"),
+    (dict(version=OPEN5, MV2_USE_CUDA="1", PSP_CUDA="1", I_MPI_OFFLOAD="1", maps=CUDA), "says no"),
+    (dict(version=INTEL), "without I_MPI_OFFLOAD"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1"), "not CUDA"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA + ZE), "not CUDA"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="level_zero", maps=CUDA), "level_zero"),
+    (dict(query=1, UCX_TLS="rc,sm"), "leaves out cuda_copy"),
+    (dict(query=1, UCX_TLS="^cuda_copy"), "leaves out cuda_copy"),
+    (dict(kinds="cuda", UCX_TLS="tcp"), "leaves out cuda_copy"),
+]
 HSA = "7f00-7f01 r-xp 0 0:0 0 /opt/cray/pe/lib64/libmpi_gtl_hsa.so.0"
 
+AMD_YES = [
+    (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
+    (dict(kinds="mpi,system,rocm:device"), "mpi_memory_alloc_kinds"),
+    (dict(version=OPEN5, query=1), "MPIX_Query_rocm_support or MPIX_Query_hip_support says yes"),
+    (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
+    (dict(version=CRAY, query=None, maps=HSA, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_hsa is loaded"),
+    (dict(version=MVAPICH, query=None, MV2_USE_ROCM="1"), "MV2_USE_ROCM"),
+    (dict(query=1, UCX_TLS="rc,sm,rocm"), "says yes"),
+]
+AMD_NO = [
+    (dict(), "MPIX_Query_rocm_support or MPIX_Query_hip_support says no"),
+    (dict(kinds="mpi,system,cuda"), "says no"),
+    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "(libmpi_gtl_hsa)"),
+    (dict(version=MVAPICH, query=None, MV2_USE_CUDA="1"), "does not say"),
+    (dict(version=PARASTATION, PSP_CUDA="1"), "says no"),
+    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "AMD"),
+    (dict(query=1, UCX_TLS="rc,cuda_copy"), "leaves out rocm_copy"),
+]
+EVIDENCE = [
+    (platform, *row, direct)
+    for platform, yes, no in ((gpu_aware.CUDA, YES, NO), (ROCM, AMD_YES, AMD_NO))
+    for rows, direct in ((yes, True), (no, False))
+    for row in rows
+]
 
-def verdict_on_amd(version=MPICH, maps="", query=0, kinds="", **environment):
-    return judge(version, environment, maps, query, kinds, False, ROCM)
 
-
-@pytest.mark.parametrize(
-    "facts, reason",
-    [
-        (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
-        (dict(kinds="mpi,system,rocm:device"), "mpi_memory_alloc_kinds"),
-        (dict(version=OPEN5, query=1), "MPIX_Query_rocm_support or MPIX_Query_hip_support says yes"),
-        (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
-        (dict(version=CRAY, query=None, maps=HSA, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_hsa is loaded"),
-        (dict(version=MVAPICH, query=None, MV2_USE_ROCM="1"), "MV2_USE_ROCM"),
-        (dict(query=1, UCX_TLS="rc,sm,rocm"), "says yes"),
-    ],
-)
-def test_evidence_for_the_memory_of_amd_gpus(facts, reason):
-    found = verdict_on_amd(**facts)
-    assert found.direct and reason in found.reason
-
-
-@pytest.mark.parametrize(
-    "facts, reason",
-    [
-        (dict(), "MPIX_Query_rocm_support or MPIX_Query_hip_support says no"),
-        (dict(kinds="mpi,system,cuda"), "says no"),
-        (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "(libmpi_gtl_hsa)"),
-        (dict(version=MVAPICH, query=None, MV2_USE_CUDA="1"), "does not say"),
-        (dict(version=PARASTATION, PSP_CUDA="1"), "says no"),
-        (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "AMD"),
-        (dict(query=1, UCX_TLS="rc,cuda_copy"), "leaves out rocm_copy"),
-    ],
-)
-def test_evidence_for_cuda_is_none_for_amd_gpus(facts, reason):
-    found = verdict_on_amd(**facts)
-    assert not found.direct and reason in found.reason
+@pytest.mark.parametrize("platform, facts, reason, direct", EVIDENCE)
+def test_device_memory_goes_to_mpi_where_there_is_evidence_for_this_platform_and_no_reason_against(
+    platform, facts, reason, direct
+):
+    found = verdict(platform=platform, **facts)
+    assert found.direct is direct and reason in found.reason
 
 
 def test_the_library_is_asked_about_the_platform_of_cupy(comm, monkeypatch):
@@ -163,17 +142,17 @@ def test_libraries_whose_question_would_end_the_process_are_asked_otherwise():
 
 
 def test_one_rank_against_is_all_against():
-    yes, no = Verdict(True, "it can"), Verdict(False, "it cannot")
+    yes, no = GpuAwareness(True, "it can"), GpuAwareness(False, "it cannot")
     assert combine([yes, yes]) == yes
     assert combine([no, no]) == no
-    assert combine([yes, yes, no, no]) == Verdict(False, "on rank 2: it cannot")
+    assert combine([yes, yes, no, no]) == GpuAwareness(False, "on rank 2: it cannot")
 
 
 def test_the_verdict_is_the_same_on_all_ranks(comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0" if comm.rank == comm.size - 1 else "1")
     found = comm.allgather(gpu_aware.detect(comm))
     place = f"on rank {comm.size - 1}: " if comm.size > 1 else ""
-    assert found == [Verdict(False, f"{place}MPIPIPE_GPU_DIRECT=0")] * comm.size
+    assert found == [GpuAwareness(False, f"{place}MPIPIPE_GPU_DIRECT=0")] * comm.size
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1")
     assert gpu_aware.detect(comm).direct
 
@@ -186,7 +165,7 @@ def test_this_mpi_is_asked_and_answers(comm, monkeypatch):
 
 
 def test_threads_of_one_process_stage():
-    assert inprocess.run(2, gpu_aware.detect) == [Verdict(False, "the ranks are threads of one process")] * 2
+    assert inprocess.run(2, gpu_aware.detect) == [GpuAwareness(False, "the ranks are threads of one process")] * 2
 
 
 def test_memory_of_an_asynchronous_pool_is_refused(gpu, comm, monkeypatch):

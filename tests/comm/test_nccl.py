@@ -12,18 +12,18 @@ from gpu_emulator.fixture import own_gpus
 
 from mpipipe import arrays
 from mpipipe.comm.nccl import channel, sums
-from mpipipe.comm.nccl.channel import Choice, Facts, Task, choose, judge
+from mpipipe.comm.nccl.channel import Facts, NcclChoice, NcclTask, agree_on_nccl, judge
 from mpipipe.comm.nccl.sums import NcclRow, NcclSums
 from mpipipe.comm.tags import neighbours
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.nccl import NcclTransport
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
 from mpipipe.job.group import Group, group_of
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
-STAGED = Verdict(False, "for a test")
+STAGED = GpuAwareness(False, "for a test")
 
 
 # -- choice ------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def ranks(count, **changes):
 
 
 def test_ranks_with_a_gpu_each_use_nccl():
-    assert judge(ranks(4)) == Choice(True, True, "each of the 4 ranks has a GPU of its own and NCCL 2.27.7")
+    assert judge(ranks(4)) == NcclChoice(True, True, "each of the 4 ranks has a GPU of its own and NCCL 2.27.7")
     elsewhere = ranks(2, gpu={0: "gpu 0", 1: "gpu 0"}, host={1: "b"})
     assert judge(elsewhere).messages
 
@@ -54,7 +54,7 @@ def test_ranks_with_a_gpu_each_use_nccl():
     ],
 )
 def test_one_rank_in_the_way_keeps_nccl_out(changes, reason):
-    assert judge(ranks(3, **changes)) == Choice(False, False, reason)
+    assert judge(ranks(3, **changes)) == NcclChoice(False, False, reason)
     with pytest.raises(BackendError) as caught:
         judge(ranks(3, setting={0: "on"}, **changes))
     assert reason.removeprefix("on ") in str(caught.value)
@@ -75,12 +75,12 @@ def test_sums_alone_where_messages_have_another_way_or_no_room():
 
 
 def test_one_rank_alone_needs_no_nccl():
-    assert judge(ranks(1)) == Choice(False, False, "one rank has nobody to talk to")
+    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has nobody to talk to")
 
 
 def test_threads_do_not_use_nccl():
-    found = inprocess.run(2, lambda comm: choose([group_of(comm)], "cuda"))
-    assert found == [Choice(False, False, "the ranks are threads of one process")] * 2
+    found = inprocess.run(2, lambda comm: agree_on_nccl([group_of(comm)], "cuda"))
+    assert found == [NcclChoice(False, False, "the ranks are threads of one process")] * 2
 
 
 def test_the_kernels_are_bounded_unless_the_user_has(monkeypatch):
@@ -136,7 +136,7 @@ def adder(group):
 
 def total(adder, host):
     flat = arrays.upload(host)
-    wait(adder.start(flat))
+    wait_for(adder.start(flat))
     return arrays.download(flat)
 
 
@@ -168,7 +168,7 @@ def test_several_sums_in_buckets_whatever_is_waited_for_first(own, adder, comm, 
     flats = [arrays.upload(np.full(2501, float(comm.rank + k))) for k in range(3)]
     pending = [adder.start(flat) for flat in flats]
     for each in pending[::-1]:
-        wait(each)
+        wait_for(each)
     for k, flat in enumerate(flats):
         assert (arrays.download(flat) == comm.size * (comm.size - 1) / 2 + comm.size * k).all()
     assert not adder.waiting and not adder.underway and adder.task is None
@@ -177,7 +177,7 @@ def test_several_sums_in_buckets_whatever_is_waited_for_first(own, adder, comm, 
 def test_a_sum_follows_the_work_before_it(adder, comm):
     flat = arrays.empty((1 << 12,), np.float64, "cuda")
     arrays.copy_into(flat, arrays.upload(np.full(1 << 12, 1.0)))
-    wait(adder.start(flat))
+    wait_for(adder.start(flat))
     arrays.copy_into(flat, flat)
     assert (arrays.download(flat) == comm.size).all()
 
@@ -190,10 +190,10 @@ def test_what_nccl_cannot_add_is_not_taken(adder):
 
 
 def test_a_task_tells_what_it_raised(own):
-    task = Task(lambda: 1 // 0, "a division")
-    wait(task)
+    task = NcclTask(lambda: 1 // 0, "a division")
+    wait_for(task)
     with pytest.raises(BackendError, match="a division failed") as caught:
-        task.result()
+        task.value()
     assert "ZeroDivisionError" in str(caught.value) and "MPIPIPE_NCCL=off" in str(caught.value)
 
 
@@ -294,7 +294,7 @@ def test_every_dtype_and_shape(transport, comm, kind):
         sent = arrays.upload(content(shape, kind, 10 * number + comm.rank))
         requests = [transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5)]
         for request in requests:
-            wait(request)
+            wait_for(request)
         np.testing.assert_array_equal(arrays.download(received), content(shape, kind, 10 * number + left))
 
 
@@ -308,11 +308,11 @@ def test_messages_of_a_pair_arrive_in_their_order(transport, comm):
         requests.append(transport.isend(arrays.upload(np.full(50 + place, 10.0 * comm.rank + place)), right, *name))
         sends += requests
     for place, (received, _) in enumerate(receives):
-        wait(sends[2 * place])
+        wait_for(sends[2 * place])
         assert (arrays.download(received) == 10.0 * left + place).all(), place
     for request in sends:
-        wait(request)
-    wait(Settled(transport))
+        wait_for(request)
+    wait_for(Settled(transport))
 
 
 class Settled:
@@ -333,7 +333,7 @@ def test_the_host_runs_ahead_by_one_message(own, transport, comm, monkeypatch):
         assert receives[0].Test() and not receives[1].Test()
         comm.Barrier()
     for request in (*receives, *sends, Settled(transport)):
-        wait(request)
+        wait_for(request)
 
 
 def test_the_host_does_not_wait_for_the_data(own, transport, comm, monkeypatch):
@@ -347,11 +347,11 @@ def test_the_host_does_not_wait_for_the_data(own, transport, comm, monkeypatch):
         patch.setattr(own.machine, "glance", lambda queue, position: queue.finished >= position)
         receive = transport.irecv(received, left, 0, 1)
         send = transport.isend(source, right, 0, 1)
-        wait(receive)
+        wait_for(receive)
         arrays.copy_into(copy, received)
         assert poisoned(source) and poisoned(received) and not send.Test() and not transport.settled()
         comm.Barrier()
-    wait(send)
+    wait_for(send)
     assert (arrays.download(copy) == left).all()
 
 
@@ -369,10 +369,10 @@ def test_a_buffer_is_overwritten_only_after_its_last_reader(transport, comm):
     for turn in range(3):
         sent = arrays.upload(np.full(1000, 10.0 * comm.rank + turn))
         receive, send = transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1)
-        wait(receive)
+        wait_for(receive)
         copies.append(arrays.copy(received))
         transport.retire(received)
-        wait(send)
+        wait_for(send)
     for turn, copy in enumerate(copies):
         assert (arrays.download(copy) == 10.0 * left + turn).all()
 
@@ -384,7 +384,7 @@ def test_a_first_call_goes_another_way(own, transport, comm):
     received = transport.empty((1000,), np.dtype(float))
     requests = [transport.irecv(received, left, 0, 1), transport.isend(arrays.upload(np.full(1000, 1.0)), right, 0, 1)]
     for request in requests:
-        wait(request)
+        wait_for(request)
     assert (arrays.download(received) == 1).all()
     assert sum(each._bytes for each in own.machine.communicators) == before
 

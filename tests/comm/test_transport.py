@@ -10,7 +10,7 @@ from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.errors import ArgumentError
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.pipeline.messages import MessageSpec
 
 DTYPES = [
@@ -45,7 +45,7 @@ def test_every_dtype_and_shape_goes_round_the_ring(comm, kind, shape):
     sent, received = content(shape, kind, comm.rank), np.empty(shape, kind)
     requests = [transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5)]
     for request in requests:
-        wait(request)
+        wait_for(request)
     np.testing.assert_array_equal(received, content(shape, kind, left))
     transport.close()
 
@@ -56,7 +56,7 @@ def test_long_arrays_travel_in_pieces(comm):
     sent, received = np.arange(123_457.0) + comm.rank, np.empty(123_457)
     requests = [transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1)]
     for request in requests:
-        wait(request)
+        wait_for(request)
     np.testing.assert_array_equal(received, np.arange(123_457.0) + left)
     transport.close()
 

@@ -24,87 +24,37 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """One row of the table; it stands for a job with each number of ranks in each mode.
+    """One row of the table; it stands for a job with each number of ranks in each mode."""
 
-    Attributes
-    ----------
-    name : str
-        What breaks; unique.
-    kind : str
-        The class that the summary counts it in.
-    script : str or None
-        Text of job.py; None where `arguments` stand in its place.
-    arguments, arguments_of
-        What follows `python` on every rank, and on single ranks.
-    modes : tuple of str
-        RUN (python -m mpipipe run job.py), PLAIN (python job.py) or COMMAND (python arguments).
-    ranks : tuple of int
-        Numbers of ranks; 0 starts without a launcher.
-    mpi : str or None
-        The only MPI that this fault is for.
-    env, env_of
-        Environment variables of all ranks, and of single ranks.
-    folders : tuple of str
-        Working folders, dealt out to the ranks in turn.
-    before, after
-        Lists of arguments for python, run alone in the job's folder; each must exit with 0.
-    sends : tuple of Send
-        Signals from outside.
-    code, plain_code
-        Exit code or codes in modes RUN and COMMAND, and in mode PLAIN; NONZERO and ANY say less.
-    says, plain_says
-        Texts that stderr must hold; {last} is the last rank.
-    once : tuple of str
-        Texts that stderr must hold exactly once, in modes RUN and COMMAND.
-    prints, never
-        Texts that stdout must hold, and that neither stdout nor stderr may hold.
-    by_all : tuple of str
-        Texts that stdout must hold once for each rank.
-    reports : int or None
-        Number of lines with HEADING or ALONE in modes RUN and COMMAND; None for any.
-    quiet : bool
-        Whether stderr must be empty.
-    clean : bool or None
-        Whether nothing may be left in /dev/shm; None: where the exit code is an agreed one.
-    limit : float
-        Seconds until the job counts as hung.
-    repeat : int
-        How often it is run.
-    quick : (int, str) or None
-        (ranks, mode) for the quick choice.
-    slow : bool
-        Whether it is skipped where only fast cases are wanted.
-    """
-
-    name: str
-    kind: str
-    script: str | None = None
-    arguments: tuple[str, ...] = ()
-    arguments_of: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    modes: tuple[str, ...] = (RUN, PLAIN)
-    ranks: tuple[int, ...] = (2, 4)
-    mpi: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    env_of: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    folders: tuple[str, ...] = ()
-    before: tuple[tuple[str, ...], ...] = ()
-    after: tuple[tuple[str, ...], ...] = ()
-    sends: tuple[Send, ...] = ()
-    code: int | str | tuple[int, ...] = 1
-    plain_code: int | str | tuple[int, ...] | None = None
-    says: tuple[str, ...] = ()
-    plain_says: tuple[str, ...] | None = None
-    once: tuple[str, ...] = ()
-    prints: tuple[str, ...] = ()
-    never: tuple[str, ...] = ()
-    by_all: tuple[str, ...] = ()
-    reports: int | None = 1
-    quiet: bool = False
-    clean: bool | None = None
-    limit: float = 20.0
-    repeat: int = 1
-    quick: tuple[int, str] | None = None
-    slow: bool = False
+    name: str  # what breaks; unique
+    kind: str  # the class that the summary counts it in
+    script: str | None = None  # text of job.py; None where `arguments` stand in its place
+    arguments: tuple[str, ...] = ()  # what follows `python` on every rank
+    arguments_of: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # and on single ranks
+    modes: tuple[str, ...] = (RUN, PLAIN)  # python -m mpipipe run job.py, python job.py, or COMMAND: python arguments
+    ranks: tuple[int, ...] = (2, 4)  # 0 starts without a launcher
+    mpi: str | None = None  # the only MPI that this fault is for
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables of all ranks
+    env_of: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # and of single ranks
+    folders: tuple[str, ...] = ()  # working folders, dealt out to the ranks in turn
+    before: tuple[tuple[str, ...], ...] = ()  # arguments for python, run alone in the job's folder, which exits with 0
+    after: tuple[tuple[str, ...], ...] = ()  # the same when the job is over
+    sends: tuple[Send, ...] = ()  # signals from outside
+    code: int | str | tuple[int, ...] = 1  # exit code or codes in modes RUN and COMMAND; NONZERO and ANY say less
+    plain_code: int | str | tuple[int, ...] | None = None  # and in mode PLAIN
+    says: tuple[str, ...] = ()  # texts that stderr must hold; {last} is the last rank
+    plain_says: tuple[str, ...] | None = None  # and in mode PLAIN
+    once: tuple[str, ...] = ()  # texts that stderr must hold exactly once, in modes RUN and COMMAND
+    prints: tuple[str, ...] = ()  # texts that stdout must hold
+    never: tuple[str, ...] = ()  # texts that neither stdout nor stderr may hold
+    by_all: tuple[str, ...] = ()  # texts that stdout must hold once for each rank
+    reports: int | None = 1  # lines with HEADING or ALONE in modes RUN and COMMAND; None for any
+    quiet: bool = False  # whether stderr must be empty
+    clean: bool | None = None  # nothing may be left in /dev/shm; None: where the exit code is an agreed one
+    limit: float = 20.0  # seconds until the job counts as hung
+    repeat: int = 1  # how often it is run
+    quick: tuple[int, str] | None = None  # (ranks, mode) for the quick choice
+    slow: bool = False  # skipped where only fast cases are wanted
 
     def cases(self) -> list[Case]:
         return [Case(self, ranks, mode) for ranks in self.ranks for mode in self.modes]

@@ -27,16 +27,7 @@ STEP = "\nstep "
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one case.
-
-    Attributes
-    ----------
-    status : PASSED, HUNG, SILENT (nothing said what went wrong) or WRONG
-    problems : what differs from the table
-    output : what the job has printed
-    code : its exit code; None where it hung
-    ending : seconds from the last step that a training told of, where there is one, to the end of its job
-    """
+    """What came of one case."""
 
     case: Case
     status: str
@@ -53,13 +44,8 @@ class Verdict:
 def play(case: Case, python: str = sys.executable, limit: float | None = None) -> Verdict:
     """Run a case as often as its fault asks; the verdict is that of the first run that fails, or of the slowest.
 
-    Parameters
-    ----------
-    case : Case
-    python : str
-        Interpreter of the environment whose MPI is to be used.
-    limit : float, optional
-        Seconds after which a job counts as hung, where that is less than the fault allows.
+    `python` is of the environment whose MPI is to be used; `limit` are seconds after which a job counts as hung, where
+    that is less than the fault allows.
     """
     verdicts = []
     for _ in range(case.fault.repeat):

@@ -13,9 +13,9 @@ import os, resource, signal, sys, threading, time
 import numpy as np
 from mpipipe import nn, optim
 from mpipipe.job import runtime
-from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train, weights
-from mpipipe.train.training_plan import Shard
+from mpipipe.language.models import GPT, weights
+from mpipipe.train import TrainConfig, train
+from mpipipe.language.shard import Shard
 from mpipipe.train.trainer import Trainer
 
 comm = runtime.world()

@@ -19,19 +19,9 @@ def play_all(
     at_once: int = 1,
     show: Callable[[str], object] = print,
 ) -> list[tuple[str, Verdict]]:
-    """Play cases, `at_once` of them at a time, and show failures as they come.
+    """Return (MPI, verdict) of cases, `at_once` of them played at a time; show failures as they come.
 
-    Parameters
-    ----------
-    jobs : iterable of (str, str, Case)
-        Name of the MPI, its python, and the case.
-    limit : float, optional
-        As for `play`.
-
-    Returns
-    -------
-    list of (str, Verdict)
-        Name of the MPI and verdict of each; after Ctrl-C, of those that were done.
+    Each job is the name of an MPI, its python, and the case. After Ctrl-C these are the cases that were done.
     """
     jobs = list(jobs)
     results: list[tuple[str, Verdict]] = []

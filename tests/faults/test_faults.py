@@ -11,10 +11,30 @@ from faults.play import PASSED, play
 VENDOR = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(MPI.get_vendor()[0], "another")
 
 
-CASES = [  # of an endless loop the others must hear nothing for some seconds
-    pytest.param(case, id=str(case), marks=[pytest.mark.slow] if str(case).startswith("loop:") else [])
-    for case in quick_cases(VENDOR)
-]
+LONG = (  # whose sentence a quicker test proves as well, of this table or of tests/job, tests/pipeline and tests/cli
+    "good program: a training",
+    "never joins: the last rank exits with 0",
+    "exit: all ranks exit with 75",
+    "mismatch: schedule of rank 3",
+    "misuse: wrong dtype of the inputs",
+    "misuse: a loss that is not a number",
+    "hang:",
+    "settings: MPIPIPE_TAG_UB=-1",
+    "launcher: a lone process where OMPI",
+    "launcher: a lone process where SLURM",
+    "usage: an unknown flag [",
+    "checkpoint: an exception in an optimizer",
+    "checkpoint: a parameter of one replica",
+)
+
+
+def _marks(case):
+    if str(case).startswith(LONG):
+        return [pytest.mark.long]
+    return [pytest.mark.slow] if str(case).startswith("loop:") else []  # the others must hear nothing for some seconds
+
+
+CASES = [pytest.param(case, id=str(case), marks=_marks(case)) for case in quick_cases(VENDOR)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -72,7 +72,7 @@ def cupy_modules(amd: bool = False) -> dict:
     """The modules of cupy that one can import, by name."""
     pools = {name: getattr(memory, name) for name in MEMORY}
     order = {name: getattr(streams, name) for name in STREAM}
-    handle = {"get_cublas_handle": blas.get_cublas_handle, "get_device_id": runtime.getDevice}
+    handle = {"get_cublas_handle": blas.get_cublas_handle}
     parts = {
         "runtime": {**_public(runtime), "CUDARuntimeError": CUDARuntimeError, "is_hip": amd},
         "memory": {**pools, "OutOfMemoryError": memory.OutOfMemoryError},
@@ -94,7 +94,6 @@ def cupy_modules(amd: bool = False) -> dict:
         Device=runtime.Device,
         using_allocator=memory.using_allocator,
         alloc_pinned_memory=memory.alloc_pinned_memory,
-        is_available=lambda: True,
     )  # fmt: skip
     library = _module(
         "cupy",

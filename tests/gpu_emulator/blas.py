@@ -12,12 +12,9 @@ from .machine import HiddenAccess, machine
 from .memory import view_of
 from .streams import get_current_stream
 
-CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C = 0, 1, 2
-CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_PEDANTIC, CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_64F_PEDANTIC = 68, 69, 70, 71
-CUBLAS_COMPUTE_32F_FAST_16F, CUBLAS_COMPUTE_32F_FAST_16BF, CUBLAS_COMPUTE_32F_FAST_TF32 = 74, 75, 77
-CUBLAS_GEMM_DEFAULT = CUBLAS_GEMM_DFALT = -1
-CUBLAS_GEMM_DEFAULT_TENSOR_OP = CUBLAS_GEMM_DFALT_TENSOR_OP = 99
-CUBLAS_POINTER_MODE_HOST, CUBLAS_POINTER_MODE_DEVICE = 0, 1
+CUBLAS_OP_N, CUBLAS_OP_T = 0, 1
+CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_32F_FAST_TF32 = 68, 70, 77
+CUBLAS_GEMM_DEFAULT = -1
 
 TYPES = {
     runtime.CUDA_R_16F: np.dtype(np.float16),
@@ -25,13 +22,12 @@ TYPES = {
     runtime.CUDA_R_32F: np.dtype(np.float32),
     runtime.CUDA_R_64F: np.dtype(np.float64),
 }
-FLOATS = (CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_PEDANTIC)
-FAST = (CUBLAS_COMPUTE_32F_FAST_16F, CUBLAS_COMPUTE_32F_FAST_16BF, CUBLAS_COMPUTE_32F_FAST_TF32)
 HALVES = (runtime.CUDA_R_16F, runtime.CUDA_R_16BF)
 SUPPORTED = {  # (compute type, type of A and B, type of C)
-    *((compute, half, c) for compute in FLOATS for half in HALVES for c in (half, runtime.CUDA_R_32F)),
-    *((compute, runtime.CUDA_R_32F, runtime.CUDA_R_32F) for compute in (*FLOATS, *FAST)),
-    *((c, runtime.CUDA_R_64F, runtime.CUDA_R_64F) for c in (CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_64F_PEDANTIC)),
+    *((CUBLAS_COMPUTE_32F, half, c) for half in HALVES for c in (half, runtime.CUDA_R_32F)),
+    (CUBLAS_COMPUTE_32F, runtime.CUDA_R_32F, runtime.CUDA_R_32F),
+    (CUBLAS_COMPUTE_32F_FAST_TF32, runtime.CUDA_R_32F, runtime.CUDA_R_32F),
+    (CUBLAS_COMPUTE_64F, runtime.CUDA_R_64F, runtime.CUDA_R_64F),
 }
 
 
@@ -114,7 +110,7 @@ def _multiply(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B,
         computeType = _as_hipblas((Atype, Btype, Ctype), computeType, algo)
     if Atype != Btype or (computeType, Atype, Ctype) not in SUPPORTED:
         raise CUBLASError(f"CUBLAS_STATUS_NOT_SUPPORTED: A {Atype}, B {Btype}, C {Ctype}, compute {computeType}")
-    if transa not in (0, 1, 2) or transb not in (0, 1, 2) or min(m, n, k, batchCount) < 0:
+    if transa not in (0, 1) or transb not in (0, 1) or min(m, n, k, batchCount) < 0:
         raise CUBLASError("CUBLAS_STATUS_INVALID_VALUE: transpose or size")
     a_shape, b_shape = (k, m) if transa else (m, k), (n, k) if transb else (k, n)
     if lda < max(1, a_shape[0]) or ldb < max(1, b_shape[0]) or ldc < max(1, m):
@@ -123,7 +119,7 @@ def _multiply(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B,
         return
     if batchCount > 1 and strideC < ldc * (n - 1) + m:
         raise CUBLASError("CUBLAS_STATUS_INVALID_VALUE: the results overlap")
-    scalar = ctypes.c_double if computeType in (CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_64F_PEDANTIC) else ctypes.c_float
+    scalar = ctypes.c_double if computeType == CUBLAS_COMPUTE_64F else ctypes.c_float
     work = np.dtype(scalar)
     alpha, beta = work.type(scalar.from_address(alpha).value), work.type(scalar.from_address(beta).value)
     a = _matrices(A, TYPES[Atype], *a_shape, lda, strideA, batchCount)

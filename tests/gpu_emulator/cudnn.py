@@ -43,10 +43,6 @@ def backend_version() -> int:
     return VERSION
 
 
-def backend_version_string() -> str:
-    return "9.24.0"
-
-
 def _handles() -> dict:
     home = machine()
     if not hasattr(home, "cudnn_handles"):
@@ -59,10 +55,6 @@ def create_handle() -> int:
     handle = 0xCD0000 + len(handles)
     handles[handle] = 0
     return handle
-
-
-def destroy_handle(handle: int):
-    del _handles()[handle]
 
 
 def set_stream(handle: int, stream: int):
@@ -100,29 +92,6 @@ class tensor:
     def set_data_type(self, kind):
         self.kind = kind
         return self
-
-    def set_name(self, name):
-        self.name = name
-        return self
-
-    def set_is_virtual(self, virtual):
-        self.virtual = virtual
-        return self
-
-    def get_uid(self):
-        return self.uid
-
-    def get_dim(self):
-        return self.dim
-
-    def get_stride(self):
-        return self.stride
-
-    def get_data_type(self):
-        return self.kind
-
-    def get_name(self):
-        return self.name
 
     def at(self, ptr: int) -> np.ndarray:
         """The array that this describes, at an address in live device memory."""
@@ -271,13 +240,6 @@ class pygraph:
     def build_plans(self, policy=build_plan_policy.HEURISTICS_CHOICE):
         self._step("build_plans", "check_support")
 
-    def build(self, modes=None):
-        self.validate()
-        self.build_operation_graph()
-        self.create_execution_plans([heur_mode.A] if modes is None else modes)
-        self.check_support()
-        self.build_plans()
-
     def get_workspace_size(self) -> int:
         if "build_plans" not in self._done:
             raise RuntimeError("Plan index -1 is invalid.")
@@ -295,7 +257,7 @@ class pygraph:
         queue = home.queue_of(_handles()[handle])
         if queue is not get_current_stream().queue:
             raise HiddenAccess("cudnn: a handle of another stream than the current one")
-        given = {key if type(key) is int else key.get_uid(): ptr for key, ptr in tensor_to_device_buffer.items()}
+        given = {key: ptr for key, ptr in tensor_to_device_buffer.items()}
         if not all(type(ptr) is int for ptr in [workspace, *given.values()]):
             raise CUDARuntimeError("cudnn: addresses only; an array would make cudnn wait for the default stream")
         needed = {part.uid for part in self._tensors if not part.virtual}
@@ -372,4 +334,4 @@ def _backward(facts, found):
 
 
 NAMES = """cudnnGraphNotSupportedError data_type heur_mode diagonal_alignment build_plan_policy backend_version
-backend_version_string create_handle destroy_handle set_stream get_stream tensor pygraph""".split()
+create_handle set_stream get_stream tensor pygraph""".split()

@@ -29,15 +29,9 @@ import numpy as np
 from .machine import DeviceHangError, HiddenAccess, machine
 from .runtime import deviceGetPCIBusId, getDevice
 
-NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN, NCCL_AVG = range(5)
-NCCL_INT8 = NCCL_CHAR = 0
-NCCL_UINT8 = 1
-NCCL_INT32 = NCCL_INT = 2
-NCCL_UINT32, NCCL_INT64, NCCL_UINT64 = 3, 4, 5
-NCCL_FLOAT16 = NCCL_HALF = 6
-NCCL_FLOAT32 = NCCL_FLOAT = 7
-NCCL_FLOAT64 = NCCL_DOUBLE = 8
-NCCL_BFLOAT16 = 9
+NCCL_SUM = 0
+NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_UINT32, NCCL_INT64, NCCL_UINT64 = range(6)
+NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = range(6, 10)
 
 _TYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", ml_dtypes.bfloat16]
 _ERRORS = {
@@ -63,10 +57,6 @@ class NcclError(RuntimeError):
 
 
 def get_version() -> int:
-    return 22707
-
-
-def get_build_version() -> int:
     return 22707
 
 
@@ -242,15 +232,6 @@ class NcclCommunicator:
             if all(self._path("gone", other).exists() for other in range(self._size)):
                 shutil.rmtree(self._folder, ignore_errors=True)
         self._destroyed = True
-
-    def rank_id(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def device_id(self) -> int:
-        return self._device
 
 
 NcclCommunicator.__module__ = "cupy.cuda.nccl"

@@ -6,35 +6,12 @@ import ctypes
 
 from .machine import CUDARuntimeError, HiddenAccess, machine
 
-memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
+memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(1, 5)
 CUDA_R_32F, CUDA_R_64F, CUDA_R_16F, CUDA_R_16BF = 0, 1, 2, 14
-cudaDevAttrMaxSharedMemoryPerBlock, cudaDevAttrMultiProcessorCount = 8, 16
-cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 is_hip = False
 
-PROPERTIES = {
-    "name": b"Emulated device",
-    "multiProcessorCount": 132,
-    "warpSize": 32,
-    "maxThreadsPerBlock": 1024,
-    "maxThreadsPerMultiProcessor": 2048,
-    "sharedMemPerBlock": 48 << 10,
-    "sharedMemPerBlockOptin": 227 << 10,
-    "sharedMemPerMultiprocessor": 228 << 10,
-    "l2CacheSize": 50 << 20,
-    "pciBusID": 1,
-    "pciDeviceID": 0,
-    "pciDomainID": 0,
-}
-AMD_PROPERTIES = {
-    "name": b"Emulated AMD device",
-    "gcnArchName": b"gfx90a:sramecc+:xnack-",
-    "multiProcessorCount": 110,
-    "warpSize": 64,
-    "sharedMemPerBlock": 64 << 10,
-    "sharedMemPerBlockOptin": 64 << 10,
-}
-ATTRIBUTES = {8: "sharedMemPerBlock", 16: "multiProcessorCount", 97: "sharedMemPerBlockOptin"}
+PROPERTIES = {"name": b"Emulated device", "multiProcessorCount": 132}
+AMD_PROPERTIES = {"name": b"Emulated AMD device", "gcnArchName": b"gfx90a:sramecc+:xnack-", "multiProcessorCount": 110}
 
 
 def getDeviceCount() -> int:
@@ -64,14 +41,6 @@ def getDeviceProperties(device: int) -> dict:
 
 def deviceGetPCIBusId(device: int) -> str:
     return f"0000:{getDeviceProperties(device)['pciBusID']:02X}:00.0"
-
-
-def deviceGetAttribute(attrib: int, device: int) -> int:
-    return getDeviceProperties(device)[ATTRIBUTES[attrib]]
-
-
-def driverGetVersion() -> int:
-    return 13000
 
 
 def runtimeGetVersion() -> int:
@@ -143,27 +112,9 @@ class Device:
 
     def __init__(self, device=None):
         self.id = getDevice() if device is None else int(device)
-        self._before: list[int] = []
 
     def use(self):
         setDevice(self.id)
-
-    def __enter__(self):
-        self._before.append(getDevice())
-        self.use()
-        return self
-
-    def __exit__(self, *error):
-        setDevice(self._before.pop())
-
-    def __eq__(self, other):
-        return isinstance(other, Device) and self.id == other.id
-
-    def __hash__(self):
-        return hash(self.id)
-
-    def __int__(self):
-        return self.id
 
     def synchronize(self):
         raise HiddenAccess("Device.synchronize waits for the whole device")
@@ -171,25 +122,6 @@ class Device:
     @property
     def compute_capability(self) -> str:
         return str(machine().capability)
-
-    @property
-    def mem_info(self):
-        return memGetInfo()
-
-    @property
-    def pci_bus_id(self) -> str:
-        return deviceGetPCIBusId(self.id)
-
-    @property
-    def attributes(self) -> dict:
-        facts = getDeviceProperties(self.id)
-        return {
-            "MaxSharedMemoryPerBlock": facts["sharedMemPerBlock"],
-            "MaxSharedMemoryPerBlockOptin": facts["sharedMemPerBlockOptin"],
-            "MultiProcessorCount": facts["multiProcessorCount"],
-            "ComputeCapabilityMajor": facts["major"],
-            "ComputeCapabilityMinor": facts["minor"],
-        }
 
 
 Device.__module__ = "cupy.cuda.device"

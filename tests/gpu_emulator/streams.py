@@ -47,11 +47,6 @@ class Stream:
     def done(self) -> bool:
         return self._machine.glance(self.queue, self.queue.issued)
 
-    def record(self, event=None):
-        event = Event() if event is None else event
-        event.record(self)
-        return event
-
     def wait_event(self, event):
         if event.mark is not None:
             self._machine.put(self.queue, "wait for an event", after=event.mark)
@@ -75,10 +70,6 @@ class Stream:
 
     def is_capturing(self) -> bool:
         return self.queue.recording is not None
-
-    def use(self):
-        _local(self._machine).current = self
-        return self
 
     def __enter__(self):
         local = _local(self._machine)

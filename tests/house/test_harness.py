@@ -94,11 +94,21 @@ def late():
 def test_tear_down(late, comm):
     comm.Barrier()
 
+@pytest.fixture
+def odd(request):
+    if RANK == request.param:
+        raise RuntimeError("broken parameter")
+
+@pytest.mark.parametrize("odd", [1], indirect=True)
+def test_odd(odd, comm):
+    pass
+
 def test_next(comm):
     assert comm.allreduce(1) == comm.size
 """)
     assert job.returncode == 1, job
     assert outcomes(job) == {
+        "test_odd": ["ERROR"],
         "test_call": ["FAILED"],
         "test_two_reasons": ["FAILED"],
         "test_set_up": ["ERROR"],
@@ -106,7 +116,8 @@ def test_next(comm):
         "test_next": ["PASSED"],
     }
     for text in ("E       AssertionError: wrong on the last rank", "printed by 2", "RuntimeError: broken set-up",
-                 "RuntimeError: broken tear-down", "reason of 1", "reason of 2"):  # fmt: skip
+                 "RuntimeError: broken parameter", "RuntimeError: broken tear-down", "reason of 1",
+                 "reason of 2"):  # fmt: skip
         assert text in job.stdout, text
     assert job.stdout.count("failed on rank(s) 2 of 3; above: rank 2") == 2
     assert "failed on rank(s) 1, 2 of 3; above: rank 1" in job.stdout

@@ -18,7 +18,8 @@ from support.launch import ROOT, job_environment
 from mpipipe.cli import compare_losses
 from mpipipe.gpu_check import suite
 from mpipipe.gpu_check.__main__ import main as gpu_check_main
-from mpipipe.train.config import TrainConfig, tomllib
+from mpipipe.language.config import TrainConfig
+from mpipipe.train.config import tomllib
 
 BATCH = sorted(ROOT.glob("jobs/*.sbatch"))
 SCRIPTS = sorted([*ROOT.glob("jobs/*.sh"), *BATCH, ROOT / ".ci" / "run"])

@@ -7,11 +7,12 @@ import pytest
 from support.gradcheck import check_stage
 from support.tolerance import close, largest
 
-from mpipipe import attention, nn
+from mpipipe import arrays, attention, nn
+from mpipipe.attention import Local, Ring
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import rope
+from mpipipe.job import inprocess
 from mpipipe.nn.kernels.host import any_dtype
-from mpipipe.nn.layers.layer import RopeTables
+from mpipipe.nn.rope import RopeTables
 
 RANDOM = np.random.default_rng(6)
 
@@ -98,15 +99,14 @@ def test_gradients_with_options_agree_with_finite_differences(name, attend):
 class Apart:
     """An object of a user's, whose gradients are arrays of their own."""
 
-    def __init__(self):
-        inner = attention.Local()
+    def __init__(self, inner):
         self.forward, self.backward = inner.forward, inner.backward
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_of_a_users_object_are_the_same(name):
     found, (x, dy) = [], RANDOM.standard_normal((2, 2, 5, 8))
-    for attend in (attention.Local(), Apart()):
+    for attend in (attention.Local(), Apart(attention.Local())):
         stage = stirred(nn.SelfAttention(8, 4, 2, attend, **OPTIONS[name]))
         found.append((stage.backward(dy, stage.forward(x)[1]), stage.gradients.flat))
     for one, other in zip(*found):
@@ -141,10 +141,10 @@ def test_scores_depend_on_relative_positions_only():
 
 
 def test_default_positions_are_the_first_ones_for_every_length():
-    tables = RopeTables(any_dtype, np.dtype("float64"), "cpu")
+    tables = RopeTables(any_dtype.rope_table, np.dtype("float64"), "cpu")
     for seq in (1, 2, 3, 64, 65):
         table = tables.first(seq, 8, 10000.0)
-        np.testing.assert_array_equal(table, rope.rope_table(np.arange(seq), 8, 10000.0, np.dtype("float64")))
+        np.testing.assert_array_equal(table, any_dtype.rope_table(np.arange(seq), 8, 10000.0, np.dtype("float64")))
         np.testing.assert_array_equal(table, tables.of(range(seq), 8, 10000.0))
     assert tables.first(33, 8, 10000.0).base is tables.first(64, 8, 10000.0).base
 
@@ -156,18 +156,87 @@ def test_a_wrong_shape_is_named():
             stage.forward(np.zeros(shape))
 
 
-@pytest.mark.parametrize("arguments", [(9, 2), (6, 2), (8, 4, 3), (8, 0)])
-def test_impossible_head_counts_are_refused(arguments):
-    with pytest.raises(ArgumentError):
-        nn.SelfAttention(*arguments, attend=attention.Local())
-
-
-@pytest.mark.parametrize("options", [dict(head_dim=5), dict(head_dim=0)])
-def test_impossible_widths_of_heads_are_refused(options):
+@pytest.mark.parametrize(
+    "arguments, options",
+    [((9, 2), {}), ((6, 2), {}), ((8, 4, 3), {}), ((8, 0), {}), ((8, 2), dict(head_dim=5)), ((8, 2), dict(head_dim=0))],
+)
+def test_impossible_heads_are_refused(arguments, options):
     with pytest.raises(ArgumentError, match="head"):
-        nn.SelfAttention(8, 2, attend=attention.Local(), **options)
+        nn.SelfAttention(*arguments, attend=attention.Local(), **options)
 
 
 def test_attend_must_be_given():
     with pytest.raises(ArgumentError, match="attend"):
         nn.SelfAttention(8, 2)
+
+
+# -- The gradients of queries, keys and values are written where the product that reads them wants them ---------------
+
+
+DIM, HEADS = 64, 4
+
+
+class Halved(Local):
+    """A subclass that changes gradients."""
+
+    def backward(self, dout, saved):
+        return tuple(x / 2 for x in super().backward(dout, saved))
+
+
+def both_ways(device, kind, kv_heads, gpu, **options):
+    """What a backward finds and launches, by Local and by what has a part of it."""
+    dout = RANDOM.standard_normal((2, 19, DIM)).astype(arrays.dtype(kind))
+    x = RANDOM.standard_normal((2, 19, DIM)).astype(arrays.dtype(kind))
+    if device == "cuda":
+        x, dout = arrays.upload(x), arrays.upload(dout)
+    found = []
+    for attend in (Local(**options), Apart(Local(**options))):
+        stage = nn.Stage([nn.SelfAttention(DIM, HEADS, kv_heads, attend)], kind, seed=2, device=device)
+        saved = stage.forward(x)[1]
+        stage.backward(dout, saved)  # builds what is built once
+        arrays.set_zero(stage.gradients.flat)
+        gpu.reset()
+        dx = stage.backward(dout, saved)
+        launched = list(gpu.launches)
+        results = (dx, stage.gradients.flat)
+        found.append((arrays.download(*results) if device == "cuda" else results, launched))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, dict(window=5), dict(segments=[4, 15])], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("device, by", [("cpu", ""), ("cuda", "cupy"), ("cuda", "")])
+def test_gradients_in_one_array_have_the_bits_of_three(gpu, device, by, kind, kv_heads, options, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_ATTENTION", by)
+    (ours, launched), (theirs, more) = both_ways(device, kind, kv_heads, gpu, **options)
+    for found, expected in zip(ours, theirs):
+        assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    if device == "cuda" and not gpu.real:
+        # one turn for queries and keys together, and values are where they belong
+        assert launched.count("apply_rope") == more.count("apply_rope") - 1 == 1, (launched, more)
+        assert len(launched) == len(more) - 2
+
+
+def test_what_a_subclass_redefines_is_never_passed_by():
+    x, dout = RANDOM.standard_normal((2, 2, 9, DIM))
+    found = []
+    for attend in (Local(), Halved()):
+        stage = nn.Stage([nn.SelfAttention(DIM, HEADS, attend=attend)], "float64", seed=2)
+        found.append(stage.backward(dout, stage.forward(x)[1]))
+    np.testing.assert_allclose(found[1], found[0] / 2, rtol=1e-12)
+
+
+def test_a_ring_of_one_step_writes_into_the_room_it_is_given():
+    q, k, v, dout = RANDOM.standard_normal((4, 1, 12, HEADS, 8))
+
+    def on_the_rank(comm):
+        ring = Ring(comm)
+        expected = ring.backward(dout, ring.forward(q, k, v)[1])
+        room = tuple(np.full((1, 12, 3 * HEADS, 8), np.nan)[:, :, at : at + HEADS] for at in (0, HEADS, 2 * HEADS))
+        found = ring.backward_into(dout, ring.forward(q, k, v)[1], room)
+        assert all(a is b for a, b in zip(found, room))
+        for a, b in zip(found, expected):
+            np.testing.assert_array_equal(a, b)
+
+    inprocess.run(1, on_the_rank)

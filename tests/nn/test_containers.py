@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.gradcheck import check_stage
+from support.small_gpt import MODEL, text
 from support.tolerance import close
 
-from mpipipe import attention, nn
+from mpipipe import arrays, attention, nn
+from mpipipe.attention import Local
+from mpipipe.language.models import GPT
+from mpipipe.nn import kernels
 
 RANDOM = np.random.default_rng(5)
 
@@ -77,3 +81,176 @@ def test_poll_is_called_between_layers_in_both_directions():
     _, pending = stage.backward_input(y, saved)
     stage.backward_weight(pending)
     assert len(calls) == 8
+
+
+# -- Sums that a layer leaves to the next one: the bits of separate passes, in fewer launches -------------------------
+
+
+KINDS = ["float32", "float64", "float16", "bfloat16"]
+NORMS = ["rms_norm", "layer_norm"]
+DIM = 24
+
+
+def plain(norm, *layers):
+    """The same by separate layers: one that adds, and others in it."""
+    return nn.Residual(nn.Sequential([norm, *layers]))
+
+
+def drawn(shape, kind):
+    return (RANDOM.standard_normal(shape) + 0.2).astype(arrays.dtype(kind))
+
+
+def equal(found, expected):
+    found, expected = (arrays.download(x) if arrays.is_device(x) else x for x in (found, expected))
+    assert found.dtype == expected.dtype and found.shape == expected.shape and found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("rows, width", [(1, 1), (9, 48), (3, 136), (2, 1027), (2, 8200), (0, 16)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_norm_with_a_sum_has_the_bits_of_two_passes(gpu, device, kind, rows, width, norm):
+    place = arrays.upload if device == "cuda" else np.asarray
+    functions = kernels.of(device, arrays.dtype(kind))
+    x, more, dy = (place(drawn((rows, width), kind)) for _ in range(3))
+    vectors = [place(drawn(width, kind)) for _ in range(1 + (norm == "layer_norm"))]
+    total = functions.add(x, more)
+    y, scale = getattr(functions, norm)(total, *vectors, 1e-5)
+    for found, expected in zip(getattr(functions, f"add_{norm}")(x, more, *vectors, 1e-5), (total, y, scale)):
+        equal(found, expected)
+    backward = getattr(functions, f"{norm}_backward")
+    dx, *parts = backward(dy, total, scale, vectors[0])
+    summed, *again = backward(dy, total, scale, vectors[0], more)
+    equal(summed, functions.add(more, dx))
+    for found, expected in zip(again, parts):
+        equal(found, expected)
+
+
+class Doubled:
+    """What a class of a user's may put before a norm."""
+
+    def forward(self, x):
+        y, saved = super().forward(x)
+        return self.stage.kernels.scale(y, 2.0), saved
+
+    def backward_input(self, dy, saved):
+        return super().backward_input(self.stage.kernels.scale(dy, 2.0), saved)
+
+
+class DoubledNorm(Doubled, nn.RMSNorm):
+    pass
+
+
+def blocks(residual, wrap=lambda layer: layer):
+    """Residuals side by side, in a container, beside layers that take no sum, and at the end."""
+
+    def attention():
+        return wrap(residual(nn.RMSNorm(DIM), nn.SelfAttention(DIM, 4, attend=Local())))
+
+    def mlp(norm):
+        return wrap(residual(norm(DIM), nn.SwiGLU(DIM, 40), nn.Dropout(0.2)))
+
+    return [
+        attention(),
+        mlp(nn.LayerNorm),
+        nn.Sequential([attention(), mlp(nn.RMSNorm)]),
+        nn.Sequential([nn.RMSNorm(DIM), attention(), nn.Linear(DIM, DIM)]),
+        nn.Sequential([]),
+        residual(DoubledNorm(DIM), nn.Linear(DIM, DIM)),
+        nn.Gelu(),
+        residual(nn.Sequential([])),
+        mlp(nn.RMSNorm),
+    ]
+
+
+def passed(stage, x, dy, split):
+    """What a forward and a backward find, on the host."""
+    if stage.device == "cuda":
+        x, dy = arrays.upload(x), arrays.upload(dy)
+    y, saved = stage.forward(x, nn.Position(step=2, microbatch=1))
+    if split:
+        dx, pending = stage.backward_input(dy, saved)
+        stage.backward_weight(pending)
+    else:
+        dx = stage.backward(dy, saved)
+    return y, dx, stage.gradients.flat
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("wrap", [lambda layer: layer, nn.Recompute], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_residuals_have_the_bits_of_separate_sums(gpu, device, kind, wrap, split):
+    ours, theirs = (nn.Stage(blocks(each, wrap), kind, seed=5, device=device) for each in (nn.PreNormResidual, plain))
+    assert list(ours.parameters) == list(theirs.parameters)
+    x, dy = drawn((2, 7, DIM), kind), drawn((2, 7, DIM), kind)
+    for found, expected in zip(passed(ours, x, dy, split), passed(theirs, x, dy, split)):
+        equal(found, expected)
+
+
+def launches(gpu, recompute=False):
+    """The kernels of one forward, and of one backward, of a GPT."""
+    layers = GPT(**MODEL, dropout=0.1).build(Local())
+    if recompute:
+        layers = [layers[0], *map(nn.Recompute, layers[1:-1]), layers[-1]]
+    stage = nn.Stage(layers, "bfloat16", device="cuda")
+    ids, _ = text(3)
+    gpu.reset()
+    y, saved = stage.forward(arrays.upload(ids))
+    there = list(gpu.launches)
+    gpu.reset()
+    stage.backward(y, saved)
+    return there, list(gpu.launches)
+
+
+def test_a_gpt_needs_no_launch_for_its_sums(emulated_gpu):
+    there, back = launches(emulated_gpu)
+    residuals = 2 * MODEL["layers"]
+    assert there.count("add") == 0 and there.count("add_rms_norm") == residuals and there.count("rms_norm") == 1
+    # a gradient of a gain takes one launch to add it up; "add" would be a sum in the residual or in the gradient
+    assert back.count("add") == 0 and back.count("add_parts") == residuals + 1
+    assert back.count("rms_norm_backward_add") == residuals and back.count("rms_norm_backward") == 1
+
+
+def test_a_recomputed_gpt_sums_as_often_as_a_kept_one(emulated_gpu):
+    there, back = launches(emulated_gpu, recompute=True)
+    assert there.count("add") == back.count("add") == 0
+
+
+def test_a_stage_ends_with_a_whole_sum(emulated_gpu):
+    residual = nn.PreNormResidual(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
+    stage = nn.Stage([residual], device="cuda")
+    emulated_gpu.reset()
+    stage.forward(arrays.upload(drawn((3, DIM), "float32")))
+    assert emulated_gpu.launches.count("add") == 1
+
+
+class WithoutGradient(nn.RMSNorm):
+    def backward(self, dy, saved):
+        return np.zeros_like(dy)
+
+
+def test_what_a_subclass_redefines_is_never_passed_by():
+    plain, doubled = (
+        nn.Stage([nn.PreNormResidual(nn.RMSNorm(4), nn.Linear(4, 4)), nn.PreNormResidual(norm(4))], "float64", seed=1)
+        for norm in (nn.RMSNorm, DoubledNorm)
+    )
+    x, dy = drawn((3, 4), "float64"), drawn((3, 4), "float64")
+    (y, saved), (y2, saved2) = plain.forward(x), doubled.forward(x)
+    middle = plain.layers[0].forward(x)[0]
+    np.testing.assert_allclose(y2 - middle, 2 * (y - middle), rtol=1e-12)
+    back, back2 = plain.layers[1].backward(dy, saved[1]), doubled.layers[1].backward(dy, saved2[1])
+    np.testing.assert_allclose(back2 - dy, 2 * (back - dy), rtol=1e-12)
+    silent = nn.Stage([nn.PreNormResidual(WithoutGradient(4))], "float64")
+    np.testing.assert_array_equal(silent.backward(dy, silent.forward(x)[1]), dy)
+
+
+@pytest.mark.parametrize("count, width", [(1, 5), (3, 8), (70, 19), (528, 33)])
+def test_parts_are_added_up(gpu, count, width):
+    parts, grad = drawn((count, width), "float32"), drawn(width, "float32")
+    expected, size = parts.astype(np.float64).sum(0) + grad, np.abs(parts).sum(0) + np.abs(grad)
+    there, target = arrays.upload(parts), arrays.upload(grad)
+    kernels.of("cuda").add_parts(there, target)
+    kernels.of("cpu").add_parts(parts, grad)
+    for found in (arrays.download(target), grad):
+        close(found, expected, count + 1, size)

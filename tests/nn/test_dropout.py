@@ -7,7 +7,7 @@ import pytest
 
 from mpipipe import nn
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import random
+from mpipipe.nn.random import random_bits, random_key
 
 
 def mask(stage, shape=(64, 64), **position):
@@ -71,9 +71,9 @@ def test_an_impossible_probability_is_refused(probability):
 
 
 def test_random_bits_are_the_words_of_philox_at_that_key_and_counter():
-    stream = random.key("a", 1)
+    stream = random_key("a", 1)
     assert stream.dtype == np.uint64 and stream.shape == (2,)
-    bits = random.bits16(stream, (5, 6, 7), 10)
+    bits = random_bits(stream, (5, 6, 7), 10)
     words = np.random.Philox(key=int(stream[0]) + (int(stream[1]) << 64), counter=(5 << 64) + (6 << 128) + (7 << 192))
     raw = [int(word) for word in words.random_raw(3)]
     assert [int(b) for b in bits] == [(raw[i // 4] >> 16 * (i % 4)) & 0xFFFF for i in range(10)]

@@ -6,11 +6,14 @@ import inspect
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
-from mpipipe.nn.kernels.host import any_dtype, full_precision
+from mpipipe.nn.checks import rows
+from mpipipe.nn.kernels.host import ELEMENTS, any_dtype, blocks, full_precision
 
 STATED = {name: member for name, member in vars(kernels.Kernels).items() if inspect.isfunction(member)}
 STATED = {name: member for name, member in STATED.items() if not name.startswith("_")}
@@ -24,10 +27,6 @@ def test_a_module_has_each_stated_function(module, name):
     assert [(p.name, p.kind) for p in found] == [(p.name, p.kind) for p in stated]
 
 
-def test_modules_hold_no_more_than_is_stated():
-    assert set(kernels.cuda.__all__) == set(full_precision.__all__) == set(STATED)
-
-
 def test_kernels_are_chosen_by_device_and_dtype():
     assert kernels.of("cpu") is kernels.of("cpu", arrays.dtype("bfloat16")) is any_dtype
     assert kernels.of("cpu", np.dtype(np.float64)) is full_precision
@@ -36,3 +35,32 @@ def test_kernels_are_chosen_by_device_and_dtype():
     assert nn.kernels.of_array(np.zeros(1)) is full_precision
     with pytest.raises(ArgumentError, match="not an array"):
         kernels.of_array([1.0])
+
+
+# -- Pieces that fit in a core's cache --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@given(st.integers(0, 4 * ELEMENTS), st.integers(0, 2 * ELEMENTS))
+def test_blocks_cut_all_rows_in_order_and_none_is_too_large(count, width):
+    cut = blocks(count, width)
+    ends = [0, *(block.stop for block in cut)]
+    assert [block.start for block in cut] == ends[:-1] and ends[-1] == count
+    sizes = [block.stop - block.start for block in cut]
+    assert all(size >= 1 and (size == 1 or size * max(1, width) <= ELEMENTS) for size in sizes)
+    assert len(set(sizes[:-1])) <= 1 and (not sizes or sizes[-1] <= sizes[0])
+
+
+def test_a_block_is_as_large_as_it_may_be():
+    assert blocks(ELEMENTS) == [slice(0, ELEMENTS)]
+    assert blocks(ELEMENTS + 1) == [slice(0, ELEMENTS), slice(ELEMENTS, ELEMENTS + 1)]
+    assert blocks(3, ELEMENTS // 2) == [slice(0, 2), slice(2, 3)]
+    assert blocks(2, 3 * ELEMENTS) == [slice(0, 1), slice(1, 2)]
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
+def test_rows_are_a_view_of_the_last_axis(shape):
+    x = np.arange(np.prod(shape)).reshape(shape)
+    flat = rows(x)
+    assert flat.shape == (x.size // 5, 5) and np.shares_memory(flat, x)
+    np.testing.assert_array_equal(flat.reshape(shape), x)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import dense
 from support.gradcheck import near_numeric, numeric
-from support.tolerance import close, largest
+from support.small_gpt import MODEL, build, parts_of, text
+from support.tolerance import bound, close, eps, largest, within
 
-from mpipipe import nn
+from mpipipe import Pipeline, arrays, nn
 from mpipipe.errors import ArgumentError
+from mpipipe.nn.loss import TILE_BYTES, tile_rows
 
 RANDOM = np.random.default_rng(7)
 
@@ -87,3 +92,180 @@ def test_arguments_that_do_not_fit_are_refused():
         nn.mean_squared_error(np.zeros((2, 3)), np.zeros(3))
     with pytest.raises(ArgumentError, match="equal shapes"):
         nn.mean_squared_error(np.zeros((0, 3)), np.zeros((0, 3)))
+
+
+# -- The head's product within the loss, in tiles: the same as both apart, and never more logits than a tile ----------
+
+
+DIM, VOCAB, ROWS = 6, 37, 11
+
+
+def stage_of(dtype="float64", device="cpu", seed=3):
+    return nn.Stage([nn.Embedding(VOCAB, DIM), nn.RMSNorm(DIM), nn.Head(DIM, VOCAB)], dtype, seed, device)
+
+
+def batch(rows=ROWS, seed=1):
+    random = np.random.default_rng(seed)
+    return random.integers(0, VOCAB, (rows, 1)), random.integers(0, VOCAB, (rows, 1))
+
+
+def step(comm, loss_of, schedule, dtype="float32", **options):
+    """({name: gradient}, loss, losses, validation loss) with a loss for the last stage."""
+    stages = build(schedule, comm.rank, dtype=dtype, tied=options.pop("tied", False))
+    mine = dense.placed(schedule, comm.rank, *text(7))
+    holds_last = comm.rank == schedule.placement[-1]
+    loss = loss_of(stages[-1]) if holds_last else None
+    with Pipeline(stages, schedule, comm, loss=loss, **options) as pipeline:
+        result = pipeline.step(*mine)
+        validation = pipeline.evaluate(*mine)
+        logits = pipeline.forward(mine[0])
+    if holds_last:
+        assert logits.shape == (7, MODEL["seq"], MODEL["vocab"])
+    found = {name: stage.gradients[name] for stage in stages for name in stage.gradients}
+    return found, result.loss, result.losses, validation
+
+
+def apart(_):
+    return nn.softmax_cross_entropy
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1", "looped_bfs"])
+@pytest.mark.parametrize(
+    "dtype, tied, recompute", [("float32", False, False), ("float64", True, True), ("bfloat16", True, False)]
+)
+def test_one_tile_has_the_bits_of_head_and_loss_apart(comm, schedule, dtype, tied, recompute):
+    ranks = min(comm.size, 2)
+    group = parts_of(comm, ranks)
+    plan = dense.build(schedule, ranks, 2 if schedule == "looped_bfs" else 1, 3)
+    options = dict(dtype=dtype, tied=tied, recompute=recompute)
+    expected = step(group, apart, plan, **options)
+    found = step(group, nn.HeadCrossEntropy, plan, **options)
+    assert found[1:] == expected[1:]
+    for name, gradient in found[0].items():
+        assert gradient.tobytes() == expected[0][name].tobytes(), name
+    group.Free()
+
+
+@pytest.mark.parametrize("tile", [1, 4, 5])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_tiles_equal_the_whole_to_rounding(tile, dtype):
+    stage, (ids, target) = stage_of(dtype), batch()
+    logits, saved = stage.forward(ids)
+    value, dlogits = nn.softmax_cross_entropy(logits, target, 16.0)
+    stage.backward(dlogits, saved)
+    expected = {name: gradient.copy() for name, gradient in stage.gradients.items()}
+    stage.gradients.flat.fill(0)
+    loss = nn.HeadCrossEntropy(stage, tile)
+    with loss.taking_over():
+        features, saved = stage.forward(ids)
+    assert features.shape == (ROWS, 1, DIM)
+    found, dfeatures = loss(features, target, 16.0)
+    stage.backward(dfeatures, saved)
+    wide = arrays.accumulator(arrays.dtype(dtype))
+    close(found, value, VOCAB + ROWS, 1 + largest(logits), dtype=wide)
+    halves = 4 * eps(dtype) if dtype == "float16" else 0  # of dlogits, dx, and of what the norm makes of it
+    for name, gradient in expected.items():
+        size = largest(gradient)
+        within(stage.gradients[name], gradient, bound(wide, VOCAB * ROWS, size) + halves * size, name)
+
+
+def test_gradients_agree_with_finite_differences():
+    stage, (_, target) = stage_of(), batch()
+    loss = nn.HeadCrossEntropy(stage, tile=3)
+    x, weight = np.random.default_rng(5).standard_normal((ROWS, 1, DIM)), stage.parameters["2.weight"]
+
+    def value():
+        stage.position = nn.Position(training=False)
+        return loss(x, target)[0]
+
+    slopes = numeric(value, x), numeric(value, weight)
+    assert not stage.gradients.flat.any(), "an evaluation has no gradient"
+    stage.position = nn.Position()
+    _, dx = loss(x, target)
+    near_numeric(dx, slopes[0], 100, 1 + largest(x))
+    near_numeric(stage.gradients["2.weight"], slopes[1], 100, 1 + largest(x))
+
+
+def test_the_factor_counts_in_all_gradients():
+    stage, (_, target) = stage_of(), batch()
+    x = np.random.default_rng(5).standard_normal((ROWS, 1, DIM))
+    value, dx = nn.HeadCrossEntropy(stage, tile=4)(x, target)
+    dw = stage.gradients["2.weight"].copy()
+    stage.gradients.flat.fill(0)
+    heavy, heavy_dx = nn.HeadCrossEntropy(stage, tile=4)(x, target, 2.0)
+    assert heavy == value
+    np.testing.assert_array_equal(heavy_dx, 2 * dx)
+    np.testing.assert_array_equal(stage.gradients["2.weight"], 2 * dw)
+
+
+def test_logits_never_exist_as_a_whole():
+    vocab, rows, tile = 20_000, 512, 16
+    stage = nn.Stage([nn.Head(4, vocab)])
+    loss, x = nn.HeadCrossEntropy(stage, tile), np.ones((rows, 4), np.float32)
+    target = np.arange(rows)
+    tracemalloc.start()
+    loss(x, target)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    one_tile, a_piece, dx = tile * vocab * 4, (1 << 17) * 4, x.nbytes  # one piece of the gradient of the head
+    assert peak < 1.1 * one_tile + a_piece + 2 * dx + 65536, f"{peak:,} bytes, a tile has {one_tile:,}"
+
+
+def test_a_tile_fits_its_bytes():
+    assert tile_rows(128_000, 4, "cpu") * 128_000 * 4 <= TILE_BYTES["cpu"]
+    assert tile_rows(10**12, 4, "cpu") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tile", [None, 4])
+def test_the_same_on_the_device(gpu, dtype, tile):
+    (ids, target), found = batch(), []
+    for device in ("cpu", "cuda"):
+        stage = stage_of(dtype, device)
+        loss = nn.HeadCrossEntropy(stage, tile)
+        with loss.taking_over():
+            features, saved = stage.forward(ids)
+        value, dfeatures = loss(features, target)
+        stage.backward(dfeatures, saved)
+        flat = arrays.download(stage.gradients.flat) if device == "cuda" else stage.gradients.flat
+        found.append((float(value if device == "cpu" else arrays.download(value)), flat))
+    (value, gradients), (there, gradients_there) = found
+    halves = 8 * eps(dtype) if dtype == "bfloat16" else 0
+    assert abs(value - there) <= bound(np.float32, VOCAB * 2, 4.0) + 4 * halves
+    size = largest(gradients)
+    within(gradients_there, gradients, bound(np.float32, VOCAB * ROWS, size) + halves * size)
+
+
+def test_a_head_in_graphs_gives_features_to_its_loss_and_logits_to_others(comm, gpu, monkeypatch):
+    alone, losses = parts_of(comm, 1), []
+    ids, target = batch(8)
+    for graphs in "01":
+        monkeypatch.setenv("MPIPIPE_GRAPHS", graphs)
+        with arrays.own_stream():
+            stage = stage_of("float32", "cuda")
+            with Pipeline([stage], dense.build("gpipe", 1, 1, 2), alone, loss=nn.HeadCrossEntropy(stage)) as pipeline:
+                for _ in range(4):
+                    losses.append(pipeline.step(ids, target).loss)
+                    assert pipeline.forward(ids).shape == (8, 1, VOCAB)
+                losses.append(arrays.download(stage.gradients.flat).tobytes())
+                if graphs == "1":
+                    recorded = pipeline.engine.partners.stages[0].computes._kinds.values()
+                    actions = {key[0] for kind in recorded for slot in kind.free.values() for key in slot.graphs}
+                    assert {"forward", "backward"} <= actions
+    assert losses[:5] == losses[5:]
+    alone.Free()
+
+
+def test_heads_and_targets_that_do_not_fit_are_refused():
+    with pytest.raises(ArgumentError, match=r"nn\.Head as the last layer"):
+        nn.HeadCrossEntropy(nn.Stage([nn.Linear(3, 4)]))
+    stage = stage_of()
+    with pytest.raises(ArgumentError, match="tile"):
+        nn.HeadCrossEntropy(stage, tile=0)
+    loss = nn.HeadCrossEntropy(stage)
+    with pytest.raises(ArgumentError, match="one target"):
+        loss(np.zeros((2, DIM)), np.zeros(3, int))
+    with pytest.raises(ArgumentError, match="out of range"):
+        loss(np.zeros((2, DIM)), np.array([0, VOCAB]))
+    with pytest.raises(ArgumentError, match="last axis"):
+        loss(np.zeros((2, DIM + 1)), np.zeros(2, int))

@@ -219,40 +219,10 @@ def test_masters_add_up_updates_that_bfloat16_would_lose():
     within(stage.compute["0.weight"], np.full((4, 4), 0.9), 1000 * eps("float32") + rounding("bfloat16", 0.9))
 
 
-class Dense:
-    """Causal attention in float64 by the definition, rounded to the dtype of its arguments."""
-
-    def forward(self, q, k, v):
-        wide = [x.astype(np.float64) for x in (q, k, v)]
-        scores = np.einsum("bihd,bjhd->bhij", wide[0], wide[1]) / np.sqrt(q.shape[-1])
-        scores[..., ~np.tri(q.shape[1], dtype=bool)] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        return np.einsum("bhij,bjhd->bihd", weights, wide[2]).astype(q.dtype), (wide, weights)
-
-    def backward(self, dout, saved):
-        (q, k, v), p = saved
-        d = dout.astype(np.float64)
-        dp = np.einsum("bihd,bjhd->bhij", d, v)
-        ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
-        results = np.einsum("bhij,bjhd->bihd", ds, k), np.einsum("bhij,bihd->bjhd", ds, q)
-        return tuple(x.astype(dout.dtype) for x in (*results, np.einsum("bhij,bihd->bjhd", p, d)))
-
-
-def gpt(attend):
-    parts = []
-    for _ in range(2):
-        parts += [
-            nn.Residual(nn.Sequential([nn.RMSNorm(16), nn.SelfAttention(16, 2, attend=attend)])),
-            nn.Residual(nn.Sequential([nn.RMSNorm(16), nn.SwiGLU(16, 32)])),
-        ]
-    return [nn.Embedding(40, 16), *parts, nn.RMSNorm(16), nn.Linear(16, 40, bias=False)]
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(dtype):
-    exact = nn.Stage(gpt(attention.Local()), dtype="float64", seed=2)
-    mixed = nn.Stage(gpt(Dense()), dtype=dtype, seed=2)
+    model = GPT(vocab=40, dim=16, layers=2, heads=2, hidden=32, seq=9)
+    exact, mixed = (nn.Stage(model.build(attention.Local()), kind, seed=2) for kind in ("float64", dtype))
     ids, target = RANDOM.integers(0, 40, (2, 3, 9))
     scale = 256.0
     for stage, factor in ((exact, 1.0), (mixed, scale)):

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
+from support import reference_rope
+from support.tolerance import bound, close, within
 
 from mpipipe import arrays, nn
+from mpipipe.errors import ArgumentError
 from mpipipe.nn import rope
-from mpipipe.nn.layers.layer import TABLES, RopeTables
+from mpipipe.nn.rope import TABLES, RopeTables, scaling_of
 
-POSITIONS = np.array([0, 1, 5, 4095])
+POSITIONS = np.array([0, 1, 5, 4095, 100000])
 
 
 def test_angles_are_the_formula():
     expected = [[p * 100.0 ** (-2 * i / 6) for i in range(3)] for p in POSITIONS]
-    np.testing.assert_allclose(rope.angles(POSITIONS, 6, 100.0), expected, rtol=1e-15)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_host_and_device_tables_hold_the_same_numbers(gpu, dtype):
-    kind = arrays.dtype(dtype)
-    host = nn.kernels.of("cpu", kind).rope_table(POSITIONS, 6, 100.0, kind)
-    device = arrays.download(nn.kernels.of("cuda").rope_table(POSITIONS, 6, 100.0, kind))
-    assert host.shape == (4, 1, 3) and device.dtype == arrays.accumulator(kind)
-    np.testing.assert_allclose(host[:, 0].real, device[..., 0], rtol=0, atol=np.finfo(device.dtype).eps)
-    np.testing.assert_allclose(host[:, 0].imag, device[..., 1], rtol=0, atol=np.finfo(device.dtype).eps)
-    assert host[2, 0, 1].real == pytest.approx(math.cos(5 * 100.0 ** (-1 / 3)), rel=1e-6)
+    found, amplitude = rope.angles(POSITIONS, 6, 100.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-15)
+    assert amplitude == 1
 
 
 def tables():
-    return RopeTables(nn.kernels.of("cpu"), np.dtype(np.float64), "cpu")
+    return RopeTables(nn.kernels.of("cpu").rope_table, np.dtype(np.float64), "cpu")
 
 
 def test_equal_positions_share_one_table():
@@ -39,6 +33,8 @@ def test_equal_positions_share_one_table():
     assert kept.of([1, 2], 4, 10.0) is kept.of(np.array([1, 2], np.int32), 4, 10.0)
     assert kept.of([1, 2], 4, 10.0) is not kept.of([1, 2], 4, 20.0)
     assert kept.of([1, 2], 4, 10.0) is not kept.of([2, 1], 4, 10.0)
+    both = [kept.first(5, 4, 10.0, scaling) for scaling in (None, nn.LinearScaling(2.5), nn.LinearScaling(2.5))]
+    assert both[0].base is not both[1].base is both[2].base
 
 
 def test_tables_that_were_not_used_for_long_are_dropped():
@@ -55,3 +51,90 @@ def test_tables_that_were_not_used_for_long_are_dropped():
 def test_a_table_cannot_be_written():
     with pytest.raises(ValueError, match="read-only"):
         tables().first(4, 4, 10.0)[...] = 0
+
+
+# -- Scalings of rotary frequencies against the formulas written out pair by pair, and numbers that make no sense -----
+
+
+SCALINGS = [
+    nn.LinearScaling(2.5),
+    nn.Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192),
+    nn.Llama3Scaling(32.0, low_freq_factor=0.5, high_freq_factor=2.0, original_positions=64),
+    nn.YarnScaling(4.0, original_positions=32768),
+    nn.YarnScaling(16.0, original_positions=4096, beta_fast=20.0, beta_slow=2.0, attention_factor=1.25),
+    nn.YarnScaling(2.0, original_positions=8, beta_fast=1.2),  # the ramp is one step
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("head_dim, base", [(128, 1e6), (64, 5e5), (6, 1e4), (2, 1e4)])
+def test_frequencies_and_amplitude_are_the_formulas(scaling, head_dim, base):
+    expected, amplitude = reference_rope.frequencies(head_dim, base, scaling)
+    found = scaling.scaled(base ** (-np.arange(0, head_dim, 2) / head_dim), base)
+    close(found, expected, 20)
+    close(scaling.amplitude, amplitude, 5)
+    assert (found < reference_rope.frequencies(head_dim, base)[0]).any() or head_dim < 64
+
+
+def test_each_scaling_keeps_fast_pairs_and_divides_slow_ones_but_linear_divides_all():
+    plain = 1e6 ** (-np.arange(0, 128, 2) / 128)
+    ratios = {scaling.kind: scaling.scaled(plain, 1e6) / plain for scaling in SCALINGS[:4]}
+    close(ratios["linear"], np.full(64, 1 / 2.5), 3)
+    for kind, factor in (("llama3", 32.0), ("yarn", 4.0)):
+        ratio = ratios[kind]
+        assert ratio[0] == 1 and ratio[-1] == pytest.approx(1 / factor) and (np.diff(ratio) <= 1e-12).all()
+
+
+@pytest.mark.parametrize("scaling", [None, *SCALINGS], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_tables_on_host_and_device_have_scaled_angles_and_amplitude(gpu, scaling, dtype):
+    kind = arrays.dtype(dtype)
+    wide = arrays.accumulator(kind)
+    host = RopeTables(nn.kernels.of("cpu", kind).rope_table, kind, "cpu").of(POSITIONS, 6, 100.0, scaling)
+    device = RopeTables(nn.kernels.of("cuda").rope_table, kind, "cuda").of(POSITIONS, 6, 100.0, scaling)
+    frequencies, amplitude = reference_rope.frequencies(6, 100.0, scaling)
+    angles = POSITIONS[:, None] * frequencies
+    for part, turn, there in ((host.real, np.cos, 0), (host.imag, np.sin, 1)):
+        expected = amplitude * turn(angles)
+        allowed = bound(wide, 2, amplitude) + bound(np.float64, 20, amplitude * angles)
+        within(part[:, 0], expected, allowed)
+        within(arrays.download(device)[..., there], expected, allowed)
+
+
+def test_turning_back_is_the_adjoint_though_the_amplitude_is_not_one():
+    """<turned x, y> = <x, y turned back>, which a backward needs."""
+    table = nn.kernels.of("cpu").rope_table(POSITIONS, 8, 100.0, np.dtype(np.float64), scaling=SCALINGS[4])
+    x, y = np.random.default_rng(0).standard_normal((2, 2, 5, 3, 8))
+    there, back = np.empty_like(x), np.empty_like(y)
+    kernels = nn.kernels.of("cpu")
+    kernels.apply_rope(x, table, there)
+    kernels.apply_rope(y, table, back, inverse=True)
+    close((there * y).sum(), (x * back).sum(), x.size, np.abs(x * back).sum())
+    close((there**2).sum(), 1.25**2 * (x**2).sum(), x.size)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_a_scaling_comes_back_from_its_numbers(scaling):
+    assert scaling_of(asdict(scaling)) == scaling
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: nn.LinearScaling(0.5), "factor"),
+        (lambda: nn.LinearScaling(float("inf")), "factor"),
+        (lambda: nn.LinearScaling("2"), "factor"),
+        (lambda: nn.Llama3Scaling(8.0, 4.0, 1.0, 8192), "low_freq_factor"),
+        (lambda: nn.Llama3Scaling(8.0, 0.0, 1.0, 8192), "low_freq_factor"),
+        (lambda: nn.Llama3Scaling(8.0, 1.0, 4.0, 8192.0), "original_positions"),
+        (lambda: nn.YarnScaling(4.0, 0), "original_positions"),
+        (lambda: nn.YarnScaling(4.0, 64, beta_fast=1.0, beta_slow=1.0), "beta_fast"),
+        (lambda: nn.YarnScaling(4.0, 64, attention_factor=0), "attention_factor"),
+        (lambda: scaling_of({"factor": 2.0}), "unknown"),
+        (lambda: scaling_of({"kind": "yarn", "factor": 2.0}), "original_positions"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_by_name(make, match):
+    with pytest.raises(ArgumentError, match=match) as caught:
+        make()
+    assert caught.value.found

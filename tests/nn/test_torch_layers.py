@@ -1,4 +1,4 @@
-"""Layers against PyTorch in float64, and rotary frequencies against those of transformers."""
+"""Attention with its options against PyTorch in float64, and rotary frequencies against those of transformers."""
 
 from __future__ import annotations
 
@@ -22,30 +22,6 @@ def torch():
     return pytest.importorskip("torch")
 
 
-def embedded(torch, p, x):
-    return 3.0 * torch.nn.functional.embedding(x, p["0.weight"]) + p["1.weight"][: x.shape[1]]
-
-
-def feed_forward(torch, p, x):
-    functional = torch.nn.functional
-    inner = functional.gelu(functional.linear(x, p["0.up"], p["0.up_bias"]), approximate="tanh")
-    return functional.linear(inner, p["0.down"], p["0.down_bias"])
-
-
-def swiglu(torch, p, x):
-    functional = torch.nn.functional
-    gate, up = functional.linear(x, p["0.gate_up"], p["0.gate_up_bias"]).chunk(2, -1)
-    return functional.linear(functional.silu(gate) * up, p["0.down"], p["0.down_bias"])
-
-
-def layer_norm(torch, p, x):
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], p["0.gain"], p["0.bias"], eps=0.01)
-
-
-def rms_norm(torch, p, x):
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], p["0.gain"], eps=0.01)
-
-
 def attention(torch, p, x, base=100.0, window=None, normed=True, size=6):
     functional = torch.nn.functional
     qkv = functional.linear(x, p["0.qkv"], p["0.qkv_bias"]).view(BATCH, SEQ, 8, size).transpose(1, 2)
@@ -67,11 +43,6 @@ def attention(torch, p, x, base=100.0, window=None, normed=True, size=6):
 
 HEADS = dict(kv_heads=2, head_dim=6, qkv_bias=True, out_bias=True)
 LAYERS = {
-    "embedding": (lambda: [nn.Embedding(9, DIM, scale=3.0), nn.LearnedPositions(10, DIM)], embedded),
-    "feed-forward": (lambda: [nn.FeedForward(DIM, 40)], feed_forward),
-    "SwiGLU": (lambda: [nn.SwiGLU(DIM, 40, bias=True)], swiglu),
-    "LayerNorm": (lambda: [nn.LayerNorm(DIM, eps=0.01)], layer_norm),
-    "RMSNorm": (lambda: [nn.RMSNorm(DIM, eps=0.01)], rms_norm),
     "attention": (
         lambda: [nn.SelfAttention(DIM, 4, attend=Local(), rope_base=100.0, qk_norm=True, eps=0.01, **HEADS)],
         attention,
@@ -92,9 +63,8 @@ def test_outputs_and_gradients_are_those_of_torch(torch, name):
     make, judge = LAYERS[name]
     stage = nn.Stage(make(), dtype="float64")
     stage.parameters.flat += RANDOM.standard_normal(stage.parameters.flat.size) * 0.3
-    integers = name == "embedding"
-    x = RANDOM.integers(0, 9, (BATCH, SEQ)) if integers else RANDOM.standard_normal((BATCH, SEQ, DIM))
-    there = torch.tensor(x, requires_grad=not integers)
+    x = RANDOM.standard_normal((BATCH, SEQ, DIM))
+    there = torch.tensor(x, requires_grad=True)
     p = {key: torch.tensor(array, requires_grad=True) for key, array in stage.parameters.items()}
     expected = judge(torch, p, there)
     y, saved = stage.forward(x)
@@ -102,8 +72,7 @@ def test_outputs_and_gradients_are_those_of_torch(torch, name):
     dy = RANDOM.standard_normal(y.shape)
     expected.backward(torch.tensor(dy))
     dx = stage.backward(dy, saved)
-    if not integers:
-        close(dx, there.grad.numpy(), OPERATIONS, largest(dx), what="input")
+    close(dx, there.grad.numpy(), OPERATIONS, largest(dx), what="input")
     for key, array in p.items():
         close(stage.gradients[key], array.grad.numpy(), OPERATIONS, largest(stage.gradients[key]), what=key)
 

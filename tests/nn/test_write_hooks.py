@@ -75,30 +75,6 @@ def _starts(pieces):
     return [(start, writer) for start, (_, writer) in zip([0, *(stop for stop, _ in pieces)], pieces)]
 
 
-def test_names_of_each_layer():
-    writers = gradient_ready(recomputing())
-    assert writers.names == [
-        {"4.weight"},
-        {"5.layer.0.gain", "5.layer.1.gate_up", "5.layer.1.down"},
-        {"6.gain", "6.bias"},
-        set(),
-        {"8.weight", "8.bias"},
-    ]
-
-
-def test_a_part_of_the_gradients_can_be_ended_alone():
-    stage = recomputing()
-    for value in stage.gradients.values():
-        value[...] = 7
-    stage.begin_gradients()
-    assert {"8.weight", "8.bias", "6.gain"} <= stage.unwritten
-    stage.end_gradients(frozenset({"8.weight", "4.weight"}))
-    assert not stage.gradients["8.weight"].any() and stage.gradients["8.bias"].all()
-    assert "8.weight" not in stage.unwritten and "8.bias" in stage.unwritten
-    stage.end_gradients()
-    assert not stage.gradients.flat.any() and not stage.unwritten
-
-
 class Odd(nn.Linear):
     """A layer of the user's."""
 

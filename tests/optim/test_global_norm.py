@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
+from support.gradients import contents, fill
 
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 
 OPTIMIZERS = {
     "AdamW": lambda stages: optim.AdamW(stages, 0.01, weight_decay=0.1),
@@ -36,26 +36,6 @@ def made(rank, dtype="float32", device="cuda"):
     for number, stage in enumerate(stages):
         stage.index = 10 * rank + number
     return stages
-
-
-def fill(stages, seed, size=1.0, bad=None):
-    """Gradients of this size; `bad` in one place of the last stage."""
-    for stage in stages:
-        flat = np.zeros(stage.gradients.flat.size, stage.gradients.flat.dtype)
-        for name, at in stage.gradients.offsets.items():
-            count = stage.gradients[name].size
-            flat[at : at + count] = np.random.default_rng([seed, *name.encode()]).standard_normal(count) * size
-        if bad is not None and stage is stages[-1]:
-            flat[stage.gradients.offsets[f"{stage.first}.bias"] + 3] = bad
-        arrays.upload(flat, out=stage.gradients.flat)
-
-
-def contents(stages, optimizer=None):
-    """Everything that a step may change, as bytes."""
-    kept = [flat for s in stages for flat in (s.parameters.flat, s.compute.flat, s.gradients.flat)]
-    if optimizer is not None:
-        kept += [state[key] for state in optimizer.state for key in state]
-    return [each.tobytes() for each in arrays.download_all(kept)]
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
@@ -228,7 +208,7 @@ def all_aborted(machine):
         def Test(self):
             return all(each._aborted or not each._underway for each in machine.communicators)
 
-    wait(Aborted(), "aborts")
+    wait_for(Aborted(), "aborts")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.gradients import contents, fill
 
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, NonFiniteError
@@ -26,24 +27,6 @@ OPTIMIZERS = {
 def made(dtype="float32", number=2):
     """Stages with two ranges of weight decay each."""
     return [nn.Stage([nn.Linear(37, 13), nn.RMSNorm(13)], dtype, seed, "cuda", 2 * seed) for seed in range(number)]
-
-
-def fill(stages, seed, size=1.0, bad=None):
-    """Gradients of this size; `bad` in one place of the last stage."""
-    for stage in stages:
-        flat = np.zeros(stage.gradients.flat.size, stage.gradients.flat.dtype)
-        for name, at in stage.gradients.offsets.items():
-            count = stage.gradients[name].size
-            flat[at : at + count] = np.random.default_rng([seed, *name.encode()]).standard_normal(count) * size
-        if bad is not None and stage is stages[-1]:
-            flat[stage.gradients.offsets[f"{stage.first}.bias"] + 3] = bad
-        arrays.upload(flat, out=stage.gradients.flat)
-
-
-def contents(stages, optimizer):
-    """Everything that a step may change, on the host."""
-    kept = [flat for s in stages for flat in (s.parameters.flat, s.compute.flat, s.gradients.flat)]
-    return arrays.download_all(kept + [state[key] for state in optimizer.state for key in state])
 
 
 def assert_equal(found, expected):
@@ -123,7 +106,7 @@ def test_a_step_on_the_device_has_the_bits_of_one_with_the_norm_on_the_host(gpu,
         assert optim.scaled_step(second, scaler, max_norm, lr=0.02) == norm
         for stage in (*before, *now):
             stage.refresh()
-        assert_equal(contents(now, second), contents(before, first))
+        assert contents(now, second) == contents(before, first)
     assert second.steps == first.steps == 4 and scaler.good == 4
 
 
@@ -192,18 +175,18 @@ def test_an_overflow_changes_nothing_on_the_device_and_counts_no_step(gpu, name,
     fill(stages, 1, bad=value)
     start = contents(stages, optimizer)
     assert optim.scaled_step(optimizer, scaler, 1.0) is None
-    assert_equal(contents(stages, optimizer), start)
+    assert contents(stages, optimizer) == start
     assert (scaler.scale, scaler.skipped, optimizer.steps) == (4.0, 1, 1)
     calm.scale = 4.0
     fill(stages, 2), fill(others, 2)
     assert optim.scaled_step(optimizer, scaler, 1.0) == optim.scaled_step(undisturbed, calm, 1.0)
-    assert_equal(contents(stages, optimizer), contents(others, undisturbed))
+    assert contents(stages, optimizer) == contents(others, undisturbed)
     fixed = optim.LossScaler(4.0, dynamic=False)
     fill(stages, 3, bad=value)
     start = contents(stages, optimizer)
     with pytest.raises(NonFiniteError, match=r"2\.bias"):
         optim.scaled_step(optimizer, fixed, 1.0)
-    assert_equal(contents(stages, optimizer), start)
+    assert contents(stages, optimizer) == start
     assert optimizer.steps == 2 and fixed.skipped == 0
 
 
@@ -239,17 +222,17 @@ def test_clipping_has_the_bits_of_a_factor_from_the_host(gpu, dtype):
             for stage in before:
                 stage.kernels.scale(stage.gradients.flat, max_norm / norm, stage.gradients.flat)
         assert optim.clip_by_global_norm(now, max_norm, scale=4.0) == norm
-        assert_equal(*[arrays.download_all([s.gradients.flat for s in stages]) for stages in (now, before)])
+        assert contents(now) == contents(before)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_gradients_that_are_not_finite_stay_as_they_are(gpu, value):
     stages = made()
     fill(stages, 1, bad=value)
-    start = arrays.download_all([stage.gradients.flat for stage in stages])
+    start = contents(stages)
     with pytest.raises(NonFiniteError, match=r"2\.bias"):
         optim.clip_by_global_norm(stages, 0.1)
-    assert_equal(arrays.download_all([stage.gradients.flat for stage in stages]), start)
+    assert contents(stages) == start
 
 
 # -- the kernels, on the host and on the device

@@ -324,7 +324,7 @@ def test_the_argument_wins_over_the_environment(comm, monkeypatch):
         monkeypatch.setenv("MPIPIPE_CHECK", text)
         with Pipeline([Mine(comm.rank)], schedule, comm, check=check) as pipeline:
             assert (pipeline.engine.checks is not None) is on
-            (stage,) = pipeline.engine.stages
+            (stage,) = pipeline.engine.partners.stages
             assert (stage.computes is stage.given) is not on
     monkeypatch.setenv("MPIPIPE_CHECK", "yes")
     with pytest.raises(ArgumentError, match="MPIPIPE_CHECK"):

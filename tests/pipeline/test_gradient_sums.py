@@ -11,6 +11,8 @@ from functools import partial, partialmethod
 import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
+from hypothesis import given
+from hypothesis import strategies as some
 from support import dense
 from support.small_gpt import text
 
@@ -21,11 +23,11 @@ from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.language.models import GPT
-from mpipipe.pipeline.gradient_sums import GradientSums
+from mpipipe.language.shard import Shard
+from mpipipe.pipeline.gradient_sums import Bucket, GradientSums, cut
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
-from mpipipe.train.training_plan import Shard
 
 SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -156,17 +158,8 @@ def test_a_gradient_that_no_layer_has_written_counts_as_zero(mesh, monkeypatch):
         assert by_layers(pipeline) == [True]
         pipeline.step(x, 0 * x)
         assert arrays.download(stage.gradients["2.weight"]).any()
-        given, start = skipping.backward_input, NcclSums.start
+        given = skipping.backward_input
         monkeypatch.setattr(skipping, "backward", lambda dy, saved: given(dy, saved)[0])
-
-        def starting(self, part):
-            first, last = arrays.address(part), arrays.address(part) + part.nbytes
-            for name in stage.unwritten:
-                gradient = stage.gradients[name]
-                assert not first - gradient.nbytes < arrays.address(gradient) < last, f"{name} was summed unwritten"
-            return start(self, part)
-
-        monkeypatch.setattr(NcclSums, "start", starting)
         pipeline.step(x, 0 * x)
     assert not arrays.download(stage.gradients["2.weight"]).any()
     assert arrays.download(stage.gradients["1.weight"]).any()
@@ -244,7 +237,7 @@ def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh,
         for name in ("watch", "complete"):
             monkeypatch.setattr(GradientSums, name, partialmethod(partial(noting, getattr(GradientSums, name))))
         pipeline.step(*mine)
-        messages = pipeline.engine.plans["step"].order_keys
+        messages = pipeline.engine.plans.training.order_keys
     keys = [key for key, _ in issued]
     assert keys == sorted(keys)
     assert len(issued) == len(messages) + len(put)
@@ -348,7 +341,7 @@ def all_aborted(machine):
         def Test(self):
             return all(each._aborted or not each._underway for each in machine.communicators)
 
-    wait(Aborted(), "aborts")
+    wait_for(Aborted(), "aborts")
 
 
 @pytest.mark.parametrize("guilty", ["first", "last"])
@@ -437,3 +430,63 @@ def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch, 
             assert tuple(pipeline.engine.nccl[:2]) == (True, False)
             losses = {pipeline.step(*mine).loss for _ in range(2)}
     assert len(losses) == 1
+
+
+# -- Buckets of gradients: every element once, in the order in which layers end, cut at the edges of layers ------------
+
+
+def test_a_layer_that_fills_a_bucket_has_one_of_its_own():
+    layers = [(60, 0), (150, 1), (240, 2), (330, 3)]
+    assert cut([layers], 100) == [
+        Bucket(0, 240, 330, 3),
+        Bucket(0, 150, 240, 2),
+        Bucket(0, 60, 150, 1),
+        Bucket(0, 0, 60, 0),
+    ]
+
+
+def test_small_layers_share_a_bucket_and_large_ones_have_several():
+    layers = [(1000, 0), (1010, 1), (1020, 2), (1250, 3)]
+    assert cut([layers], 100) == [
+        Bucket(0, 1150, 1250, 3),
+        Bucket(0, 1050, 1150, 3),
+        Bucket(0, 1000, 1050, 1),
+        *(Bucket(0, start, start + 100, 0) for start in range(900, -1, -100)),
+    ]
+
+
+def test_what_holds_pieces_of_all_layers_stands_apart():
+    """Matrices, then gains; and a part of a tied parameter, to which the last layer writes."""
+    flat, part = [(40, 0), (80, 1), (120, 2), (121, 0), (122, 1), (123, 2)], [(30, 2)]
+    found = cut([flat, part], 40)
+    assert found == [
+        Bucket(0, 80, 120, 2),
+        Bucket(1, 0, 30, 2),
+        Bucket(0, 40, 80, 1),
+        Bucket(0, 120, 123, 0),
+        Bucket(0, 0, 40, 0),
+    ]
+
+
+def test_nothing_is_no_bucket():
+    assert cut([[]], 10) == []
+
+
+PIECES = some.lists(some.tuples(some.integers(1, 50), some.integers(0, 5)), max_size=20)
+
+
+@given(some.lists(PIECES, max_size=3), some.integers(1, 60))
+def test_buckets_hold_every_element_once_and_wait_for_all_its_writers(arrays, count):
+    given, writers = [], []
+    for pieces in arrays:
+        writers.append([place for size, place in pieces for _ in range(size)])
+        stops = [sum(size for size, _ in pieces[: at + 1]) for at in range(len(pieces))]
+        given.append([(stop, place) for stop, (_, place) in zip(stops, pieces)])
+    found = cut(given, count)
+    covered = sorted((bucket.array, at) for bucket in found for at in range(bucket.start, bucket.stop))
+    assert covered == [(array, at) for array, places in enumerate(writers) for at in range(len(places))]
+    for bucket in found:
+        assert 0 < bucket.stop - bucket.start <= count
+        assert bucket.place == min(writers[bucket.array][bucket.start : bucket.stop])
+    places = [bucket.place for bucket in found]
+    assert places == sorted(places, reverse=True)

@@ -49,12 +49,13 @@ def train(comm, name, chunks, how, *, replicas=1, recompute=False, tied=False):
                 optim.scaled_step(optimizer, optim.LossScaler(1.0, dynamic=False), 0.5, comm=pipe)
                 continue
             results.append(pipeline.launch(*mine))
-            groups = [group for group in (pipeline.engine.pipe, pipeline.engine.replicas) if group is not None]
-            assert all(group.vote is None for group in groups)  # gradients are of ranks that agree
+            assert all(
+                group.vote is None for group in pipeline.engine.partners.groups
+            )  # gradients are of ranks that agree
             update = optim.begin_step(optimizer, 0.5, comm=pipe)
             if how == "launch, ask late" and step:
                 results[-2] = results[-2].wait()
-            update.finish()
+            update.wait()
         if how != "step":
             results[-1] = results[-1].wait()
     if how == "launch, ask at the end":
@@ -141,7 +142,7 @@ def test_a_rank_begins_the_next_step_while_another_is_in_the_last_one(comm):
         for step in range(4):
             steps.append(step)
             pending.append(pipeline.launch(*batch(step, schedule, comm.rank)))
-            optim.begin_step(optimizer).finish()
+            optim.begin_step(optimizer).wait()
         assert [each.wait().loss for each in pending] == [each.wait().loss for each in pending]
     for request in sent:
         request.Wait()
@@ -168,7 +169,7 @@ def test_other_calls_come_between_launched_steps(comm):
         assert pipeline.steps_taken == 15
     assert second.wait().loss == first.wait().loss == expected and abs(value - expected) < 1e-12
     assert third.wait() is third.wait() and len(third.wait().losses) == 2
-    assert not pipeline.engine.losses_underway
+    assert not pipeline.engine.weighing.underway
 
 
 def test_a_launched_step_is_recorded_like_any_other(comm):
@@ -199,7 +200,7 @@ def test_no_training_step_begins_before_the_update_of_the_last_one_has_ended(com
         pipeline.step(*mine)
         update = optim.begin_step(optimizer, 0.5, comm=comm)
         before = pipeline.evaluate(*mine)
-        with pytest.raises(ArgumentError, match=r"(?s)has begun, and not ended.*call finish\(\)"):
+        with pytest.raises(ArgumentError, match=r"(?s)has begun, and not ended.*call wait\(\)"):
             pipeline.step(*mine)
         scaler = optim.LossScaler(1.0, dynamic=False)
         for step in (
@@ -212,7 +213,7 @@ def test_no_training_step_begins_before_the_update_of_the_last_one_has_ended(com
                 step()
         assert optimizer.steps == 0
         assert all(stage.update_begun is update for stage in stages)  # for who has lost it
-        update.finish()
+        update.wait()
         assert pipeline.step(*mine).loss != before
 
 
@@ -227,7 +228,7 @@ def test_a_rank_that_forgets_its_update_ends_the_launch_on_all():
         pipeline.launch(*mine)
         update = optim.begin_step(optim.AdamW(stages, lr=0.01), 0.5, comm=comm)
         if comm.rank:
-            update.finish()
+            update.wait()
         with pytest.raises(MpipipeError):
             pipeline.launch(*mine).wait()
             pipeline.launch(*mine).wait()

@@ -217,7 +217,7 @@ def test_a_rank_that_leaves_the_optimizer_out(comm, odd):
         for step in range(3):
             pipeline.launch(*mine)
             if step < 1 or comm.rank != odd % comm.size:
-                optim.begin_step(optimizer, 1.0, comm=comm).finish()
+                optim.begin_step(optimizer, 1.0, comm=comm).wait()
         raise AssertionError("the steps have ended")
 
     ends(comm, pipeline, act, "wait for each other|different calls", (MismatchError, PeerError))
@@ -230,7 +230,7 @@ def test_a_rank_that_clips_at_once_while_others_begin(comm):
         if comm.rank == 0:
             optim.clip_by_global_norm(stages, 1.0, comm)
         else:
-            optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).finish()
+            optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).wait()
 
 
 REPLICA_FAULTS = {
@@ -265,3 +265,48 @@ def test_one_replica_that_does_something_else(comm, sends, fault):
         raise AssertionError("the call has returned")
 
     ends(comm, pipeline, run, match, (MismatchError, ArgumentError, PeerError))
+
+
+# -- Whole jobs with launched steps: ranks that die or leave, and ends of scripts with losses that nobody asked for ----
+
+
+SCRIPT = """
+import os, sys
+import numpy as np
+from mpipipe import Pipeline, nn, optim, schedules
+from mpipipe.job import runtime
+
+comm = runtime.world()
+stages = [nn.Stage([nn.Linear(64, 64)], first=comm.rank)]
+batch = np.ones((4000, 64), np.float32)
+mine = batch if comm.rank == 0 else None, batch if comm.rank == comm.size - 1 else None
+pipeline = Pipeline(stages, schedules.one_f_one_b(comm.size, 4), comm, nn.mean_squared_error)
+optimizer = optim.SGD(stages, lr=0.1)
+for step in range(5):
+    if step == 3 and comm.rank == 1:
+        ACT
+    pending = pipeline.launch(*mine)
+    optim.begin_step(optimizer, MAX_NORM, comm=comm).wait()
+print("end", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "act, max_norm, says",
+    [
+        ("os._exit(3)", "1.0", ""),
+        ("sys.exit(0)", "None", "left the job"),
+        pytest.param("sys.exit(0)", "1.0", "left the job", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_dies_or_leaves_ends_the_job(launch, act, max_norm, says):
+    job = launch(3, SCRIPT.replace("ACT", act).replace("MAX_NORM", max_norm), env={"MPIPIPE_SYNC_SENDS": "1"})
+    assert job.returncode not in (0, None) and job.stdout.count("end") == 0
+    assert says in job.stderr
+
+
+def test_losses_that_nobody_has_asked_for_keep_no_job_from_ending(launch):
+    """Nor does a pipeline that nobody has closed."""
+    job = launch(3, SCRIPT.replace("ACT", "pass").replace("MAX_NORM", "None"))
+    assert job.returncode == 0 and job.stdout.count("end") == 3, job.stderr

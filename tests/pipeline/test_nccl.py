@@ -17,7 +17,7 @@ from support.small_gpt import text
 from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Local
 from mpipipe.errors import BackendError, MismatchError, MpipipeError, PeerError, StageError
-from mpipipe.job.wait import wait
+from mpipipe.job.wait import wait_for
 from mpipipe.language.models import GPT
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
 
@@ -162,6 +162,7 @@ def test_messages_that_are_needed_in_another_order_than_they_are_made(own, subco
     assert other == loss
 
 
+@pytest.mark.long
 def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):
     """Calls of other kinds and with other shapes, in any order; only those that have run before go by NCCL."""
     schedule = dense.build("one_f_one_b", comm.size, 1, 4)
@@ -203,7 +204,7 @@ def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypat
     assert crossed <= 2 * 2 * SMALL["seq"] * 8 + 2 * 8
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_replicas_with_graphs_have_the_bits_of_those_without(own, comm, monkeypatch, tied):
     """The last backward of a stage tells of its layers, whose sums start one by one: it runs without a graph."""
     if comm.size % 2:
@@ -309,7 +310,7 @@ def all_aborted(machine):
         def Test(self):
             return all(each._aborted or not each._underway for each in machine.communicators)
 
-    wait(Aborted(), "aborts")
+    wait_for(Aborted(), "aborts")
 
 
 @pytest.mark.mpi(min_size=2)

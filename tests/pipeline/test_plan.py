@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpipipe import schedules
 from mpipipe.comm.tags import BACKWARD, FORWARD, Tags
 from mpipipe.pipeline import plan
-from mpipipe.pipeline.plan import Plan, receive_window
+from mpipipe.pipeline.plan import ActionPlan, receive_window
 
 any_schedule = st.builds(
     lambda name, ranks, chunks, microbatches: schedules.by_name(
@@ -26,7 +26,7 @@ any_schedule = st.builds(
 
 
 def plan_of(schedule, rank):
-    return Plan(schedule, rank, Tags(schedule.placement, schedule.microbatches, 32767, schedule.skip_ends))
+    return ActionPlan(schedule, rank, Tags(schedule.placement, schedule.microbatches, 32767, schedule.skip_ends))
 
 
 def names(envelope):

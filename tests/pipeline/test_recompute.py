@@ -14,7 +14,7 @@ from mpipipe import Pipeline, analysis, nn, schedules
 from mpipipe.comm.tags import Tags
 from mpipipe.errors import StageError
 from mpipipe.job import inprocess
-from mpipipe.pipeline.plan import Plan
+from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.schedules import Action, Costs, from_csv, one_f_one_b, simulate, with_recompute
 
 CASES = [  # schedule, chunks, memory limit as a share of its peak; None: all are run again
@@ -191,7 +191,7 @@ def test_a_failure_and_an_account_name_the_recomputation():
 def test_an_r_sends_and_receives_nothing():
     schedule = with_recompute(schedules.zero_bubble_h1(2, 3))
     for rank in range(2):
-        steps = Plan(schedule, rank, Tags(schedule.placement, 3, 32767)).steps
+        steps = ActionPlan(schedule, rank, Tags(schedule.placement, 3, 32767)).steps
         again = [step for step in steps if step.op == "R"]
         assert len(again) == 3 and all(step.receive is step.send is None and not step.completes for step in again)
         assert all(step.recomputed for step in steps)

@@ -1,4 +1,4 @@
-"""The protocol of a user's stage: what it is told, and what it is asked for."""
+"""Stages of the user's own: what the pipeline gives them, and what it asks of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,225 @@ import pytest
 from support import dense
 from support.tolerance import within
 
-from mpipipe import Mesh, Pipeline, nn, schedules
+from mpipipe import Mesh, Pipeline, analysis, nn, schedules
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
 from mpipipe.job import inprocess
+from mpipipe.stages import StageAdapter
+
+
+class Wrapped:
+    """An nn.Stage behind functions of the user's own."""
+
+    def __init__(self, *layers, dtype="float32", known=True):
+        self.inner = nn.Stage(layers, dtype=dtype)
+        if known:
+            self.inner_stages = [self.inner]
+
+    def forward(self, x):
+        return self.inner.forward(x)
+
+    def backward(self, dy, saved):
+        return self.inner.backward(dy, saved)
+
+
+def alone(job, *arguments):
+    return inprocess.run(1, job, *arguments)[0]
+
+
+def trained(stage, model, steps=4):
+    """The losses of a linear model in half precision, whose optimizer changes the float32 parameters."""
+
+    def job(comm):
+        x = np.ones((8, 4), model.dtype)
+        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=nn.mean_squared_error) as pipeline:
+            losses = []
+            for _ in range(steps):
+                losses.append(pipeline.step(x, np.zeros((8, 4), model.dtype)).loss)
+                model.parameters.flat -= 0.5 * model.gradients.flat
+        return losses
+
+    return alone(job)
+
+
+def test_an_inner_stage_trains_as_the_stage_itself():
+    plain, wrapped = nn.Stage([nn.Linear(4, 4)], dtype="bfloat16"), Wrapped(nn.Linear(4, 4), dtype="bfloat16")
+    losses = trained(plain, plain)
+    assert losses[-1] < losses[0] / 2
+    assert trained(wrapped, wrapped.inner) == losses
+    np.testing.assert_array_equal(wrapped.inner.parameters.flat, plain.parameters.flat)
+
+
+def test_an_inner_stage_knows_its_position():
+    """Dropout draws another mask for each micro-batch while training, and none otherwise."""
+    wrapped = Wrapped(nn.Dropout(0.5))
+    x = np.ones((4, 64), np.float32)
+
+    def job(comm):
+        with Pipeline([wrapped], schedules.gpipe(1, 2), comm, loss=nn.mean_squared_error) as pipeline:
+            first, second = pipeline.step(x, np.zeros_like(x)).input_grads
+            assert first.any() and not np.array_equal(first, second)
+            return pipeline.forward(x)
+
+    np.testing.assert_array_equal(alone(job), x)
+
+
+def test_inner_stages_are_nn_stages():
+    stage = dense.TanhStage(0, 4, 4)
+    stage.inner_stages = [dense.TanhStage(0, 4, 4)]
+    with pytest.raises(ArgumentError, match="inner_stages") as caught:
+        StageAdapter(stage)
+    assert "TanhStage" in str(caught.value)
+
+
+def test_the_gradients_of_inner_stages_are_summed_over_replicas(pair):
+    """Two replicas, each a pipeline of one rank, with other data each."""
+    own = pair.Split(pair.rank, 0)
+    wrapped, whole = Wrapped(nn.Linear(4, 4), dtype="float64"), nn.Stage([nn.Linear(4, 4)], dtype="float64")
+    x = np.random.default_rng(0).normal(size=(8, 4))
+    with Pipeline([wrapped], schedules.gpipe(1, 2), own, loss=nn.mean_squared_error, replicas=pair) as pipeline:
+        mine = x[4 * pair.rank : 4 * pair.rank + 4]
+        loss = pipeline.step(mine, np.zeros_like(mine)).loss
+    y, saved = whole.forward(x)
+    value, dy = nn.mean_squared_error(y, np.zeros_like(y))
+    whole.backward(dy, saved)
+    allowed = 64 * np.finfo(float).eps * np.abs(whole.gradients.flat).max()
+    within(wrapped.inner.gradients.flat, whole.gradients.flat, allowed, "gradients")
+    within(loss, value, 64 * np.finfo(float).eps * value, "loss")
+    own.Free()
+
+
+def test_methods_are_looked_up_at_each_call():
+    """Wrapping a method later, to profile a stage for example, has its effect."""
+    stage, calls = dense.TanhStage(0, 4, 4), []
+    forward = stage.forward
+
+    def job(comm):
+        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
+            stage.forward = lambda x: calls.append(1) or forward(x)
+            pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
+
+    alone(job)
+    assert len(calls) == 2
+
+
+def test_a_subclass_of_stage_may_have_a_forward_of_its_own():
+    class Doubled(nn.Stage):
+        def forward(self, x):
+            y, saved = super().forward(x)
+            return 2 * y, saved
+
+    stage, x = Doubled([nn.Dropout(0.0)]), np.ones((4, 3), np.float32)
+    found = alone(lambda comm: Pipeline([stage], schedules.forward_only(1, 1, 2), comm).forward(x))
+    np.testing.assert_array_equal(found, 2 * x)
+
+
+def test_a_stage_needs_the_methods_of_its_actions_alone():
+    class Forward:
+        def forward(self, x):
+            return 3 * x, None
+
+    with Pipeline([Forward()], schedules.forward_only(1, 1, 2), inprocess_alone()) as pipeline:
+        assert pipeline.forward(np.ones((2, 2))).sum() == 12
+    with pytest.raises(ArgumentError, match="without backward"):
+        alone(lambda comm: Pipeline([Forward()], schedules.gpipe(1, 2), comm))
+
+
+def inprocess_alone():
+    return inprocess.run(1, lambda comm: comm)[0]
+
+
+class Listed(np.ndarray):
+    """An array type of the user's own."""
+
+
+def test_outputs_of_a_subclass_of_ndarray_are_sent(pair):
+
+    class Typed:
+        gradients = None
+
+        def forward(self, x):
+            return (2 * x).view(Listed), None
+
+        def backward(self, dy, saved):
+            return (2 * dy).view(Listed)
+
+    schedule, x = schedules.gpipe(2, 2), np.ones((4, 3))
+    with Pipeline([Typed()], schedule, pair, loss=dense.mean_squared) as pipeline:
+        for _ in range(3):
+            result = pipeline.step(*dense.placed(schedule, pair.rank, x, x))
+    assert result.loss == 9.0
+
+
+def test_a_loss_may_be_an_array_of_one_number():
+    def loss(output, target):
+        return np.array([0.5]), output
+
+    def job(comm):
+        with Pipeline([dense.TanhStage(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=loss) as pipeline:
+            return pipeline.step(np.ones((4, 4)), np.ones((4, 4))).loss
+
+    assert alone(job) == 0.5
+
+
+def test_a_recording_has_the_spans_when_a_call_has_ended():
+    def job(comm):
+        with Pipeline([dense.TanhStage(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
+            with analysis.recording(pipeline) as record:
+                for calls in (1, 2):
+                    pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
+                    assert len(record.spans) == 4 * calls
+            return record.spans
+
+    assert [span.name for span in alone(job)[:4]] == ["0F0", "0F1", "0B0", "0B1"]
+
+
+def test_reading_times_within_a_call_loses_nothing():
+    read = []
+
+    class Curious(dense.TanhStage):
+        def forward(self, x):
+            read.append(read_busy())
+            return super().forward(x)
+
+    def job(comm):
+        nonlocal read_busy
+        with Pipeline([Curious(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
+            read_busy = lambda: pipeline.busy  # noqa: E731
+            pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
+            costs = pipeline.durations()
+        assert costs.forward[0] > 0 and costs.input_grad[0] > 0
+
+    read_busy = None
+    alone(job)
+    assert len(read) == 2
+
+
+def test_nothing_of_a_call_is_kept_after_it():
+    def job(comm):
+        with Pipeline([dense.TanhStage(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
+            pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
+            assert pipeline.engine.executor.state is None
+
+    alone(job)
+
+
+def test_durations_of_backwards_in_one_piece_and_in_two():
+    """A stage may run some backwards whole and split others: its cost is the mean over all of them."""
+    text = "0F0,0F1,0B0,0I1,0W1\n"
+    schedule = schedules.from_csv(text)
+
+    def job(comm):
+        with Pipeline([dense.TanhStage(0, 4, 4)], schedule, comm, loss=dense.mean_squared) as pipeline:
+            pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
+            totals = pipeline.engine.executor.clock.totals
+            pipeline.engine.executor.clock.settle()
+            totals.update({("B", 0): [3.0, 1], ("I", 0): [1.0, 1]})
+            return pipeline.durations().input_grad[0]
+
+    assert alone(job) == 2.0
+
+
+# -- The protocol of a user's stage: what it is told, and what it is asked for -----------------------------------------
 
 
 class Flat(dense.TanhStage):
@@ -43,11 +259,8 @@ def stages_of(schedule, rank):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_stage_is_told_where_the_training_stands(subcomm, recompute):
+def test_a_stage_is_told_where_the_training_stands(pair, recompute):
     """Each forward has its position, also the one that is made again for its backward."""
-    pair = subcomm(2)
-    if pair is None:
-        return
     schedule = schedules.interleaved_1f1b(2, 2, 3)
     stages, (x, t) = stages_of(schedule, pair.rank), dense.batch(6, 4)
     own = dense.placed(schedule, pair.rank, x, t)
@@ -66,10 +279,7 @@ def test_a_stage_is_told_where_the_training_stands(subcomm, recompute):
         assert stage.poll is None and stage.refreshed == 4
 
 
-def test_a_stage_knows_its_replica(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_a_stage_knows_its_replica(pair):
     alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
     (stage,), (x, t) = stages_of(schedule, 0), dense.batch(4, 1)
     with Pipeline([stage], schedule, alone, loss=dense.mean_squared, replicas=pair) as pipeline:
@@ -105,11 +315,8 @@ def shortened(stage):
 
 
 @pytest.mark.parametrize("change", [replaced, set_to_none, shortened])
-def test_gradients_that_were_replaced_are_an_error_on_all_ranks(subcomm, change):
+def test_gradients_that_were_replaced_are_an_error_on_all_ranks(pair, change):
     """Otherwise they would be summed over the replicas as they were never written, or not at all, without a word."""
-    pair = subcomm(2)
-    if pair is None:
-        return
     schedule = schedules.one_f_one_b(2, 2)
     (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
     own, kept = dense.placed(schedule, pair.rank, x, t), stage.gradients
@@ -124,10 +331,7 @@ def test_gradients_that_were_replaced_are_an_error_on_all_ranks(subcomm, change)
         assert pipeline.step(*own).loss == before  # all ranks raised together, so all go on
 
 
-def test_gradients_that_are_replaced_within_a_step_are_an_error_too(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_gradients_that_are_replaced_within_a_step_are_an_error_too(pair):
     schedule = schedules.one_f_one_b(2, 2)
     (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
     backward = stage.backward
@@ -141,10 +345,7 @@ def test_gradients_that_are_replaced_within_a_step_are_an_error_too(subcomm):
     assert "rank 0, stage 0, micro-batch 1" in str(caught.value)
 
 
-def test_replicas_of_a_users_stage_start_from_the_same_parameters(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_replicas_of_a_users_stage_start_from_the_same_parameters(pair):
     alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
     (stage,) = stages_of(schedule, 0)
     stage.parameters.flat[0] += pair.rank
@@ -153,10 +354,7 @@ def test_replicas_of_a_users_stage_start_from_the_same_parameters(subcomm):
     alone.Free()
 
 
-def test_gradients_of_replicas_are_summed(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_gradients_of_replicas_are_summed(pair):
     alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
     (stage,), (x, t) = stages_of(schedule, 0), dense.batch(8, 1)
     loss, (gradient,), _, _ = dense.reference(1, x, t)
@@ -169,10 +367,7 @@ def test_gradients_of_replicas_are_summed(subcomm):
     alone.Free()
 
 
-def test_an_error_of_refresh_names_the_rank(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_an_error_of_refresh_names_the_rank(pair):
     schedule = schedules.one_f_one_b(2, 2)
     (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
     if pair.rank == 1:
@@ -197,10 +392,7 @@ class Half(Flat):
         return {**self.parameters, "frozen": self.frozen}
 
 
-def test_replicas_start_with_the_same_frozen_parameters(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_replicas_start_with_the_same_frozen_parameters(pair):
     loss, schedule = dense.mean_squared, schedules.gpipe(1, 1)
     with Mesh(pair, pipe=1) as mesh:
         with Pipeline([Half(0, 0.0)], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas):
@@ -209,10 +401,7 @@ def test_replicas_start_with_the_same_frozen_parameters(subcomm):
             Pipeline([Half(0, float(mesh.rank))], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas)
 
 
-def test_a_state_that_cannot_be_read_is_an_error_on_all_ranks(subcomm):
-    pair = subcomm(2)
-    if pair is None:
-        return
+def test_a_state_that_cannot_be_read_is_an_error_on_all_ranks(pair):
     stage = Half(0, 0.0)
     if pair.rank == 1:
         del stage.frozen

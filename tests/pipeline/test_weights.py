@@ -15,8 +15,9 @@ from support.weighted import WIDTH, Tanh, cells, dense_step, masked, masked_with
 
 from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.attention import Layout, Ring
+from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.schedules import gpipe, interleaved_1f1b, with_frozen, with_skips
+from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, with_frozen, with_skips
 
 
 def check_steps(comm, schedule, data, seed, loss, scale=1.0, calls=("step", "launch", "step"), recompute=False):
@@ -38,7 +39,7 @@ def check_steps(comm, schedule, data, seed, loss, scale=1.0, calls=("step", "lau
             for call in calls:
                 result = getattr(pipe, call)(*batch, scale=scale)
                 flats = [stage.gradients.flat.copy() for stage in stages]  # before the loss of a launch is asked for
-                result = result if call == "step" else result.result()
+                result = result if call == "step" else result.wait()
                 near(result.loss, expected[0])
                 for m, (_, (_, mask)) in enumerate(mine):
                     assert np.isnan(result.losses[m]) == (not mask.any())
@@ -103,8 +104,8 @@ def test_padded_text_of_a_tied_model_and_the_norm_of_its_gradients(comm, max_nor
             losses = []
             for _ in range(3):
                 pending = pipeline.launch(*dense.placed(schedule, group.rank, x, targets))
-                optim.begin_step(optimizer, max_norm=max_norm, comm=group).finish()
-                losses.append(pending.result().loss)
+                optim.begin_step(optimizer, max_norm=max_norm, comm=group).wait()
+                losses.append(pending.wait().loss)
         return losses, {name: stage.parameters[name].copy() for stage in stages for name in stage.parameters}
 
     alone = parts_of(comm, 1)
@@ -210,3 +211,158 @@ def test_two_places_that_add_to_one_gradient(comm, made):
 
     near(slope(heavier), slope(dense.mean_squared))
     alone.Free()
+
+
+# -- Weights of losses that make no sense, and losses that do not say what they are means over: refused on all ranks ---
+
+
+def pipeline_of(mesh, loss, microbatches=2, stages=None):
+    schedule = one_f_one_b(mesh.pipe.size, microbatches)
+    stages = [Tanh(mesh.pipe.rank)] if stages is None else stages
+    return schedule, Pipeline(stages, schedule, mesh.pipe, loss, replicas=mesh.replicas)
+
+
+def mesh_of(comm):
+    return Mesh(comm, pipe=comm.size // 2 or 1)
+
+
+def batch_of(mesh, schedule, length=2):
+    """This rank's part of a batch of ones; `length` may be a list, for each micro-batch one."""
+    shapes = [(2, each, WIDTH) for each in length] if isinstance(length, list) else (4, length, WIDTH)
+    x = list(map(np.ones, shapes)) if isinstance(shapes, list) else np.ones(shapes)
+    return dense.placed(schedule, mesh.pipe.rank, x, x)
+
+
+def fails(mesh, pipeline, batch, match):
+    """A rank of the last stage raises an error that says so, and all others hear of it."""
+    with pytest.raises((ArgumentError, PeerError), match=match) as caught:
+        pipeline.step(*batch)
+    kinds = mesh.comm.allgather((type(caught.value), mesh.pipe.rank == mesh.pipe.size - 1))
+    assert (ArgumentError, True) in kinds and (ArgumentError, False) not in kinds
+
+
+@pytest.mark.parametrize("weight", [-1, -0.5, np.nan, np.inf, 10**400, None, "3", True, [1.0], np.ones(2), 1j])
+def test_a_weight_is_a_finite_number_of_at_least_zero(comm, weight):
+    mesh = mesh_of(comm)
+    schedule, pipeline = pipeline_of(mesh, lambda output, target: (1.0, output, weight))
+    fails(mesh, pipeline, batch_of(mesh, schedule), "the weight of a loss")
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, np.int32(3), np.float32(3), np.array(3.0)])
+def test_kinds_of_numbers(comm, weight):
+    def loss(output, target):
+        return (*nn.mean_squared_error(output, target), weight)
+
+    with mesh_of(comm) as mesh:
+        schedule, pipeline = pipeline_of(mesh, loss)
+        with pipeline:
+            batch = batch_of(mesh, schedule)
+            assert pipeline.step(*batch).loss == pytest.approx(pipeline.evaluate(*batch), rel=1e-15)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_weights_of_some_micro_batches_only(comm, first):
+    calls = []
+
+    def loss(output, target):
+        calls.append(1)
+        return (1.0, output, 2.0) if len(calls) % 2 == first else (1.0, output)
+
+    mesh = mesh_of(comm)
+    schedule, pipeline = pipeline_of(mesh, loss)
+    fails(mesh, pipeline, batch_of(mesh, schedule), "for some micro-batches only")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", ["step", "launch", "evaluate"])
+def test_weights_on_some_replicas_only(comm, call):
+    with mesh_of(comm) as mesh:
+        odd = mesh.data.rank == 1
+        schedule, pipeline = pipeline_of(mesh, lambda y, t: (1.0, y, 2.0) if odd else (1.0, y))
+        with pipeline, pytest.raises(MismatchError, match="on some replicas only") as caught:
+            getattr(pipeline, call)(*batch_of(mesh, schedule))
+        assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
+
+
+def test_a_batch_without_anything_valid_is_refused_on_all_ranks_and_the_next_one_is_right(comm):
+    with mesh_of(comm) as mesh:
+        schedule, pipeline = pipeline_of(mesh, masked())
+        x = np.random.default_rng(mesh.data.rank).normal(size=(4, 2, WIDTH))
+        nothing, all_of_it = ((x, (x + 1, np.full(x.shape, valid))) for valid in (False, True))
+        with pipeline:
+            for call in ("evaluate", "step", "launch", "step"):
+                with pytest.raises(ArgumentError, match=r"add up to 0\.0") as caught:
+                    getattr(pipeline, call)(*dense.placed(schedule, mesh.pipe.rank, *nothing))
+                assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
+            result = pipeline.step(*dense.placed(schedule, mesh.pipe.rank, *all_of_it))
+        whole = [np.random.default_rng(rank).normal(size=(4, 2, WIDTH)) for rank in range(mesh.data.size)]
+        near(result.loss, dense_step(schedule.stages, [(x, (x + 1, np.ones(x.shape))) for x in whole])[0])
+
+
+def test_a_stage_that_does_not_show_its_gradients(comm):
+    hidden = Tanh(0)
+    del hidden.gradients
+    alone = comm.Split(comm.rank, 0)
+    pipeline = Pipeline([hidden], gpipe(1, 2), alone, lambda y, t: (1.0, y, 2.0))
+    batch = np.ones((4, 2, WIDTH))
+    assert pipeline.evaluate(batch, batch) == 1.0
+    with pytest.raises(ArgumentError, match="does not show its gradients"):
+        pipeline.step(batch, batch)
+    alone.Free()
+
+
+# -- losses of two values ----------------------------------------------------------------------------------------------
+
+
+def mean_of_squares(output, target):
+    return nn.mean_squared_error(output, target)
+
+
+def by_rows(output, target):
+    return nn.mean_squared_error(output, target)
+
+
+by_rows.mean_over_entries = False
+
+
+@pytest.mark.parametrize("lengths", [[1, 3], "by replica"])
+def test_a_loss_that_does_not_say_what_it_is_a_mean_over(comm, lengths):
+    """Refused where rows differ in their target entries, between micro-batches or replicas; never a mean of means."""
+    mesh = mesh_of(comm)
+    if lengths == "by replica" and mesh.data.size == 1:
+        pytest.skip("needs replicas")
+    schedule, pipeline = pipeline_of(mesh, mean_of_squares)
+    pipeline.evaluate(*batch_of(mesh, schedule))
+    fails(
+        mesh,
+        pipeline,
+        batch_of(mesh, schedule, 1 + mesh.data.rank if lengths == "by replica" else lengths),
+        "more target",
+    )
+
+
+@pytest.mark.parametrize("loss, shares", [(nn.mean_squared_error, [1, 3]), (by_rows, [1, 1])])
+def test_a_loss_that_says_what_it_is_a_mean_over(comm, loss, shares):
+    with mesh_of(comm) as mesh:
+        schedule, pipeline = pipeline_of(mesh, loss)
+        with pipeline:
+            result = pipeline.step(*batch_of(mesh, schedule, [1, 3]))
+        assert result.loss == pytest.approx(np.average(result.losses, weights=shares), rel=1e-15)
+
+
+def test_a_loss_that_says_it_twice(comm):
+    def loss(output, target):
+        return (*nn.mean_squared_error(output, target), target.size)
+
+    loss.mean_over_entries = True
+    mesh = mesh_of(comm)
+    schedule, pipeline = pipeline_of(mesh, loss)
+    fails(mesh, pipeline, batch_of(mesh, schedule), "returns a weight as well")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_losses_of_replicas_that_are_means_over_different_things(comm):
+    with mesh_of(comm) as mesh:
+        schedule, pipeline = pipeline_of(mesh, by_rows if mesh.data.rank else nn.mean_squared_error)
+        with pipeline, pytest.raises(MismatchError, match="means over different things"):
+            pipeline.step(*batch_of(mesh, schedule))

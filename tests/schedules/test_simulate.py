@@ -13,7 +13,7 @@ from support.tolerance import close
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules import Action, Costs, simulate
+from mpipipe.schedules import Action, Costs, peak_memory, simulate, with_recompute
 
 
 def longest_path(schedule, costs):
@@ -73,41 +73,6 @@ def test_peak_is_the_largest_number_of_open_intervals(schedule):
     assert simulate(schedule).peak_activations == expected
 
 
-@pytest.mark.parametrize("ranks, microbatches, fraction", [(2, 4, 0.2), (4, 8, 3 / 11), (2, 16, 1 / 17)])
-def test_bubble_of_1f1b_is_the_published_one(ranks, microbatches, fraction):
-    timeline = simulate(schedules.one_f_one_b(ranks, microbatches))
-    close(timeline.bubble_fraction, fraction, 4)
-    close(timeline.bubble_ratio, (ranks - 1) / microbatches, 4)
-
-
-def test_bubble_of_interleaving_is_a_share_of_the_chunks():
-    timeline = simulate(schedules.interleaved_1f1b(4, 2, 8))
-    close(timeline.bubble_fraction, 3 / (2 * 8 + 3), 4)
-
-
-def test_full_backward_costs_input_and_weight_gradient():
-    timeline = simulate(schedules.one_f_one_b(1, 1), Costs(forward=1, input_grad=2, weight_grad=4))
-    assert timeline.spans == (((Action(0, "F", 0), 0, 1), (Action(0, "B", 0), 1, 7)),)
-
-
-def test_transfer_counts_between_ranks_and_not_within_one():
-    apart = schedules.gpipe(2, 1)
-    together = schedules.interleaved_1f1b(1, 2, 1)
-    costs = Costs(transfer=10)
-    assert simulate(apart, costs).makespan == 6 + 20
-    assert simulate(together, costs).makespan == 6
-
-
-def test_costs_may_differ_by_stage_and_hop():
-    costs = Costs(forward=[1, 2, 3], input_grad=[0, 0, 0], weight_grad=0, transfer=[99, 10, 100])
-    timeline = simulate(schedules.gpipe(3, 1), costs)
-    assert timeline.makespan == (1 + 10 + 2 + 100 + 3) + (100 + 10)
-
-
-def test_a_schedule_of_forwards_keeps_nothing():
-    assert simulate(schedules.forward_only(2, 2, 4)).peak_activations == [0, 0]
-
-
 def test_free_actions_make_no_bubble():
     timeline = simulate(schedules.gpipe(2, 2), Costs(0, 0, 0))
     assert (timeline.makespan, timeline.bubble_fraction, timeline.bubble_ratio) == (0, 0, 0)
@@ -127,3 +92,46 @@ def test_costs_that_do_not_fit_are_refused(cost):
 def test_large_schedules_are_built_checked_and_simulated():
     timeline = simulate(schedules.interleaved_1f1b(64, 4, 128))
     assert timeline.makespan == (128 * 4 + 63) * 3
+
+
+# -- Memory for backwards, against intervals that are added up slot by slot --------------------------------------------
+
+
+@given(schedule=runnable_schedules(), data=st.data())
+def test_peak_is_the_largest_sum_of_what_is_held(schedule, data):
+    whole = data.draw(st.lists(st.integers(4, 9), min_size=schedule.stages, max_size=schedule.stages))
+    kept = data.draw(st.lists(st.integers(0, 4), min_size=schedule.stages, max_size=schedule.stages))
+    for order, peak in zip(schedule.orders, peak_memory(schedule, whole, kept)):
+        slot_of = {action: slot for slot, action in enumerate(order)}
+        sums = [0] * len(order)
+        for stage, microbatch in {(action.stage, action.microbatch) for action in order}:
+            begin = slot_of[stage, "F", microbatch]
+            end = max(slot_of.get((stage, op, microbatch), 0) for op in "BW")
+            again = slot_of.get((stage, "R", microbatch), begin)
+            for slot in range(begin, end + 1):
+                sums[slot] += kept[stage] if begin < slot < again else whole[stage]
+        assert peak == max(sums)
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(1, 1), (2, 1), (3, 8), (4, 8), (8, 3)])
+def test_1f1b_that_recomputes_all_holds_its_inputs_and_one_activation(ranks, microbatches):
+    schedule = with_recompute(schedules.one_f_one_b(ranks, microbatches))
+    assert simulate(schedule).peak_activations == [1] * ranks
+    expected = [100 + min(microbatches, ranks - rank) - 1 for rank in range(ranks)]
+    close(peak_memory(schedule, activation=100, kept_input=1), expected, 4)
+
+
+def test_a_schedule_of_forwards_holds_nothing():
+    assert peak_memory(schedules.forward_only(2, 2, 3), 5) == [0, 0]
+    assert simulate(schedules.forward_only(2, 2, 4)).peak_activations == [0, 0]
+
+
+def test_stages_without_backward_hold_nothing():
+    schedule = schedules.with_frozen(schedules.gpipe(3, 4), {0})
+    assert peak_memory(schedule, 5) == [0, 20, 20]
+
+
+@pytest.mark.parametrize("sizes", [(-1, 0), (math.inf, 0), ([1], 0), (1, 2), ("big", 0)])
+def test_sizes_that_do_not_fit_are_refused(sizes):
+    with pytest.raises(ArgumentError):
+        peak_memory(schedules.gpipe(2, 2), *sizes)

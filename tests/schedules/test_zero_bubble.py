@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tolerance import close
 
 from mpipipe import schedules
 from mpipipe.schedules import Costs, simulate
-
-
-@pytest.mark.parametrize("ranks, microbatches, makespan", [(2, 4, 13), (4, 8, 27), (4, 4, 15)])
-def test_makespan_is_the_published_one(ranks, microbatches, makespan):
-    timeline = simulate(schedules.zero_bubble_h1(ranks, microbatches))
-    assert timeline.makespan == makespan
-    assert timeline.peak_activations == [ranks] * ranks
-    close(timeline.bubble_fraction, (ranks - 1) / makespan, 4)
 
 
 def test_weight_gradients_trail_their_input_gradients_by_the_rank():
@@ -39,13 +30,6 @@ def test_bubble_and_peaks_have_their_closed_form(ranks, microbatches, weight_gra
     assert timeline.peak_activations == [min(microbatches, ranks)] * ranks
 
 
-@given(ranks=st.integers(1, 8), microbatches=st.integers(1, 25))
-def test_never_slower_than_1f1b(ranks, microbatches):
-    costs = Costs(2, 2, 2)
-    split = simulate(schedules.zero_bubble_h1(ranks, microbatches), costs)
-    assert split.makespan <= simulate(schedules.one_f_one_b(ranks, microbatches), costs).makespan
-
-
 @given(
     ranks=st.integers(1, 8),
     chunks=st.integers(1, 4),
@@ -65,5 +49,83 @@ def test_interleaved_bubble_and_peaks_have_their_closed_form(ranks, chunks, micr
         assert timeline.makespan == busy + (ranks - 1) * (forward + input_grad - weight_grad)
 
 
-def test_with_one_chunk_it_is_zb_h1():
-    assert schedules.interleaved_zero_bubble(4, 1, 7).orders == schedules.zero_bubble_h1(4, 7).orders
+# -- Schedules on a V, against closed forms and published shares of memory and bubble ----------------------------------
+
+
+RANKS = [1, 2, 3, 4, 8]
+CASES = [
+    (ranks, microbatches)
+    for ranks in RANKS
+    for microbatches in sorted({1, 2, ranks, 2 * ranks - 1, 2 * ranks, 4 * ranks})
+]
+V_SHAPED = [schedules.zero_bubble_v, schedules.dualpipe_v, schedules.v_half, schedules.v_min]
+
+
+def spans_of(timeline):
+    return [spans[-1][2] - spans[0][1] for spans in timeline.spans]
+
+
+@pytest.mark.parametrize("ranks, microbatches", CASES)
+def test_zero_bubble_v_has_its_closed_forms(ranks, microbatches):
+    timeline = simulate(schedules.zero_bubble_v(ranks, microbatches))
+    if microbatches >= 2 * ranks:
+        assert timeline.makespan == 6 * microbatches + ranks - 1
+        assert max(spans_of(timeline)) == 6 * microbatches  # no rank waits between its first action and its last
+    expected = [min(2 * ranks, microbatches + min(microbatches, rank + 1)) for rank in range(ranks)]
+    assert timeline.peak_activations == expected
+
+
+@pytest.mark.parametrize("ranks, microbatches", CASES)
+def test_dualpipe_v_has_its_closed_forms(ranks, microbatches):
+    timeline = simulate(schedules.dualpipe_v(ranks, microbatches))
+    assert max(timeline.peak_activations) <= 2 * ranks + 1
+    if microbatches >= 2 * ranks:
+        assert timeline.makespan == 6 * microbatches + ranks - 1
+        assert timeline.peak_activations == [2 * ranks + 1] * ranks
+
+
+@pytest.mark.parametrize("ranks, microbatches", CASES)
+@pytest.mark.parametrize(
+    "build, memory, share",
+    [
+        (schedules.v_half, lambda ranks: 2 * ((ranks + 2) // 2), 1 / 2),
+        (schedules.v_min, lambda ranks: 2 * ((ranks + 4) // 3), 2 / 3),
+    ],
+)
+def test_half_and_least_memory_keep_what_was_published(build, memory, share, ranks, microbatches):
+    timeline = simulate(build(ranks, microbatches))
+    assert max(timeline.peak_activations) <= memory(ranks)
+    if microbatches >= 2 * ranks:
+        of_1f1b = 6 * (ranks - 1)  # in units of a chunk's F
+        assert timeline.makespan - 6 * microbatches <= share * of_1f1b
+
+
+@pytest.mark.parametrize("build", V_SHAPED)
+def test_gradients_of_a_stage_are_added_in_the_order_of_micro_batches(build):
+    for order in build(4, 9).orders:
+        for stage in {action.stage for action in order}:
+            for ops in ("F", "IB", "WB"):
+                ran = [action.microbatch for action in order if action.stage == stage and action.op in ops]
+                assert ran == list(range(9))
+
+
+@pytest.mark.parametrize("build", [schedules.zero_bubble_v, schedules.v_half, schedules.v_min])
+def test_other_costs_put_weight_gradients_elsewhere_and_are_never_slower_for_it(build):
+    costs = Costs(forward=[1, 2, 1, 1, 1, 1, 1, 3], input_grad=1.5, weight_grad=0.5, transfer=0.25)
+    adapted = simulate(build(4, 10, costs), costs)
+    assert adapted.makespan <= simulate(build(4, 10), costs).makespan
+    assert max(adapted.peak_activations) <= 8
+
+
+@settings(max_examples=6)
+@given(ranks=st.integers(12, 40), extra=st.integers(0, 20), build=st.sampled_from([schedules.v_half, schedules.v_min]))
+def test_many_ranks_keep_the_memory_too(ranks, extra, build):
+    limit = 2 * ((ranks + 2) // 2) if build is schedules.v_half else 2 * ((ranks + 4) // 3)
+    assert max(simulate(build(ranks, ranks // 2 + extra)).peak_activations) <= limit
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_the_unit_of_time_does_not_count(microbatches):
+    in_seconds = Costs(0.5, 0.5, [0.5] * 8)
+    for build in (schedules.zero_bubble_v, schedules.v_half, schedules.v_min):
+        assert build(4, microbatches, in_seconds).orders == build(4, microbatches).orders

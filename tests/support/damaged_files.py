@@ -27,6 +27,14 @@ from support.token_files import random_documents, write_megatron, write_tokens
 DOCUMENTS = 200
 
 
+def json_facts(content):
+    """What a JSON file says, None where it says nothing: white space does not count."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of file: `make(folder)` writes a whole one and returns its path, `read(path)` does what commands do.
@@ -39,16 +47,17 @@ class Kind:
     covered: Any = lambda content: b""
 
 
-def _tokens(version):
+def _tokens(end=""):
     def make(folder):
         ids, starts, nbytes = random_documents(np.random.default_rng(0), DOCUMENTS)
-        return write_tokens(folder / "tokens", ids, starts, nbytes, version=version)
+        path = write_tokens(folder / "tokens", ids, starts, nbytes)
+        return path.with_name(path.name + end)
 
     return make
 
 
 def _read_data(path):
-    whole = data.find([path]).whole([path])
+    whole = data.find([path.with_name("tokens") if path.stem == "tokens" else path]).whole()
     for start in range(0, len(whole), 1 << 16):
         whole.read(start, min(1 << 16, len(whole) - start))
     whole.starts(0, len(whole))
@@ -123,8 +132,9 @@ def _prompts(folder):
 
 
 KINDS = {
-    "tokens": Kind(_tokens(2), _read_data, lambda content: content[:128] + content[-16 * DOCUMENTS :]),
-    "tokens of version 1": Kind(_tokens(1), _read_data),
+    "tokens": Kind(_tokens(), _read_data),
+    "facts of tokens": Kind(_tokens(".json"), _read_data, json_facts),
+    "documents of tokens": Kind(_tokens(".documents"), _read_data, lambda content: content[128:]),
     "npy": Kind(_npy, _read_data),
     "megatron": Kind(_megatron, _read_data),
     "csv": Kind(_csv, from_file),

@@ -1,12 +1,14 @@
 """Collective pytest: one report and one verdict for all ranks of `mpiexec -n 4 python -m pytest`, and no hang.
 
     collective tests (use comm, subcomm, ... or are marked mpi)  |  all others, each on one rank
-    rank 0   setup =  call =  teardown =  leaks =  setup = ...   |  a test      one that starts a job  ... =
-    rank 1   setup =  call =  teardown =  leaks =  setup = ...   |  one that starts a job       a test ... =
-    rank 2   setup =  call =  teardown =  leaks =  setup = ...   |  a test   a test      a test        ... =
+    rank 0   setup  call =  teardown =  setup  call = ...        |  a test      one that starts a job  ... =
+    rank 1   setup  call =  teardown =  setup  call = ...        |  one that starts a job       a test ... =
+    rank 2   setup  call =  teardown =  setup  call = ...        |  a test   a test      a test        ... =
 
 Every `=` is an exchange of the ranks' reports on a private communicator: what failed on one rank fails on all, with the
-text of the lowest failing rank. Three rules keep it free of hangs:
+text of the lowest failing rank. The one after the teardown has the messages, too, that were never received. There is
+one after the setup where that may end in different ways: for a test with fixtures of its own (`ALIKE`). Three rules
+keep it free of hangs:
 
 - a rank that runs a test has a deadline, a rank that waits for its peers has none: each polices its own work;
 - a rank that failed waits only `GRACE` seconds for its peers, who may be stuck in a message that will never come;
@@ -34,8 +36,10 @@ from support.watchdog import GRACE, Watchdog
 
 COMMUNICATORS = {"comm", "subcomm"}
 SHARED = COMMUNICATORS | {"mpi_tmp_path", "mpi_tmpdir", "mpi_file_name"}
+ALIKE = {*SHARED, "collective", "request", "monkeypatch", "capfd", "capsys", "caplog", "tmp_path"}  # on every rank
 JOBS = {"launch", "allow_seconds"}
 DIRTY = pytest.StashKey[bool]()  # a test failed: messages may be left in its communicators
+ROW = 512  # bytes of an exchange of one step: a label, and that all is well
 POLLS = 8  # between two pauses: with MPICH an exchange of four ranks completes at the tenth poll
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")  # differs from rank to rank where nothing else does
 NOT_A_FAILURE = (StopTest, UnsatisfiedAssumption, pytest.skip.Exception)
@@ -108,9 +112,14 @@ class Collective:
     def exchange(self, label, payload, patience=None):
         """[(label, payload) of every rank], polling politely; None when a peer does not come within `patience` s."""
         mine = np.frombuffer(pickle.dumps((label, payload)), np.uint8)
-        sizes = np.empty(self.size, np.int64)
-        if not self._wait(self.control.Iallgather(np.array([mine.size], np.int64), sizes), patience):
+        row, table = np.zeros(ROW, np.uint8), np.empty((self.size, ROW), np.uint8)
+        row[:8].view(np.int64)[0] = mine.size
+        row[8 : 8 + mine.size] = mine[: ROW - 8]
+        if not self._wait(self.control.Iallgather(row, table), patience):
             return None
+        sizes = table[:, :8].copy().view(np.int64)[:, 0]
+        if sizes.max() <= ROW - 8:
+            return [pickle.loads(line[8:].tobytes()) for line in table]
         everyone = np.empty(sizes.sum(), np.uint8)
         self._wait(self.control.Iallgatherv(mine, [everyone, sizes]))
         return [pickle.loads(part.tobytes()) for part in np.split(everyone, np.cumsum(sizes)[:-1])]
@@ -292,23 +301,35 @@ class Collective:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
-        if is_collective(item):
+        early = call.when == "setup" and not self._may_differ(item)
+        if is_collective(item) and not (early and report.passed):
             self.watchdog.disarm()
-            report = self._merged(report)
+            leaks = self._leaks() if call.when == "teardown" else []
+            # a rank whose setup has failed against all expectation meets the others at the end of their call
+            report, leaks = self._merged(report, leaks, "call" if early else call.when)
             item.stash[DIRTY] = item.stash.get(DIRTY, False) or report.failed or hasattr(report, "wasxfail")
             if call.when == "teardown":
-                report = self._without_leaks(item, report)
+                self._end(report, leaks, item.stash[DIRTY])
         if call.when != "teardown":
             self.watchdog.arm(item.nodeid)
         return report
 
-    def _merged(self, report):
-        """One report out of those of all ranks; a peer's failure or skip must not go unseen."""
-        label = (report.nodeid, report.when)
+    def _may_differ(self, item):
+        """Whether a setup may fail or skip on some ranks only: else all of them come to the call, or none."""
+        parameters = item.callspec.params if hasattr(item, "callspec") else ()
+        return not ALIKE.issuperset(set(item.fixturenames).difference(parameters))
+
+    def _merged(self, report, leaks, when):
+        """(one report, leaks) out of those of all ranks; a peer's failure or skip must not go unseen."""
+        label = (report.nodeid, when)
         unusual = not report.passed
         text = report.longreprtext if report.failed else f"{report.outcome} on this rank: {report.longrepr}"
-        said = self.verdicts(label, self._packed(report) if unusual else None, GRACE if unusual else None, text)
-        others = {rank: self._unpacked(data) for rank, data in enumerate(said) if data is not None}
+        mine = self._packed(report) if unusual else None, leaks
+        said = self.verdicts(label, mine, GRACE if unusual else None, text)
+        leaks = [f"rank {rank}: unreceived message {text}" for rank, (_, texts) in enumerate(said) for text in texts]
+        return self._one_of(report, {rank: self._unpacked(data) for rank, (data, _) in enumerate(said) if data}), leaks
+
+    def _one_of(self, report, others):
         failed = {rank: other for rank, other in others.items() if other.failed}
         skipped = [rank for rank, other in others.items() if other.skipped]
         expected = [rank for rank in skipped if hasattr(others[rank], "wasxfail")]
@@ -341,29 +362,27 @@ class Collective:
             return report.longreprtext
         return crash.path, crash.lineno, re.sub(ADDRESS, "", crash.message).partition("\n")[0]
 
-    def _without_leaks(self, item, report):
-        """Fail when a message was sent and never received; the exchange before this one was the barrier."""
-        comms = [comm for comm in self.comms if comm != MPI.COMM_NULL]
-        self.comms = []
-        try:
-            # never use the communicators of a test again that has left them in disorder
-            return report if item.stash[DIRTY] else self._freed(item, report, comms)
-        finally:  # a note that nobody has read yet must not end a wait of the next test, but it may end this freeing
-            context.current_rank().groups.clear()
+    def _leaks(self):
+        """Messages that were sent to this rank and never received; the exchange after the call was the barrier."""
+        status, texts = MPI.Status(), []
+        for comm in self.comms:
+            if comm != MPI.COMM_NULL and any(comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) for _ in range(3)):
+                texts.append(f"from rank {status.source} with tag {status.tag} on {comm.name or 'a communicator'}")
+        return texts
 
-    def _freed(self, item, report, comms):
-        status, found = MPI.Status(), []
-        for comm in comms:
-            if any(comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) for _ in range(3)):
-                found.append(f"from rank {status.source} with tag {status.tag} on {comm.name or 'a communicator'}")
-        said = self.verdicts((item.nodeid, "leaks"), found, None, "")
-        leaks = [f"rank {rank}: unreceived message {text}" for rank, texts in enumerate(said) for text in texts]
-        if leaks:  # not freed: MPICH gives the same context to the next communicator, and the message with it
-            report.outcome, report.longrepr = "failed", "\n".join(leaks)
-        else:
-            for comm in comms:
-                comm.Free()
-        return report
+    def _end(self, report, leaks, dirty):
+        """Fail when a message was never received, and free the communicators of a test that has left them in order."""
+        comms, self.comms = [comm for comm in self.comms if comm != MPI.COMM_NULL], []
+        try:
+            if (
+                leaks and not dirty
+            ):  # not freed: MPICH gives the same context to the next communicator, with the message
+                report.outcome, report.longrepr = "failed", "\n".join(leaks)
+            elif not dirty:
+                for comm in comms:
+                    comm.Free()
+        finally:  # a message that nobody has read yet must not end a wait of the next test, but it may end this freeing
+            context.current_rank().groups.clear()
 
     def _packed(self, report):
         return self.config.hook.pytest_report_to_serializable(config=self.config, report=report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpipipe import arrays as backend
 from mpipipe import attention
 from mpipipe.attention.layout import Layout
 
@@ -19,22 +20,21 @@ def arrays(seq, keys=None, batch=2, heads=4, kv_heads=2, dim=8, value_dim=None, 
     return [(size * rng.normal(size=shape)).astype(dtype) for shape in shapes]
 
 
-def through_ring(comm, whole, **options):
-    """(out, lse, dq, dk, dv) of the whole sequence, put together from all ranks, and the bytes sent by this one."""
-    q, k = whole[:2]
-    kind = options.get("layout", "zigzag")
-    rows, keys = Layout(kind, comm.size, q.shape[1]), Layout(kind, comm.size, k.shape[1])
-    ring = attention.Ring(comm, **{"layout": kind, **options})
-    mine = [layout.shard(array, comm.rank) for layout, array in zip((rows, keys, keys, rows), whole)]
+def through_ring(comm, whole, place=lambda x: x, **options):
+    """(out, lse, dq, dk, dv) of the whole sequence, put together from all ranks, and the bytes sent by this one.
+
+    `place` is what brings shards to the device on which they attend.
+    """
+    options = {"layout": "zigzag", **options}
+    rows, keys = (Layout(options["layout"], comm.size, whole[at].shape[1]) for at in (0, 1))
+    ring = attention.Ring(comm, **options)
+    mine = [place(layout.shard(array, comm.rank)) for layout, array in zip((rows, keys, keys, rows), whole)]
     out, saved = ring.forward(*mine[:3])
-    gradients = ring.backward(mine[3], saved)
-    lse = saved.lse.transpose(0, 2, 1)
-    parts = comm.allgather((out, lse, *gradients))
-    sent = ring.bytes_sent
-    layouts = rows, rows, rows, keys, keys
-    result = [layout.unshard(shards) for layout, shards in zip(layouts, zip(*parts))]
+    out, lse, *gradients = backend.download(out, saved.lse, *ring.backward(mine[3], saved))
+    parts = comm.allgather((out, lse.transpose(0, 2, 1), *gradients))
+    result = [layout.unshard(shards) for layout, shards in zip((rows, rows, rows, keys, keys), zip(*parts))]
     result[1] = result[1].transpose(0, 2, 1)
-    return result, sent
+    return result, ring.bytes_sent
 
 
 def refused(comm, kind, match, build):

@@ -1,8 +1,10 @@
-"""Files of tokens for tests, written byte by byte as the formats have them."""
+"""Files of tokens for tests, written as docs/data.md describes them, without the code that is tested."""
 
 from __future__ import annotations
 
+import json
 import struct
+import zlib
 from hashlib import blake2b
 
 import numpy as np
@@ -10,25 +12,24 @@ import numpy as np
 HASH = "0123456789abcdef" * 2
 
 
-def header(*, version=2, itemsize=2, vocab=50, end=-1, tokens=0, documents=0, nbytes=0, tokenizer=HASH, index=b""):
-    """The 128 bytes at the start of a file of tokens, with a checksum that is right; `index` are the bytes of that."""
-    fields = struct.pack(
-        "<8sIIQqQQQ32s", b"MPITOKEN", version, itemsize, vocab, end, tokens, documents, nbytes, tokenizer.encode()
-    )
-    if version > 1:
-        fields += blake2b(index, digest_size=16).digest()
-    return (fields + blake2b(fields, digest_size=16).digest()).ljust(128, b"\0")
+def facts_text(facts):
+    """The content of the .json beside a file of tokens, with the checksum of its facts."""
+    plain = json.dumps(facts, sort_keys=True).encode()
+    return json.dumps({**facts, "checksum": f"{zlib.crc32(plain):08x}"})
 
 
-def write_tokens(path, ids, starts=(), nbytes=(), vocab=50, **facts):
-    """Write a file of tokens; `starts` and `nbytes` are those of each document."""
-    itemsize = 2 if vocab <= 65536 else 4
-    body = np.asarray(ids, f"<u{itemsize}").tobytes()
+def write_tokens(path, ids, starts=(), nbytes=(), vocab=50, **changed):
+    """Write a file of tokens with the two files beside it; `starts` and `nbytes` are those of each document."""
     before = np.concatenate([[0], np.cumsum(nbytes)[:-1]]) if len(nbytes) else []
-    index = np.concatenate([np.asarray(starts, "<u8"), np.asarray(before, "<u8")]).astype("<u8").tobytes()
-    counts = {"tokens": len(ids), "documents": len(starts), "nbytes": int(sum(nbytes)), "index": index}
-    head = header(itemsize=itemsize, vocab=vocab, **{**counts, **facts})
-    path.write_bytes(head + body + b"\0" * (-len(body) % 8) + index)
+    index = np.array([starts, before], "<u8")
+    facts = {
+        "vocab": vocab, "end": None, "tokens": len(ids), "documents": len(starts), "nbytes": int(sum(nbytes)),
+        "tokenizer": HASH, "index": blake2b(index.tobytes(), digest_size=16).hexdigest(),
+    }  # fmt: skip
+    for end, array in (("", np.asarray(ids, "<u2" if vocab <= 65536 else "<u4")), (".documents", index)):
+        with open(f"{path}{end}", "wb") as file:
+            np.save(file, array)
+    path.with_name(path.name + ".json").write_text(facts_text({**facts, **changed}))
     return path
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mpipipe import checkpoint
 from mpipipe.errors import StorageError
-from mpipipe.train.config import TrainConfig
+from mpipipe.language.config import TrainConfig
 from mpipipe.train.resume import Checkpoints
 
 
@@ -27,7 +27,7 @@ class Saver:
     def poll(self):
         return None
 
-    def finish(self, *, room_for=None):
+    def wait(self, *, room_for=None):
         if not self.in_flight:
             return None
         self.in_flight = False
@@ -48,7 +48,7 @@ def training(monkeypatch):
             pipeline=SimpleNamespace(stages=()), mesh=SimpleNamespace(rank=0), optimizer=None, step=0, state=dict
         )
         preemption = SimpleNamespace(save_took=times.append)
-        return Checkpoints(config, Path("."), progress, SimpleNamespace(sync=None), preemption), times
+        return Checkpoints(config, Path("."), progress, {}, SimpleNamespace(sync=None), preemption), times
 
     return make
 
@@ -56,7 +56,7 @@ def training(monkeypatch):
 def after(checkpoints, *steps, leaves=False):
     for step in steps:
         checkpoints.progress.step = step
-        checkpoints.follow({}, leaves)
+        checkpoints.follow(leaves)
 
 
 def test_a_save_that_takes_longer_than_the_steps_between_two_is_measured_too(training):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
+from support.small_training import MODEL, config_in, metrics
 from support.tolerance import bound, close, close_norm, largest, rounding, within
 from support.training_tolerance import curve, path, roundings
 
@@ -17,43 +17,24 @@ from mpipipe.attention import Local
 from mpipipe.comm.nccl import sums
 from mpipipe.errors import BackendError
 from mpipipe.language.models import GPT, weights
-from mpipipe.train import TrainConfig, train
+from mpipipe.language.shard import Shard
+from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import Shard
-
-SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
 
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
-    """config(name, **keys): a small training in the folder `name`."""
-    text = mpi_tmp_path / "text.txt"
-    if comm.rank == 0:
-        text.write_text("".join(np.random.default_rng(0).choice(["one ", "two ", "three ", "four\n"], 1500)))
-    comm.Barrier()
-
-    def make(name="run", **keys):
-        small = dict(
-            data=[str(text)], out=str(mpi_tmp_path / name), dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
-            microbatches=2, steps=5, warmup=2, lr=1e-2, log_every=1, eval_every=5, eval_batches=1, sample_bytes=0,
-        )  # fmt: skip
-        return TrainConfig(**{**small, **keys})
-
-    return make
-
-
-def metrics(config):
-    return [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+    return config_in(mpi_tmp_path, comm, steps=5, eval_every=5, device="auto")
 
 
 def close_curves(found, expected, dtype):
     """(loss, norm of gradients) of each step of two of these small trainings."""
     if arrays.is_half(arrays.dtype(dtype)):
         for one, other, what in zip(zip(*found), zip(*expected), ("losses", "norms of gradients")):
-            close_norm(one, other, roundings(SMALL), dtype, what)
+            close_norm(one, other, roundings(MODEL), dtype, what)
     else:
-        growth = curve(SMALL, len(found), 1e-2)[:, None]
-        close(found, expected, path(SMALL, 8 * SMALL.seq), growth * np.abs(expected), dtype=dtype)
+        growth = curve(MODEL, len(found), 1e-2)[:, None]
+        close(found, expected, path(MODEL, 8 * MODEL.seq), growth * np.abs(expected), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
@@ -86,7 +67,7 @@ def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, 
     seen = []
 
     def watched(self, step, original=Trainer.step):
-        seen.append({arrays.device_of(stage.parameters.flat) for stage in self.pipeline.stages})
+        seen.append({arrays.device_of(stage.parameters.flat) for stage in self.progress.pipeline.stages})
         return original(self, step)
 
     monkeypatch.setattr(Trainer, "step", watched)
@@ -199,7 +180,7 @@ def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypa
     kept, step = [], Trainer.step
 
     def watched(self, number):
-        kept.append((self.norm.on_device, self.pipeline.engine.nccl.sums))
+        kept.append((self.norm.on_device, self.progress.pipeline.engine.nccl.sums))
         return step(self, number)
 
     monkeypatch.setattr(Trainer, "step", watched)

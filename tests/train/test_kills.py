@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import harness
+from support.small_training import records
 
 from mpipipe import checkpoint
 
@@ -74,10 +75,7 @@ def train(launch, tmp_path):
 
 def outcome(run):
     """All that a training leaves, but for what was measured by the clock; and its sample."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        for name in ("tokens_per_second", "bubble", "predicted", "time", "seconds"):
-            line.pop(name, None)
+    lines = records(SimpleNamespace(out=run))
     newest = checkpoint.newest(run)
     files = [*sorted(newest.glob("part-*")), *sorted((run / "weights").iterdir())]
     return lines, newest.name, {path.name: path.read_bytes() for path in files}
@@ -109,6 +107,7 @@ def check_kills(train, folder, kills, ranks, pipe):
     assert left == []
 
 
+@pytest.mark.long
 @pytest.mark.slow(seconds=12)
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_three_kills_change_nothing(train, tmp_path, pipe):

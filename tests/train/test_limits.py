@@ -6,15 +6,18 @@ import json
 import resource
 
 import pytest
+from support.text_plan import text_plan
 
 from mpipipe import Mesh, schedules
+from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
-from mpipipe.language.inference.generation import build_decoder
+from mpipipe.language.inference.generation import build_decoder, check_decoding
 from mpipipe.language.models import GPT
 from mpipipe.planning import memory
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.train.planned import problem_of
 
 ABSURD = [
     ({"chunks": 10**6, "schedule": "interleaved_1f1b"}, "schedule would be too long"),
@@ -44,19 +47,22 @@ def test_absurd_sizes_are_refused_with_a_remedy_before_they_take_memory(comm, mp
 
 def test_a_model_that_just_fits_is_not_refused(monkeypatch):
     config = TrainConfig(dim=64, layers=2, heads=2, batch=4, microbatches=2, dtype="float64")
-    plan = TrainingPlan.of(config, GPT, 2, 1)
-    counts = [memory.parameters_of(memory.own_layers(plan, rank)) for rank in (0, 1)]
-    assert sum(counts) == plan.model.parameters
+    task, plan = text_plan(config, 2)
+    problem = problem_of(config, task, 2, 1)
+    sample, message = task.sample_bytes(plan.microbatch_rows, "float64")
+    counts = [memory.parameters_of([problem.layers[each] for each in plan.layers_of(rank)]) for rank in (0, 1)]
+    assert sum(counts) == task.model.parameters
     for rank, count in enumerate(counts):
-        layers = len(memory.own_layers(plan, rank))
+        layers = len(plan.layers_of(rank))
         needed = 8 * count * 4 + 16 * 4 * 128 + layers * 2 * 128 * 64 * 8
         monkeypatch.setattr(memory, "machine_memory", lambda needed=needed: needed)
-        memory.check_training(config, plan, rank, "cpu")
+        memory.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
         monkeypatch.setattr(memory, "machine_memory", lambda needed=needed: needed - 1)
         with pytest.raises(ConfigError, match=f"pipeline rank {rank}") as caught:
-            memory.check_training(config, plan, rank, "cpu")
+            memory.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
         assert f"{count:,} parameters" in caught.value.found and "adamw" in caught.value.found
-        memory.check_training(config, plan, rank, "cuda")  # there it is the GPU that must hold the rest
+        # on a GPU it is that which must hold the rest
+        memory.check_training(problem, plan, rank, "cuda", sample=sample, message=message)
 
 
 @pytest.mark.parametrize("options", [
@@ -65,13 +71,13 @@ def test_a_model_that_just_fits_is_not_refused(monkeypatch):
 ])  # fmt: skip
 def test_every_array_of_a_description_is_counted(options, monkeypatch):
     model = GPT(dim=16, layers=2, heads=2, seq=8, **options)
-    plan = TrainingPlan(model, schedules.forward_only(1, 1, 1), [(0, 6)], rows=4)
-    assert memory.parameters_of(memory.own_layers(plan, 0)) == model.parameters
+    plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 6)], rows=4)
+    assert memory.parameters_of(model.build(Local())) == model.parameters
     caches = 2 * 2 * model.kv_heads * model.head_dim * 100 * 4  # keys and values of both blocks in float32
 
     def build(room):
         def on_the_rank(comm):
-            with Mesh(comm, pipe=1) as mesh, build_decoder(plan, mesh, "float32", 100, lambda stages: None):
+            with Mesh(comm, pipe=1) as mesh, build_decoder(model, plan, mesh, "float32", 100, lambda stages: None):
                 pass
 
         monkeypatch.setattr(memory, "machine_memory", lambda: room)
@@ -84,7 +90,7 @@ def test_every_array_of_a_description_is_counted(options, monkeypatch):
 
 
 def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monkeypatch):
-    plan = TrainingPlan(GPT(dim=10**7, heads=1), schedules.forward_only(1, 1, 1), [(0, 10)], rows=1)
+    plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 10)], rows=1)
     for answer in (-1, None):
 
         def sysconf(name, answer=answer):
@@ -94,7 +100,7 @@ def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monk
 
         monkeypatch.setattr(memory.os, "sysconf", sysconf)
         assert memory.machine_memory() is None
-        memory.check_decoding(plan, 0, "float32", (1, 10**12), 1)
+        check_decoding(GPT(dim=10**7, heads=1), plan, 0, "float32", (1, 10**12), 1)
 
 
 def test_this_machine_says_how_much_memory_it_has():
@@ -103,11 +109,7 @@ def test_this_machine_says_how_much_memory_it_has():
 
 @pytest.mark.parametrize(
     ("model", "arguments", "match"),
-    [
-        ({"layers": 10**8}, [], "too many layers"),
-        ({"dim": 10**8}, [], "does not fit into memory"),
-        ({"dim": 16}, ["--bytes", str(10**12)], "does not fit into memory"),
-    ],
+    [({"layers": 10**8}, [], "too many layers"), ({"dim": 16}, ["--bytes", str(10**12)], "does not fit into memory")],
 )
 def test_generate_refuses_absurd_sizes_with_one_report(launch, tmp_path, model, arguments, match):
     folder = tmp_path / "run" / "weights"

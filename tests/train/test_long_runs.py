@@ -51,6 +51,7 @@ def train(pipe, replicas, schedule, steps, dtype):
     return losses, memory
 
 
+@pytest.mark.long
 def test_memory_is_flat_after_step_20(comm):
     with Mesh(comm, pipe=min(2, comm.size)) as mesh:
         losses, memory = train(mesh.pipe, mesh.replicas, interleaved_1f1b(mesh.pipe.size, 2, 2), STEPS, "float32")

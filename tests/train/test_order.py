@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.small_training import records
+from support.text_plan import text_plan
 
 from mpipipe import checkpoint, schedules
 from mpipipe.errors import ConfigError, ScheduleError
@@ -15,14 +16,12 @@ from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import toml_line
-from mpipipe.train.training_plan import TrainingPlan
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 3
 SMALL = dict(
     dim=8, layers=4, heads=2, hidden=16, seq_len=8, batch=6, steps=4, warmup=1, eval_every=2, eval_batches=1,
     log_every=1, sample_bytes=0, device="cpu", save_every=2, pipe=RANKS, chunks=CHUNKS,
 )  # fmt: skip
-MEASURED = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
 
 
 @pytest.fixture
@@ -44,11 +43,6 @@ def order(tmp_path):
 
 def run(config):
     return inprocess.run(RANKS, lambda comm: train(config, GPT, comm))
-
-
-def records(config):
-    lines = [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 def test_an_order_trains_to_the_same_bits_as_a_schedule_with_a_name(config, order, tmp_path, capsys):
@@ -86,7 +80,7 @@ def test_a_resume_finds_the_order_where_its_file_is_gone_or_another_one(config, 
 
 def plan(table, **keys):
     keys = {**SMALL, "schedule": table, **keys}
-    return TrainingPlan.of(TrainConfig(**keys), GPT, keys["pipe"], 1)
+    return text_plan(TrainConfig(**keys), keys["pipe"])[1]
 
 
 def test_the_plan_takes_the_placement_and_the_microbatches_of_the_order():

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.small_training import config_in
 
 from mpipipe.errors import ConfigError, OwnerError
 from mpipipe.language.models import GPT, weights
-from mpipipe.train import TrainConfig, output_folder, train
+from mpipipe.train import output_folder, train
 
 
 @pytest.fixture
@@ -26,19 +27,7 @@ def own_folder(comm, mpi_tmp_path, monkeypatch):
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
-    text = mpi_tmp_path / "text.txt"
-    if comm.rank == 0:
-        text.write_text("one two three four\n" * 100)
-    comm.Barrier()
-
-    def make(**keys):
-        small = dict(
-            data=[str(text)], dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, steps=2,
-            eval_batches=1, sample_bytes=0, device="cpu", pipe=comm.size,
-        )  # fmt: skip
-        return TrainConfig(**{**small, **keys})
-
-    return make
+    return config_in(mpi_tmp_path, comm, steps=2, pipe=comm.size, log_every=10)
 
 
 def test_a_relative_folder_is_that_of_rank_0(comm, own_folder, config, capsys):

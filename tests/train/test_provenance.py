@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.small_training import records
 
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
@@ -15,7 +16,6 @@ from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, provenance, train
 from mpipipe.train.config import read_keys
 
-CLOCKED = ("time", "seconds", "tokens_per_second", "bubble", "predicted")
 SMALL = dict(
     dim=8, layers=2, heads=1, seq_len=8, batch=4, steps=4, warmup=2, log_every=1, eval_every=2, eval_batches=1,
     sample_bytes=0,
@@ -31,8 +31,7 @@ def text(tmp_path):
 
 def trained(ranks, config):
     inprocess.run(ranks, lambda comm: train(config, GPT, comm))
-    lines = Path(config.out, "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in CLOCKED} for line in lines]
+    return records(config)
 
 
 def test_the_saved_configuration_gives_bit_equal_metrics(text, tmp_path, monkeypatch):

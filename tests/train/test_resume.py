@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 from functools import partial
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.small_training import MODEL, config_in, records
 from support.tolerance import close
 from support.training_tolerance import curve, path
 
@@ -21,29 +21,12 @@ from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, resume, train
 from mpipipe.train.trainer import Trainer
 
-SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
 LossScaler = optim.LossScaler
-MEASURED = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
 
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
-    """config(name, **keys): a small training in the folder `name`."""
-    text = mpi_tmp_path / "text.txt"
-    if comm.rank == 0:
-        words = np.random.default_rng(0).choice(["one ", "two ", "three ", "four\n"], 1500)
-        text.write_text("".join(words))
-    comm.Barrier()
-
-    def make(name="run", **keys):
-        small = dict(
-            data=[str(text)], out=str(mpi_tmp_path / name), dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
-            microbatches=2, steps=6, warmup=2, lr=1e-2, log_every=1, eval_every=3, eval_batches=1, sample_bytes=8,
-            device="cpu", save_every=2, pipe=comm.size,
-        )  # fmt: skip
-        return TrainConfig(**{**small, **keys})
-
-    return make
+    return config_in(mpi_tmp_path, comm, steps=6, eval_every=3, sample_bytes=8, save_every=2, pipe=comm.size)
 
 
 @pytest.fixture
@@ -63,12 +46,6 @@ def cut_short(monkeypatch):
         comm.Barrier()
 
     return run
-
-
-def records(config):
-    """What is in metrics.jsonl, but for what was measured by the clock."""
-    lines = [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 def content(folder):
@@ -133,8 +110,8 @@ def test_a_training_that_was_cut_short_ends_bit_by_bit_as_one_that_was_not(
 def close_records(found, expected, dtype="float64"):
     for key in ("loss", "validation", "grad_norm"):
         one, other = ([line[key] for line in lines if key in line] for lines in (found, expected))
-        growth = curve(SMALL, 7, 1e-2)[[line["step"] for line in expected if key in line]]
-        close(one, other, path(SMALL, 8 * SMALL.seq), growth * np.abs(other), dtype=dtype)
+        growth = curve(MODEL, 7, 1e-2)[[line["step"] for line in expected if key in line]]
+        close(one, other, path(MODEL, 8 * MODEL.seq), growth * np.abs(other), dtype=dtype)
 
 
 CUTS = {
@@ -213,7 +190,7 @@ def test_every_key_may_change_or_must_stay(comm, config, cut_short):
         sample_bytes=0, temperature=0.1, save_every=1, keep=1, layout="striped",
         watchdog=60.0, check_weights=1,
     )  # fmt: skip
-    assert set(changed) <= set(resume.MAY_CHANGE)
+    assert set(changed) <= set(resume._others(config()))
     assert train(config(resume="auto", **changed), GPT, comm).step == 4
 
 

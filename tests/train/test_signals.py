@@ -48,6 +48,7 @@ def seconds_of_a_training(folder):
         job.end()
 
 
+@pytest.mark.long
 @pytest.mark.slow(seconds=400 if AT_LENGTH else 40)
 def test_the_exit_code_says_what_was_done_at_whatever_moment_a_signal_comes(tmp_path, allow_seconds):
     allow_seconds(60 * JOBS)
@@ -109,14 +110,14 @@ main()
 PLACES = {
     "the command line is read": ("import mpipipe.cli.command_line as here; before(here, 'run')", 75),
     "MPI is made": ("from mpipipe.job import runtime; before(runtime, 'mpi')", 75),
-    "the data are found": ("from mpipipe.train import setup; before(setup, 'find_data')", 75),
+    "the data are found": ("from mpipipe.language import task; before(task, 'find_data')", 75),
     "the last step": (
         "from mpipipe.train.trainer import Trainer\n"
         "step = Trainer.step\n"
         "Trainer.step = lambda self, number: (send() if number == 2 else None, step(self, number))[1]",
         0,
     ),
-    "the model is left": ("from mpipipe.train import trainer; before(trainer, 'export_model')", 0),
+    "the model is left": ("from mpipipe.language import task; before(task, 'export_model')", 0),
     "the ranks end together": ("from mpipipe.job import exit as abort; before(abort, 'leave_together')", 0),
     "the interpreter ends": ("import atexit; atexit.register(send)", 0),
 }

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import ArgumentError, BackendError, ConfigError
 from mpipipe.train import sinks
-from mpipipe.train.sinks import Run, Sinks, parse_names
+from mpipipe.train.sinks import SinkContext, Sinks, parse_names
 
 COLUMNS = ("step", "loss", "validation", "time", "seconds")
 RECORDS = [
@@ -24,7 +24,7 @@ RECORDS = [
 
 
 def run_in(folder, done=0):
-    return Run(folder, done, COLUMNS, {"steps": 2})
+    return SinkContext(folder, done, COLUMNS, {"steps": 2})
 
 
 def write_all(names, run, records=RECORDS):
@@ -106,8 +106,8 @@ def test_the_reader_of_tensorboard_opens_it_and_hides_what_was_resumed_before(tm
 OFFLINE = """
 import json, sys
 from pathlib import Path
-from mpipipe.train.sinks import Run, Sinks
-opened = Sinks(["wandb"], Run(Path(sys.argv[1]), 0, ("step", "loss"), {"steps": 2}), sys.exit)
+from mpipipe.train.sinks import SinkContext, Sinks
+opened = Sinks(["wandb"], SinkContext(Path(sys.argv[1]), 0, ("step", "loss"), {"steps": 2}), sys.exit)
 for record in json.loads(sys.argv[2]):
     opened.write(record)
 opened.close()
@@ -174,3 +174,40 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     with pytest.raises(BackendError, match="tensorboardX") as caught:
         sinks.check_installed(["csv", "tensorboard"])
     assert "'.[tensorboard]'" in caught.value.remedy
+
+
+# -- metrics.jsonl over a resume: cut off after the checkpoint, as a whole, and never another program's file ----------
+
+
+LINES = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', "{"])
+@pytest.mark.parametrize("step", [0, 1, 3, 4, 7])
+def test_records_behind_a_step_and_a_torn_line_are_cut_off(tmp_path, step, tail):
+    path = tmp_path / sinks.NAME
+    path.write_text("".join(LINES) + tail)
+    sinks.cut(tmp_path, step)
+    assert path.read_text() == "".join(LINES[: step + 1] if step else [])
+    assert [file.name for file in tmp_path.iterdir()] == [sinks.NAME]
+
+
+def test_a_file_that_needs_no_cut_is_not_written_anew(tmp_path):
+    path = tmp_path / sinks.NAME
+    path.write_text("".join(LINES))
+    before = path.stat().st_ino
+    sinks.cut(tmp_path, 4)
+    assert path.stat().st_ino == before
+    sinks.cut(tmp_path / "absent", 4)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["precious", "precious\n", "[]\n", '{"loss": 1}\n', '{"step": "1"}\n', '{"step": 1}\n\n', "\xff\n"]
+)
+def test_what_is_no_record_is_refused_with_the_file(tmp_path, text):
+    path = tmp_path / sinks.NAME
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        sinks.cut(tmp_path, 3)
+    assert caught.value.found == str(path) and path.read_bytes() == text.encode("latin1")

@@ -142,6 +142,7 @@ def test_storage_that_fails_ends_the_training_and_the_last_checkpoint_is_gone_on
     same(out, whole)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["full", "read-only", "vanishes"])
 def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on(train, trouble):
@@ -158,6 +159,7 @@ def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on(trai
     same(out, whole)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_slow_disk_changes_nothing_but_the_time(train):
     _, whole = train("whole")

@@ -12,7 +12,7 @@ from support import harness
 
 from mpipipe import checkpoint
 from mpipipe.train import TrainConfig
-from mpipipe.train.survival import Survivors, Told
+from mpipipe.train.survival import Assignment, SurvivorReport
 
 has_ulfm = pytest.mark.skipif(
     not MPI.Get_library_version().startswith("Open MPI v5"), reason="ULFM is in Open MPI 5 alone"
@@ -28,7 +28,7 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.language.models import GPT
 from mpipipe.optim import AdamW
 from mpipipe.train import TrainConfig, survival, train
-from mpipipe.train.progress import Commitment
+from mpipipe.train.progress import StepBarrier
 from mpipipe.train.trainer import Trainer
 
 text, out, kills, options = sys.argv[1:5]
@@ -67,7 +67,7 @@ def step(self, number):
 
 if "--blind" in sys.argv[4:]:  # rank 0 does not see the end of an agreement behind which rank 3 dies
     sys.argv.remove("--blind")
-    agreed = Commitment._commit
+    agreed = StepBarrier._commit
 
     def commit(self, make):
         if self.made != 5:
@@ -81,7 +81,7 @@ if "--blind" in sys.argv[4:]:  # rank 0 does not see the end of an agreement beh
             self.group.wait(runtime.mpi().COMM_SELF.Irecv(bytearray(8)))
         self.make()
 
-    Commitment._commit = commit
+    StepBarrier._commit = commit
 
 def write(message):
     say("named")
@@ -163,6 +163,7 @@ def check_kills(train, folder, count):
     return [check_one_kill(train, folder, f"killed-{number}", random) for number in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @has_ulfm
 def test_two_kills_lose_a_step_and_nothing_else(train, tmp_path):
@@ -214,34 +215,26 @@ def test_survive_is_refused_where_ranks_cannot_outlive_each_other(train, tmp_pat
 
 def told(*ranks):
     """Of each rank (place, steps, can follow) or None."""
-    return [None if each is None else Told(*each, {"from": number}) for number, each in enumerate(ranks)]
+    return [None if each is None else SurvivorReport(*each, {"from": number}) for number, each in enumerate(ranks)]
 
 
 def places(*ranks, pipe=2, **options):
-    return Survivors.of(told(*ranks), pipe, TrainConfig(**{"batch": 8, **options}))
+    return Assignment.of(told(*ranks), pipe, TrainConfig(**{"batch": 8, **options}))
 
 
-def test_ranks_keep_their_places_and_the_rest_are_spares():
-    found = places((0, 5, False), (0, 5, False), (1, 5, False))
-    assert (found.order, found.step, found.problem) == ((0, 2), 5, "")
-
-
-def test_a_spare_takes_a_place_whose_state_it_does_not_have():
-    found = places((0, 5, False), (0, 5, False), (0, 5, False), (1, 5, False))
-    assert found.order == (0, 1, 3, 2)
-
-
-def test_a_step_that_one_rank_has_made_is_made_by_those_that_can():
-    found = places((0, 6, False), (1, 5, True), (0, 5, True))
-    assert (found.step, found.order, found.facts["from"]) == (6, (0, 1), 0)
-
-
-def test_a_step_that_nobody_has_made_is_made_again():
-    assert places((0, 5, True), (1, 5, True)).step == 5
-
-
-def test_an_old_state_is_no_state():
-    assert "place 1 of 2" in places((0, 6, False), (1, 4, False), (1, 3, False)).problem
+@pytest.mark.parametrize(
+    ("ranks", "step", "order"),
+    [
+        ([(0, 5, False), (0, 5, False), (1, 5, False)], 5, (0, 2)),  # ranks keep their places, and the rest are spares
+        ([(0, 5, False), (0, 5, False), (0, 5, False), (1, 5, False)], 5, (0, 1, 3, 2)),  # a spare takes another place
+        ([(0, 6, False), (1, 5, True), (0, 5, True)], 6, (0, 1)),  # a step that one has made is made by those that can
+        ([(0, 5, True), (1, 5, True)], 5, (0, 1)),  # one that no rank has made is made again
+    ],
+)
+def test_the_largest_mesh_is_found_in_which_every_stage_has_its_state(ranks, step, order):
+    found = places(*ranks)
+    assert (found.step, found.order, found.problem) == (step, order, "")
+    assert found.facts["from"] == next(number for number, rank in enumerate(ranks) if rank[1] == step)
 
 
 def test_the_batch_must_divide_among_the_replicas():
@@ -250,6 +243,7 @@ def test_the_batch_must_divide_among_the_replicas():
     assert len(places(*ranks, batch=9).order) == 6
 
 
-def test_too_few_ranks_cannot_go_on():
+def test_where_no_mesh_is_left_the_reason_is_said():
+    assert "place 1 of 2" in places((0, 6, False), (1, 4, False), (1, 3, False)).problem  # an old state is no state
     assert "too few" in places((0, 5, False), (1, 5, False), None, pipe=2, seq=2).problem
     assert "no step" in places(None, None).problem

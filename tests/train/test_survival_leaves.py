@@ -12,8 +12,8 @@ from train.test_survival import FT, has_ulfm
 from mpipipe import checkpoint
 from mpipipe.errors import LostRankError
 from mpipipe.job.preemption import Preemption
-from mpipipe.train.progress import Commitment
-from mpipipe.train.survival import Remains
+from mpipipe.train.progress import StepBarrier
+from mpipipe.train.survival import RetainedState
 
 STEPS = 6
 BEFORE = """
@@ -21,7 +21,7 @@ import json, os, signal, sys, time
 from mpipipe.checkpoint import tensor_files as tensors
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
-from mpipipe.job.context import here
+from mpipipe.job.context import current_rank
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, survival, train
 from mpipipe.train.trainer import Trainer
@@ -97,11 +97,11 @@ before("step", trouble)
 @has_ulfm
 def test_a_rank_that_waits_for_a_place_leaves_with_the_others(train, tmp_path):
     body = """
-make = survival.Crew.__init__
+make = survival.ElasticRun.__init__
 def one_takes_part(self, config, comm, pipe, out):
     make(self, config, comm, pipe, out)
     self.takes_part, self.active = rank == 0, comm.Split(rank)
-survival.Crew.__init__ = one_takes_part
+survival.ElasticRun.__init__ = one_takes_part
 def trouble(number):
     if number == 4:
         for host, pid in current_rank().lifeline.places:
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_was_in_flight_when_a_rank_died_is_saved_anew(train, t
     """Also behind the last step, where nothing else would save it."""
     body = """
 if rank == 1:
-    tensors.write = lambda *_: time.sleep(100)
+    tensors.write_tensors = lambda *_: time.sleep(100)
     before("_end", lambda *_: die())
 """
     job = train(body, save_every=STEPS)
@@ -132,7 +132,7 @@ if rank == 1:
 
 
 def committed(*functions):
-    """A commitment behind step 5, and a list of the steps that its optimizer makes."""
+    """A barrier behind step 5, and a list of the steps that its optimizer makes."""
     made = []
     optimizer = SimpleNamespace(stages=(), steps=5, before_write=list(functions), step=lambda **_: made.append(1))
     progress = SimpleNamespace(
@@ -141,7 +141,7 @@ def committed(*functions):
         pipeline=SimpleNamespace(steps_taken=5),
         step=5,
     )
-    return Commitment(progress, SimpleNamespace(), together=False), made
+    return StepBarrier(progress, SimpleNamespace(), together=False), made
 
 
 def test_a_step_can_still_be_made_where_a_rank_dies_while_this_one_waits_for_its_checkpoint():
@@ -151,28 +151,28 @@ def test_a_step_can_still_be_made_where_a_rank_dies_while_this_one_waits_for_its
         if dead:
             raise dead.pop()
 
-    commitment, made = committed(wait_until_read)
+    barrier, made = committed(wait_until_read)
     with pytest.raises(LostRankError):
-        commitment.step(lr=1.0)
-    remains = Remains(0, commitment, {}, [], commitment.optimizer)
-    assert remains.told().can_follow and remains.step == 5 and made == []
-    remains.catch_up(6)
-    assert remains.step == 6 and made == [1]
+        barrier.step(lr=1.0)
+    retained = RetainedState(0, barrier, {}, [], barrier.optimizer)
+    assert retained.report().can_follow and retained.step == 5 and made == []
+    retained.catch_up(6)
+    assert retained.step == 6 and made == [1]
 
 
 def test_a_step_that_nobody_has_made_is_forgotten_by_ranks_that_wait_for_a_place():
     """The others make it again with fewer replicas: it would be another one here."""
-    commitment, made = committed()
-    commitment.pending = lambda: made.append(1)
-    remains = Remains(0, commitment, {}, [], commitment.optimizer)
-    remains.catch_up(5)
-    assert not remains.told().can_follow and made == []
+    barrier, made = committed()
+    barrier.pending = lambda: made.append(1)
+    retained = RetainedState(0, barrier, {}, [], barrier.optimizer)
+    retained.catch_up(5)
+    assert not retained.report().can_follow and made == []
 
 
 def test_where_mpi_tells_of_deaths_a_dead_neighbour_does_not_end_a_job_that_leaves():
     def asked(lifeline):
         watchdog = SimpleNamespace(ended_neighbours=lambda: {1})
         process = SimpleNamespace(watchdog=watchdog, lifeline=lifeline)
-        return Preemption._hopeless(SimpleNamespace(group=SimpleNamespace(process=process), reason="", _closed=False))
+        return Preemption._hopeless(SimpleNamespace(group=SimpleNamespace(context=process), reason="", _closed=False))
 
     assert asked(None) and not asked("a lifeline")

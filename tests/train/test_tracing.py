@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
+from support.small_training import config_in
 
 from mpipipe.errors import ArgumentError, BackendError, ConfigError
 from mpipipe.job import inprocess
 from mpipipe.job.preemption import Preemption
 from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, tracing, train
+from mpipipe.train import tracing, train
 
 pytest.importorskip("otf2")
 
@@ -21,14 +22,7 @@ pytest.importorskip("otf2")
 @pytest.fixture
 def small(tmp_path):
     """small(**keys): a small training in the folder `run`, with a trace in the folder `trace`."""
-    words = np.random.default_rng(0).choice(["one ", "two ", "three ", "four\n"], 1500)
-    (tmp_path / "text.txt").write_text("".join(words))
-    keys = dict(
-        data=[str(tmp_path / "text.txt")], out=str(tmp_path / "run"), trace=str(tmp_path / "trace"), dim=16, layers=2,
-        heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, steps=4, warmup=2, eval_every=2, eval_batches=1,
-        sample_bytes=0, device="cpu",
-    )  # fmt: skip
-    return lambda **more: TrainConfig(**{**keys, **more})
+    return partial(config_in(tmp_path), trace=str(tmp_path / "trace"), steps=4, eval_every=2)
 
 
 def run(config, ranks=2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -11,54 +10,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.small_training import MODEL, config_in, metrics
 from support.tolerance import close
 from support.training_tolerance import curve, path
 
 from mpipipe import optim
 from mpipipe.errors import ArgumentError, BackendError, ConfigError, DataError, MismatchError, NonFiniteError
 from mpipipe.language import data
+from mpipipe.language.data import listing
 from mpipipe.language.models import GPT, weights
-from mpipipe.train import TrainConfig, train
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import TrainingPlan
 
 LAST_LINE = re.compile(
     r"mpipipe: ok steps=(\d+) loss=(\d+\.\d{4}) validation=(\d+\.\d{4}) tokens/s=(\d+) "
     r"bubble=(\d\.\d{4}) predicted=(\d\.\d{4})"
 )
 STATM = Path("/proc/self/statm")
-SMALL = GPT(dim=16, layers=2, heads=2, hidden=32, seq=16)  # what `config` trains, with batches of 8
 
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
-    """config(name, **keys): a small training in the folder `name`, on text that is easy to learn."""
-    text = mpi_tmp_path / "text.txt"
-    if comm.rank == 0:
-        words = np.random.default_rng(0).choice(["one ", "two ", "three ", "four\n"], 1500)
-        text.write_text("".join(words))
-    comm.Barrier()
-
-    def make(name="run", **keys):
-        small = dict(
-            data=[str(text)], out=str(mpi_tmp_path / name), dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
-            microbatches=2, steps=6, warmup=2, lr=1e-2, log_every=1, eval_every=3, eval_batches=1, sample_bytes=0,
-            device="cpu",
-        )  # fmt: skip
-        return TrainConfig(**{**small, **keys})
-
-    return make
-
-
-def metrics(config):
-    return [json.loads(line) for line in Path(config.out, "metrics.jsonl").read_text().splitlines()]
+    return config_in(mpi_tmp_path, comm, steps=6, eval_every=3)
 
 
 def close_curves(found, expected, dtype="float64"):
     """Numbers of each step of two of these small trainings."""
     found, expected = np.array(found), np.array(expected)
-    growth = curve(SMALL, len(found), 1e-2).reshape(-1, *[1] * (found.ndim - 1))
-    close(found, expected, path(SMALL, 8 * SMALL.seq), growth * np.abs(expected), dtype=dtype)
+    growth = curve(MODEL, len(found), 1e-2).reshape(-1, *[1] * (found.ndim - 1))
+    close(found, expected, path(MODEL, 8 * MODEL.seq), growth * np.abs(expected), dtype=dtype)
 
 
 def test_a_training_learns_and_says_so(comm, config, capsys):
@@ -140,8 +121,8 @@ def test_memory_stays_flat_over_hundreds_of_steps(comm, config, monkeypatch):
 
 
 def test_only_the_ranks_of_the_first_and_last_stage_open_the_data(comm, config, monkeypatch):
-    opened, original = [], data.Corpus.of
-    monkeypatch.setattr(data.Corpus, "of", lambda *arguments: opened.append(1) or original(*arguments))
+    opened, original = [], data.DataListing.open
+    monkeypatch.setattr(data.DataListing, "open", lambda *arguments: opened.append(1) or original(*arguments))
     train(config(pipe=comm.size, steps=1), GPT, comm)
     assert len(opened) == (comm.rank in (0, comm.size - 1))
 
@@ -171,7 +152,7 @@ def test_stages_that_one_rank_cannot_make_are_an_error_on_every_rank(comm, confi
         raise MemoryError("Unable to allocate 8.00 GiB")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(TrainingPlan, "stages", refuse)
+        monkeypatch.setattr(LayerPlan, "stages", refuse)
     chosen = config()
     with pytest.raises(ArgumentError, match="Unable to allocate"):
         train(chosen, GPT, comm)
@@ -209,7 +190,7 @@ def test_ranks_without_the_data_of_rank_0_are_told(comm, config, monkeypatch, mp
         pytest.skip("needs two ranks")
     chosen = config(data=[], pipe=comm.size)
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(data.text, "_roots", lambda paths: [mpi_tmp_path / "elsewhere"])
+        monkeypatch.setattr(listing, "library_folder", lambda: mpi_tmp_path / "elsewhere")
     with pytest.raises(DataError, match=f"rank {comm.size - 1}: data cannot be read"):
         train(chosen, GPT, comm)
     assert not Path(chosen.out).exists()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import harness
 from support.launch import Job, mpiexec
+from support.small_training import records
 
 from mpipipe import checkpoint
 from mpipipe.checkpoint import folders
@@ -19,14 +20,14 @@ from mpipipe.checkpoint import folders
 # a training that waits as long as a test can for a folder to become free
 TRAINING = """
 import sys, time
-from mpipipe.checkpoint import owner_taking
+from mpipipe.checkpoint import owner
 from mpipipe.job.exit import run_or_abort
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.trainer import Trainer
 
 text, out, waits, pause = sys.argv[1:]
-owner_taking.LIVING_SECONDS = float(waits)
+owner.LIVING_SECONDS = float(waits)
 original = Trainer.step
 
 def step(self, number):
@@ -41,7 +42,6 @@ sys.exit(run_or_abort(lambda: train(config, GPT)))
 """
 STEPS = 12
 KINDS = ("at once", "apart", "killed")
-MEASURED = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
 REFUSED = r"OwnerError: .*another job owns the folder\n  found: processes [\d, ]+ on \S+, since "
 TAKEN = r"mpipipe: \S+ was owned by processes [\d, ]+ on \S+, since .*, which is dead: taken over\n"
 
@@ -69,8 +69,7 @@ def ended(job):
 
 def outcome(run):
     """All that a training leaves, but for what was measured by the clock."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [{name: value for name, value in line.items() if name not in MEASURED} for line in lines]
+    lines = records(SimpleNamespace(out=run))
     whole = folders.find(run / "checkpoints")
     contents = [checkpoint.read(path).step for path in whole]
     files = [*sorted(whole[-1].glob("part-*")), *sorted((run / "weights").iterdir())]
@@ -116,6 +115,7 @@ def rank_of(env):
 
 
 @pytest.mark.jobs
+@pytest.mark.long
 @pytest.mark.slow(seconds=30)
 def test_one_job_at_a_time_trains_in_a_folder(start, tmp_path, allow_seconds):
     allow_seconds(300)
@@ -130,6 +130,7 @@ def test_fifty_pairs_of_jobs_harm_no_training(start, tmp_path, allow_seconds):
 
 
 @pytest.mark.jobs
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_job_that_was_stopped_for_long_ends_when_it_wakes_up(start, tmp_path, allow_seconds):
     """Another job has taken over, as it does on another host: nothing of the first one's is written any more."""

@@ -37,19 +37,10 @@ def pulled(pull: Any, dy: Any) -> Any:
 
 
 class Functions:
-    """The compiled forms of a function for inputs of one structure.
+    """The compiled forms of a function for inputs of one structure, in which `floating` arrays take gradients.
 
-    Parameters
-    ----------
-    function : `function(parameters, x)`, see jax_stage
-    tree : of the parameters
-    structures, floating : of the parts of the input, and which of their arrays take gradients
-    gives : names of the skips that it gives over
-
-    Attributes
-    ----------
-    forward : (list of parameters, floating inputs, others, key) -> (floating outputs, the output without them)
-    with_gradients : the same arguments -> (floating outputs, pull, others)
+    forward(list of parameters, floating inputs, others, key) gives (floating outputs, the output without them), and
+    with_gradients of the same arguments (floating outputs, pull, the output without them).
     """
 
     def __init__(

@@ -16,59 +16,37 @@ from mpipipe.adapters.jax import functions
 from mpipipe.adapters.jax.functions import Functions, JaxArray, Results, is_on_host, pulled, put
 from mpipipe.adapters.trees import (
     Structures,
+    TreeStage,
     flatten_parts,
     gradient_leaves,
     parts_of,
-    skip_names,
     tree_of,
     unflatten_parts,
 )
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import Branches, Structure, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Position, kernels, random
-from mpipipe.nn.parameters import FlatBuffer
+from mpipipe.nn import FlatBuffer, Position, kernels
 
 KINDS = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
 
 
-class Saved(NamedTuple):
-    """What the forward of a micro-batch leaves for its backward.
+class JaxSaved(NamedTuple):
+    """What the forward of a micro-batch leaves for its backward."""
 
-    Attributes
-    ----------
-    pull : takes gradients of the floating outputs, and gives those of parameters and floating inputs
-    structures, floating : of the parts of the input, and which of their arrays take gradients
-    output, differentiable : the same of the output
-    """
-
-    pull: Any
-    structures: Structures
-    floating: tuple[bool, ...]
-    output: Structures
+    pull: Any  # takes gradients of the floating outputs, and gives those of parameters and floating inputs
+    structures: Structures  # of the parts of the input
+    floating: tuple[bool, ...]  # which of their arrays take gradients
+    output: Structures  # the same of the output
     differentiable: tuple[bool, ...]
 
 
-class JaxStage:
+class JaxStage(TreeStage):
     """See `mpipipe.adapters.jax_stage`, which makes it.
 
-    Attributes
-    ----------
-    function : callable
-        The function.
-    parameters, gradients : mapping of str to array, or None
-        By their paths in the tree: views of one array `.flat` each. JAX computes with the memory of `parameters`.
-    device : str
-        "cpu" or "cuda".
-    gpu : int or None
-        Number of the GPU.
-    index : int or None
-        Number of the stage, set by the pipeline.
-    before_write : list of callable
-        Called by optimizers of mpipipe before they write parameters.
+    `parameters` and `gradients`, by their paths in the tree, are views of one array `.flat` each, or None. JAX computes
+    with the memory of `parameters`.
     """
-
-    takes_branches = False  # without names of skips: one tree in, one tree out
 
     def __init__(
         self,
@@ -81,12 +59,8 @@ class JaxStage:
     ):
         if not callable(function):
             raise ArgumentError("jax_stage", found=type(function).__name__, expected="a function (parameters, x) -> y")
-        self.function, self.seed = function, seed
-        self.gives, self.takes = skip_names(gives, "gives of jax_stage"), skip_names(takes, "takes of jax_stage")
-        if self.gives or self.takes:
-            self.takes_branches = True
-        self.index: int | None = None
-        self.before_write: list[Callable[[], object]] = []
+        super().__init__("jax_stage", seed, gives, takes)
+        self.function = function
         paths, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
         leaves = {f"{prefix}{jax.tree_util.keystr(path, simple=True, separator='.')}": leaf for path, leaf in paths}
         on_gpu = any(isinstance(leaf, jax.Array) and not is_on_host(leaf) for leaf in leaves.values())
@@ -135,24 +109,8 @@ class JaxStage:
         if self._renews:
             self._read_parameters()
 
-    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, Saved | None]:
-        """Compute the output of one micro-batch, and in a training step what its backward needs.
-
-        Parameters
-        ----------
-        x : array, tuple or dict of arrays, or Branches of them
-            One argument of the function, after the parameters; several; or several by their names. Those over skips
-            come after.
-        position : Position, optional
-            Where the training stands: it says whether this is a training, and which `key` the function is given.
-
-        Returns
-        -------
-        y : array, tuple or dict of arrays, or Branches of them
-            What the function returned.
-        saved : object
-            What `backward` takes; None in an evaluation.
-        """
+    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, JaxSaved | None]:
+        """Compute the output of one micro-batch, and in a training step what its backward needs."""
         position = Position() if position is None else position
         leaves, structures = flatten_parts(parts_of(x, self.takes))
         floating = tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
@@ -162,69 +120,31 @@ class JaxStage:
         compiled = self._functions[key]
         some = [put(leaf) for leaf, is_floating in zip(leaves, floating) if is_floating]
         others = [put(leaf) for leaf, is_floating in zip(leaves, floating) if not is_floating]
-        arguments = self._values, some, others, self._key(position)
+        words = self.key("jax", position)[:1].view(np.uint32)
+        arguments = self._values, some, others, jax.random.wrap_key_data(words, impl="threefry2x32")
         if not position.training:
             found, rest = compiled.forward(*arguments)
             return self._tree_of(found, rest)[0], None
         found, pull, rest = compiled.with_gradients(*arguments)
         y, output, differentiable = self._tree_of(found, rest)
-        return y, Saved(pull, structures, floating, output, differentiable)
+        return y, JaxSaved(pull, structures, floating, output, differentiable)
 
-    def backward(self, dy: Tree | Branches, saved: Saved) -> Tree | Branches:
-        """Add to the gradients of the parameters, and return the gradient of the input.
-
-        Parameters
-        ----------
-        dy : array, tuple or dict of arrays, or Branches of them
-            Gradient of the output, None for integers in it.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        array, tuple or dict of arrays, or Branches of them
-            Gradient of the input, None for integers in it.
-        """
+    def backward(self, dy: Tree | Branches, saved: JaxSaved) -> Tree | Branches:
+        """Add to the gradients of the parameters, and return the gradient of the input."""
         weights, inputs = functions.both(saved.pull, self._floating(dy, saved))
         found = self._results.take([*weights, *inputs])
         self._add(found[: len(weights)])
         return self._input_gradients(found[len(weights) :], saved)
 
-    def backward_input(self, dy: Tree | Branches, saved: Saved) -> tuple[Tree | Branches, Any]:
-        """Return the gradient of the input, and what `backward_weight` needs.
-
-        Parameters
-        ----------
-        dy : array, tuple or dict of arrays, or Branches of them
-            Gradient of the output.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        dx : array, tuple or dict of arrays, or Branches of them
-            Gradient of the input.
-        pending : object
-            What `backward_weight` takes.
-        """
+    def backward_input(self, dy: Tree | Branches, saved: JaxSaved) -> tuple[Tree | Branches, Any]:
+        """Return the gradient of the input, and what `backward_weight` needs."""
         found, pending = of_inputs(saved.pull, self._floating(dy, saved))
         return self._input_gradients(self._results.take(found), saved), pending
 
     def backward_weight(self, pending: Any) -> None:
-        """Add to the gradients of the parameters.
-
-        Parameters
-        ----------
-        pending : object
-            What `backward_input` returned.
-        """
+        """Add to the gradients of the parameters."""
         if self.gradients is not None:
             self._add(self._results.take(of_parameters(pending)))
-
-    def _key(self, position: Position) -> JaxArray:
-        """The key of this place: the same in a recomputation, another one everywhere else."""
-        names = "jax", self.seed, self.index, position.step, position.microbatch, position.replica
-        return jax.random.wrap_key_data(random.key(*names)[:1].view(np.uint32), impl="threefry2x32")
 
     def _tree_of(self, found: list[JaxArray], rest: list) -> tuple[Tree | Branches, Structures, tuple[bool, ...]]:
         """The output as arrays, the structures of its parts, and which of the arrays take gradients."""
@@ -242,12 +162,12 @@ class JaxStage:
             for total, part in zip(self.gradients.values(), found):
                 kernels.of_array(total).accumulate(total, part)
 
-    def _floating(self, dy: Tree | Branches, saved: Saved) -> list[JaxArray]:
+    def _floating(self, dy: Tree | Branches, saved: JaxSaved) -> list[JaxArray]:
         """The gradients of the floating outputs, for JAX."""
         leaves = gradient_leaves(dy, saved.output, self.gives)
         return [put(leaf) for leaf, is_floating in zip(leaves, saved.differentiable) if is_floating]
 
-    def _input_gradients(self, found: Sequence[Array], saved: Saved) -> Tree | Branches:
+    def _input_gradients(self, found: Sequence[Array], saved: JaxSaved) -> Tree | Branches:
         source = iter(found)
         leaves = [next(source) if each else None for each in saved.floating]
         return tree_of(unflatten_parts(leaves, saved.structures), self.takes)
@@ -266,13 +186,7 @@ class JaxStage:
 
 @jax.jit
 def of_inputs(pull: Any, dy: Any) -> Any:
-    """Return (gradients of the inputs, what computes those of the parameters: see `of_parameters`).
-
-    Parameters
-    ----------
-    pull : dy -> (gradients of the parameters, gradients of the inputs), two lists
-    dy : gradients of the outputs, a list
-    """
+    """Return (gradients of the inputs, what computes those of the parameters: see `of_parameters`)."""
     closed, shapes = jax.make_jaxpr(partial(pulled, pull), return_shape=True)(dy)
     jaxpr, (weights, inputs) = closed.jaxpr, shapes
     wanted = jaxpr.outvars[len(weights) :]

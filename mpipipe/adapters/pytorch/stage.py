@@ -1,19 +1,21 @@
-"""A module of PyTorch as a stage of a pipeline."""
+"""A module of PyTorch as a stage of a pipeline, and its backward, whole or in two halves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpipipe import arrays
-from mpipipe.adapters.pytorch.parameters import Saved, TorchGradients, TorchParameters, input_gradients, taking_part
-from mpipipe.adapters.pytorch.split import Graph, SplitBackward
 from mpipipe.adapters.pytorch.tensors import (
-    Buffers,
+    ModuleBuffers,
     Tensor,
+    TorchGradients,
+    TorchParameters,
     array_of,
     check_module,
     device_of,
@@ -25,50 +27,40 @@ from mpipipe.adapters.pytorch.tensors import (
     tensor_of,
     tensors_of,
 )
-from mpipipe.adapters.trees import applied, flatten_parts, parts_of, returned, skip_names, tree_of, unflatten_parts
+from mpipipe.adapters.trees import (
+    Structures,
+    TreeStage,
+    applied,
+    flatten_parts,
+    gradient_leaves,
+    parts_of,
+    returned,
+    tree_of,
+    unflatten_parts,
+)
 from mpipipe.arrays import Array, Tree
 from mpipipe.arrays.trees import Branches, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import Position, random
-from mpipipe.nn.parameters import FlatBuffer
+from mpipipe.nn import FlatBuffer, Position
 
 BACKWARD = "the backward of a module", "the gradient that it is given"
 
 
-class TorchStage:
+class TorchStage(TreeStage):
     """See `mpipipe.adapters.torch_stage`, which makes it.
 
-    Attributes
-    ----------
-    module : torch.nn.Module
-        The module.
-    parameters, gradients : mapping of str to array, or None
-        Its trainable parameters and their gradients: views of one array `.flat` each, on the memory of the module's.
-    device : str
-        "cpu" or "cuda".
-    gpu : int or None
-        Number of the GPU.
-    index : int or None
-        Number of the stage, set by the pipeline.
-    poll : callable or None
-        Lets messages move; set by the pipeline, and called after each module within that has parameters.
-    before_write : list of callable
-        Called by optimizers of mpipipe before they write parameters.
+    `parameters` and `gradients` are None, or the trainable ones: views of one array `.flat` each, on the memory of the
+    module's. A pipeline sets `poll`, which lets messages move; it is called after each module within that has
+    parameters.
     """
-
-    takes_branches = False  # without names of skips: one tree in, one tree out
 
     def __init__(
         self, module: Any, prefix: str = "", seed: int = 0, gives: Sequence[str] = (), takes: Sequence[str] = ()
     ):
         check_module(module)
-        self.gives, self.takes = skip_names(gives, "gives of torch_stage"), skip_names(takes, "takes of torch_stage")
-        if self.gives or self.takes:
-            self.takes_branches = True
-        self.module, self.prefix, self.seed = module, prefix, seed
-        self.index: int | None = None
+        super().__init__("torch_stage", seed, gives, takes)
+        self.module, self.prefix = module, prefix
         self.poll: Callable[[], object] | None = None
-        self.before_write: list[Callable[[], object]] = []
         places = {device_of(each) for each in (*module.parameters(), *module.buffers())} or {("cpu", None)}
         if len(places) > 1:
             raise ArgumentError(
@@ -81,7 +73,7 @@ class TorchStage:
         with on_stream(self.device):
             self._trained = TorchParameters(module, prefix, self.device)
         self._parameters = [piece.parameter for piece in self._trained.pieces]
-        self._buffers = Buffers(module)
+        self._buffers = ModuleBuffers(module)
         self._looked = False  # whether a graph has been looked at for tensors that nobody would sum up
         for each in modules_for_hooks(module):
             each.register_forward_hook(self._move_messages)
@@ -100,23 +92,10 @@ class TorchStage:
         """Look whether the parameters are where they were. A pipeline does this at the start of each call."""
         self._trained.check()
 
-    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, Saved | None]:
-        """Compute the output of one micro-batch, and in a training step what its backward needs.
-
-        Parameters
-        ----------
-        x : array, tuple or dict of arrays, or Branches of them
-            One argument of the module; several; or several by their names. Those over skips come after.
-        position : Position, optional
-            Where the training stands: it says whether this is a training, and which random numbers are drawn.
-
-        Returns
-        -------
-        y : array, tuple or dict of arrays, or Branches of them
-            What the module returned.
-        saved : object
-            What `backward` takes; None in an evaluation.
-        """
+    def forward(
+        self, x: Tree | Branches, position: Position | None = None
+    ) -> tuple[Tree | Branches, TorchSaved | None]:
+        """Compute the output of one micro-batch, and in a training step what its backward needs."""
         position = Position() if position is None else position
         with on_stream(self.device), self._random(position), torch.set_grad_enabled(position.training):
             if self.module.training != position.training:
@@ -131,26 +110,13 @@ class TorchStage:
             y = tree_of(unflatten_parts([array_of(each) for each in outputs], shapes), self.gives)
         if not position.training:
             return y, None
-        saved = Saved(inputs, structures, outputs, shapes)
+        saved = TorchSaved(inputs, structures, outputs, shapes)
         if not self._looked:
             self._look(saved)
         return y, saved
 
-    def backward(self, dy: Tree | Branches, saved: Saved) -> Tree | Branches:
-        """Add to the gradients of the parameters, and return the gradient of the input.
-
-        Parameters
-        ----------
-        dy : array, tuple or dict of arrays, or Branches of them
-            Gradient of the output, None for integers in it.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        array, tuple or dict of arrays, or Branches of them
-            Gradient of the input, None for integers in it.
-        """
+    def backward(self, dy: Tree | Branches, saved: TorchSaved) -> Tree | Branches:
+        """Add to the gradients of the parameters, and return the gradient of the input."""
         with on_stream(self.device):
             self._trained.check_gradients()
             outputs, gradients = taking_part(saved, dy, self.gives)
@@ -160,23 +126,8 @@ class TorchStage:
                     torch.autograd.backward(outputs, gradients, inputs=[*inputs, *self._parameters])
             return input_gradients(saved, [each.grad for each in inputs], self.takes)
 
-    def backward_input(self, dy: Tree | Branches, saved: Saved) -> tuple[Tree | Branches, SplitBackward | None]:
-        """Return the gradient of the input, and what `backward_weight` needs.
-
-        Parameters
-        ----------
-        dy : array, tuple or dict of arrays, or Branches of them
-            Gradient of the output.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        dx : array, tuple or dict of arrays, or Branches of them
-            Gradient of the input.
-        pending : object
-            What `backward_weight` takes.
-        """
+    def backward_input(self, dy: Tree | Branches, saved: TorchSaved) -> tuple[Tree | Branches, SplitBackward | None]:
+        """Return the gradient of the input, and what `backward_weight` needs."""
         with on_stream(self.device):
             outputs, gradients = taking_part(saved, dy, self.gives)
             if not outputs:
@@ -186,38 +137,20 @@ class TorchStage:
             return input_gradients(saved, split.input_gradients, self.takes), split
 
     def backward_weight(self, pending: SplitBackward | None) -> None:
-        """Add to the gradients of the parameters.
-
-        Parameters
-        ----------
-        pending : object
-            What `backward_input` returned.
-        """
+        """Add to the gradients of the parameters."""
         with on_stream(self.device):
             self._trained.check_gradients()
             if pending is not None:
                 pending.finish(self._parameters)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return parameters and persistent buffers by the module's names, behind the prefix: views where they can be.
-
-        Returns
-        -------
-        dict of str to array
-            As the module's own `state_dict`, frozen parameters included.
-        """
+        """Return parameters and persistent buffers by the module's names, after the prefix: views where they can be."""
         return {
             f"{self.prefix}{name}": array_of(_stored(name, each)) for name, each in self.module.state_dict().items()
         }
 
     def load_state_dict(self, values: Mapping[str, Array]) -> None:
-        """Set parameters and buffers.
-
-        Parameters
-        ----------
-        values : mapping of str to array
-            What `state_dict` gave, with other values.
-        """
+        """Set parameters and buffers."""
         for function in tuple(self.before_write):
             function()
         found = {name.removeprefix(self.prefix): tensor_of(array) for name, array in values.items()}
@@ -228,8 +161,7 @@ class TorchStage:
         """Draw the random numbers of this place within, whatever else is drawn before or at the same time."""
         generator = torch.default_generator if self.gpu is None else torch.cuda.default_generators[self.gpu]
         state = generator.get_state()
-        names = "torch", self.seed, self.index, position.step, position.microbatch, position.replica
-        generator.manual_seed(int(random.key(*names)[0]) >> 1)
+        generator.manual_seed(int(self.key("torch", position)[0]) >> 1)
         try:
             yield
         finally:
@@ -246,10 +178,10 @@ class TorchStage:
         if self.poll is not None:
             self.poll()
 
-    def _look(self, saved: Saved) -> None:
+    def _look(self, saved: TorchSaved) -> None:
         """Raise ArgumentError if the output depends on a tensor whose gradient nobody would sum up or use."""
         outputs = [each for each in saved.outputs if each.requires_grad]
-        strange = Graph(outputs, saved.differentiable, self._parameters).strange
+        strange = AutogradGraph(outputs, saved.differentiable, self._parameters).strange
         if strange:
             raise ArgumentError(
                 "the output of a module depends on a tensor with a gradient that is none of its parameters",
@@ -292,3 +224,198 @@ class TorchLoss:
             slopes = iter(torch.zeros_like(x) if slope is None else slope for x, slope in zip(taking, found))
             gradient = unflatten([array_of(next(slopes)) if x.requires_grad else None for x in outputs], structure)
             return value.item() if value.device.type == "cpu" else array_of(value), gradient
+
+
+# -- What a module was given and what it returned, from the forward of a micro-batch until its backward ---------------
+
+
+class TorchSaved(NamedTuple):
+    """What the forward of a micro-batch leaves for its backward: tensors, and the structures of their parts."""
+
+    inputs: list[Tensor]  # those of a floating dtype take gradients
+    structures: Structures
+    outputs: list[Tensor]
+    output: Structures
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The inputs that take gradients."""
+        return [each for each in self.inputs if each.requires_grad]
+
+
+def taking_part(saved: TorchSaved, dy: Tree | Branches, gives: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs that gradients flow back from, and those gradients."""
+    leaves = gradient_leaves(dy, saved.output, gives)
+    pairs = [(output, leaf) for output, leaf in zip(saved.outputs, leaves) if leaf is not None and output.requires_grad]
+    return [output for output, _ in pairs], [tensor_of(leaf) for _, leaf in pairs]
+
+
+def input_gradients(saved: TorchSaved, gradients: Sequence[Tensor | None], takes: Sequence[str]) -> Tree | Branches:
+    """Return the input gradients: zeros for an input that no output depends on, None for integers."""
+    found = iter(gradients)
+    leaves: list[Array | None] = []
+    for each in saved.inputs:
+        gradient = next(found) if each.requires_grad else None
+        if each.requires_grad and gradient is None:
+            gradient = torch.zeros_like(each, memory_format=torch.contiguous_format)
+        leaves.append(None if gradient is None else array_of(gradient))
+    return tree_of(unflatten_parts(leaves, saved.structures), takes)
+
+
+# -- The backward of a module in two halves: gradients of its inputs first, those of its parameters later -------------
+#
+#     output <- C <- B <- A <- input        trunk: nodes of the graph on a way from the outputs to an input
+#               |    |    |
+#               c    b    a                 branches: what leads from them to parameters alone
+#
+# The first half walks the trunk alone, and keeps the gradient that arrives at each node with a branch. The second half
+# begins there, and walks the branches alone. So no node is gone through twice, but for one thing: PyTorch's nodes are
+# entered twice where they have a branch, each time for the part that is asked for. A parameter with several branches
+# (shared within the module) takes a second walk through the whole graph, for the gradients along the trunk would be
+# counted twice otherwise.
+#
+# Some nodes cannot be divided: a function with a backward of its own (torch.autograd.Function) computes all its
+# gradients whichever are asked for, and a graph of torch.compile frees what it has read. Where such a function has
+# parameters, or a compiled graph is there at all, one walk computes everything in the first half, and the second only
+# adds.
+#
+# The idea of stopping at such nodes is that of PyTorch's own pipelines (torch.distributed.pipelining,
+# stage_backward_input and stage_backward_weight).
+
+
+COMPILED_NODE = "CompiledFunctionBackward"  # node of a graph that torch.compile has made
+
+
+class BackwardPart(NamedTuple):
+    """Where a walk for the gradients of some parameters begins."""
+
+    edges: list[Any]  # tensors, or GradientEdges
+    gradients: list[Tensor]
+    parameters: list[int]  # by their numbers
+
+
+class AutogradGraph:
+    """What lies between outputs and inputs.
+
+    Attributes
+    ----------
+    branching : node of the trunk -> numbers of the parameters that its branches lead to
+    shared : numbers of the parameters with several branches
+    apart : numbers of the parameters of outputs that depend on no input
+    strange : tensors that take gradients and are neither inputs nor parameters
+    divisible : whether nodes can be gone through for a part of their gradients
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]):
+        self._numbers = {get_gradient_edge(each).node: number for number, each in enumerate(parameters)}
+        self._inputs = {get_gradient_edge(each).node for each in inputs}
+        self._trunk: dict[Any, bool] = {}  # node -> whether it leads to an input
+        self._leads_to: dict[Any, frozenset[int]] = {}  # node that is not in the trunk -> the parameters it leads to
+        self.strange: list[Tensor] = []
+        roots = [get_gradient_edge(each).node for each in outputs]
+        for root in roots:
+            self._visit(root)
+        found: dict[Any, set[int]] = {}
+        for node in (node for node, trunk in self._trunk.items() if trunk):
+            several = [self._leads_to[after] for after, _ in node.next_functions if after and not self._trunk[after]]
+            if any(several):
+                found[node] = set().union(*several)
+        lone = [self._leads_to[root] for root in roots if not self._trunk[root]]
+        times: dict[int, int] = {}
+        for each in [*found.values(), *lone]:
+            for number in each:
+                times[number] = times.get(number, 0) + 1
+        self.shared = sorted(number for number, count in times.items() if count > 1)
+        self.apart = sorted({number for each in lone for number in each} - {*self.shared})
+        self.branching = {node: sorted(numbers - {*self.shared}) for node, numbers in found.items()}
+        own = [node for node in self._trunk if isinstance(node, BackwardCFunction)]
+        self.divisible = not any(node in found or type(node).__name__ == COMPILED_NODE for node in own)
+
+    def _visit(self, root: Any) -> None:
+        """Classify all nodes from this one on, without recursion: graphs are deep."""
+        stack = [(root, False)]
+        while stack:
+            node, left = stack.pop()
+            if node in self._trunk:
+                continue
+            after = [each for each, _ in node.next_functions if each is not None]
+            if not left:
+                stack.append((node, True))
+                stack += [(each, False) for each in after if each not in self._trunk]
+                continue
+            own = self._numbers.get(node)
+            if not after and own is None and node not in self._inputs and hasattr(node, "variable"):
+                self.strange.append(node.variable)
+            self._trunk[node] = node in self._inputs or any(self._trunk[each] for each in after)
+            if not self._trunk[node]:
+                self._leads_to[node] = frozenset(() if own is None else (own,)).union(
+                    *map(self._leads_to.__getitem__, after)
+                )
+
+
+class SplitBackward:
+    """A backward under way: the gradients of the inputs are there, those of the parameters are still to come.
+
+    `input_gradients` has one for each input, None for one that no output depends on.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ):
+        graph = AutogradGraph(outputs, inputs, parameters)
+        self.input_gradients: Sequence[Tensor | None]
+        self._parts: list[BackwardPart] = []
+        self._found: list[Tensor | None] = []  # gradients of the parameters that are there already
+        if not graph.divisible:
+            found = torch.autograd.grad(outputs, [*inputs, *parameters], gradients, allow_unused=True)
+            self.input_gradients, self._found = found[: len(inputs)], list(found[len(inputs) :])
+            return
+        arrived: dict[Any, tuple[Tensor | None, ...]] = {}
+        self.input_gradients = ()
+        handles = [node.register_prehook(_keeper(arrived, node)) for node, own in graph.branching.items() if own]
+        try:
+            if inputs:
+                self.input_gradients = torch.autograd.grad(
+                    outputs, inputs, gradients, retain_graph=True, allow_unused=True
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._parts += [_part(node, arrived[node], graph.branching[node]) for node in arrived]
+        whole = sorted({*graph.shared, *graph.apart})
+        if whole:
+            self._parts.append(BackwardPart(list(outputs), list(gradients), whole))
+
+    def finish(self, parameters: Sequence[Tensor]) -> None:
+        """Add the gradients of the parameters to their `.grad`. A graph may be kept by others, so nothing is freed."""
+        _add(parameters, self._found)
+        while self._parts:
+            edges, gradients, numbers = self._parts.pop()
+            wanted = [parameters[number] for number in numbers]
+            found = torch.autograd.grad(edges, wanted, gradients, retain_graph=True, allow_unused=True)
+            _add(wanted, found)
+
+
+def _add(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients):
+        if gradient is not None:
+            parameter.grad.add_(gradient)
+
+
+def _keeper(arrived: dict[Any, tuple[Tensor | None, ...]], node: Any) -> Any:
+    """A hook that notes the gradients that arrive at a node."""
+
+    def keep(gradients: tuple[Tensor | None, ...]) -> None:
+        arrived[node] = gradients
+
+    return keep
+
+
+def _part(node: Any, gradients: tuple[Tensor | None, ...], numbers: list[int]) -> BackwardPart:
+    """The walk through the branches of a node."""
+    there = [(GradientEdge(node, place), each) for place, each in enumerate(gradients) if each is not None]
+    return BackwardPart([edge for edge, _ in there], [each for _, each in there], numbers)

@@ -15,19 +15,31 @@ A choice for one kind of device leaves the other at its default.
 
 from __future__ import annotations
 
-from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, chosen, describe
-from mpipipe.attention.kernels.interface import AttentionAccumulator, AttentionKernel, Block, Gradients, Result, no_poll
+from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, chosen, describe, load
+from mpipipe.attention.kernels.interface import (
+    AttentionAccumulator,
+    AttentionKernel,
+    Gradients,
+    KVBlock,
+    OutLse,
+    no_poll,
+    strided_add,
+    strided_copy,
+)
 
 __all__ = [
     "MODULES",
     "VARIABLE",
     "AttentionAccumulator",
     "AttentionKernel",
-    "Block",
     "Gradients",
-    "Result",
+    "KVBlock",
+    "OutLse",
     "check_choice",
     "chosen",
     "describe",
+    "load",
     "no_poll",
+    "strided_add",
+    "strided_copy",
 ]

@@ -35,10 +35,10 @@ def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = Non
     name = _named()
     device = MODULES[name][1] if name else ""
     if q is not None and k is not None and v is not None and arrays.is_device(q):
-        return _loaded(_device_kernel(name if device == "cuda" else "", q, k, v))
+        return load(_device_kernel(name if device == "cuda" else "", q, k, v))
     name = name if device == "cpu" else "host"
     try:
-        return _loaded(name)
+        return load(name)
     except ModuleNotFoundError as missing:
         if missing.name != "torch":
             raise
@@ -66,40 +66,41 @@ def _named() -> str:
     return name
 
 
-def _require_cudnn(found: cudnn_graph.Verdict) -> None:
-    if not found.usable:
-        raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {found.reason}", remedy=f"or unset {VARIABLE}")
+def _require_cudnn(verdict: cudnn_graph.CudnnVerdict) -> None:
+    if not verdict.usable:
+        raise BackendError(f"{VARIABLE}=cudnn asks for cuDNN: {verdict.reason}", remedy=f"or unset {VARIABLE}")
 
 
-def _loaded(name: str) -> AttentionKernel:
+def load(name: str) -> AttentionKernel:
+    """Return the kernel of this name; raises ImportError where its library is missing."""
     return cast(AttentionKernel, import_module(MODULES[name][0]))
 
 
 def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
     if name not in ("", "cudnn"):
         return name
-    found = cudnn_graph.available()
-    refused = cudnn_graph.refusal(q, k, v) if found.usable else ""
+    verdict = cudnn_graph.available()
+    refused = cudnn_graph.refusal(q, k, v) if verdict.usable else ""
     if name == "cudnn":
-        _require_cudnn(found)
+        _require_cudnn(verdict)
     if name == "cudnn" and refused:
         raise ArgumentError(
             f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
             found=refused,
             remedy=f"unset {VARIABLE}, and the CuPy kernels do what cuDNN does not",
         )
-    return "cupy" if refused or not found.usable else "cudnn"
+    return "cupy" if refused or not verdict.usable else "cudnn"
 
 
 def describe() -> str:
     """One line about the kernels for a GPU in half precision, else for the host: "cudnn 9.24.0", "cupy because ..."."""
     name = os.environ.get(VARIABLE, "")
     device = MODULES.get(name, ("", ""))[1]
-    found = cudnn_graph.installed()
+    verdict = cudnn_graph.installed()
     if not arrays.device_count():
         host = name if device == "cpu" else "host"
-        return f"{host}, as there is no GPU ({found.reason}{' is installed' if found.usable else ''})"
+        return f"{host}, as there is no GPU ({verdict.reason}{' is installed' if verdict.usable else ''})"
     if device == "cuda" and name != "cudnn":
         return f"{name} because {VARIABLE} says so"
-    found = cudnn_graph.available()
-    return found.reason.replace("cuDNN", "cudnn", 1) if found.usable else f"cupy because {found.reason}"
+    verdict = cudnn_graph.available()
+    return verdict.reason.replace("cuDNN", "cudnn", 1) if verdict.usable else f"cupy because {verdict.reason}"

@@ -20,12 +20,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.strided import THREADS, blocks_of, copied, strided_copy
+from mpipipe.arrays import THREADS, DeviceArray, blocks_of, copied, strided_copy
 from mpipipe.attention import mask
 from mpipipe.attention.kernels import cudnn_graph, cupy
 from mpipipe.attention.kernels.cudnn_graph import deterministic, fits, request_for
-from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result, no_poll
+from mpipipe.attention.kernels.interface import AttentionAccumulator, Gradients, KVBlock, OutLse, no_poll
 from mpipipe.attention.mask import Slice
 
 DETERMINISTIC_BYTES = 1 << 32  # of scores that the deterministic backward may hold at once, in half precision
@@ -39,12 +38,12 @@ class PendingAccumulator:
     def __init__(self, q: DeviceArray, v: DeviceArray) -> None:
         self._pending = PendingBlocks(q, v)
 
-    def attend(self, block: Block) -> None:
+    def attend(self, block: KVBlock) -> None:
         """Add one block."""
         if block.q.size and block.slices:
             _attend_apart(block, self._pending)
 
-    def end(self) -> Result:
+    def end(self) -> OutLse:
         """Return the result over all blocks, out in the dtype of the queries."""
         return self._pending.merged()
 
@@ -54,7 +53,7 @@ def make_accumulator(q: DeviceArray, v: DeviceArray, overwrite: bool) -> Attenti
     return PendingAccumulator(q, v)
 
 
-def forward(block: Block, result: Result, overwrite: bool) -> None:
+def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; `result` is C-contiguous. With `overwrite`, `out` may be of the dtype of `lse`."""
     out = result.out
     if not out.size:
@@ -75,7 +74,7 @@ def forward(block: Block, result: Result, overwrite: bool) -> None:
             strided_copy(found, target)
 
 
-def _attend_apart(block: Block, pending: PendingBlocks) -> None:
+def _attend_apart(block: KVBlock, pending: PendingBlocks) -> None:
     """Attend in memory of `pending`: one piece of it for all slices that lie one below the other."""
     block = _fitting_block(block)
     for column in _columns(block.slices):
@@ -97,7 +96,7 @@ def _columns(slices: Sequence[Slice]) -> list[list[Slice]]:
     return lists
 
 
-def _attend(block: Block, part: Slice, result: Result, start: int) -> None:
+def _attend(block: KVBlock, part: Slice, result: OutLse, start: int) -> None:
     """Set the result of one slice in `result`, whose first row is row `start` and whose `out` cuDNN takes as it is."""
     rows = slice(part.q_start - start, part.q_stop - start)
     out, place = result.out[:, rows], result.lse[:, :, rows]
@@ -109,7 +108,7 @@ def _attend(block: Block, part: Slice, result: Result, start: int) -> None:
         cudnn_graph.run(plan, given)
     else:
         whole = part._replace(q_start=0, q_stop=out.shape[1], k_start=0, k_stop=given["k"].shape[1])
-        cupy.forward(Block(given["q"], given["k"], given["v"], block.scale, [whole]), Result(out, lse), True)
+        cupy.forward(KVBlock(given["q"], given["k"], given["v"], block.scale, [whole]), OutLse(out, lse), True)
     if lse is not place:
         strided_copy(lse, place)
 
@@ -117,11 +116,11 @@ def _attend(block: Block, part: Slice, result: Result, start: int) -> None:
 class _Pass(NamedTuple):
     """A backward over the slices that have rows, with arrays that cuDNN takes."""
 
-    block: Block
+    block: KVBlock
     dout: DeviceArray
-    result: Result
+    result: OutLse
 
-    def calls(self, part: Slice, found: Named) -> list[_Call]:
+    def calls(self, part: Slice, found: Named) -> list[_CudnnCall]:
         """The calls for one slice: one, or some heads in each. `found` are dq, dk and dv of its rows and keys."""
         block, lse = self.block, self.result.lse[:, :, part.q_start : part.q_stop]
         whole = dict(dout=self.dout, q=block.q, k=block.k, v=block.v, out=self.result.out)
@@ -137,7 +136,7 @@ class _Pass(NamedTuple):
             plan = None if request is None else cudnn_graph.plan(request)
             if request is not None and request.padded:
                 named = named | _lengths(batch, seq, keys)
-            calls.append(_Call(named, plan))
+            calls.append(_CudnnCall(named, plan))
         return calls
 
     def add(self, sums: Gradients) -> None:
@@ -156,14 +155,14 @@ class _Pass(NamedTuple):
             self.block.poll()
 
 
-class _Call(NamedTuple):
+class _CudnnCall(NamedTuple):
     """The arrays of one call by name, and its plan; None if cuDNN does not do it."""
 
     given: Named
-    plan: cudnn_graph.Plan | None
+    plan: cudnn_graph.GraphPlan | None
 
 
-def backward(block: Block, dout: DeviceArray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: DeviceArray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
     work = _backward_pass(block, dout, result)
     slices, names = work.block.slices, gradients._asdict()
@@ -185,7 +184,7 @@ def backward(block: Block, dout: DeviceArray, result: Result, gradients: Gradien
 
 
 def block_gradients(
-    block: Block, dout: DeviceArray, result: Result, dq: DeviceArray
+    block: KVBlock, dout: DeviceArray, result: OutLse, dq: DeviceArray
 ) -> tuple[DeviceArray, DeviceArray]:
     """As `AttentionKernel.block_gradients`; dk and dv are of the dtype of q if no key is in two slices."""
     work = _backward_pass(block, dout, result)
@@ -207,13 +206,13 @@ def block_gradients(
     return dk, dv
 
 
-def _backward_pass(block: Block, dout: DeviceArray, result: Result) -> _Pass:
+def _backward_pass(block: KVBlock, dout: DeviceArray, result: OutLse) -> _Pass:
     slices = [part for part in block.slices if result.out.size]
     block = replace(_fitting_block(block), slices=slices)
     return _Pass(block, _fitting(dout), result._replace(out=_fitting(result.out)))
 
 
-def _fitting_block(block: Block) -> Block:
+def _fitting_block(block: KVBlock) -> KVBlock:
     return replace(block, q=_fitting(block.q), k=_fitting(block.k), v=_fitting(block.v))
 
 
@@ -235,11 +234,11 @@ def _empty_like(given: Named, dtype: np.dtype) -> Named:
     return {name: arrays.empty(x.shape, dtype, "cuda") for name, x in given.items()}
 
 
-def _ready(calls: Sequence[_Call]) -> bool:
+def _ready(calls: Sequence[_CudnnCall]) -> bool:
     return all(call.plan is not None for call in calls)
 
 
-def _run(calls: Sequence[_Call]) -> None:
+def _run(calls: Sequence[_CudnnCall]) -> None:
     for given, plan in calls:
         if plan is not None:
             cudnn_graph.run(plan, given)
@@ -269,7 +268,7 @@ def _full(batch: int, length: int, _library: ModuleType, _device: int, _stream: 
 #
 # Merging block by block would read and write the sum of all blocks each time, in the accumulator dtype: 10 bytes an
 # element for blocks in half precision. Merging BLOCKS at once reads each block once and touches the sum twice in
-# all. Up to BLOCKS blocks become the rounded result without any sum. The price is memory: so many outputs exist at a
+# all. Up to BLOCKS blocks become the rounded result without any sum. The price is memory: that many outputs exist at a
 # time.
 
 
@@ -289,19 +288,17 @@ class _Pending(NamedTuple):
 class PendingBlocks:
     """The result over the blocks so far of queries like q, with values like v.
 
-    Parameters
-    ----------
     q, v : device arrays (batch, seq, heads, dim) and (batch, keys, kv_heads, value_dim)
     earlier : result over earlier blocks, C-contiguous, `out` in the accumulator dtype
     """
 
-    def __init__(self, q: DeviceArray, v: DeviceArray, earlier: Result | None = None) -> None:
+    def __init__(self, q: DeviceArray, v: DeviceArray, earlier: OutLse | None = None) -> None:
         self._shape = *q.shape[:3], v.shape[3]
         self._dtype, self._sum_dtype = q.dtype, arrays.accumulator(q.dtype)
         self._sum = earlier
         self._blocks: list[_Pending] = []
 
-    def block(self, start: int, stop: int) -> Result:
+    def block(self, start: int, stop: int) -> OutLse:
         """Return memory for the result of one more block, which sees rows start ... stop - 1.
 
         out (batch, stop - start, heads, value_dim) is of the dtype of q. Set both arrays before the next call.
@@ -312,9 +309,9 @@ class PendingBlocks:
         out = arrays.empty((batch, stop - start, heads, dim), self._dtype, "cuda")
         lse = arrays.empty((batch, heads, stop - start), self._sum_dtype, "cuda")
         self._blocks.append(_Pending(out, lse, np.int32(start), np.int32(stop)))
-        return Result(out, lse)
+        return OutLse(out, lse)
 
-    def merged(self) -> Result:
+    def merged(self) -> OutLse:
         """Return the result over all blocks in new memory, out in the dtype of q."""
         return self._merged(self._empty(self._dtype))
 
@@ -323,12 +320,12 @@ class PendingBlocks:
         if self._blocks and self._sum is not None:
             self._merged(self._sum)
 
-    def _empty(self, dtype: np.dtype) -> Result:
+    def _empty(self, dtype: np.dtype) -> OutLse:
         batch, seq, heads, _ = self._shape
         lse = arrays.empty((batch, heads, seq), self._sum_dtype, "cuda")
-        return Result(arrays.empty(self._shape, dtype, "cuda"), lse)
+        return OutLse(arrays.empty(self._shape, dtype, "cuda"), lse)
 
-    def _merged(self, target: Result) -> Result:
+    def _merged(self, target: OutLse) -> OutLse:
         """Write all blocks and the sum to `target`, and drop the blocks."""
         out, lse = target
         batch, seq, heads, dim = self._shape

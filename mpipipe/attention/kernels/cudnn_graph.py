@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray, Shape
-from mpipipe.arrays.strided import element_strides
+from mpipipe.arrays import Array, DeviceArray, Shape, element_strides
 from mpipipe.attention.mask import Slice
 from mpipipe.errors import BackendError
 
@@ -27,7 +26,7 @@ UIDS = {name: number for number, name in enumerate(
 INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
 
 
-class Request(NamedTuple):
+class GraphRequest(NamedTuple):
     """What a graph is to do.
 
     direction : "forward" or "backward"
@@ -48,7 +47,7 @@ class Request(NamedTuple):
     deterministic: bool = False
 
 
-def build(cudnn: Any, request: Request, handle: Any = None, **options: Any) -> Any:
+def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any) -> Any:
     """The validated graph of a request; raises what cuDNN raises if it refuses the request.
 
     `options` go to cudnn.pygraph. sm_version=90 names the GPU's compute capability: without it the package opens the
@@ -96,7 +95,7 @@ def build(cudnn: Any, request: Request, handle: Any = None, **options: Any) -> A
     return graph
 
 
-def make_plan(request: Request) -> Plan:
+def make_plan(request: GraphRequest) -> GraphPlan:
     """A new plan for a request on the current GPU; raises what cuDNN raises if it refuses the request."""
     cudnn = library()
     graph = build(cudnn, request, handle(), sm_version=arrays.compute_capability())
@@ -104,17 +103,17 @@ def make_plan(request: Request) -> Plan:
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
     graph.build_plans()
-    return Plan(graph, graph.get_workspace_size())
+    return GraphPlan(graph, graph.get_workspace_size())
 
 
-class Plan(NamedTuple):
+class GraphPlan(NamedTuple):
     """A graph that is ready to run, and the bytes of working memory that it needs."""
 
     graph: Any
     workspace: int
 
 
-class Counts(NamedTuple):
+class PlanCounts(NamedTuple):
     """Plans of this thread: how many were found ready, were built, and are kept now."""
 
     hits: int
@@ -129,16 +128,16 @@ class _Store(threading.local):
         self.clear()
 
     def clear(self) -> None:
-        self.plans: OrderedDict[tuple, Plan | None] = OrderedDict()
+        self.plans: OrderedDict[tuple, GraphPlan | None] = OrderedDict()
         self.hits = self.built = 0
 
 
 _store = _Store()
 
 
-def counts() -> Counts:
+def counts() -> PlanCounts:
     """Return the counts of this thread so far."""
-    return Counts(_store.hits, _store.built, len(_store.plans))
+    return PlanCounts(_store.hits, _store.built, len(_store.plans))
 
 
 def clear() -> None:
@@ -146,7 +145,7 @@ def clear() -> None:
     _store.clear()
 
 
-def plan(request: Request) -> Plan | None:
+def plan(request: GraphRequest) -> GraphPlan | None:
     """The plan for a request on the current GPU; None if cuDNN refuses the request, with one warning."""
     cudnn = library()
     key = cudnn, arrays.cupy().cuda.runtime.getDevice(), request
@@ -157,7 +156,7 @@ def plan(request: Request) -> Plan | None:
         return plans[key]
     _store.built += 1
     try:
-        made: Plan | None = make_plan(request)
+        made: GraphPlan | None = make_plan(request)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
         made = None
         warnings.warn(f"cuDNN refuses attention that it should do, CuPy does it: {error} ({request})", stacklevel=2)
@@ -167,7 +166,7 @@ def plan(request: Request) -> Plan | None:
     return made
 
 
-def run(ready: Plan, given: dict[str, DeviceArray]) -> None:
+def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
     """Put a plan on the current stream; `given` are the device arrays by name."""
     arrays.keep_for_graph(ready)
     workspace = arrays.empty(ready.workspace, arrays.dtype("uint8"), "cuda") if ready.workspace else None
@@ -184,7 +183,7 @@ INSTALL = "pip install 'nvidia-cudnn-frontend>=1.26,<1.27' nvidia-cudnn-cu13 (or
 RUNTIME = "CUDNN_FRONTEND_CUDART_LIB_NAME"  # by which the package opens the CUDA runtime, since 1.26
 
 
-class Verdict(NamedTuple):
+class CudnnVerdict(NamedTuple):
     """Whether cuDNN is usable.
 
     reason : its version in words, or what is missing
@@ -196,29 +195,29 @@ class Verdict(NamedTuple):
     version: tuple[int, ...] = ()
 
 
-def installed() -> Verdict:
+def installed() -> CudnnVerdict:
     """Whether package and library are there, and new enough. Needs no GPU: `cudnn_trial.available` asks that."""
     return _looked_up(sys.modules.get("cudnn"))
 
 
 @lru_cache(maxsize=8)
-def _looked_up(_loaded: ModuleType | None) -> Verdict:
+def _looked_up(_module: ModuleType | None) -> CudnnVerdict:
     if arrays.is_amd():
-        return Verdict(False, "AMD's GPUs have no cuDNN")
+        return CudnnVerdict(False, "AMD's GPUs have no cuDNN")
     try:
         import cudnn
     except Exception as error:  # a broken installation raises anything
-        return Verdict(False, f"the Python package cudnn cannot be imported ({error}); {INSTALL}")
+        return CudnnVerdict(False, f"the Python package cudnn cannot be imported ({error}); {INSTALL}")
     try:
         version = _version(cudnn)
     except Exception as error:
-        return Verdict(False, f"the library libcudnn.so.9 cannot be loaded ({error}); {INSTALL}")
+        return CudnnVerdict(False, f"the library libcudnn.so.9 cannot be loaded ({error}); {INSTALL}")
     numbers = version // 10000, version // 100 % 100, version % 100
     text = f"cuDNN {'.'.join(map(str, numbers))}"
     if version < OLDEST:
         reason = f"{text} is too old, its attention has known errors: 9.11.0 or newer is needed"
-        return Verdict(False, reason, numbers)
-    return Verdict(True, text, numbers)
+        return CudnnVerdict(False, reason, numbers)
+    return CudnnVerdict(True, text, numbers)
 
 
 def _version(cudnn: Any) -> int:
@@ -248,10 +247,10 @@ def prepare() -> str:
     the loader's path it takes the older one, with a line on stderr. What the user has set stays.
     """
     try:
-        found = arrays.load_cuda_runtime()
+        library_file = arrays.load_cuda_runtime()
     except BackendError as error:
         return str(error)
-    os.environ.setdefault(RUNTIME, found)
+    os.environ.setdefault(RUNTIME, library_file)
     return ""
 
 
@@ -326,7 +325,7 @@ def deterministic() -> bool:
     return os.environ.get(DETERMINISTIC, "") not in ("", "0")
 
 
-def request_for(direction: str, given: dict[str, DeviceArray], scale: float, part: Slice) -> Request | None:
+def request_for(direction: str, given: dict[str, DeviceArray], scale: float, part: Slice) -> GraphRequest | None:
     """What to ask of cuDNN for one slice; None if cuDNN is known not to do it."""
     seq, keys = given["q"].shape[1], given["k"].shape[1]
     back = direction == "backward"
@@ -346,7 +345,7 @@ def request_for(direction: str, given: dict[str, DeviceArray], scale: float, par
     shapes = tuple((name, *_described(name, x)) for name, x in given.items())
     low, high = (None if bound is None else int(bound) for bound in (part.low, part.high))
     what = direction, given["q"].dtype.name, shapes, float(scale)
-    return Request(*what, low, high, padded=padded, deterministic=back and deterministic())
+    return GraphRequest(*what, low, high, padded=padded, deterministic=back and deterministic())
 
 
 def _described(name: str, x: DeviceArray) -> tuple[Shape, Shape]:
@@ -369,17 +368,19 @@ ALONG = {"forward": ("q", "k", "v", "out", "lse"),
          "backward": ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")}  # fmt: skip
 
 
-def available() -> Verdict:
+def available() -> CudnnVerdict:
     """Whether attention by cuDNN is usable on the current GPU, which must be there; tried once in a process."""
-    found = installed()
-    return _tried(library(), arrays.current_gpu()) if found.usable else found
+    verdict = installed()
+    return _tried(library(), arrays.current_gpu()) if verdict.usable else verdict
 
 
 @lru_cache(maxsize=64)
-def _tried(_library: ModuleType, _device: int) -> Verdict:
-    found = installed()
+def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
+    verdict = installed()
     if arrays.compute_capability() < 80:
-        return Verdict(False, f"{found.reason} computes attention on compute capability 8.0 and newer", found.version)
+        return CudnnVerdict(
+            False, f"{verdict.reason} computes attention on compute capability 8.0 and newer", verdict.version
+        )
     missing = ""
     try:
         missing = prepare()
@@ -387,17 +388,17 @@ def _tried(_library: ModuleType, _device: int) -> Verdict:
             make_plan(request(direction))
     except Exception as error:  # the package raises classes of its own, and RuntimeError
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        why = f"{found.reason} is installed and makes no plan ({lines[0]}"
+        why = f"{verdict.reason} is installed and makes no plan ({lines[0]}"
         reason = f"{why}{'; ' if missing else ''}{missing}); {INSTALL}"
         warnings.warn(f"attention on the GPU is computed by slower kernels: {reason}", stacklevel=2)
-        return Verdict(False, reason, found.version)
-    return found
+        return CudnnVerdict(False, reason, verdict.version)
+    return verdict
 
 
-def request(direction: str) -> Request:
+def request(direction: str) -> GraphRequest:
     """A small causal request, "forward" or "backward"."""
     dims = 1, HEADS, ROWS, DIM
     strides = HEADS * ROWS * DIM, DIM, HEADS * DIM, 1
     rows = (1, HEADS, ROWS, 1), (HEADS * ROWS, ROWS, 1, 1)
     shapes = tuple((name, *(rows if name == "lse" else (dims, strides))) for name in ALONG[direction])
-    return Request(direction, "bfloat16", shapes, DIM**-0.5, None, 0)
+    return GraphRequest(direction, "bfloat16", shapes, DIM**-0.5, None, 0)

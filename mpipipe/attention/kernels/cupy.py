@@ -13,28 +13,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Shape
-from mpipipe.arrays.cuda import Call, Packed
-from mpipipe.arrays.gemm import batched_gemm
-from mpipipe.arrays.strided import THREADS, blocks_of, element_strides, strided_copy_views
-from mpipipe.attention import accumulate
-from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
+from mpipipe.arrays import (
+    THREADS,
+    Array,
+    Launch,
+    Packed,
+    Shape,
+    batched_gemm,
+    blocks_of,
+    element_strides,
+    strided_copy_views,
+)
+from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 
 
-def forward(block: Block, result: Result, overwrite: bool) -> None:
+def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`; with `overwrite`, `out` may also be of the dtype of `lse`."""
     slices = [part for part in block.slices if result.out.size]
     if not slices:
         return
     q, k, v = block.q, block.k, block.v
-    problem = Problem(q, k)
+    problem = HeadProblems(q, k)
     queries, keys, values = problem.rows_of(q), problem.keys_of(k), problem.keys_of(v)
     dtype = arrays.accumulator(q.dtype)
     row_count, key_count = problem.tile(slices, dtype.itemsize)
@@ -51,7 +58,7 @@ def forward(block: Block, result: Result, overwrite: bool) -> None:
                 columns = piece.stop - piece.start
                 tile_scores, factors = _front(scores, count, columns), _front(weights, count, columns)
                 batched_gemm(queries[:, rows], keys[:, at], tile_scores, transpose_b=True)
-                place = Place(part, tile.start, piece.start, problem)
+                place = TilePlace(part, tile.start, piece.start, problem)
                 first = piece is tile.pieces[0]
                 online_softmax(tile_scores, factors, state, place, block.scale, first, result.out.dtype)
                 batched_gemm(factors, values[:, at], state.sums, add=not first)
@@ -59,11 +66,11 @@ def forward(block: Block, result: Result, overwrite: bool) -> None:
             block.poll()
 
 
-def backward(block: Block, dout: Array, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
     q, k, v = block.q, block.k, block.v
     dtype = arrays.accumulator(q.dtype)
-    problem = Problem(q, k)
+    problem = HeadProblems(q, k)
     sums = Gradients(problem.like_rows(q, dtype), problem.like_keys(k, dtype), problem.like_keys(v, dtype))
     for each in sums:
         arrays.set_zero(each)
@@ -79,17 +86,10 @@ def backward(block: Block, dout: Array, result: Result, gradients: Gradients, ov
         strided_copy_views(each, source_steps, target, target_steps, shape, add=not overwrite)
 
 
-def make_accumulator(q: Array, v: Array, overwrite: bool) -> AttentionAccumulator:
-    """As `AttentionKernel.make_accumulator`."""
-    return accumulate.InPlaceAccumulator(forward, q, v, overwrite)
+make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
-def block_gradients(block: Block, dout: Array, result: Result, dq: Array) -> tuple[Array, Array]:
-    """As `AttentionKernel.block_gradients`."""
-    return accumulate.block_gradients(backward, block, dout, result, dq)
-
-
-def _backward_tiles(problem: Problem, factors: Factors, block: Block, sums: Gradients) -> None:
+def _backward_tiles(problem: HeadProblems, factors: Factors, block: KVBlock, sums: Gradients) -> None:
     dout, q, k, v, _, _ = factors
     dq, dk, dv = sums
     row_count, key_count = problem.tile(block.slices, 2 * dq.itemsize)
@@ -104,7 +104,7 @@ def _backward_tiles(problem: Problem, factors: Factors, block: Block, sums: Grad
                 matrices = Matrices(*(_front(x, *size) for x in (scores, products, weights, slopes)))
                 batched_gemm(q[:, rows], k[:, at], matrices.scores, transpose_b=True)
                 batched_gemm(dout[:, rows], v[:, at], matrices.products, transpose_b=True)
-                place = Place(part, tile.start, piece.start, problem)
+                place = TilePlace(part, tile.start, piece.start, problem)
                 softmax_backward(matrices, factors, place, block.scale)
                 batched_gemm(matrices.weights, dout[:, rows], dv[:, at], transpose_a=True, add=True)
                 batched_gemm(matrices.slopes, q[:, rows], dk[:, at], transpose_a=True, add=True, factor=block.scale)
@@ -135,13 +135,13 @@ HELD = 4  # columns that one thread of the forward holds
 FAR = 1 << 30  # a bound that bounds nothing
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """Where a tile of scores lies: its first query and key, counted from the first ones of its slice."""
 
     part: Slice
     query: int
     key: int
-    problem: Problem
+    problem: HeadProblems
 
 
 class Rows(NamedTuple):
@@ -173,37 +173,37 @@ class Factors(NamedTuple):
 
 
 def online_softmax(
-    scores: Array, weights: Array, state: Rows, place: Place, scale: float, first: bool, out_dtype: np.dtype
+    scores: Array, weights: Array, state: Rows, place: TilePlace, scale: float, first: bool, out_dtype: np.dtype
 ) -> None:
     """Turn a tile of scores into weights of exp(score - row_max), and bring `state` to the new maximum of each row."""
     facts = place.problem.group, place.query, place.key, place.part.low, place.part.high, scale, first, out_dtype
     _softmax((scores, weights, state.sums), (state.row_max, state.row_sum), facts)
 
 
-def _pack_softmax(scores: Array, weights: Array, sums: Array, _row_max: Array, _row_sum: Array, *facts: Any) -> Call:
+def _pack_softmax(scores: Array, weights: Array, sums: Array, _row_max: Array, _row_sum: Array, *facts: Any) -> Launch:
     group, query, key, low, high, scale, first, out_dtype = facts
     count, rows, columns = scores.shape
     threads = -(-columns // (32 * HELD)) * 32
     kernel = arrays.cuda_function(FORWARD, "online_softmax", T=weights.dtype, O=out_dtype, N=HELD)
     sizes = rows, columns, element_strides(scores)[1], sums.shape[2], group, query, key, *_bounds(low, high)
     numbers = (*map(np.int32, sizes), sums.dtype.type(scale), np.int32(first))
-    return Call(kernel, (count * rows,), (threads,), numbers)
+    return Launch(kernel, (count * rows,), (threads,), numbers)
 
 
-def normalise(state: Rows, result: Result, problem: Problem, start: int, overwrite: bool, dtype: np.dtype) -> None:
+def normalise(state: Rows, result: OutLse, problem: HeadProblems, start: int, overwrite: bool, dtype: np.dtype) -> None:
     """Write the sums of some rows over their weights, or merge them into `result`."""
     (sums, row_max, row_sum), (out, lse) = state, result
     facts = problem.group, problem.kv_heads, start, overwrite, dtype
     _normalise((sums, row_max, row_sum, out, lse), (), facts)
 
 
-def _pack_normalise(sums: Array, _max: Array, _sum: Array, out: Array, lse: Array, *facts: Any) -> Call:
+def _pack_normalise(sums: Array, _max: Array, _sum: Array, out: Array, lse: Array, *facts: Any) -> Launch:
     group, kv_heads, start, overwrite, dtype = facts
     count, rows, width = sums.shape
     kernel = arrays.cuda_function(FORWARD, "normalise", T=dtype, O=out.dtype, N=HELD)
     steps = map(np.int64, (*element_strides(out), *element_strides(lse)))
     numbers = (*map(np.int32, (rows, width, group, kv_heads, start)), *steps, np.int32(overwrite))
-    return Call(kernel, (count * rows,), (min(THREADS, -(-width // 32) * 32),), numbers)
+    return Launch(kernel, (count * rows,), (min(THREADS, -(-width // 32) * 32),), numbers)
 
 
 def dot(dout: Array, out: Array, dtype: np.dtype) -> Array:
@@ -214,16 +214,16 @@ def dot(dout: Array, out: Array, dtype: np.dtype) -> Array:
     return delta
 
 
-def _pack_dot(dout: Array, out: Array, delta: Array) -> Call:
+def _pack_dot(dout: Array, out: Array, delta: Array) -> Launch:
     _, seq, heads, dim = out.shape
     rows = delta.size
     kernel = arrays.cuda_function(BACKWARD, "dot", T=out.dtype)
     steps = map(np.int64, (*element_strides(dout), *element_strides(out)))
     numbers = (np.int64(rows), *map(np.int32, (heads, seq, dim)), *steps)
-    return Call(kernel, blocks_of(rows, THREADS // 32), (THREADS,), numbers)
+    return Launch(kernel, blocks_of(rows, THREADS // 32), (THREADS,), numbers)
 
 
-def softmax_backward(matrices: Matrices, factors: Factors, place: Place, scale: float) -> None:
+def softmax_backward(matrices: Matrices, factors: Factors, place: TilePlace, scale: float) -> None:
     """Turn the scores of a tile, and dout v^T, into the weights and their gradients."""
     part, query, key, problem = place
     facts = problem.group, problem.kv_heads, problem.seq, part.q_start, query, key, part.low, part.high, scale
@@ -232,13 +232,13 @@ def softmax_backward(matrices: Matrices, factors: Factors, place: Place, scale: 
 
 def _pack_softmax_backward(
     scores: Array, _products: Array, weights: Array, _slopes: Array, lse: Array, _delta: Array, *facts: Any
-) -> Call:
+) -> Launch:
     *sizes, low, high, scale = facts
     count, rows, columns = scores.shape
     kernel = arrays.cuda_function(BACKWARD, "softmax_backward", T=weights.dtype)
     whole = map(np.int32, (rows, columns, element_strides(scores)[1], *sizes, *_bounds(low, high)))
     numbers = (*whole, scores.dtype.type(scale), *map(np.int64, element_strides(lse)))
-    return Call(kernel, (count * rows,), (min(THREADS, -(-columns // 32) * 32),), numbers)
+    return Launch(kernel, (count * rows,), (min(THREADS, -(-columns // 32) * 32),), numbers)
 
 
 def _bounds(low: int | None, high: int | None) -> tuple[int, int]:
@@ -267,7 +267,7 @@ class RowTile(NamedTuple):
 
 
 def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
-    """Tiles of so many queries of a slice, in pieces of so many keys."""
+    """Tiles of `queries` rows of a slice, in pieces of `keys` columns."""
     seq, all_keys = part.q_stop - part.q_start, part.k_stop - part.k_start
     for start in range(0, seq, queries):
         stop = min(start + queries, seq)
@@ -277,11 +277,9 @@ def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
         yield RowTile(start, stop, pieces or [slice(0, min(keys, all_keys))])  # rows that see nothing have a result too
 
 
-class Problem:
+class HeadProblems:
     """How (batch, seq, heads, dim) arrays become problems of rows.
 
-    Attributes
-    ----------
     count : number of problems, batch * kv_heads
     group : query heads to a key head
     """

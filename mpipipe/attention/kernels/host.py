@@ -19,21 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from mpipipe.arrays import aligned_empty, is_half
-from mpipipe.attention import accumulate
-from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
+from mpipipe.arrays import float32_like, is_half, round_into, upcast
+from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
 
 # -- Half precision for kernels that compute in float32 or float64: upcast the arguments once, round the results once
 
 
-FLOAT32 = np.dtype(np.float32)
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
@@ -41,12 +39,12 @@ def upcast_forward(forward: Function) -> Function:
     """Let a kernel's `forward` for host arrays take half precision."""
 
     @wraps(forward)
-    def wide(block: Block, result: Result, overwrite: bool) -> None:
+    def wide(block: KVBlock, result: OutLse, overwrite: bool) -> None:
         if not is_half(block.q.dtype):
             return forward(block, result, overwrite)
-        out = _wide_like(result.out)
+        out = float32_like(result.out)
         forward(_wide_block(block), result._replace(out=out), overwrite)
-        _round(out, result.out)
+        round_into(result.out, out)
 
     return cast(Function, wide)
 
@@ -55,34 +53,20 @@ def upcast_backward(backward: Function) -> Function:
     """Let a kernel's `backward` for host arrays take half precision."""
 
     @wraps(backward)
-    def wide(block: Block, dout: np.ndarray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+    def wide(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
         if not is_half(block.q.dtype):
             return backward(block, dout, result, gradients, overwrite)
-        sums = Gradients(*map(_wide_like, gradients))
-        result = result._replace(out=_upcast(result.out))
-        backward(_wide_block(block), _upcast(dout), result, sums, overwrite)
-        for one, target in zip(sums, gradients):
-            _round(one, target)
+        sums = Gradients(*map(float32_like, gradients))
+        result = result._replace(out=upcast(result.out))
+        backward(_wide_block(block), upcast(dout), result, sums, overwrite)
+        for values, target in zip(sums, gradients):
+            round_into(target, values)
 
     return cast(Function, wide)
 
 
-def _wide_block(block: Block) -> Block:
-    return replace(block, q=_upcast(block.q), k=_upcast(block.k), v=_upcast(block.v))
-
-
-def _upcast(x: np.ndarray) -> np.ndarray:
-    return x.astype(FLOAT32) if is_half(x.dtype) else x
-
-
-def _wide_like(target: np.ndarray) -> np.ndarray:
-    """Memory in float32 for a result; the target itself if it is wide already. Halves are only set, never added to."""
-    return aligned_empty(target.shape, FLOAT32) if is_half(target.dtype) else target
-
-
-def _round(found: np.ndarray, target: np.ndarray) -> None:
-    if found is not target:
-        target[...] = found
+def _wide_block(block: KVBlock) -> KVBlock:
+    return replace(block, q=upcast(block.q), k=upcast(block.k), v=upcast(block.v))
 
 
 # -- Exact attention on the host, in tiles that stay in cache ---------------------------------------------------------
@@ -94,61 +78,50 @@ KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
 _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
 
-@upcast_forward
-def forward(block: Block, result: Result, overwrite: bool) -> None:
-    """As `AttentionKernel.forward`."""
-    q, k, v = block.q, block.k, block.v
-    out, lse = result
-    kv_heads = k.shape[2]
-    group = q.shape[2] // kv_heads
-    for b in range(q.shape[0]):
+def _problems(block: KVBlock) -> Iterator[tuple[Slice, int, int, slice, slice, slice]]:
+    """Yield (slice, batch entry, key head, its query heads, rows, keys) of each problem."""
+    kv_heads = block.k.shape[2]
+    group = block.q.shape[2] // kv_heads
+    for b in range(block.q.shape[0]):
         for h in range(kv_heads):
             own = slice(h * group, (h + 1) * group)
             for part in block.slices:
-                rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
-                arrays = q[b, rows, own], k[b, keys, h], v[b, keys, h]
-                found, found_lse = _forward_head(*arrays, block.scale, part, block.poll)
-                if overwrite:
-                    out[b, rows, own], lse[b, own, rows] = found, found_lse.T
-                else:
-                    merge(out[b, rows, own], lse[b, own, rows].T, found, found_lse)
+                yield part, b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+
+
+@upcast_forward
+def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
+    """As `AttentionKernel.forward`."""
+    (q, k, v), (out, lse) = (block.q, block.k, block.v), result
+    for part, b, h, own, rows, keys in _problems(block):
+        arrays = q[b, rows, own], k[b, keys, h], v[b, keys, h]
+        head_out, head_lse = _forward_head(*arrays, block.scale, part, block.poll)
+        if overwrite:
+            out[b, rows, own], lse[b, own, rows] = head_out, head_lse.T
+        else:
+            merge(out[b, rows, own], lse[b, own, rows].T, head_out, head_lse)
 
 
 @upcast_backward
-def backward(block: Block, dout: np.ndarray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
-    q, k, v = block.q, block.k, block.v
-    out, lse = result
-    dq, dk, dv = gradients
+    (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
     if overwrite:
         for gradient in gradients:
             gradient.fill(0)
-    kv_heads = k.shape[2]
-    group = q.shape[2] // kv_heads
-    for b in range(q.shape[0]):
-        for h in range(kv_heads):
-            own = slice(h * group, (h + 1) * group)
-            for part in block.slices:
-                rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
-                delta = np.vecdot(dout[b, rows, own], out[b, rows, own])
-                factors = _Factors(
-                    _with_column(q[b, rows, own], block.scale, _hidden_if_empty(lse[b, own, rows]).T),
-                    _with_column(dout[b, rows, own], 1, -delta),
-                    _with_column(k[b, keys, h, None], 1, 1),
-                    _with_column(v[b, keys, h, None], 1, 1),
-                )
-                head = Gradients(dq[b, rows, own], dk[b, keys, h], dv[b, keys, h])
-                _backward_head(factors, part, block.scale, head, block.poll)
+    for part, b, h, own, rows, keys in _problems(block):
+        delta = np.vecdot(dout[b, rows, own], out[b, rows, own])
+        factors = _Factors(
+            _with_column(q[b, rows, own], block.scale, _hidden_if_empty(lse[b, own, rows]).T),
+            _with_column(dout[b, rows, own], 1, -delta),
+            _with_column(k[b, keys, h, None], 1, 1),
+            _with_column(v[b, keys, h, None], 1, 1),
+        )
+        head = Gradients(dq[b, rows, own], dk[b, keys, h], dv[b, keys, h])
+        _backward_head(factors, part, block.scale, head, block.poll)
 
 
-def make_accumulator(q: np.ndarray, v: np.ndarray, overwrite: bool) -> AttentionAccumulator:
-    """As `AttentionKernel.make_accumulator`."""
-    return accumulate.InPlaceAccumulator(forward, q, v, overwrite)
-
-
-def block_gradients(block: Block, dout: np.ndarray, result: Result, dq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `AttentionKernel.block_gradients`."""
-    return accumulate.block_gradients(backward, block, dout, result, dq)
+make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
 def _hidden_if_empty(lse: np.ndarray) -> np.ndarray:

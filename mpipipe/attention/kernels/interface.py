@@ -1,4 +1,4 @@
-"""What every attention kernel offers, and what it is given.
+"""What every attention kernel offers and takes, and what those have in common that have no better way.
 
 A kernel is a module of this package. `AttentionKernel` says which functions it has; `choose.py` has mypy check that
 each module has them.
@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from mpipipe.arrays import Array
-from mpipipe.attention.mask import Slice
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, is_device
+from mpipipe.attention.mask import Slice, each_row_once
+from mpipipe.errors import ArgumentError
 
 
 def no_poll() -> None:
@@ -19,11 +23,9 @@ def no_poll() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class KVBlock:
     """Queries, and one block of keys and values that they attend to.
 
-    Attributes
-    ----------
     q : (batch, seq, heads, dim)
     k : (batch, keys, kv_heads, dim)
     v : (batch, keys, kv_heads, value_dim)
@@ -41,7 +43,7 @@ class Block:
     poll: Callable[[], object] = no_poll
 
 
-class Result(NamedTuple):
+class OutLse(NamedTuple):
     """Attention over some keys.
 
     out : (batch, seq, heads, value_dim), 0 in rows that see no key
@@ -63,17 +65,17 @@ class Gradients(NamedTuple):
 class AttentionAccumulator(Protocol):
     """Attention over several blocks of keys: call `attend` once per block, then `end`."""
 
-    def attend(self, block: Block) -> None:
+    def attend(self, block: KVBlock) -> None:
         """Add one block. All blocks have the same queries."""
 
-    def end(self) -> Result:
+    def end(self) -> OutLse:
         """Return the result over all blocks, out in the dtype of the queries."""
 
 
 class AttentionKernel(Protocol):
     """Attention by one library. Results in half precision are summed in float32 and rounded once."""
 
-    def forward(self, block: Block, result: Result, overwrite: bool) -> None:
+    def forward(self, block: KVBlock, result: OutLse, overwrite: bool) -> None:
         """Attend to one block of keys.
 
         `result` holds what earlier blocks gave, (0, -inf) where there were none, with `out` in the dtype of `lse`. This
@@ -84,7 +86,7 @@ class AttentionKernel(Protocol):
         """
 
     def backward(
-        self, block: Block, dout: Array, result: Result, gradients: Gradients, overwrite: bool = False
+        self, block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, overwrite: bool = False
     ) -> None:
         """Add what one block of keys gives to the gradients, which are of the dtype of `lse`.
 
@@ -98,5 +100,119 @@ class AttentionKernel(Protocol):
         `overwrite` promises that each row lies in exactly one slice of the first block.
         """
 
-    def block_gradients(self, block: Block, dout: Array, result: Result, dq: Array) -> tuple[Array, Array]:
+    def block_gradients(self, block: KVBlock, dout: Array, result: OutLse, dq: Array) -> tuple[Array, Array]:
         """Add what one of several blocks gives to `dq`, and return its own (dk, dv), in any dtype."""
+
+
+def check_arrays(q: Array, k: Array, v: Array) -> None:
+    """Raise ArgumentError unless q, k and v are arrays that can attend to each other."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if not arrays.is_array(array) or array.dtype not in arrays.COMPUTE_DTYPES:
+            found = array.dtype if arrays.is_array(array) else type(array).__name__
+            expected = "array of float32 or float64, float16 or bfloat16"
+            raise ArgumentError(f"attention: {name}", found=str(found), expected=expected)
+    devices = [arrays.device_of(array) for array in (q, k, v)]
+    if len(set(devices)) > 1:
+        raise ArgumentError(
+            "the arrays of attention are on different devices",
+            found=", ".join(f"{name} on {device}" for name, device in zip("qkv", devices)),
+            expected="one device",
+            remedy="copy host arrays to the GPU first, with mpipipe.arrays.upload or cupy.asarray",
+        )
+    batch, _, heads, dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
+    fits = (
+        q.ndim == k.ndim == v.ndim == 4
+        and k.shape[:3] == v.shape[:3]
+        and k.shape[0] == batch
+        and k.shape[3] == dim
+        and k.shape[2] > 0
+        and dim > 0
+        and heads > 0
+        and heads % k.shape[2] == 0
+    )
+    if not fits or not q.dtype == k.dtype == v.dtype:
+        raise ArgumentError(
+            "the arrays of attention do not fit together",
+            found=f"q {q.shape} {q.dtype}, k {k.shape} {k.dtype}, v {v.shape} {v.dtype}",
+            expected="q (batch, seq, heads, head_dim); k and v (batch, keys, kv_heads, head_dim), with kv_heads a "
+            "divisor of heads; one dtype",
+        )
+
+
+# -- Results and gradients that are made block by block, in place ------------------------------------------------------
+
+
+def uninitialised_result(q: Array, v: Array, dtype: np.dtype) -> OutLse:
+    """Memory for the result of queries like `q` with values like `v`, `out` in `dtype`."""
+    batch, seq, heads, _ = q.shape
+    device = arrays.device_of(q)
+    out = arrays.empty((batch, seq, heads, v.shape[3]), dtype, device)
+    return OutLse(out, arrays.empty((batch, heads, seq), arrays.accumulator(q.dtype), device))
+
+
+def empty_result(q: Array, v: Array, dtype: np.dtype) -> OutLse:
+    """The result over no keys at all: zeros in `dtype`, and -inf."""
+    result = uninitialised_result(q, v, dtype)
+    arrays.set_zero(result.out)
+    arrays.fill(result.lse, -np.inf)
+    return result
+
+
+class InPlaceAccumulator:
+    """An `AttentionAccumulator` that merges each block into one result, by a kernel's `forward`."""
+
+    def __init__(self, forward: Callable[[KVBlock, OutLse, bool], None], q: Array, v: Array, overwrite: bool) -> None:
+        self._forward, self._dtype, self._overwrite = forward, q.dtype, overwrite
+        make = uninitialised_result if overwrite else empty_result
+        self._result = make(q, v, arrays.accumulator(q.dtype))
+
+    def attend(self, block: KVBlock) -> None:
+        """Merge one block."""
+        self._forward(block, self._result, self._overwrite)
+        self._overwrite = False
+
+    def end(self) -> OutLse:
+        """Return the result over all blocks, out in the dtype of the queries."""
+        return self._result._replace(out=arrays.cast(self._result.out, self._dtype))
+
+
+def gradients_from_zeros(
+    backward: Callable[[KVBlock, Array, OutLse, Gradients], None],
+    block: KVBlock,
+    dout: Array,
+    result: OutLse,
+    dq: Array,
+) -> tuple[Array, Array]:
+    """`AttentionKernel.block_gradients` by the kernel's `backward`, from zeros."""
+    dtype = result.lse.dtype
+    dk, dv = (arrays.zeros(x.shape, dtype, arrays.device_of(x)) for x in (block.k, block.v))
+    backward(block, dout, result, Gradients(dq, dk, dv))
+    return dk, dv
+
+
+def attend_once(kernel: AttentionKernel, block: KVBlock) -> OutLse:
+    """Attend to a single block of keys."""
+    q, v = block.q, block.v
+    if each_row_once(block.slices, q.shape[1]):
+        result = uninitialised_result(q, v, q.dtype)
+        kernel.forward(block, result, True)
+        return result
+    accumulator = kernel.make_accumulator(q, v, overwrite=False)
+    accumulator.attend(block)
+    return accumulator.end()
+
+
+def strided_copy(target: Array, source: Array) -> None:
+    """Target = source: equal shapes, on one device."""
+    if is_device(target):
+        arrays.strided_copy(source, target)
+    else:
+        target[...] = source
+
+
+def strided_add(target: Array, source: Array) -> None:
+    """Target += source: equal shapes, on one device."""
+    if is_device(target):
+        arrays.strided_copy(source, target, add=True)
+    else:
+        np.add(target, source, out=target)

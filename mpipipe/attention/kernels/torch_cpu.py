@@ -13,26 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from mpipipe.attention import accumulate
 from mpipipe.attention.kernels import host
 from mpipipe.attention.kernels.host import upcast_backward, upcast_forward
-from mpipipe.attention.kernels.interface import AttentionAccumulator, Block, Gradients, Result
+from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import BAND, CAUSAL, Slice
 from mpipipe.attention.merge import merge
 
-COPY_ROWS = 1024  # from so many queries on, keys and values are first laid out head by head: they are read so often
+COPY_ROWS = 1024  # with more queries, keys and values are first laid out head by head, since they are read so often
 PAIRS = 1 << 22  # of queries and keys in one call, unless a single key head has more
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @upcast_forward
-def forward(block: Block, result: Result, overwrite: bool) -> None:
+def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`."""
     (q, k, v), (out, lse) = (block.q, block.k, block.v), result
     ours, theirs = _divide(block)
@@ -52,7 +52,7 @@ def forward(block: Block, result: Result, overwrite: bool) -> None:
 
 
 @upcast_backward
-def backward(block: Block, dout: np.ndarray, result: Result, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
     (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
     if overwrite:
@@ -76,14 +76,7 @@ def backward(block: Block, dout: np.ndarray, result: Result, gradients: Gradient
         block.poll()
 
 
-def make_accumulator(q: np.ndarray, v: np.ndarray, overwrite: bool) -> AttentionAccumulator:
-    """As `AttentionKernel.make_accumulator`."""
-    return accumulate.InPlaceAccumulator(forward, q, v, overwrite)
-
-
-def block_gradients(block: Block, dout: np.ndarray, result: Result, dq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `AttentionKernel.block_gradients`."""
-    return accumulate.block_gradients(backward, block, dout, result, dq)
+make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
 def _show_nan(queries: torch.Tensor, found: torch.Tensor, found_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +87,7 @@ def _show_nan(queries: torch.Tensor, found: torch.Tensor, found_lse: torch.Tenso
     return found, found_lse
 
 
-def _divide(block: Block) -> tuple[Sequence[Slice], Sequence[Slice]]:
+def _divide(block: KVBlock) -> tuple[Sequence[Slice], Sequence[Slice]]:
     """The slices that PyTorch can do, and the others. It masks before it scales, which needs a positive scale."""
     slices = block.slices
     if block.k.shape[3] != block.v.shape[3] or not block.scale > 0:
@@ -102,7 +95,7 @@ def _divide(block: Block) -> tuple[Sequence[Slice], Sequence[Slice]]:
     return [part for part in slices if part.kind != BAND], [part for part in slices if part.kind == BAND]
 
 
-class _Call(NamedTuple):
+class _FlashCall(NamedTuple):
     """One call of PyTorch's kernel: what to index with, and how many groups of query heads it takes."""
 
     batch: int
@@ -114,7 +107,7 @@ class _Call(NamedTuple):
     causal: bool
 
 
-def _calls(q: np.ndarray, k: np.ndarray, slices: Sequence[Slice]) -> Iterator[_Call]:
+def _calls(q: np.ndarray, k: np.ndarray, slices: Sequence[Slice]) -> Iterator[_FlashCall]:
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
     for part in slices:
@@ -124,7 +117,7 @@ def _calls(q: np.ndarray, k: np.ndarray, slices: Sequence[Slice]) -> Iterator[_C
         for b in range(q.shape[0]):
             for first in range(0, kv_heads, at_once):
                 last = min(first + at_once, kv_heads)
-                yield _Call(
+                yield _FlashCall(
                     b, rows, keys, slice(first * group, last * group), slice(first, last),
                     groups=last - first, causal=part.kind == CAUSAL,
                 )  # fmt: skip

@@ -1,4 +1,1 @@
-"""`bench gpu`: what the kernels, the ring, a training step, the executor and the transports reach on this GPU.
-
-Each part is a module with `measure(...)`, whose defaults are the sizes that are reported, and which yields rows.
-"""
+"""`bench gpu`: what kernels, a ring, a training step, the executor and transports reach on this GPU."""

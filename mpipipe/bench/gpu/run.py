@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from mpipipe import arrays, files
-from mpipipe.bench.gpu import attention, executor, gpt, memory, products, ring, transport
-from mpipipe.bench.gpu.rows import Row, show
+from mpipipe.bench.gpu import kernels, steps
+from mpipipe.bench.timing import Row, show_rows
 from mpipipe.comm.mesh import select_device
 from mpipipe.environment import versions
 from mpipipe.errors import ArgumentError, BackendError
@@ -23,27 +24,23 @@ from mpipipe.job.types import Communicator
 from mpipipe.text import counted
 
 
-class Part(Protocol):
-    """A module of this folder that measures something."""
+class GpuPart(NamedTuple):
+    """A part: a function that yields a row for each measurement, or why there is none; its arguments for `--quick`."""
 
-    @property
-    def QUICK(self) -> dict[str, Any]:
-        """Arguments of `measure` for the smallest sizes that tell something."""
-
-    @property
-    def measure(self) -> Callable[..., Iterator[Row | str]]:
-        """Yields a row for each measurement, or why there is none; takes `repeats`."""
+    measure: Callable[..., Iterator[Row | str]]
+    quick: Mapping[str, Any]
+    ranks: int = 1
 
 
-ALONE: dict[str, Part] = {
-    "memory": memory,
-    "products": products,
-    "attention": attention,
-    "ring": ring,
-    "executor": executor,
-    "gpt": gpt,
+PARTS = {
+    "memory": GpuPart(kernels.measure_memory, dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)),
+    "products": GpuPart(kernels.measure_products, dict(repeats=5, rows=1024, dim=256, hidden=512, vocab=1024)),
+    "attention": GpuPart(kernels.measure_attention, dict(repeats=5, lengths=(8192,))),
+    "ring": GpuPart(kernels.measure_ring, dict(repeats=2, ranks=4, length=4096)),
+    "executor": GpuPart(steps.measure_executor, dict(repeats=3, microbatches=8)),
+    "gpt": GpuPart(steps.measure_step, dict(repeats=3)),
+    "transport": GpuPart(steps.measure_transport, dict(repeats=3, sizes=(1 << 16, 1 << 24)), ranks=2),
 }
-TOGETHER: dict[str, Part] = {"transport": transport}
 
 
 def run(
@@ -56,8 +53,6 @@ def run(
 ) -> NoReturn:
     """Measure, print a line for each row and a table, and write JSON; exits with 1 where a part failed.
 
-    Parameters
-    ----------
     parts : names; an empty list means all parts that this number of ranks can run
     repeats : measured turns; None is each part's own number
     path : JSON file to write, or None
@@ -85,13 +80,11 @@ def run(
 
     with arrays.own_stream():
         for name, part in chosen.items():
-            arguments = dict(part.QUICK) if quick else {}
+            arguments = dict(part.quick) if quick else {}
             if repeats is not None:
                 arguments["repeats"] = repeats
-            if part in (attention, gpt):
-                arguments["peers"] = peers
-            if part in (executor, gpt, transport):
-                arguments["comm"] = comm
+            taken = signature(part.measure).parameters
+            arguments |= {key: value for key, value in (("peers", peers), ("comm", comm)) if key in taken}
             try:
                 for row in part.measure(**arguments):
                     if isinstance(row, str):
@@ -106,7 +99,7 @@ def run(
                 failed.append(f"{name} failed: {type(error).__name__}: {error}")
                 publish(failed[-1])
     if comm.rank == 0:
-        show(f"bench gpu: {', '.join(arrays.describe_gpus())}", rows, failed)
+        show_rows(f"bench gpu: {', '.join(arrays.describe_gpus())}", rows, failed)
     sys.exit(1 if failed else 0)
 
 
@@ -119,13 +112,13 @@ def without_mpi() -> str | None:
     return None
 
 
-def _chosen(names: Sequence[str], ranks: int) -> dict[str, Part]:
-    fitting = ALONE if ranks == 1 else TOGETHER if ranks == 2 else {}
+def _chosen(names: Sequence[str], ranks: int) -> dict[str, GpuPart]:
+    fitting = {name: part for name, part in PARTS.items() if part.ranks == ranks}
     if not fitting:
         raise ArgumentError("bench gpu", found=counted(ranks, "rank"), expected="1 rank, or 2 for the transports")
     for name in names:
         if name not in fitting:
-            needed = "1 rank" if name in ALONE else "2 ranks" if name in TOGETHER else ""
+            needed = counted(PARTS[name].ranks, "rank") if name in PARTS else ""
             raise ArgumentError(
                 f"this part of bench gpu needs {needed}" if needed else "no part of bench gpu",
                 found=f"{name} on {ranks} rank(s)",

@@ -56,7 +56,7 @@ class Job:
     options : tuple of str
         Further options of `mpipipe train`.
     script : tuple of str
-        The words behind `mpipipe run`: a script with its arguments, which runs in place of a training.
+        The words after `mpipipe run`: a script with its arguments, which runs in place of a training.
 
     Raises
     ------

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from mpipipe import arrays
 from mpipipe.arrays import Event
@@ -21,25 +21,15 @@ from mpipipe.job.consensus import Ballot
 from mpipipe.job.group import Group
 from mpipipe.job.requests import keep_forever
 from mpipipe.job.settings import GPU_DIRECT, NCCL
+from mpipipe.job.wait import ThreadTask
 
 
 class Channel:
-    """One rank's end of a communicator; the constructor waits for the other ranks, so it belongs into a Task.
+    """One rank's end of a communicator of NCCL; the constructor waits for the other ranks: it belongs into an NcclTask.
 
-    Parameters
-    ----------
-    size, rank : int
-        Of the communicator, and of this process there.
-    identity : bytes
-        What rank 0 of the communicator got from `new_identity`.
-    first : callable
-        Puts an operation on (communicator, stream) that all ranks begin with. NCCL connects ranks when they first talk,
-        and the host waits for that. What it returns is kept until the operation is done.
-
-    Attributes
-    ----------
-    communicator : cupy.cuda.nccl.NcclCommunicator
-    stream : Stream
+    `identity` is what rank 0 of the communicator got from `new_identity`. `first` puts an operation on (communicator,
+    stream) that all ranks begin with: NCCL connects ranks when they first talk, and the host waits for that. What it
+    returns is kept until the operation is done.
     """
 
     def __init__(self, size: int, rank: int, identity: bytes, first: Callable[[Any, int], object]) -> None:
@@ -53,7 +43,7 @@ class Channel:
         del kept
 
     def put(self, operation: Callable[[Any, int], object], after: Sequence[Event]) -> Event:
-        """Put an operation on the stream, behind these events; returns the event behind it."""
+        """Put an operation on the stream, after these events; returns the event after it."""
         with self.stream:
             for event in after:
                 arrays.wait_for(event)
@@ -77,10 +67,10 @@ class Channel:
         if not self.ended:
             self.ended = True
             keep_forever(self)
-            Task(self.communicator.abort, "the abort of NCCL's communicators")
+            NcclTask(self.communicator.abort, "the abort of NCCL's communicators")
 
     def close(self) -> None:
-        """Free the communicator; only when nothing is under way. May wait, so it belongs into a Task."""
+        """Free the communicator; only when nothing is under way. May wait, so it belongs into an NcclTask."""
         if not self.ended:
             self.ended = True
             self.communicator.destroy()
@@ -92,33 +82,38 @@ def new_identity() -> bytes:
     return bytes(arrays.nccl().get_unique_id())
 
 
-def open_together(tasks: Sequence[Task[Channel]], group: Group, what: str) -> list[Channel]:
-    """Wait for channels that are being opened; collective over the group, of which each has some ranks or all.
+def open_together(tasks: Sequence[NcclTask[Channel]], group: Group, what: str) -> list[Channel]:
+    """Wait for channels that are being opened; collective over the group; each has some of its ranks or all.
 
-    Raises
-    ------
-    BackendError
-        Where this rank cannot open one; the group ends then, and the others raise PeerError.
+    Where this rank cannot open one it raises BackendError; the group ends then, and the others raise PeerError.
     """
     with group.failing(what):
         channels = []
         for task in tasks:
             group.wait(task, what, everyone=True)
-            channels.append(task.result())
+            channels.append(task.value())
     group.agree(what)
     return channels
 
 
-def close_together(channels: Sequence[Channel], wait: Callable[[Task[None]], object]) -> None:
+def open_channel(group: Group, first: Callable[[Any, int], object], purpose: str) -> Channel:
+    """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors."""
+    what = f"opening NCCL for {purpose}"
+    identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
+    make = partial(Channel, group.size, group.rank, identity, first)
+    return open_together([NcclTask(make, what)], group, what)[0]
+
+
+def close_together(channels: Sequence[Channel], wait: Callable[[NcclTask[None]], object]) -> None:
     """Free channels on which nothing is under way; `wait` waits for each task."""
-    for task in [Task(channel.close, "the end of NCCL's communicators") for channel in channels]:
+    for task in [NcclTask(channel.close, "the end of NCCL's communicators") for channel in channels]:
         wait(task)
-        task.result()
+        task.value()
 
 
 # -- Calls of NCCL that keep the host until other ranks come, made on a thread ----------------------------------------
 #
-# The rank itself waits in the one loop (wait.py), where it hears of failures and can give up. The thread then stays
+# The rank itself waits in the one loop (wait.py), where it learns of failures and can give up. The thread then stays
 # inside NCCL for as long as the process lives, and keeps nobody: it is a daemon. CuPy lets go of Python's lock in
 # there.
 
@@ -126,50 +121,31 @@ def close_together(channels: Sequence[Channel], wait: Callable[[Task[None]], obj
 Result = TypeVar("Result")
 
 
-class Task(Generic[Result]):
-    """A function that runs on a thread of its own, with this thread's GPU; `Test()` is true once it has ended.
-
-    Parameters
-    ----------
-    function : callable
-        Without arguments.
-    what : str
-        What it does, for errors.
-    """
+class NcclTask(ThreadTask[Result]):
+    """A call of NCCL in a thread, on this thread's GPU; `Test()` is true once it has ended, well or not."""
 
     def __init__(self, function: Callable[[], Result], what: str) -> None:
-        self.function, self.what, self.gpu = function, what, arrays.current_gpu()
-        self.found: list[Result] = []
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name=f"mpipipe {what}", daemon=True)
-        self.thread.start()
+        self.what, gpu = what, arrays.current_gpu()
 
-    def _run(self) -> None:
-        try:
-            arrays.use_gpu(self.gpu)
-            self.found.append(self.function())
-        except BaseException as error:
-            self.error = error
+        def work() -> Result:
+            arrays.use_gpu(gpu)
+            return function()
+
+        super().__init__(work, f"mpipipe {what}")
 
     def Test(self) -> bool:
-        """Whether the function has ended, well or not."""
-        return not self.thread.is_alive()
+        """Return whether the function has ended; never waits."""
+        return self.ended
 
-    def result(self) -> Result:
-        """What the function returned, once `Test()` was true.
-
-        Raises
-        ------
-        BackendError
-            Where it has raised.
-        """
+    def value(self) -> Result:
+        """Return what the function returned, once `Test()` was true; raise BackendError where it has raised."""
         if self.error is not None:
             raise BackendError(
                 f"{self.what} failed",
                 found=f"{type(self.error).__name__}: {self.error}",
                 remedy="NCCL_DEBUG=INFO makes NCCL say more; MPIPIPE_NCCL=off does without it",
             ) from self.error
-        return self.found[0]
+        return self.result
 
 
 # -- Whether NCCL is used: one answer for all ranks, from what each of them has ---------------------------------------
@@ -189,40 +165,20 @@ ON, OFF = "on", "off"
 
 
 class Facts(NamedTuple):
-    """What one rank says.
+    """What one rank says of NCCL."""
 
-    Attributes
-    ----------
-    rank : int
-        In COMM_WORLD.
-    setting : str
-        MPIPIPE_NCCL.
-    problem : str
-        Why this rank by itself cannot use NCCL; "" where it can.
-    host, gpu : str
-        Where it computes: the GPU by its PCI address.
-    version : str
-        Of NCCL.
-    room : int
-        Multiprocessors of the GPU.
-    needed : int
-        Most thread blocks that NCCL's kernels take there while they wait.
-    direct : str
-        MPIPIPE_GPU_DIRECT, by which a user says how messages of device arrays travel.
-    """
-
-    rank: int
-    setting: str
-    problem: str
+    rank: int  # in COMM_WORLD
+    setting: str  # MPIPIPE_NCCL
+    problem: str  # why this rank by itself cannot use NCCL; "" where it can
     host: str = ""
-    gpu: str = ""
-    version: str = ""
-    room: int = 0
-    needed: int = 0
-    direct: str = ""
+    gpu: str = ""  # by its PCI address
+    version: str = ""  # of NCCL
+    room: int = 0  # multiprocessors of the GPU
+    needed: int = 0  # most thread blocks that NCCL's kernels take there while they wait
+    direct: str = ""  # MPIPIPE_GPU_DIRECT, by which a user says how messages of device arrays travel
 
 
-class Choice(NamedTuple):
+class NcclChoice(NamedTuple):
     """Whether NCCL carries sums, and messages, and why or why not."""
 
     sums: bool
@@ -234,22 +190,11 @@ class Choice(NamedTuple):
         return f"{' and '.join(used) or 'not used'}: {self.reason}"
 
 
-def choose(groups: Sequence[Group], device: str, messages: int = 0) -> Choice:
-    """The choice for all ranks of these groups; collective over each of them.
+def agree_on_nccl(groups: Sequence[Group], device: str, messages: int = 0) -> NcclChoice:
+    """Choose for all ranks of these groups, one or those along two axes of a grid; collective over each of them.
 
-    Parameters
-    ----------
-    groups : sequence of Group
-        One group, or those along the two axes of a grid.
-    device : str
-        "cpu" or "cuda", where this rank computes.
-    messages : int
-        Most messages that one rank may have under way at once, sent and received.
-
-    Raises
-    ------
-    BackendError
-        On all ranks, where MPIPIPE_NCCL=on and NCCL cannot be used.
+    `messages` is the most that one rank may have under way at once, sent and received. All ranks raise BackendError
+    where MPIPIPE_NCCL=on and NCCL cannot be used.
     """
     everyone = [facts_of(groups[0], device, messages)]
     for group in groups:
@@ -294,14 +239,8 @@ def facts_of(group: Group, device: str, messages: int) -> Facts:
     )
 
 
-def judge(everyone: Sequence[Facts]) -> Choice:
-    """The choice that follows from what all ranks say, in the order of their ranks.
-
-    Raises
-    ------
-    BackendError
-        Where a rank asks for NCCL that cannot be used.
-    """
+def judge(everyone: Sequence[Facts]) -> NcclChoice:
+    """Return the choice that follows from what all ranks say, in the order of their ranks; may raise BackendError."""
     refusals = _refusals(everyone)
     asked = any(facts.setting == ON for facts in everyone)
     if refusals and asked:
@@ -314,18 +253,18 @@ def judge(everyone: Sequence[Facts]) -> Choice:
         )
     if refusals:
         (rank, reason), alike = refusals[0], len(refusals) == len(everyone) and len({why for _, why in refusals}) == 1
-        return Choice(False, False, reason if alike else f"on rank {rank}: {reason}")
+        return NcclChoice(False, False, reason if alike else f"on rank {rank}: {reason}")
     if len(everyone) == 1:
-        return Choice(False, False, "one rank has nobody to talk to")
+        return NcclChoice(False, False, "one rank has nobody to talk to")
     reason = f"each of the {len(everyone)} ranks has a GPU of its own and NCCL {everyone[0].version}"
     direct = next((facts.direct for facts in everyone if facts.direct), "")
     if direct and not asked:
-        return Choice(True, False, f"{reason}; {GPU_DIRECT.name}={direct} says how messages travel")
+        return NcclChoice(True, False, f"{reason}; {GPU_DIRECT.name}={direct} says how messages travel")
     crowded = next((facts for facts in everyone if 2 * facts.needed > facts.room), None)
     if crowded is not None:
         why = f"kernels that wait might take {crowded.needed} of {crowded.room} multiprocessors on rank {crowded.rank}"
-        return Choice(True, False, f"{reason}; messages go by MPI: {why} (lower {' or '.join(LIMITS)})")
-    return Choice(True, True, reason)
+        return NcclChoice(True, False, f"{reason}; messages go by MPI: {why} (lower {' or '.join(LIMITS)})")
+    return NcclChoice(True, True, reason)
 
 
 def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:

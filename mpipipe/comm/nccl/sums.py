@@ -19,7 +19,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.nccl.channel import Channel, Task, close_together, new_identity, open_together
+from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, open_channel
 from mpipipe.job.context import register_progress, unregister_progress
 from mpipipe.job.group import Group
 from mpipipe.job.requests import keep_forever
@@ -28,33 +28,17 @@ BUCKET_BYTES = 32 << 20
 
 
 class NcclSums:
-    """The sums over the ranks of one group; the constructor and `close` are collective.
-
-    Parameters
-    ----------
-    group : Group
-
-    Attributes
-    ----------
-    channel : Channel
-    waiting : deque of (NcclSum, start, stop)
-        Buckets that are not on the stream yet, in order.
-    task : Task or None
-        Which puts a bucket there, where NCCL may have to connect ranks first; the next ones wait for it.
-    underway : deque of (event, NcclSum)
-        Buckets on the stream.
-    """
+    """The sums over the ranks of one group; the constructor and `close` are collective."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        what = "opening NCCL for the sums over the replicas"
-        identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
-        open_channel = partial(Channel, group.size, group.rank, identity, self._first)
-        (self.channel,) = open_together([Task(open_channel, what)], group, what)
+        self.channel = open_channel(group, self._first, "the sums over the replicas")
+        # (sum, start, stop) of buckets that are not on the stream yet, in order
         self.waiting: deque[tuple[NcclSum, int, int]] = deque()
-        self.task: Task[Event] | None = None
+        # puts a bucket there where NCCL may have to connect ranks first; the next ones wait for it
+        self.task: NcclTask[Event] | None = None
         self.starting: NcclSum | None = None  # of which the task puts a bucket there
-        self.underway: deque[tuple[Event, NcclSum]] = deque()
+        self.underway: deque[tuple[Event, NcclSum]] = deque()  # buckets on the stream
         self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
 
     def _first(self, communicator: Any, stream: int) -> DeviceArray:
@@ -73,7 +57,7 @@ class NcclSums:
         return arrays.is_device(flat) and arrays.nccl_type(flat.dtype) is not None
 
     def start(self, flat: DeviceArray) -> NcclSum:
-        """Start a sum, behind all work on the current stream; every rank starts the same sums in the same order."""
+        """Start a sum, after all work on the current stream; every rank starts the same sums in the same order."""
         new = NcclSum(self, flat)
         count = max(1, BUCKET_BYTES // flat.itemsize)
         buckets = [(start, min(start + count, flat.size)) for start in range(0, flat.size, count)]
@@ -88,7 +72,7 @@ class NcclSums:
         self.channel.check()
         if self.task is not None and self.task.Test():
             assert self.starting is not None  # it is set with the task
-            self.underway.append((self.task.result(), self.starting))
+            self.underway.append((self.task.value(), self.starting))
             self.task = None
         while self.waiting and self.task is None:
             self._put(*self.waiting.popleft())
@@ -106,7 +90,7 @@ class NcclSums:
             self.underway.append((put(), new))
             return
         self.connected.add(key)
-        self.task, self.starting = Task(put, "a sum over the replicas by NCCL"), new
+        self.task, self.starting = NcclTask(put, "a sum over the replicas by NCCL"), new
 
     def abort(self) -> None:
         """After a failure: advance no more, let kernels end that wait for others, and free nothing that they touch."""
@@ -121,19 +105,7 @@ class NcclSums:
 
 
 class NcclSum:
-    """A sum under way; `Test()` is true once `flat` holds the sum over all ranks of the group.
-
-    Parameters
-    ----------
-    sums : NcclSums
-    flat : DeviceArray
-        One-dimensional; must be left alone until the sum is there.
-
-    Attributes
-    ----------
-    left : int
-        Buckets that are not summed.
-    """
+    """A sum under way; `Test()` is true once `flat`, one-dimensional, holds the sum over all ranks of the group."""
 
     def __init__(self, sums: NcclSums, flat: DeviceArray) -> None:
         self.sums, self.flat, self.ready, self.left = sums, flat, arrays.record(), 0
@@ -165,7 +137,7 @@ def _type_of(part: DeviceArray) -> tuple[int, int]:
 # the order. So all ranks get the same bits, those that each rank had.
 #
 # The host waits for nothing. The current stream waits for the row, and the host hears of failures where it waits for
-# what comes behind (`wait`). Nothing else of NCCL is under way meanwhile, so no order is needed: a call of a pipeline
+# what comes after (`wait`). Nothing else of NCCL is under way meanwhile, so no order is needed: a call of a pipeline
 # ends when the host has seen the end of all its messages and sums, and `wait` ends before the next call begins.
 
 
@@ -173,23 +145,11 @@ KIND = np.dtype(np.float64)
 
 
 class NcclRow:
-    """Rows of one length over the ranks of one group; the constructor and `close` are collective.
-
-    Parameters
-    ----------
-    group : Group
-    length : int
-        Of all rows, at least 1.
-    what : str
-        What the rows are for, for errors.
-    """
+    """Rows of one length over the ranks of one group; the constructor and `close` are collective."""
 
     def __init__(self, group: Group, length: int, what: str) -> None:
         self.group, self.length, self.what = group, length, what
-        opening = f"opening NCCL for {what}"
-        identity = group.broadcast(opening, new_identity() if group.rank == 0 else None)
-        open_channel = partial(Channel, group.size, group.rank, identity, self._first)
-        (self.channel,) = open_together([Task(open_channel, opening)], group, opening)
+        self.channel = open_channel(group, self._first, what)
 
     def _first(self, communicator: Any, stream: int) -> DeviceArray:
         """Let NCCL connect the ranks for the one size that there will be."""
@@ -203,7 +163,7 @@ class NcclRow:
         communicator.allReduce(place, place, self.length, library.NCCL_FLOAT64, library.NCCL_SUM, stream)
 
     def share(self, row: DeviceArray) -> None:
-        """Make `row`, with zeros beside this rank's part, the row of all ranks for later work on the current stream."""
+        """Make `row`, zeros except for this rank's part, the row of all ranks for later work on the current stream."""
         arrays.wait_for(self.channel.put(partial(self._add, row), [arrays.record()]))
 
     def failing(self) -> AbstractContextManager[None]:
@@ -211,13 +171,13 @@ class NcclRow:
         return self.group.failing(self.what)
 
     def wait(self, is_done: Callable[[], bool], keeping: object) -> None:
-        """Wait for what was put on the current stream behind a row.
+        """Wait for what was put on the current stream after a row.
 
         Raises where a rank has failed. Then `keeping` is kept for ever: the device may still touch its memory.
         """
         try:
             with self.failing():
-                self.group.wait(_Behind(self.channel, is_done), self.what, everyone=True)
+                self.group.wait(_AfterRow(self.channel, is_done), self.what, everyone=True)
         except BaseException:
             keep_forever(keeping)
             self.abort()
@@ -233,7 +193,7 @@ class NcclRow:
         close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
 
 
-class _Behind:
+class _AfterRow:
     """A request that is complete once `is_done()`; finds failures of NCCL meanwhile."""
 
     def __init__(self, channel: Channel, is_done: Callable[[], bool]) -> None:

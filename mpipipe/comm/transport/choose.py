@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.device import DirectTransport
-from mpipipe.comm.transport.gpu_aware import Verdict
+from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport, Transport
 from mpipipe.comm.transport.nccl import NcclTransport, Pair
 from mpipipe.comm.transport.staged import StagedTransport
@@ -22,24 +22,15 @@ def make_transport(
     channels: int = 1,
     synchronous: bool = False,
     device: str = "cpu",
-    verdict: Verdict | None = None,
+    verdict: GpuAwareness | None = None,
     group: Group | None = None,
     pairs: Collection[Pair] = (),
 ) -> Transport:
-    """The transport for arrays on this rank's device; collective.
+    """Return the transport for arrays on this rank's device, "cpu" or "cuda"; collective. Ranks may differ.
 
-    Parameters
-    ----------
-    comm, channels, synchronous
-        As for HostTransport.
-    device : str
-        "cpu" or "cuda", where this rank computes; ranks may differ.
-    verdict : Verdict, optional
-        What gpu_aware.detect said; by default it is asked where a rank computes on a GPU.
-    group : Group, optional
-        In which the ranks agree; by default that of `comm`.
-    pairs : collection of (int, int)
-        Ranks of which one sends to the other by NCCL, the same on all ranks; none if they have not chosen NCCL.
+    `comm`, `channels` and `synchronous` are as for HostTransport. `group`, in which the ranks agree, is by default that
+    of `comm`; `verdict` is what gpu_aware.detect said, asked by default where a rank computes on a GPU. `pairs` are
+    (from, to) of ranks that exchange messages by NCCL, the same on all ranks; empty if they have not chosen NCCL.
     """
     group = group_of(comm) if group is None else group
     everyone = group.gather("making a transport", (device, verdict))

@@ -2,9 +2,9 @@
 
 MPI knows no streams. Two rules keep it and the kernels apart, and the host waits for neither:
 
-- An array must be complete before it is sent. `isend` records an event behind all work of the current stream, the
+- An array must be complete before it is sent. `isend` records an event after all work of the current stream, the
   kernel that makes the array included; the send starts once that event is done.
-- A buffer must be read before it is overwritten. `retire(array)` records an event behind the last work that reads the
+- A buffer must be read before it is overwritten. `retire(array)` records an event after the last work that reads the
   buffer, and `irecv` does so for an array that was never retired; the receive starts once that event is done. A new
   array needs this as much as an old one: CuPy hands out memory that earlier work on the stream may still use.
 
@@ -36,28 +36,16 @@ Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
 
 
 class DeviceTransport(ABC):
-    """What the direct and the staged transport have in common.
-
-    Parameters
-    ----------
-    comm, channels, synchronous
-        As for HostTransport.
-
-    Attributes
-    ----------
-    sends, receives : list of DeviceMessage
-        Messages under way, in the order of the calls.
-    retired : dict
-        id -> (event, array); the array is held so that its id stays its own.
-    """
+    """What the direct and the staged transport have in common."""
 
     piece_bytes = PIECE_BYTES
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         self.host = HostTransport(comm, channels, synchronous, self.piece_bytes, typed=False)
         self.channels = self.host.channels
-        self.sends: list[DeviceMessage] = []
+        self.sends: list[DeviceMessage] = []  # messages under way, in the order of the calls
         self.receives: list[DeviceMessage] = []
+        # id -> (event, array); the array is held so that its id stays its own
         self.retired: dict[int, tuple[Event, DeviceArray]] = {}
         register_progress(self)
 
@@ -83,7 +71,7 @@ class DeviceTransport(ABC):
         return self._begin(self.receives, self._incoming(array, (peer, channel, tag), ready))
 
     def free_event(self, array: DeviceArray) -> Event:
-        """The event behind the last work that reads a buffer, which may be overwritten then."""
+        """The event after the last work that reads a buffer, which may be overwritten then."""
         return self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
 
     def begin_call(self, repeated: bool) -> bool:
@@ -145,31 +133,16 @@ def _advance(messages: MutableSequence[DeviceMessage]) -> None:
 
 
 class DeviceMessage(ABC):
-    """A request for one array, which a transport advances.
+    """A request for one array, which a transport advances and has in one of its lists, `messages`.
 
-    Parameters
-    ----------
-    transport : DeviceTransport
-    messages : list of DeviceMessage
-        The list of the transport that holds this one.
-    name : Name
-    array : Array
-    ready : Event or None
-        What must be done before MPI may touch the array; None for a host array.
-
-    Attributes
-    ----------
-    posted : bool
-        Whether all of it has been handed to MPI, so that a message of the same name may follow.
-    finished : bool
-        Whether nothing is left to do.
+    `ready` is what must be done before MPI may touch the array; None for a host array.
     """
 
     def __init__(
         self, transport: DeviceTransport, messages: list[DeviceMessage], name: Name, array: Array, ready: Event | None
     ) -> None:
         self.transport, self.messages, self.name, self.array, self.ready = transport, messages, name, array, ready
-        self.posted = self.finished = False
+        self.posted = self.finished = False  # all of it handed to MPI: a message of the same name may follow
 
     @abstractmethod
     def advance(self) -> None:
@@ -196,14 +169,8 @@ class DeviceMessage(ABC):
 class DeferredMessage(DeviceMessage):
     """A message that MPI gets as a whole, once an event is done.
 
-    Parameters
-    ----------
-    transport, messages, name, array, ready
-        As for DeviceMessage.
-    take_host : callable
-        Starts the message of a host array: (array, peer, channel, tag) -> request.
-    operations : sequence of callable
-        For each channel, starts the message of a device array: (memory, peer, tag) -> request.
+    `take_host` starts the message of a host array, (array, peer, channel, tag) -> request, and `operations` have for
+    each channel what starts the message of a device array, (memory, peer, tag) -> request.
     """
 
     def __init__(
@@ -240,7 +207,7 @@ class DeferredMessage(DeviceMessage):
 
 
 def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
-    """The memory of a device array as [memory, type] for MPI, in pieces of at most so many bytes."""
+    """Return the memory of a device array as [memory, type] for MPI, in pieces of at most `piece_bytes`."""
     MPI = runtime.mpi()
     address, nbytes = arrays.address(array), array.nbytes
     return [

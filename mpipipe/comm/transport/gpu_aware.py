@@ -30,22 +30,15 @@ OVERRIDE = GPU_DIRECT.name
 
 
 class Platform(NamedTuple):
-    """How MPI libraries name a platform of GPUs.
+    """How MPI libraries name a platform of GPUs."""
 
-    kind : among the memory kinds of MPI 4.1
-    questions : functions that answer 1 or 0, the first that the library has is asked: Open MPI's, MPICH's
-    number : for MPIX_GPU_query_support, in MPICH's mpi.h
-    layer : Cray's library beneath MPI that moves device memory
-    switches : variable that turns support on -> how the library that reads it names itself
-    in_ucx : names in UCX_TLS, one of which must be there
-    """
-
-    kind: str
+    kind: str  # among the memory kinds of MPI 4.1
+    # functions that answer 1 or 0, the first that the library has is asked: Open MPI's, MPICH's
     questions: tuple[str, ...]
-    number: int
-    layer: str
-    switches: Mapping[str, str]
-    in_ucx: tuple[str, ...]
+    number: int  # for MPIX_GPU_query_support, in MPICH's mpi.h
+    layer: str  # Cray's library beneath MPI that moves device memory
+    switches: Mapping[str, str]  # variable that turns support on -> how the library that reads it names itself
+    in_ucx: tuple[str, ...]  # names in UCX_TLS, one of which must be there
 
     @property
     def question(self) -> str:
@@ -70,20 +63,20 @@ ROCM = Platform(
 )
 
 
-class Verdict(NamedTuple):
+class GpuAwareness(NamedTuple):
     """Whether device arrays go to MPI directly, and why or why not."""
 
     direct: bool
     reason: str
 
 
-def detect(comm: Communicator, group: Group | None = None) -> Verdict:
+def detect(comm: Communicator, group: Group | None = None) -> GpuAwareness:
     """The verdict for all ranks of `comm`, direct only where each rank says so; collective.
 
     The ranks agree in `group`, by default in that of `comm`.
     """
     group = group_of(comm) if group is None else group
-    error, mine = None, Verdict(False, "the ranks are threads of one process")
+    error, mine = None, GpuAwareness(False, "the ranks are threads of one process")
     try:
         platform = ROCM if arrays.is_amd() else CUDA
         if not runtime.in_process(comm):
@@ -101,12 +94,12 @@ def detect(comm: Communicator, group: Group | None = None) -> Verdict:
     return combine(group.gather("asking whether MPI takes device memory", mine, error))
 
 
-def combine(verdicts: Sequence[Verdict]) -> Verdict:
+def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:
     """One verdict for all ranks, with the reason of the first rank that is against."""
     for rank, verdict in enumerate(verdicts):
         if not verdict.direct:
             everywhere = all(other == verdict for other in verdicts)
-            return Verdict(False, verdict.reason if everywhere else f"on rank {rank}: {verdict.reason}")
+            return GpuAwareness(False, verdict.reason if everywhere else f"on rank {rank}: {verdict.reason}")
     return verdicts[0]
 
 
@@ -118,42 +111,30 @@ def judge(
     kinds: str,
     async_pool: bool,
     platform: Platform = CUDA,
-) -> Verdict:
-    """The verdict of one rank.
+) -> GpuAwareness:
+    """Return the verdict of one rank.
 
-    Parameters
-    ----------
-    library_version : str
-        What MPI_Get_library_version says.
-    environment : mapping
-        Variables of this process.
-    maps_text : str
-        /proc/self/maps, which names the libraries that are loaded.
-    query : int or None
-        What the library said about this platform; None if it was not asked.
-    kinds : str
-        Value of the info key mpi_memory_alloc_kinds; "" without one.
-    async_pool : bool
-        Whether CuPy allocates stream-ordered or managed memory, which MPI cannot map.
-    platform : Platform
-        That of CuPy.
+    `library_version` is what MPI_Get_library_version says, `maps_text` /proc/self/maps, which names the libraries that
+    are loaded, `query` what the library said about this platform, None if it was not asked, and `kinds` the value of
+    the info key mpi_memory_alloc_kinds. `async_pool`: CuPy allocates stream-ordered or managed memory, which MPI cannot
+    map.
     """
     override = environment.get(OVERRIDE)
     GPU_DIRECT.check(override)
     if override == "0":
-        return Verdict(False, f"{OVERRIDE}=0")
+        return GpuAwareness(False, f"{OVERRIDE}=0")
     if async_pool:
-        return Verdict(
+        return GpuAwareness(
             False,
             "CuPy's allocator is an asynchronous or managed one, whose memory MPI cannot share "
             "(use cupy.cuda.MemoryPool())",
         )
     if override == "1":
-        return Verdict(True, f"{OVERRIDE}=1")
+        return GpuAwareness(True, f"{OVERRIDE}=1")
     evidence = _evidence(library_version, environment, maps_text, query, kinds, platform)
     if evidence.direct and not _ucx_takes(platform, environment):
         left_out = f"UCX_TLS={environment['UCX_TLS']} leaves out {platform.in_ucx[0]}"
-        return Verdict(False, f"{left_out} (but: {evidence.reason})")
+        return GpuAwareness(False, f"{left_out} (but: {evidence.reason})")
     return evidence
 
 
@@ -164,9 +145,9 @@ def _evidence(
     query: int | None,
     kinds: str,
     platform: Platform,
-) -> Verdict:
+) -> GpuAwareness:
     if any(kind.strip().split(":")[0] == platform.kind for kind in kinds.split(",")):
-        return Verdict(True, f"mpi_memory_alloc_kinds is {kinds}")
+        return GpuAwareness(True, f"mpi_memory_alloc_kinds is {kinds}")
     if query:
         return _trusted(library_version, environment, platform)
     if "CRAY MPICH" in library_version.upper():
@@ -175,46 +156,47 @@ def _evidence(
         return _intel(environment, maps_text, platform)
     for variable, library in platform.switches.items():
         if _is_on(environment.get(variable)) and re.search(library, library_version, re.IGNORECASE):
-            return Verdict(True, f"{variable}={environment[variable]}")
+            return GpuAwareness(True, f"{variable}={environment[variable]}")
     if query is None:
-        return Verdict(False, "this MPI does not say that it takes device memory")
-    return Verdict(False, f"{platform.question} says no")
+        return GpuAwareness(False, "this MPI does not say that it takes device memory")
+    return GpuAwareness(False, f"{platform.question} says no")
 
 
-def _trusted(library_version: str, environment: Mapping[str, str], platform: Platform) -> Verdict:
+def _trusted(library_version: str, environment: Mapping[str, str], platform: Platform) -> GpuAwareness:
     """Where the library says yes. Open MPI before 5 says how it was built for CUDA, not what is switched on."""
     version = re.search(r"Open MPI v(\d+)", library_version)
     setting = environment.get("OMPI_MCA_opal_cuda_support")
     if platform is CUDA and version and int(version[1]) < 5 and not _is_on(setting):
         if setting:
-            return Verdict(False, f"OMPI_MCA_opal_cuda_support={setting}")
+            return GpuAwareness(False, f"OMPI_MCA_opal_cuda_support={setting}")
         if "CONDA_PREFIX" in environment:
-            return Verdict(False, "conda's Open MPI 4 has CUDA switched off unless OMPI_MCA_opal_cuda_support=true")
-    return Verdict(True, f"{platform.question} says yes")
+            reason = "conda's Open MPI 4 has CUDA switched off unless OMPI_MCA_opal_cuda_support=true"
+            return GpuAwareness(False, reason)
+    return GpuAwareness(True, f"{platform.question} says yes")
 
 
-def _cray(environment: Mapping[str, str], maps_text: str, platform: Platform) -> Verdict:
+def _cray(environment: Mapping[str, str], maps_text: str, platform: Platform) -> GpuAwareness:
     if not _is_on(environment.get("MPICH_GPU_SUPPORT_ENABLED")):
-        return Verdict(False, "Cray MPICH without MPICH_GPU_SUPPORT_ENABLED=1")
+        return GpuAwareness(False, "Cray MPICH without MPICH_GPU_SUPPORT_ENABLED=1")
     if platform.layer not in maps_text:
-        return Verdict(
+        return GpuAwareness(
             False,
             f"Cray MPICH without its GPU transport layer ({platform.layer}): build mpi4py with the "
             "craype-accel module loaded, or preload that library",
         )
-    return Verdict(True, f"MPICH_GPU_SUPPORT_ENABLED=1 and {platform.layer} is loaded")
+    return GpuAwareness(True, f"MPICH_GPU_SUPPORT_ENABLED=1 and {platform.layer} is loaded")
 
 
-def _intel(environment: Mapping[str, str], maps_text: str, platform: Platform) -> Verdict:
+def _intel(environment: Mapping[str, str], maps_text: str, platform: Platform) -> GpuAwareness:
     """Intel MPI takes Level Zero where it finds it, CUDA otherwise, unless it is told which."""
     if platform is not CUDA:
-        return Verdict(False, "Intel MPI does not take the memory of AMD GPUs")
+        return GpuAwareness(False, "Intel MPI does not take the memory of AMD GPUs")
     if not _is_on(environment.get("I_MPI_OFFLOAD")):
-        return Verdict(False, "Intel MPI without I_MPI_OFFLOAD=1 (and I_MPI_OFFLOAD_MODE=cuda)")
+        return GpuAwareness(False, "Intel MPI without I_MPI_OFFLOAD=1 (and I_MPI_OFFLOAD_MODE=cuda)")
     mode = environment.get("I_MPI_OFFLOAD_MODE", "")
     if mode == "cuda" or (not mode and "libcuda.so" in maps_text and "libze_loader" not in maps_text):
-        return Verdict(True, f"I_MPI_OFFLOAD={environment['I_MPI_OFFLOAD']}, which found CUDA")
-    return Verdict(False, f"I_MPI_OFFLOAD for {mode or 'a library that is not CUDA'}: set I_MPI_OFFLOAD_MODE=cuda")
+        return GpuAwareness(True, f"I_MPI_OFFLOAD={environment['I_MPI_OFFLOAD']}, which found CUDA")
+    return GpuAwareness(False, f"I_MPI_OFFLOAD for {mode or 'a library that is not CUDA'}: set I_MPI_OFFLOAD_MODE=cuda")
 
 
 def _ucx_takes(platform: Platform, environment: Mapping[str, str]) -> bool:

@@ -20,20 +20,10 @@ CHUNK_BYTES = 2 << 20  # where a rank stages: MPI over shared memory is at its b
 
 
 class HostTransport:
-    """Non-blocking messages of C-contiguous host arrays.
+    """Non-blocking messages of C-contiguous host arrays, on private duplicates of `comm`, as many as `channels`.
 
-    Parameters
-    ----------
-    comm : Communicator
-        To duplicate; the duplicates are private to this object.
-    channels : int
-        How many duplicates the tags need.
-    synchronous : bool
-        Whether to use synchronous sends (Issend).
-    piece_bytes : int
-        A longer array travels as several messages under one tag, which MPI keeps in order.
-    typed : bool
-        Whether to send what MPI has a type for as such; False if a peer sends all as bytes.
+    A longer array than `piece_bytes` travels as several messages under one tag, which MPI keeps in order. `typed` sends
+    what MPI has a type for as such; False if a peer sends all as bytes.
     """
 
     def __init__(
@@ -138,12 +128,8 @@ def start_all(
 class Transport(Protocol):
     """Starts sends and receives of whole arrays; knows peers, channels and tags.
 
-    Whoever takes a request owns it: see job.requests, and the mailbox for the many of a step.
-
-    Attributes
-    ----------
-    channels : list of Communicator
-        The private communicators; a message names one by its number.
+    The code that takes a request owns it: see job.requests, and the mailbox for the many of a step. A message names one
+    of the private communicators, `channels`, by its number.
     """
 
     channels: list[Communicator]

@@ -12,8 +12,8 @@ inside CUDA, whose queue of launches is limited, by a rank that has failed.
 
 Why this cannot deadlock
 ------------------------
-A kernel of NCCL waits for its other end, and holds its place meanwhile. Everything behind it on its stream waits, and
-where the GPU maps several streams to one queue of its hardware, everything behind it there. So nothing is assumed of
+A kernel of NCCL waits for its other end, and holds its place meanwhile. Everything after it on its stream waits, and
+where the GPU maps several streams to one queue of its hardware, everything after it there. So nothing is assumed of
 streams but that what was issued first may have to end first. The rules:
 
 1. All messages of a call, of all ranks, have one order (Plan.order_keys). A message stands where the action that makes
@@ -43,13 +43,13 @@ Where replicas are joined by sums, the order of each pipeline is the same, for t
 A bucket may be issued while its action goes on (pipeline/gradient_sums.py). Nothing above changes: all messages that
 the action needs come before its end, so they have been issued; what else the bucket waits for on its device, the
 layers that have ended, was issued too (rule 2); and what is left of the action waits, in a single queue, for buckets
-that were issued before it. Whether the message of the same action comes before or behind a bucket does not matter to
+that were issued before it. Whether the message of the same action comes before or after a bucket does not matter to
 the order: it belongs to one pipeline, and its receiver has nothing else at this moment.
 
 Layers may exchange messages of their own by MPI within an action, as rings of attention do, also between the ranks of
-a sum. Then the order goes on within the action: on each of these ranks a bucket comes behind all messages of the layers
+a sum. Then the order goes on within the action: on each of these ranks a bucket comes after all messages of the layers
 that have ended before it, and before those of the layers to come. So a message of a layer stands on its sender's device
-behind no bucket but those of layers that have ended there. A receiver that waits for it is in the same layer, so these
+after no bucket but those of layers that have ended there. A receiver that waits for it is in the same layer, so these
 layers have ended there as well. Hence both have issued the same buckets before, and these end.
 
 Messages of one ordered pair of ranks meet in the order in which each side issues them, as NCCL promises for a
@@ -69,7 +69,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event, Shape
-from mpipipe.comm.nccl.channel import Channel, Task, close_together, new_identity, open_together
+from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, new_identity, open_together
 from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import check_sendable
 from mpipipe.job.context import register_progress, unregister_progress
@@ -84,32 +84,19 @@ Pair = tuple[int, int]  # of ranks: from, to
 class NcclTransport:
     """Messages of device arrays by NCCL, all others by another transport; the constructor and `close` are collective.
 
-    Parameters
-    ----------
-    group : Group
-        In which the ranks wait for each other.
-    pairs : iterable of (int, int)
-        Ranks of which one sends to the other, the same on all ranks. Each pair has a lane of its own.
-    other : DeviceTransport
-        Takes host arrays, and all arrays of calls that are not repeated.
-
-    Attributes
-    ----------
-    outgoing, incoming : dict
-        Rank at the other end -> the channel of the lane.
-    underway : deque of (event, message, channel)
-        What is on the lanes, in the order in which it was put there.
-    taken : deque of Event
-        Of receives that have tested true.
+    `pairs` are (from, to) of ranks that exchange messages, the same on all ranks; each has a lane of its own. `other`
+    takes host arrays, and all arrays of calls that are not repeated.
     """
 
     def __init__(self, group: Group, pairs: Iterable[Pair], other: DeviceTransport) -> None:
         self.other, self.group, self.channels = other, group, other.channels
         self.lanes = _open_lanes(group, sorted(pairs))
+        # rank at the other end -> the channel of the lane
         self.outgoing = {to: lane for (source, to), lane in self.lanes.items() if source == group.rank}
         self.incoming = {source: lane for (source, to), lane in self.lanes.items() if to == group.rank}
+        # on the lanes, in the order in which it was put there
         self.underway: deque[tuple[Event, _Message, Channel]] = deque()
-        self.taken: deque[Event] = deque()
+        self.taken: deque[Event] = deque()  # of receives that have tested true
         self.repeated = False
         register_progress(self)
 
@@ -194,12 +181,12 @@ class NcclTransport:
 
 
 def _open_lanes(group: Group, pairs: list[Pair]) -> dict[Pair, Channel]:
-    """The lanes of which this rank is one end. Threads open them, so they need no common order."""
+    """Return the lanes that end at this rank. Threads open them, so they need no common order."""
     what = "opening NCCL between the ranks of the pipeline"
     mine = {pair: new_identity() for pair in pairs if pair[0] == group.rank}
     identities = {pair: identity for each in group.gather(what, mine) for pair, identity in each.items()}
     here = [pair for pair in pairs if group.rank in pair]
-    tasks = [Task(partial(_open_lane, int(pair[1] == group.rank), identities[pair]), what) for pair in here]
+    tasks = [NcclTask(partial(_open_lane, int(pair[1] == group.rank), identities[pair]), what) for pair in here]
     return dict(zip(here, open_together(tasks, group, what)))
 
 
@@ -217,7 +204,7 @@ def _move(array: DeviceArray, end: int, communicator: Any, stream: int) -> None:
 
 
 class _Message(ABC):
-    """The request of one array on a lane; `event` is behind it there."""
+    """The request of one array on a lane; `event` is after it there."""
 
     event: Event
 

@@ -77,21 +77,7 @@ class StagedTransport(DeviceTransport):
 
 
 class _Staged(DeviceMessage):
-    """A message in chunks.
-
-    Attributes
-    ----------
-    bytes : DeviceArray
-        The array as bytes.
-    next : int
-        Where the next chunk begins, in bytes.
-    untaken : int
-        Chunks that have had no buffer yet.
-    held : int
-        Buffers in use.
-    wire : deque
-        (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on the way out.
-    """
+    """A message in chunks."""
 
     transport: StagedTransport
 
@@ -99,9 +85,12 @@ class _Staged(DeviceMessage):
         self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
     ) -> None:
         super().__init__(transport, messages, name, array, ready)
-        self.bytes = array.reshape(-1).view(np.uint8)
+        self.bytes = array.reshape(-1).view(np.uint8)  # the array as bytes
+        # where the next chunk begins
+        # buffers in use
         self.next, self.held = 0, 0
-        self.untaken = -(-max(1, array.nbytes) // transport.piece_bytes)
+        self.untaken = -(-max(1, array.nbytes) // transport.piece_bytes)  # chunks that have had no buffer yet
+        # (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on the way out
         self.wire: deque[tuple[Request, np.ndarray, DeviceArray]] = deque()
 
     def _next_chunk(self, pool: PinnedPool) -> tuple[np.ndarray, DeviceArray] | None:
@@ -165,7 +154,7 @@ class _Incoming(_Staged):
         self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
     ) -> None:
         super().__init__(transport, messages, name, array, ready)
-        self.arrived: Event | None = None  # behind the last copy
+        self.arrived: Event | None = None  # after the last copy
 
     def advance(self) -> None:
         transport = self.transport
@@ -206,25 +195,14 @@ SMALLEST = 4096  # bytes: what a header needs
 class PinnedPool:
     """Buffers of pinned memory; the size of each is a power of two.
 
-    A message's first buffer is granted even above the limit, so no message ever waits for a buffer that another one
+    A message's first buffer is granted even above `limit` bytes, so no message ever waits for a buffer that another one
     holds (StagedTransport says why). So never more is in use than `limit` bytes and one buffer for each message.
-
-    Parameters
-    ----------
-    limit : int
-        Bytes in use up to which a message gets a second buffer, and further ones.
-
-    Attributes
-    ----------
-    used : int
-        Bytes in use.
-    free : dict
-        Size -> buffers that nobody uses.
     """
 
     def __init__(self, limit: int) -> None:
+        # bytes in use
         self.limit, self.used = limit, 0
-        self.free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.free: dict[int, list[np.ndarray]] = defaultdict(list)  # size -> buffers that no message uses
 
     def take(self, nbytes: int, first: bool) -> np.ndarray | None:
         """A buffer of at least `nbytes`; None if it is not its message's `first` and the limit is reached."""

@@ -1,4 +1,4 @@
-"""Messages between the watchdogs of several ranks. Nothing here ever waits, but for the ranks that open a channel.
+"""Messages between the watchdogs of several ranks, and what they tell. Only the ranks that open a channel wait here.
 
 Each channel has a communicator of its own, except one: before the first group there is none that could be made without
 waiting for ranks which may never come. So the watchdogs of all ranks share two tags of COMM_WORLD until then. A script
@@ -29,11 +29,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mpipipe.job import communicators, runtime
+from mpipipe.job.communicators import wait_for_ranks
 from mpipipe.job.context import RankContext
 from mpipipe.job.flight import Snapshot
 from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator, Request
-from mpipipe.job.wait import LongWait, wait_for_ranks
+from mpipipe.job.wait import LongWait
 
 HOST_BYTES = 40
 POSTED = 16  # receives for questions on COMM_WORLD: more than arrive between two looks
@@ -52,7 +53,7 @@ class WatchKind(IntEnum):
 
 
 class WatchMessage(NamedTuple):
-    """A message that was received. `inquiry` names what it belongs to: (world rank that asks, its how many-th)."""
+    """A message that was received. `probe` names what it belongs to: (world rank that asks, count of its questions)."""
 
     source: int
     kind: WatchKind
@@ -60,36 +61,29 @@ class WatchMessage(NamedTuple):
     content: Any
 
 
-class Place(NamedTuple):
-    """Where a rank runs, whether its watchdog answers while it computes, and where its stacks can be read.
+class RankPlace(NamedTuple):
+    """Where a rank runs, whether its watchdog answers while it computes, and where its stacks can be read."""
 
-    `host` is "" for a rank that has said nothing of itself.
-    """
-
-    host: str
+    host: str  # "" for a rank that has said nothing of itself
     pid: int
     threaded: bool
-    descriptor: int  # see neighbours.offer_stacks
+    descriptor: int  # see offer_stacks
 
 
-class Channel:
-    """The watchdogs of the ranks of one communicator.
+class WatchChannel:
+    """The watchdogs of the ranks of one communicator, which is used as it is; `members` are ranks of COMM_WORLD.
 
-    Parameters
-    ----------
-    comm : MpiCommunicator
-        It is used as it is.
-    members : tuple of int
-        Rank in COMM_WORLD of each rank.
-    places : sequence of Place
-        Of each rank.
-    tag, questions : int
-        Of answers, and of all other messages; on `comm` nothing else has these. Receives for questions are posted at
-        once where their tag is another one.
+    `tag` is that of answers, and `questions` that of all other messages; on `comm` nothing else has these. Receives for
+    questions are posted at once where the two differ.
     """
 
     def __init__(
-        self, comm: MpiCommunicator, members: tuple[int, ...], places: Sequence[Place], tag: int = 0, questions: int = 0
+        self,
+        comm: MpiCommunicator,
+        members: tuple[int, ...],
+        places: Sequence[RankPlace],
+        tag: int = 0,
+        questions: int = 0,
     ) -> None:
         self.comm, self.members, self.places, self.tag, self.questions = comm, members, places, tag, questions
         self.rank, self.size = comm.rank, comm.size
@@ -105,7 +99,7 @@ class Channel:
         return own(self.comm.Irecv(buffer, runtime.mpi().ANY_SOURCE, self.questions)), buffer
 
     def close(self) -> None:
-        """Take back the receives that are posted; questions are read no more."""
+        """Take back the receives that are posted; questions are no longer read."""
         posted, self._posted = self._posted, deque()
         with suppress(Exception):  # of MPI where a peer has died
             for request, _ in posted:
@@ -120,12 +114,12 @@ class Channel:
         self._sending += [own(self.comm.Isend(data, peer, tag)) for peer in peers]
 
     def read(self) -> list[WatchMessage]:
-        """All messages that have arrived."""
-        found = []
+        """Return all messages that have arrived."""
+        arrived = []
         while self._posted and self._posted[0][0].Test(self._status):
             _, buffer = self._posted.popleft()
             self._posted.append(self._post())
-            found.append(
+            arrived.append(
                 WatchMessage(self._status.Get_source(), *pickle.loads(buffer[: self._status.Get_count()].tobytes()))
             )
         while self._receiving is not None or self.comm.Iprobe(tag=self.tag, status=self._status):
@@ -137,19 +131,19 @@ class Channel:
             if not request.Test():
                 break
             self._receiving = None
-            found.append(WatchMessage(source, *pickle.loads(buffer.tobytes())))
+            arrived.append(WatchMessage(source, *pickle.loads(buffer.tobytes())))
         self._sending = [request for request in self._sending if not request.Test()]
-        return found
+        return arrived
 
 
 def threads_allowed() -> bool:
-    """Whether MPI takes calls from several threads at once."""
+    """Return whether MPI takes calls from several threads at once."""
     MPI = runtime.mpi()
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-def open_channel(comm: MpiCommunicator, members: tuple[int, ...], threaded: bool) -> Channel:
-    """The channel of the ranks of `comm`, on a duplicate; collective."""
+def open_channel(comm: MpiCommunicator, members: tuple[int, ...], threaded: bool) -> WatchChannel:
+    """Return the channel of the ranks of `comm`, on a duplicate; collective."""
     private = communicators.duplicate(comm)
     private.Set_name("mpipipe watchdog")
     row, table = np.zeros(24 + HOST_BYTES, np.uint8), np.empty((comm.size, 24 + HOST_BYTES), np.uint8)
@@ -157,20 +151,20 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...], threaded: bool
     host = np.frombuffer(socket.gethostname().encode()[:HOST_BYTES], np.uint8)
     row[24 : 24 + host.size] = host
     wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
-    return Channel(private, members, [_place(line) for line in table])
+    return WatchChannel(private, members, [_place(line) for line in table])
 
 
-def world_channel(world: MpiCommunicator) -> Channel:
-    """The channel of all ranks of COMM_WORLD that have come so far, which may be this one alone; not collective."""
-    unknown = Place("", 0, True, -1)
+def world_channel(world: MpiCommunicator) -> WatchChannel:
+    """Return the channel of all ranks of COMM_WORLD that have come so far, perhaps this one alone; not collective."""
+    unknown = RankPlace("", 0, True, -1)
     largest: int = world.Get_attr(runtime.mpi().TAG_UB)  # type: ignore[assignment]  # MPI always has it on COMM_WORLD
     tag = largest - BELOW
-    return Channel(world, tuple(range(world.size)), [unknown] * world.size, tag, tag - 1)
+    return WatchChannel(world, tuple(range(world.size)), [unknown] * world.size, tag, tag - 1)
 
 
-def _place(row: np.ndarray) -> Place:
+def _place(row: np.ndarray) -> RankPlace:
     pid, threaded, descriptor = row[:24].view(np.int64).tolist()
-    return Place(row[24:].tobytes().rstrip(b"\0").decode("utf-8", "replace"), pid, bool(threaded), descriptor)
+    return RankPlace(row[24:].tobytes().rstrip(b"\0").decode("utf-8", "replace"), pid, bool(threaded), descriptor)
 
 
 # -- What one rank tells of itself when a job hangs. Texts are made here, from what the flight recorder keeps ---------
@@ -179,72 +173,41 @@ def _place(row: np.ndarray) -> Place:
 OPERATIONS = 24  # the last ones, of what is in no plan
 TRIES = 5  # a list may change while another thread reads it
 PACKAGE = str(Path(__file__).parents[2])
-Entry = TypeVar("Entry")
+Item = TypeVar("Item")
 
 
 class Waits(NamedTuple):
-    """One wait under way.
+    """One wait under way, as other ranks see it."""
 
-    Attributes
-    ----------
-    text : what for
-    seconds : how long
-    peers : world ranks that must come, each of which may be the reason
-    meeting : the same for all ranks that wait for each other in this; None if one peer must come
-    """
-
-    text: str
-    seconds: float
-    peers: tuple[int, ...]
-    meeting: tuple[tuple[int, ...], str] | None
+    text: str  # what for
+    seconds: float  # how long
+    peers: tuple[int, ...]  # world ranks that must come, each of which may be the reason
+    meeting: tuple[tuple[int, ...], str] | None  # equal on all ranks that wait for each other; None: one peer must come
 
 
 class Dump(NamedTuple):
-    """One rank, at one moment.
+    """What one rank tells of itself, at one moment."""
 
-    Attributes
-    ----------
-    rank : in COMM_WORLD
-    quiet : seconds without progress
-    waits, accounts : what it waits for, and how far it has come in each plan
-    ended : whether its program is over
-    where : the line of code that it is in, as text
-    stacks : of all its threads
-    operations : the last ones that are in no plan, as text
-    neighbours : world rank -> what was seen of the process, of ranks on this host that do not answer
-    """
-
-    rank: int
+    rank: int  # in COMM_WORLD
     host: str
-    quiet: float
+    quiet: float  # seconds without progress
     waits: tuple[Waits, ...]
-    snapshots: tuple[Snapshot, ...]
-    ended: bool
-    where: str
-    stacks: str
-    operations: tuple[str, ...]
-    neighbours: Mapping[int, Seen]
+    snapshots: tuple[Snapshot, ...]  # how far it has come in each plan
+    ended: bool  # whether its program is over
+    where: str  # the line of code that it is in
+    stacks: str  # of all its threads
+    operations: tuple[str, ...]  # the last ones that are in no plan
+    neighbours: Mapping[int, Seen]  # by world rank: processes on this host that do not answer
 
 
 def make_dump(
     context: RankContext, rank: int, quiet: float, neighbours: Mapping[int, Seen] | None = None, watcher: int = 0
 ) -> Dump:
-    """Describe this rank.
+    """Describe this rank, which has seen no progress for `quiet` seconds, and what it has seen of its `neighbours`.
 
-    Parameters
-    ----------
-    process : Process
-        Of this rank.
-    rank : int
-        In COMM_WORLD.
-    quiet : float
-        Seconds without progress.
-    neighbours : mapping
-        World rank -> what was seen of it, for ranks that do not answer.
-    watcher : int
-        The watchdog's own thread, which is left out.
+    `watcher` is the watchdog's own thread, which is left out.
     """
-    snapshots = _patiently(lambda: tuple(each.snapshot() for each in context.inspectables))
+    snapshots = _patiently(lambda: tuple(thing.snapshot() for thing in context.inspectables))
     waits = _patiently(lambda: tuple(_waits_of(long_wait) for long_wait in tuple(context.long_waits)))
     busy = next((snapshot.thread for snapshot in snapshots if snapshot.doing), context.thread)
     frames = sys._current_frames()
@@ -262,8 +225,8 @@ def make_dump(
     )
 
 
-def _patiently(make: Callable[[], tuple[Entry, ...]]) -> tuple[Entry, ...]:
-    """`make()`, again where the rank went on meanwhile."""
+def _patiently(make: Callable[[], tuple[Item, ...]]) -> tuple[Item, ...]:
+    """Return `make()`, tried again where the rank went on meanwhile."""
     for _ in range(TRIES):
         try:
             return make()
@@ -285,13 +248,13 @@ def _waits_of(long_wait: LongWait) -> Waits:
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost line that is not of this package, else the innermost one."""
+    """Return the innermost line that is not of this package, else the innermost one."""
     if frame is None:
         return ""
     stack = traceback.extract_stack(frame)
-    users = [each for each in stack if not each.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))]
-    found = users[-1] if users else stack[-1]
-    return f"{found.filename}:{found.lineno} in {found.name}"
+    users = [line for line in stack if not line.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))]
+    innermost = users[-1] if users else stack[-1]
+    return f"{innermost.filename}:{innermost.lineno} in {innermost.name}"
 
 
 def _stacks(frames: Mapping[int, FrameType], watcher: int) -> str:
@@ -308,7 +271,7 @@ def _stacks(frames: Mapping[int, FrameType], watcher: int) -> str:
 #
 # The state is what Linux says: stopped, waiting for a disk, running. Stacks come from a signal, which Python's
 # faulthandler answers in C, so also where one call keeps the interpreter busy for ever. It writes into memory of the
-# silent process that has a file descriptor, and whoever sent the signal reads that.
+# silent process that has a file descriptor, and the sender of the signal reads that.
 
 
 GONE = "its process has ended"
@@ -334,7 +297,7 @@ class Seen(NamedTuple):
 
 
 def offer_stacks() -> int:
-    """Answer the signal with the stacks of this process; returns the descriptor of what is written, -1 without one."""
+    """Answer the signal with the stacks of this process; return the descriptor of what is written, -1 without one."""
     if sys.platform != "linux":
         return -1
     if not _descriptors:
@@ -346,14 +309,14 @@ def offer_stacks() -> int:
 
 
 def look_at(pid: int, descriptor: int) -> Seen:
-    """What can be seen of a process on this host whose `offer_stacks` returned `descriptor`."""
+    """Return what can be seen of a process on this host whose `offer_stacks` returned `descriptor`."""
     state = state_of(pid)
     answers = state in (STATES["R"], STATES["S"])
     return Seen(state, _stacks_of(pid, descriptor) if answers and descriptor >= 0 else "")
 
 
 def state_of(pid: int) -> str:
-    """The state of a process on this host, in words; "" where it cannot be known."""
+    """Return the state of a process on this host, in words; "" where it cannot be known."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except FileNotFoundError:

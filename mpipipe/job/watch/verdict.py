@@ -1,10 +1,10 @@
-"""What the dumps of all ranks mean together: who waits for whom, and which rank is to blame. Pure functions of data.
+"""What the dumps of all ranks mean together: which rank waits for which, and which is to blame. Pure functions of data.
 
-A rank that waits is blocked by those that must come. Whoever follows these blocks from rank to rank comes to ranks that
-do not wait for others: they are silent, or they compute, or they are in code outside of this package, or they wait for
-something of their own, such as a disk. Before that, the plans are
-asked: a rank that went past an action without sending what the plan says has diverged, and so has one that sent a
-message under another tag or size than the receiver expects.
+A rank that waits is blocked by those that must come. These blocks, followed from rank to rank, lead to ranks that do
+not wait for others: they are silent, or they compute, or they are in code outside of this package, or they wait for
+something of their own, such as a disk. Before that, the plans are asked: a rank that went past an action without
+sending what the plan says has diverged, and so has one that sent a message under another tag or size than the receiver
+expects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mpipipe.job.flight import Message, Snapshot
 from mpipipe.job.rank_list import named
 from mpipipe.job.report import heading, write
-from mpipipe.job.watch.channel import STATES, Dump, Place
+from mpipipe.job.watch.channel import STATES, Dump, RankPlace
 from mpipipe.text import counted
 
 LISTED = 8  # waits that a report lists, and ranks that it blames
@@ -27,7 +27,7 @@ class Unresponsive(NamedTuple):
     """A rank that has not answered."""
 
     rank: int  # in COMM_WORLD
-    place: Place
+    place: RankPlace
     seconds: float
 
 
@@ -38,27 +38,20 @@ class Culprit(NamedTuple):
     text: str
 
 
-class Verdict(NamedTuple):
-    """What was found.
-
-    Attributes
-    ----------
-    culprits : list of Culprit
-    waiting : list of str
-        Who waits for what.
-    """
+class HangVerdict(NamedTuple):
+    """Which ranks are to blame, and in words who waits for what."""
 
     culprits: list[Culprit]
     waiting: list[str]
 
     def lines(self) -> list[str]:
-        """Text for a person: the culprits first."""
+        """Return text for a person: the culprits first."""
         more = [f"and {counted(len(self.culprits) - LISTED, 'rank')} more"] if len(self.culprits) > LISTED else []
         waits = [f"and {counted(len(self.waiting) - LISTED, 'wait')} more"] if len(self.waiting) > LISTED else []
         return [*(c.text for c in self.culprits[:LISTED]), *more, *self.waiting[:LISTED], *waits]
 
 
-def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) -> Verdict:
+def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) -> HangVerdict:
     """Compare the dumps of all ranks that have answered; keys are world ranks."""
     blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
     culprits = [Culprit(each.rank, _silence(each, dumps)) for each in unresponsive]
@@ -73,41 +66,41 @@ def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) 
             culprits.append(Culprit(rank, _occupation(dump)))
     if not culprits:
         culprits = lost or [Culprit(rank, _circle(rank, blockers, dumps)) for rank in _first_circle(blockers)]
-    return Verdict(culprits, _waiting(dumps))
+    return HangVerdict(culprits, _waiting(dumps))
 
 
 def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
-    """The ranks that one rank waits for: of a meeting, those that have not come to it."""
-    found: set[int] = set()
+    """Return the ranks that one rank waits for: of a meeting, those that have not come to it."""
+    blocking: set[int] = set()
     for wait in dump.waits:
         met = {
             rank
             for rank, other in dumps.items()
-            if wait.meeting is not None and any(each.meeting == wait.meeting for each in other.waits)
+            if wait.meeting is not None and any(entered.meeting == wait.meeting for entered in other.waits)
         }
-        found |= set(wait.peers) - met - {dump.rank}
-    return found
+        blocking |= set(wait.peers) - met - {dump.rank}
+    return blocking
 
 
 def _waits_for_nobody(dump: Dump) -> bool:
-    """Whether a rank waits, and for no other rank: for a disk, say."""
+    """Return whether a rank waits, and for no other rank: for a disk, say."""
     return bool(dump.waits) and not any(wait.peers for wait in dump.waits)
 
 
 def _reachable(blockers: Mapping[int, set[int]]) -> set[int]:
-    """All ranks that some rank waits for, also through others."""
-    found: set[int] = set()
+    """Return all ranks that some rank waits for, also through others."""
+    reached: set[int] = set()
     left = [peer for peers in blockers.values() for peer in peers]
     while left:
         rank = left.pop()
-        if rank not in found:
-            found.add(rank)
+        if rank not in reached:
+            reached.add(rank)
             left += blockers.get(rank, ())
-    return found
+    return reached
 
 
 def _first_circle(blockers: Mapping[int, set[int]]) -> list[int]:
-    """Ranks of which each waits for the next one, and the last for the first; else all that wait."""
+    """Return ranks that each wait for the next one, and the last for the first; else all that wait."""
     for start in sorted(blockers):
         path = [start]
         while nexts := sorted(blockers.get(path[-1], ())):
@@ -197,7 +190,7 @@ def _circle(rank: int, blockers: Mapping[int, set[int]], dumps: Mapping[int, Dum
 
 
 def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
-    """Who waits for what, ranks with the same text in one line."""
+    """Say who waits for what, ranks with the same text in one line."""
     ranks: dict[str, list[int]] = {}
     for rank, dump in sorted(dumps.items()):
         for wait in dump.waits:
@@ -214,9 +207,9 @@ REMEDY = "look at the first rank named; --watchdog of train, or MPIPIPE_WATCHDOG
 
 
 def publish(
-    verdict: Verdict, dumps: Mapping[int, Dump], quiet: float, folder: Path | None, place: tuple[int, int]
+    verdict: HangVerdict, dumps: Mapping[int, Dump], quiet: float, folder: Path | None, place: tuple[int, int]
 ) -> None:
-    """Write the files and the report; `place` is (world rank, ranks) of whoever reports. Never raises OSError."""
+    """Write the files and the report; `place` is (world rank, ranks) of the rank that reports. Never raises OSError."""
     lines = [f"no rank has made progress for {quiet:.1f} s", *verdict.lines()]
     try:
         lines.append(f"stacks and last operations: {_write_files(verdict, dumps, folder)}")
@@ -228,32 +221,32 @@ def publish(
     write("\n".join([heading(*place), *(f"  {line}" for line in lines), ""]))
 
 
-def _write_files(verdict: Verdict, dumps: Mapping[int, Dump], folder: Path | None) -> Path:
-    """A folder named by the time: report.txt for all ranks, rank-N.txt for each of the first culprits."""
+def _write_files(verdict: HangVerdict, dumps: Mapping[int, Dump], folder: Path | None) -> Path:
+    """Return a folder named by the time: report.txt for all ranks, rank-N.txt for each of the first culprits."""
     stem = (folder if folder is not None and folder.is_dir() else Path()) / time.strftime("hang-%Y%m%d-%H%M%S")
-    found = stem
+    path = stem
     for number in range(1, 100):
         try:
-            found.mkdir()
+            path.mkdir()
             break
         except FileExistsError:
-            found = Path(f"{stem}-{number}")
+            path = Path(f"{stem}-{number}")
     texts = [*verdict.lines(), ""]
     for rank, dump in sorted(dumps.items()):
         texts += [f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}", *_operations(dump), ""]
-    (found / "report.txt").write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
+    (path / "report.txt").write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
     stacks = _stacks(dumps)
     for rank in list(dict.fromkeys(each.rank for each in verdict.culprits if each.rank in stacks))[:LISTED]:
-        (found / f"rank-{rank}.txt").write_text(stacks[rank], encoding="utf-8", errors="backslashreplace")
-    return found
+        (path / f"rank-{rank}.txt").write_text(stacks[rank], encoding="utf-8", errors="backslashreplace")
+    return path
 
 
 def _stacks(dumps: Mapping[int, Dump]) -> dict[int, str]:
-    """Stacks by world rank, of ranks that answer and of those that were looked at from outside."""
-    found = {rank: seen.stacks for dump in dumps.values() for rank, seen in dump.neighbours.items() if seen.stacks}
+    """Return stacks by world rank, of ranks that answer and of those that were looked at from outside."""
+    stacks = {rank: seen.stacks for dump in dumps.values() for rank, seen in dump.neighbours.items() if seen.stacks}
     for rank, dump in dumps.items():
-        found[rank] = "\n".join([f"rank {rank} on {dump.host}", *_operations(dump), "", dump.stacks])
-    return found
+        stacks[rank] = "\n".join([f"rank {rank} on {dump.host}", *_operations(dump), "", dump.stacks])
+    return stacks
 
 
 def _operations(dump: Dump) -> list[str]:

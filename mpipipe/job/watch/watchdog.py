@@ -20,24 +20,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from mpipipe.errors import HangError
 from mpipipe.job import runtime, settings
-from mpipipe.job.context import RankContext
+from mpipipe.job.communicators import ARRIVAL_SECONDS, wait_for_ranks
+from mpipipe.job.context import RankContext, current_rank
+from mpipipe.job.inprocess import World
 from mpipipe.job.report import abort_job
+from mpipipe.job.requests import own
+from mpipipe.job.types import Communicator, MpiCommunicator
 from mpipipe.job.watch.channel import (
     GONE,
-    Channel,
     Dump,
+    WatchChannel,
     WatchKind,
     WatchMessage,
     look_at,
     make_dump,
+    open_channel,
     state_of,
     threads_allowed,
+    world_channel,
 )
-from mpipipe.job.watch.verdict import HUNG, Unresponsive, judge, publish
+from mpipipe.job.watch.verdict import HUNG, REMEDY, Unresponsive, judge, publish
 
 logger = logging.getLogger("mpipipe")
 STAGGER = 0.2  # seconds between ranks: the lowest that waits asks first
@@ -49,26 +59,17 @@ HASTE_SECONDS = 0.02  # between two looks while somebody asks: a long answer nee
 
 
 class Watchdog:
-    """Watches over one rank, `process`, and over the others while this one waits.
+    """Watches over one rank, that of `context`, and over the others while this one waits.
 
     Channel `world` is of all ranks of the job, for those that are in no other channel together.
-
-    Attributes
-    ----------
-    limit : float or None
-        Seconds without progress of any rank; None if nothing is watched.
-    folder : Path or None
-        Where a report goes; None for the working folder.
-    quiet : float
-        Seconds without progress of this rank, as far as this watchdog was awake.
     """
 
-    def __init__(self, context: RankContext, world: Channel | None = None) -> None:
+    def __init__(self, context: RankContext, world: WatchChannel | None = None) -> None:
         self.context, self._world = context, world
-        self.limit = settings.watchdog()
-        self.folder: Path | None = None
-        self.quiet = 0.0
-        self._channels: list[Channel] = []
+        self.limit = settings.watchdog()  # seconds without progress of any rank; None if nothing is watched
+        self.folder: Path | None = None  # where a report goes; None for the working folder
+        self.quiet = 0.0  # seconds without progress of this rank, as far as this watchdog was awake
+        self._channels: list[WatchChannel] = []
         self._token: object = None
         self._now = time.monotonic()
         self._lock = threading.Lock()
@@ -81,7 +82,7 @@ class Watchdog:
         self._start()
 
     @property
-    def channels(self) -> list[Channel]:
+    def channels(self) -> list[WatchChannel]:
         """Where this watchdog can be asked."""
         return [*self._channels, *filter(None, [self._world])]
 
@@ -99,20 +100,20 @@ class Watchdog:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def covers(self, members: tuple[int, ...]) -> bool:
-        """Whether there is a channel with all of these ranks, or none can be made, for ranks of another job."""
+        """Return whether there is a channel with all of these ranks, or none can be made, for ranks of another job."""
         return -1 in members or any(set(members) <= set(channel.members) for channel in self._channels)
 
     def ended_neighbours(self) -> set[int]:
-        """World ranks on this host whose process has ended."""
-        found = set()
+        """Return the world ranks on this host whose process has ended."""
+        ended = set()
         for channel in self._channels:
             for member, place in zip(channel.members, channel.places):
                 if place.host == channel.places[channel.rank].host and state_of(place.pid) == GONE:
-                    found.add(member)
-        return found
+                    ended.add(member)
+        return ended
 
-    def add(self, channel: Channel) -> None:
-        """Watch over the ranks of one channel more."""
+    def add(self, channel: WatchChannel) -> None:
+        """Watch over the ranks of one more channel."""
         with self._lock:
             self._channels.append(channel)
             if self._world is not None and channel.size == self._world.size:
@@ -120,7 +121,7 @@ class Watchdog:
         self._start()
 
     def forget(self) -> None:
-        """Watch over nobody, until there are new channels: a rank of those that there were has died."""
+        """Watch over no rank, until there are new channels: a rank of those that there were has died."""
         with self._lock:
             self._leave_world()
             self._channels, self._probe, self._held, self.quiet, self._again = [], None, 0.0, 0.0, 0.0
@@ -190,7 +191,7 @@ class Watchdog:
         for channel in self.channels:
             try:
                 messages = channel.read()
-            except Exception as error:  # of a network that is gone: whoever does not answer is silent
+            except Exception as error:  # of a network that is gone: a rank that does not answer is silent
                 self._say(error)
                 continue
             for message in messages:
@@ -201,7 +202,7 @@ class Watchdog:
         elif self.context.long_waits and self._held == 0:
             self._ask()
 
-    def _take(self, channel: Channel, message: WatchMessage) -> None:
+    def _take(self, channel: WatchChannel, message: WatchMessage) -> None:
         source, kind, name, content = message
         probe = self._probe
         if kind in (WatchKind.ASK, WatchKind.ORDER):
@@ -219,7 +220,7 @@ class Watchdog:
             else:
                 probe.dumps[source] = content
 
-    def _dump(self, channel: Channel, neighbours: list[Unresponsive]) -> Dump:
+    def _dump(self, channel: WatchChannel, neighbours: list[Unresponsive]) -> Dump:
         watcher = 0 if self._thread is None else self._thread.ident or 0
         seen = {each.rank: look_at(each.place.pid, each.place.descriptor) for each in neighbours}
         return make_dump(self.context, channel.members[channel.rank], self.quiet, seen, watcher)
@@ -236,10 +237,10 @@ class Watchdog:
         self._probe = HangProbe(channel, self._probes, wanted)
         channel.send(self._probe.others, WatchKind.ASK, self._probe.name)
 
-    def _channel(self) -> tuple[Channel | None, Collection[int]]:
-        """The largest channel with the ranks that this one waits for, and whom to ask there: of COMM_WORLD only them.
+    def _channel(self) -> tuple[WatchChannel | None, Collection[int]]:
+        """Return the largest channel with the ranks that this one waits for, and which ranks to ask there.
 
-        Other ranks of COMM_WORLD may never call this package.
+        Of COMM_WORLD only those are asked: other ranks of it may never call this package.
         """
         waits = tuple(self.context.long_waits)
         group = waits[0].group if waits else None
@@ -263,7 +264,7 @@ class Watchdog:
                 self._conclude(probe)
 
     def _postpone(self, probe: HangProbe, quiet: Iterable[float]) -> bool:
-        """Whether some rank has made progress, so that there is no hang."""
+        """Return whether some rank has made progress, so that there is no hang; tell the others when to ask again."""
         assert self.limit is not None
         least = min(quiet, default=self.limit)
         if least >= self.limit:
@@ -306,33 +307,122 @@ class Watchdog:
             abort_job(world, HUNG, self.context)
 
 
-# -- What one watchdog asks all others, and what they have answered so far --------------------------------------------
-
-
 class HangProbe:
-    """One question to ranks of a channel, and their answers.
+    """What one watchdog asks ranks of a channel, and what they have answered so far."""
 
-    Parameters
-    ----------
-    channel, number : where it is asked, and its how many-th question of this rank it is
-    wanted : world ranks that are asked
+    def __init__(self, channel: WatchChannel, number: int, wanted: Collection[int]) -> None:
+        self.channel = channel
+        self.name = channel.members[channel.rank], number  # world rank that asks, and the count of its questions
+        self.others = [rank for rank, member in enumerate(channel.members) if rank != channel.rank and member in wanted]
+        self.waited = 0.0  # seconds since the last question
+        self.quiet: dict[int, float] = {}  # rank -> seconds without progress
+        self.dumps: dict[int, Dump] = {}  # by rank, once dumps were asked for
+        self.unresponsive: list[Unresponsive] | None = None  # ranks without an answer, once dumps were asked for
+        self.mine: list[Unresponsive] = []  # those of them that this rank is to look at
 
-    Attributes
-    ----------
-    name : (world rank that asks, its how many-th)
-    others : the ranks that are asked
-    waited : seconds since the last question
-    quiet : rank -> seconds without progress
-    dumps : rank -> Dump, once dumps were asked for
-    silent : the ranks that have not answered; None before dumps were asked for
-    mine : those of them that this rank is to look at
+
+# -- Which ranks watch over each other: every new group is in some channel, and every rank has one watchdog ------------
+
+
+def watch_world(world: MpiCommunicator) -> None:
+    """Watch this rank from now on, also while it waits for the other ranks of its first group; not collective."""
+    context = current_rank()
+    if context.alone or context.watchdog is not None:
+        return
+    with context.lock:
+        if context.watchdog is None:
+            context.watchdog = Watchdog(context, world_channel(world))
+
+
+def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
+    """Name a new group on all its ranks alike, and make sure that one channel has all of them; collective."""
+    context.groups_named += 1
+    covered = _covered(context, comm, members)
+    mine = np.array([covered, members[comm.rank], context.groups_named], np.int64)
+    if comm.size == 1:
+        return tuple(mine[1:].tolist())
+    table = np.empty((comm.size, mine.size), np.int64)
+    wait_for_ranks(own(comm.Iallgather(mine, table)), "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
+    if not table[:, 0].all():
+        watchdog: Watchdog = context.watchdog  # type: ignore[assignment]  # ranks that are threads are covered
+        watchdog.add(open_channel(comm, members, threads_allowed()))  # type: ignore[arg-type]  # of MPI, too
+    return tuple(table[0, 1:].tolist())
+
+
+def _covered(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> bool:
+    """Return whether the watchdogs of these ranks need no further channel; makes that of this rank."""
+    if runtime.in_process(comm):
+        if context.watchdog is None:
+            context.watchdog = ThreadWatchdog(comm.world, context)
+        return True
+    if context.watchdog is None:
+        context.watchdog = Watchdog(context)
+    watchdog: Watchdog = context.watchdog  # type: ignore[assignment]  # of a rank of MPI
+    return comm.size == 1 or watchdog.covers(members)
+
+
+@contextmanager
+def watching(seconds: float | None, folder: Path) -> Iterator[None]:
+    """Set the limit of this rank, within, to `seconds`, and the folder of a report, if that exists by then.
+
+    None stands for what MPIPIPE_WATCHDOG says, 0 for no watchdog. Every rank enters with the same.
+    """
+    watchdog = current_rank().watchdog
+    if watchdog is None:  # no group was ever made
+        yield
+        return
+    before = watchdog.limit, watchdog.folder
+    watchdog.configure(settings.watchdog() if seconds is None else seconds or None, folder)
+    try:
+        yield
+    finally:
+        watchdog.configure(*before)
+
+
+runtime.on_world.append(watch_world)
+
+
+class ThreadWatchdog:
+    """The watchdog of ranks that are threads, of one `inprocess.run`: it looks at all of them, in their own memory.
+
+    It has no thread: it watches while one rank waits, and ranks that all compute are not watched.
     """
 
-    def __init__(self, channel: Channel, number: int, wanted: Collection[int]) -> None:
-        self.channel, self.name = channel, (channel.members[channel.rank], number)
-        self.others = [rank for rank, member in enumerate(channel.members) if rank != channel.rank and member in wanted]
-        self.waited = 0.0
-        self.quiet: dict[int, float] = {}
-        self.dumps: dict[int, Dump] = {}
-        self.unresponsive: list[Unresponsive] | None = None
-        self.mine: list[Unresponsive] = []
+    def __init__(self, world: World, context: RankContext) -> None:
+        self.world, self.context = world, context
+        self.limit = settings.watchdog()
+        self.folder: Path | None = None
+        self._token: object = None
+        self._since = self._now = time.monotonic()
+
+    def configure(self, limit: float | None, folder: Path | None) -> None:
+        """Set the limit in seconds, None for no watchdog; reports of ranks that are threads need no folder."""
+        self.limit, self.folder = limit, folder
+
+    def forget(self) -> None:
+        """Ranks that are threads do not outlive each other."""
+
+    def stop(self) -> None:
+        """There is no thread."""
+
+    def ended_neighbours(self) -> set[int]:
+        """Return no rank: a thread that has ended is known by its error."""
+        return set()
+
+    def look(self) -> None:
+        """In a long wait: raise HangError if no rank has made progress for too long."""
+        now = time.monotonic()
+        if self.limit is None or now - self._now < self.limit / 20:
+            return
+        contexts: dict[int, RankContext] = dict(self.world.contexts)
+        token = {rank: context.progress_token() for rank, context in contexts.items()}
+        if token != self._token or now - self._now > self.limit / 2:  # the second: this wait is not the one before
+            self._token, self._since = token, now
+        self._now = now
+        rank = next(rank for rank, context in contexts.items() if context is self.context)
+        if now - self._since > self.limit * (1 + STAGGER * rank) and not self.world.broken:
+            quiet = now - self._since
+            dumps = {other: make_dump(context, other, quiet) for other, context in contexts.items()}
+            raise HangError(
+                f"no rank has made progress for {quiet:.1f} s", found="\n    ".join(judge(dumps).lines()), remedy=REMEDY
+            )

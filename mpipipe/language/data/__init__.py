@@ -1,25 +1,15 @@
-"""The data of a training: bytes of text, or tokens, for training and validation."""
+"""The data of a training: bytes of text, or tokens, for training and validation.
 
-from mpipipe.language.data.file_bytes import Piece, Text
-from mpipipe.language.data.listing import DataListing, UserSource, find
+source.py               what a training reads: `Tokens` by position, and two of them as a `Source`
+listing.py              the files that `--data` names, and what of them is held out for validation
+token_files.py          tokens in files of every format
+file_bytes.py           bytes of files by position, and hashes by which ranks compare them
+windows.py              which windows of the tokens a step trains on
+tokenize.py             text to a file of tokens, with text_chunks, tokenizer and shard_writer
+"""
+
+from mpipipe.language.data.file_bytes import glance
+from mpipipe.language.data.listing import DataListing, UserSource, find, find_files
 from mpipipe.language.data.source import Array, Source, Tokens
-from mpipipe.language.data.text import Corpus, Listing, find_files, standard_library
-from mpipipe.language.data.windows import Batch, training_batch, validation_batch
 
-__all__ = [
-    "Array",
-    "Batch",
-    "Corpus",
-    "DataListing",
-    "Listing",
-    "Piece",
-    "Source",
-    "Text",
-    "Tokens",
-    "UserSource",
-    "find",
-    "find_files",
-    "standard_library",
-    "training_batch",
-    "validation_batch",
-]
+__all__ = ["Array", "DataListing", "Source", "Tokens", "UserSource", "find", "find_files", "glance"]

@@ -1,4 +1,4 @@
-"""Pieces of files as one array of bytes, read where they are needed.
+"""Bytes of data files, read by position, and short hashes by which ranks find out whether they have the same files.
 
 Files are read by position and not mapped into memory. A file may be cut short while a training runs: reading it then
 gives an error, where reading a map would end the process by a signal.
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from mpipipe import files
 from mpipipe.errors import DataError
@@ -24,66 +20,12 @@ OPEN_FILES = 256  # descriptors kept
 REMEDY = "leave the data alone while a training reads them; train on a copy"
 
 
-class Piece(NamedTuple):
-    """Consecutive bytes of one file."""
-
-    path: Path
-    start: int
-    length: int
-
-
-class Text:
-    """Pieces of files as one array of bytes: `source.Tokens`, whose documents are the pieces.
-
-    Parameters
-    ----------
-    pieces : in the order in which they are joined
-    """
-
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self.pieces = [piece for piece in pieces if piece.length]
-        self._ends = list(accumulate(piece.length for piece in self.pieces))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Its length: a token is a byte."""
-        return len(self)
-
-    def starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the positions in start ... stop - 1 at which pieces begin, int64, rising."""
-        ends = [0, *self._ends[:-1]]
-        return np.array(ends[bisect_left(ends, start) : bisect_left(ends, stop)], np.int64)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Read the bytes start .. start + count into a new uint8 array.
-
-        Raises IndexError outside of the text, and DataError if a file has become shorter or cannot be read.
-        """
-        if not 0 <= start <= start + count <= len(self):
-            raise IndexError(f"bytes {start} to {start + count} of a text of {len(self)}")
-        window = np.empty(count, np.uint8)
-        filled, index = 0, bisect_right(self._ends, start)
-        while filled < count:
-            piece = self.pieces[index]
-            skip = start + filled - (self._ends[index] - piece.length)
-            size = min(piece.length - skip, count - filled)
-            part = read_bytes(piece.path, piece.start + skip, size)
-            window[filled : filled + size] = np.frombuffer(part, np.uint8)
-            filled, index = filled + size, index + 1
-        return window
-
-
 def read_bytes(path: Path, start: int, count: int) -> bytes:
     """Read the bytes start .. start + count of a file. Raises DataError if it has fewer, or cannot be read."""
-    try:
+    with files.reading("data", path, DataError, remedy=REMEDY):
         opened = _opened(path)  # this reference keeps it open, also where another thread forgets all files
         content = files.read_at(opened.descriptor, start, count)
         size = start + count if len(content) == count else os.fstat(opened.descriptor).st_size
-    except OSError as error:
-        raise _unreadable(path, error) from error
     if len(content) < count:
         raise DataError(
             "a data file has become shorter since it was looked at",
@@ -96,15 +38,9 @@ def read_bytes(path: Path, start: int, count: int) -> bytes:
 
 def size_of(path: Path) -> int:
     """Return the bytes of a file. Raises DataError if it cannot be read."""
-    try:
+    with files.reading("data", path, DataError, remedy=REMEDY):
         opened = _opened(path)  # as in read_bytes
         return os.fstat(opened.descriptor).st_size
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"data cannot be read: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY)
 
 
 def forget_files() -> None:
@@ -123,3 +59,59 @@ class _Opened:
 @lru_cache(maxsize=OPEN_FILES)
 def _opened(path: Path) -> _Opened:
     return _Opened(path)
+
+
+# -- Hashes of files. Little of the data is read for them -------------------------------------------------------------
+#
+# small file   |####|
+# big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
+
+
+BLOCK = 4096  # bytes
+BLOCKS = 4096  # in all, where there are fewer files than half of this
+FILES = 8192  # whose contents are looked at, where there are more
+GLANCED = 16  # files
+
+
+def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
+    """Return 32 hexadecimal digits for (file, bytes) entries: a hash of all names and sizes, and of sampled contents.
+
+    The order of the entries counts. Of each file the first and the last block of 4 KiB are read, and all of a small
+    file. Up to 2048 files about 16 MiB are read in all; of more files two blocks each, and of 8192 files at most.
+
+    This can miss a change in a big file outside of the sampled blocks, a change in a file that was not sampled, and
+    another folder: only the names of the files themselves count.
+    """
+    content = blake2b(digest_size=16)
+    for path, size in entries:
+        content.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
+    chosen = spread(len(entries), FILES)
+    for index in chosen:
+        path, size = entries[index]
+        for block in spread(-(-size // BLOCK), max(2, BLOCKS // len(chosen))):
+            start = block * BLOCK
+            content.update(read_bytes(path, start, min(BLOCK, size - start)))
+    return content.hexdigest()
+
+
+def glance(entries: Sequence[tuple[Path, int]]) -> str:
+    """Return 32 hexadecimal digits for what a rank sees of files that another rank has listed.
+
+    At most `GLANCED` files are looked at, however many there are: at their sizes, and at their first and last block.
+    """
+    content = blake2b(digest_size=16)
+    for index in spread(len(entries), GLANCED):
+        path, size = entries[index]
+        size_here = size_of(path)
+        content.update(f"{size_here}\n".encode())
+        if size_here == size:
+            for start in {0, max(0, size - BLOCK)}:
+                content.update(read_bytes(path, start, min(BLOCK, size)))
+    return content.hexdigest()
+
+
+def spread(total: int, count: int) -> list[int]:
+    """Choose at most `count` >= 2 of the numbers 0 ... total - 1, evenly spread, with the first and the last."""
+    if total <= count:
+        return list(range(total))
+    return [number * (total - 1) // (count - 1) for number in range(count)]

@@ -1,62 +1,113 @@
-"""What kind of data the paths of `--data` hold."""
+"""The data that `--data` names: which files they are, what a token is, and what is held out for validation.
+
+    a text file   |=================train=================|-val-|            the last 5 % of its bytes
+    tokens        |====train====|-val-|====train====|-val-|                  about the last 5 % of each section
+
+A section has at least `DOCUMENTS` documents, and there are at most `SECTIONS` of them, so that validation comes from
+all parts of a file. Cuts are moved to the next start of a document. Where that would hold out too much or too little
+of a file, as it does where there are few documents, the last 5 % of its tokens are held out, wherever documents begin.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+import sysconfig
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO
 
+from mpipipe import files
 from mpipipe.errors import DataError
+from mpipipe.language.data.file_bytes import fingerprint, forget_files, size_of
 from mpipipe.language.data.source import Source, Tokens
-from mpipipe.language.data.text import Listing
-from mpipipe.language.data.token_listing import is_token_file, list_tokens
+from mpipipe.language.data.token_files import (
+    Documents,
+    FileIntegers,
+    FileTokens,
+    TokenFacts,
+    TokenFile,
+    TokenPart,
+    is_token_file,
+    largest_id,
+    open_tokens,
+)
+from mpipipe.text import counted
+
+BYTES = 256  # token ids of text
+SNIFFED = 1024  # bytes read of a file to tell text from binary
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+REMEDY = "name readable text files, or folders that hold some, with --data"
+HELD_OUT = 20  # one token in this many is for validation
+SECTIONS = 32
+DOCUMENTS = 64  # of a section
+FEWEST, MOST = 0.025, 0.1  # share that may be held out by documents
 
 
-class DataListing(Protocol):
-    """Data as one rank finds them, and tells the others, which open them without looking for them again.
+@dataclass(frozen=True)
+class DataListing:
+    """Data as one rank finds them and sends them to the others, which open them without looking for them again.
 
     Attributes
     ----------
-    vocab, fingerprint, unit, tokenizer : as of `Source`
+    entries : (path, bytes) of each file that is read
+    fingerprint : see `file_bytes.fingerprint`
+    vocab, unit, tokenizer : as of `Source`
+    token_files : the tokens of each file; none where the entries are files of text
+    default : whether the paths begin in the folder of the standard library, which may be another one on each host
     """
 
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def tokenizer(self) -> str | None: ...
+    entries: tuple[tuple[str, int], ...]
+    fingerprint: str
+    vocab: int = BYTES
+    unit: str = "bytes"
+    tokenizer: str | None = None
+    token_files: tuple[TokenFile, ...] = ()
+    default: bool = False
 
-    def found(self, paths: Sequence[str | Path]) -> list[tuple[Path, int]]:
-        """Return (file, bytes) of each file, where this rank has the paths."""
+    @property
+    def files(self) -> list[tuple[Path, int]]:
+        """(file, bytes) of each file, where this rank has it; none is read for it."""
+        root = library_folder() if self.default else Path()
+        return [(root / name, size) for name, size in self.entries]
 
-    def open(self, paths: Sequence[str | Path], seq_len: int) -> Source:
+    def open(self, seq_len: int) -> Source:
         """Split the data into training and validation. Raises DataError if one is shorter than `seq_len` + 1."""
+        train, validation = _held_out(self._token_files())
+        if min(len(train), len(validation)) <= seq_len:
+            total = sum(len(file) for file in self._token_files())
+            raise DataError(
+                "the data are too short for one sequence in training and one in validation",
+                found=f"{counted(total, self.unit[:-1])} in {', '.join(str(path) for path, _ in self.files[:5])}",
+                expected=f"about {HELD_OUT * (seq_len + 1)} {self.unit} or more for sequences of {seq_len}",
+                remedy="give more data, or a shorter seq_len",
+            )
+        return Source(self.vocab, train, validation, self.fingerprint, self.unit, self.tokenizer)
 
-    def whole(self, paths: Sequence[str | Path]) -> Tokens:
+    def whole(self) -> Tokens:
         """Return all tokens, without a split."""
+        return FileTokens(TokenPart(file, 0, len(file)) for file in self._token_files())
+
+    def _token_files(self) -> Sequence[TokenFile]:
+        return self.token_files or [
+            TokenFile(FileIntegers(path, "|u1", size), BYTES, Documents(path, (0,), (0,), size))
+            for path, size in self.files
+        ]
 
 
 class UserSource:
-    """A source of the user's own, as data that were found; there are no files to look at.
-
-    Parameters
-    ----------
-    source : on this rank
-    """
+    """A source of the user's own, with what a training asks of a `DataListing`; there are no files to look at."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.vocab, self.fingerprint, self.unit = source.vocab, source.fingerprint, source.unit
         self.tokenizer = source.tokenizer
+        self.files: list[tuple[Path, int]] = []
 
-    def found(self, paths: Sequence[str | Path]) -> list[tuple[Path, int]]:
-        """Return no files."""
-        return []
-
-    def open(self, paths: Sequence[str | Path], seq_len: int) -> Source:
+    def open(self, seq_len: int) -> Source:
         """Return the source. Raises DataError as `DataListing.open` does."""
         for name, tokens in (("training", self.source.train), ("validation", self.source.validation)):
             if len(tokens) <= seq_len:
@@ -68,23 +119,184 @@ class UserSource:
                 )
         return self.source
 
-    def whole(self, paths: Sequence[str | Path]) -> Tokens:
-        """Return the tokens for validation, which are those to evaluate on."""
-        return self.source.validation
-
 
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
-    """Look at the data: what kind they are, and how much.
+    """Look at the data: what kind they are, and how much. No paths stand for the source of the standard library.
 
     Raises DataError if they cannot be used, and where their token ids do not fit into a vocabulary of this size.
     """
-    tokens = [path for path in map(Path, paths) if is_token_file(path)]
-    if tokens and len(tokens) < len(paths):
-        others = [str(path) for path in map(Path, paths) if path not in tokens]
+    forget_files()
+    places = [Path(path) for path in paths]
+    tokens = [path for path in places if is_token_file(path)]
+    if tokens and len(tokens) < len(places):
+        others = [str(path) for path in places if path not in tokens]
         raise DataError(
             "tokens and text cannot be mixed",
             found=f"tokens in {tokens[0]}, none in {', '.join(others[:5])}",
             expected="tokens in all of them, or in none",
             remedy="tokenize the text, too: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE",
         )
-    return list_tokens(tokens, vocab) if tokens else Listing.of(paths)
+    if tokens:
+        return _list_tokens(tokens, vocab)
+    if places:
+        listed = [entry for path in places for entry in find_files(path)]
+        return DataListing(tuple((str(path), size) for path, size in listed), fingerprint(listed))
+    listed = _library_files()
+    names = tuple((os.path.relpath(path, library_folder()), size) for path, size in listed)
+    return DataListing(names, fingerprint(listed), default=True)
+
+
+def _list_tokens(paths: Sequence[Path], vocab: int | None) -> DataListing:
+    """List files of tokens for a vocabulary, by default what they say, or one more than their largest id."""
+    opened = [open_tokens(path) for path in paths]
+    known = [(path, tokens.facts) for path, tokens in zip(paths, opened) if tokens.facts is not None]
+    _check_tokenizers(known, vocab)
+    if vocab is None:
+        vocab = known[0][1].vocab if known else max(1, 1 + max(largest_id(tokens.ids) for tokens in opened))
+    sizes = [(path, size_of(path)) for tokens in opened for path in tokens.paths]
+    return DataListing(
+        tuple((str(path), size) for path, size in sizes),
+        fingerprint(sizes),
+        vocab,
+        "tokens",
+        known[0][1].tokenizer if len(known) == len(opened) else None,
+        tuple(TokenFile(tokens.ids, vocab, tokens.documents) for tokens in opened),
+    )
+
+
+def _check_tokenizers(known: Sequence[tuple[Path, TokenFacts]], vocab: int | None) -> None:
+    """Raise DataError unless files were made by one tokenizer, whose ids fit into a vocabulary."""
+    for path, facts in known:
+        first, other = known[0]
+        if (facts.tokenizer, facts.vocab) != (other.tokenizer, other.vocab):
+            raise DataError(
+                "files of tokens of different tokenizers",
+                found=f"tokenizer {facts.tokenizer} with {facts.vocab} ids, {path}",
+                expected=f"tokenizer {other.tokenizer} with {other.vocab} ids, as {first}",
+                remedy="tokenize all texts with one tokenizer",
+            )
+        if vocab is not None and facts.vocab > vocab:
+            raise DataError(
+                "tokens of another vocabulary",
+                found=f"{facts.vocab} token ids, {path}",
+                expected=f"at most {vocab}, those of the model",
+                remedy="tokenize the text with the tokenizer of the model, or leave out vocab",
+            )
+
+
+# -- What is held out for validation ----------------------------------------------------------------------------------
+
+
+def _held_out(token_files: Sequence[TokenFile]) -> tuple[FileTokens, FileTokens]:
+    """Return the tokens for training and those for validation, which have none in common."""
+    train, validation = [], []
+    for file in token_files:
+        held = _by_documents(file) or [TokenPart(file, len(file) - len(file) // HELD_OUT, len(file))]
+        begin = 0
+        for part in held:
+            train.append(TokenPart(file, begin, part.start))
+            begin = part.stop
+        validation += held  # whose last part ends with the file
+    return FileTokens(train), FileTokens(validation)
+
+
+def _by_documents(file: TokenFile) -> list[TokenPart]:
+    """Return what is held out of a file, between starts of documents; nothing if that cannot be about 5 %."""
+    if file.documents is None:
+        return []
+    starts = file.documents.starts
+    count = max(1, min(SECTIONS, len(starts) // DOCUMENTS))
+    held = []
+    for section in range(count):
+        begin, end = len(file) * section // count, len(file) * (section + 1) // count
+        cuts = [bisect_left(starts, position) for position in (end - (end - begin) // HELD_OUT, end)]
+        held.append(TokenPart(file, *(starts[number] if number < len(starts) else len(file) for number in cuts)))
+    share = sum(part.stop - part.start for part in held) / max(1, len(file))
+    return held if FEWEST <= share <= MOST else []
+
+
+# -- Files of text ----------------------------------------------------------------------------------------------------
+
+
+def find_files(path: Path) -> list[tuple[Path, int]]:
+    """List (file, bytes) of a file, or of all text files below a folder, sorted by path.
+
+    Below a folder, hidden, empty and binary files (a NUL byte early on) are skipped. A binary file that is named itself
+    is refused.
+    """
+    binary = False
+    try:
+        if files.is_folder(path):
+            listed = [entry for entry in _walk(path) if entry[1] and _is_text(entry[0])]
+        else:
+            with open(files.open_regular(path), "rb") as file:
+                listed = [(path, os.fstat(file.fileno()).st_size)]
+                binary = _is_binary(file)
+    except OSError as error:
+        raise DataError(
+            f"data cannot be read: {error.strerror}",
+            found=str(error.filename),
+            expected=f"{files.REGULAR}, or a folder",
+            remedy=REMEDY,
+        ) from error
+    if binary:
+        raise DataError(
+            "a binary file without a header that is known",
+            found=f"a NUL byte in the first {SNIFFED} bytes of {path}",
+            expected="text, tokens that `mpipipe tokenize` wrote, a .npy file, or Megatron's .bin beside its .idx",
+            remedy="tokenize the text: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE; save bare token ids "
+            "with numpy.save; text in UTF-16 must become UTF-8 first",
+        )
+    if not any(size for _, size in listed):
+        raise DataError(
+            "no text in the data", found=str(path), expected="a text file, or a folder with one", remedy=REMEDY
+        )
+    return listed
+
+
+def library_folder() -> Path:
+    """Return the folder of this interpreter's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _library_files() -> list[tuple[Path, int]]:
+    listed = [(path, size) for path, size in _walk(library_folder()) if path.suffix == ".py" and size]
+    if not listed:
+        raise DataError(
+            "the standard library's source is not installed here", found=str(library_folder()), remedy=REMEDY
+        )
+    return listed
+
+
+def _walk(folder: Path) -> list[tuple[Path, int]]:
+    """List regular files below `folder` with their sizes, sorted by path, without hidden and generated folders."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    listed: list[tuple[Path, int]] = []
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
+        paths = [Path(parent, name) for name in names if not name.startswith(".")]
+        statuses = [(path, _status(path)) for path in paths]
+        listed += [(path, status.st_size) for path, status in statuses if status and stat.S_ISREG(status.st_mode)]
+    return sorted(listed, key=lambda entry: entry[0].relative_to(folder).parts)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Return the status of a file, None if a link leads nowhere."""
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+
+
+def _is_text(path: Path) -> bool:
+    with open(files.open_regular(path), "rb") as file:
+        return not _is_binary(file)
+
+
+def _is_binary(file: BinaryIO) -> bool:
+    return b"\0" in file.read(SNIFFED)

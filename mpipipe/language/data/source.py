@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from mpipipe.errors import DataError
-from mpipipe.language.data.file_bytes import read_bytes, size_of
 
 
 class Tokens(Protocol):
-    """Tokens one after the other, of which any part is read by position.
+    """Tokens one after the other; any part is read by position.
 
     Attributes
     ----------
@@ -86,7 +84,7 @@ class Source:
     Examples
     --------
     >>> import numpy as np
-    >>> from mpipipe.train import data
+    >>> from mpipipe.language import data
     >>> tokens = np.random.default_rng(0).integers(0, 50, 10_000, np.uint16)
     >>> source = data.Source.of_arrays(tokens[:9_500], tokens[9_500:], vocab=50)
     >>> len(source.train), source.validation.read(3, 4).shape
@@ -157,7 +155,7 @@ class Array(Tokens):
 
     Examples
     --------
-    >>> from mpipipe.train import data
+    >>> from mpipipe.language import data
     >>> tokens = data.Array([5, 3, 9, 9, 1], documents=[0, 3])
     >>> len(tokens), tokens.read(1, 2).tolist(), tokens.starts(1, 5).tolist()
     (5, [3, 9], [3])
@@ -194,87 +192,10 @@ class Array(Tokens):
 
 
 def out_of_range(token: int, vocab: int, position: int, place: str) -> DataError:
-    """Return the error for a token id that the vocabulary does not have.
-
-    Parameters
-    ----------
-    token : int
-        The id.
-    vocab : int
-        Number of token ids.
-    position : int
-        Where it is.
-    place : str
-        In what it is.
-
-    Returns
-    -------
-    DataError
-        To raise.
-    """
+    """Return the error for a token id that the vocabulary does not have."""
     return DataError(
         "a token id is out of range",
         found=f"id {token} at position {position} of {place}",
         expected=f"at least 0 and below {vocab}, the size of the vocabulary",
         remedy="take the data and the model of one tokenizer; tokenize the text again with --tokenizer",
     )
-
-
-# -- A short text by which ranks find out whether they have the same data. Little of the data is read for it ----------
-#
-# small file   |####|
-# big file     |#.....#.....#.....#|      # hashed blocks, evenly spread: the first, the last, and some between
-
-
-BLOCK = 4096  # bytes
-BLOCKS = 4096  # in all, where there are fewer files than half of this
-FILES = 8192  # whose contents are looked at, where there are more
-GLANCED = 16  # files
-
-
-def fingerprint(found: list[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits for (file, bytes) entries: a hash of all names and sizes, and of sampled contents.
-
-    The order of the entries counts. Of each file the first and the last block of 4 KiB are read, and all of a small
-    file. Up to 2048 files about 16 MiB are read in all; of more files two blocks each, and of 8192 files at most.
-
-    This can miss a change in a big file outside of the sampled blocks, a change in a file that was not sampled, and
-    another folder: only the names of the files themselves count.
-
-    Raises DataError if a file is shorter than its entry says, or cannot be read.
-    """
-    content = blake2b(digest_size=16)
-    for path, size in found:
-        content.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
-    chosen = spread(len(found), FILES)
-    for index in chosen:
-        path, size = found[index]
-        for block in spread(-(-size // BLOCK), max(2, BLOCKS // len(chosen))):
-            start = block * BLOCK
-            content.update(read_bytes(path, start, min(BLOCK, size - start)))
-    return content.hexdigest()
-
-
-def glance(found: list[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits for what a rank sees of files that another rank has listed.
-
-    At most `GLANCED` files are looked at, however many there are: at their sizes, and at their first and last block.
-
-    Raises DataError if one of them cannot be read.
-    """
-    content = blake2b(digest_size=16)
-    for index in spread(len(found), GLANCED):
-        path, size = found[index]
-        size_here = size_of(path)
-        content.update(f"{size_here}\n".encode())
-        if size_here == size:
-            for start in {0, max(0, size - BLOCK)}:
-                content.update(read_bytes(path, start, min(BLOCK, size)))
-    return content.hexdigest()
-
-
-def spread(total: int, count: int) -> list[int]:
-    """Choose at most `count` >= 2 of the numbers 0 ... total - 1, evenly spread, with the first and the last."""
-    if total <= count:
-        return list(range(total))
-    return [number * (total - 1) // (count - 1) for number in range(count)]

@@ -1,12 +1,12 @@
-r"""Texts to tokenize, cut into units that any rank can do by itself; how many ranks there are changes nothing.
+r"""Texts to tokenize, cut into chunks that any rank can do by itself; how many ranks there are changes nothing.
 
-    a text file     |----unit----|----unit----|--unit--|    one document; cut at line breaks, see `Texts.cut`
-    JSON lines      |----unit----|----unit----|--unit--|    a unit has the lines that begin in it; each is a document
+    a text file     |---chunk----|---chunk----|-chunk--|    one document; cut at line breaks, see `TextReader.cut`
+    JSON lines      |---chunk----|---chunk----|-chunk--|    a chunk has the lines that begin in it; each is a document
 
 A text may be cut only where its tokens stay the same. So a cut stands between lines that end and begin with something
 else than white space, and the tokenizer is asked: the text around the cut must have the same tokens in one piece as in
 two. A tokenizer that puts something before each text, as those of SentencePiece do, allows no cut, and then a text file
-is a single unit.
+is a single chunk.
 """
 
 from __future__ import annotations
@@ -19,36 +19,28 @@ from typing import NamedTuple
 
 from mpipipe.errors import DataError
 from mpipipe.language.data.file_bytes import read_bytes
-from mpipipe.language.data.tokenizer import Tokenizer, explained
+from mpipipe.language.data.tokenizer import Tokenizer, library_errors
 
-UNIT = 1 << 17  # bytes between the places where cuts are looked for
-SEARCHED = 1 << 15  # bytes behind such a place
+CHUNK = 1 << 17  # bytes between the places where cuts are looked for
+SEARCHED = 1 << 15  # bytes after such a place
 TRIED = 8  # cuts that the tokenizer is asked about there
 CONTEXT = 500  # bytes on each side that it sees then
-MOST = 1 << 25  # bytes of a unit
+MOST = 1 << 25  # bytes of a chunk
 LINES = (".jsonl", ".ndjson")  # names of files of JSON lines
 SPACE = b" \t\n\r\v\f"
 
 
-class Unit(NamedTuple):
-    """A part of a file: what begins at bytes start ... stop - 1."""
+class TextChunk(NamedTuple):
+    """A part of a file of `size` bytes: what begins at bytes start ... stop - 1."""
 
     path: Path
-    size: int  # bytes of the file
+    size: int
     start: int
     stop: int
 
 
-class Text(NamedTuple):
-    """A text to tokenize.
-
-    Attributes
-    ----------
-    text : itself
-    opens : whether a document begins with it
-    closes : whether a document ends with it
-    nbytes : bytes of the whole document, where one begins
-    """
+class Passage(NamedTuple):
+    """A text to tokenize: whether a document begins and ends with it, and where one begins, the bytes of all of it."""
 
     text: str
     opens: bool
@@ -56,37 +48,34 @@ class Text(NamedTuple):
     nbytes: int
 
 
-def units_of(found: Sequence[tuple[Path, int]]) -> list[Unit]:
-    """Return the units of (file, bytes) entries, in order."""
-    return [Unit(path, size, start, min(size, start + UNIT)) for path, size in found for start in range(0, size, UNIT)]
+def chunks_of(entries: Sequence[tuple[Path, int]]) -> list[TextChunk]:
+    """Return the chunks of (file, bytes) entries, in order."""
+    return [
+        TextChunk(path, size, start, min(size, start + CHUNK))
+        for path, size in entries
+        for start in range(0, size, CHUNK)
+    ]
 
 
-class Texts:
-    """Reads the texts of units.
-
-    Parameters
-    ----------
-    tokenizer : that is asked where texts can be cut
-    """
+class TextReader:
+    """Reads the texts of chunks; the tokenizer is asked where texts can be cut."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.cut = lru_cache(maxsize=4096)(self._cut)  # each is asked for twice: as an end, and as a beginning
 
-    def of(self, unit: Unit) -> Iterator[Text]:
-        """Yield the texts of a unit. Raises DataError, which names the file and the line or byte."""
-        return self._lines(unit) if unit.path.name.lower().endswith(LINES) else self._piece(unit)
+    def passages(self, chunk: TextChunk) -> Iterator[Passage]:
+        """Yield the texts of a chunk. Raises DataError, which names the file and the line or byte."""
+        return self._lines(chunk) if chunk.path.name.lower().endswith(LINES) else self._piece(chunk)
 
-    # -- a text file --------------------------------------------------------------------------------------------
-
-    def _piece(self, unit: Unit) -> Iterator[Text]:
-        path, size, start, _ = unit
+    def _piece(self, chunk: TextChunk) -> Iterator[Passage]:
+        path, size, start, _ = chunk
         begin = self.cut(path, size, start)
-        if begin is None:  # the unit before this one goes on
+        if begin is None:  # the chunk before this one goes on
             return
         end, place = None, start
         while end is None:
-            place += UNIT
+            place += CHUNK
             end = self.cut(path, size, place)
             if place - start > MOST and (end or size) - begin > MOST:
                 raise DataError(
@@ -105,10 +94,10 @@ class Texts:
                 expected="UTF-8",
                 remedy="convert the file, or leave it out",
             ) from error
-        yield Text(text, begin == 0, end == size, size)
+        yield Passage(text, begin == 0, end == size, size)
 
     def _cut(self, path: Path, size: int, place: int) -> int | None:
-        """Return where the text is cut at or soon behind a place; None if it is not."""
+        """Return where the text is cut at or soon after a place; None if it is not."""
         if place <= 0 or place >= size:
             return 0 if place <= 0 else size
         first = place - CONTEXT
@@ -129,29 +118,27 @@ class Texts:
         if not all(texts) or texts[0][-2:-1].isspace() or texts[1][0].isspace():
             return False
         encode = self.tokenizer.library.encode
-        with explained(self.tokenizer.path):
+        with library_errors(self.tokenizer.path):
             one, two, both = (encode(text, add_special_tokens=False).ids for text in (*texts, "".join(texts)))
         return one + two == both
 
-    # -- JSON lines ---------------------------------------------------------------------------------------------
-
-    def _lines(self, unit: Unit) -> Iterator[Text]:
-        path, size, start, stop = unit
-        begin = 0 if start == 0 else _line_behind(path, size, start - 1)
+    def _lines(self, chunk: TextChunk) -> Iterator[Passage]:
+        path, size, start, stop = chunk
+        begin = 0 if start == 0 else _line_after(path, size, start - 1)
         if begin >= stop:
             return
-        end = _line_behind(path, size, stop - 1)
+        end = _line_after(path, size, stop - 1)
         place = begin
         for line in read_bytes(path, begin, end - begin).split(b"\n"):
             if line.strip():
                 text, nbytes = _text_of(line, path, place)
                 if text:
-                    yield Text(text, True, True, nbytes)
+                    yield Passage(text, True, True, nbytes)
             place += len(line) + 1
 
 
-def _line_behind(path: Path, size: int, place: int) -> int:
-    """Return where the line begins whose predecessor ends at or behind this place."""
+def _line_after(path: Path, size: int, place: int) -> int:
+    """Return where the line begins whose predecessor ends at or after this place."""
     while place < size:
         count = min(1 << 16, size - place)
         at = read_bytes(path, place, count).find(b"\n")
@@ -170,10 +157,10 @@ def _text_of(line: bytes, path: Path, place: int) -> tuple[str, int]:
             raise ValueError(f"text is {type(text).__name__}" if isinstance(facts, dict) else type(facts).__name__)
         return text, len(text.encode())
     except (ValueError, KeyError, RecursionError) as error:  # a text with half a character is a ValueError, too
-        found = "it has no text" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        reason = "it has no text" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise DataError(
             "a line is no JSON object with a text",
-            found=f"{found[:200]}, line {_line_number(path, place)} of {path}",
+            found=f"{reason[:200]}, line {_line_number(path, place)} of {path}",
             expected='a line like {"text": "..."}',
             remedy="mend the line, or leave it out",
         ) from error
@@ -181,7 +168,5 @@ def _text_of(line: bytes, path: Path, place: int) -> tuple[str, int]:
 
 def _line_number(path: Path, place: int) -> int:
     """Return the number, from 1, of the line that begins at a place."""
-    count = 1
-    for start in range(0, place, 1 << 20):
-        count += read_bytes(path, start, min(1 << 20, place - start)).count(b"\n")
-    return count
+    block = 1 << 20
+    return 1 + sum(read_bytes(path, start, min(block, place - start)).count(b"\n") for start in range(0, place, block))

@@ -1,234 +1,54 @@
-"""The file of tokens that `mpipipe tokenize` writes.
+"""Tokens in files, read by position, in every format: integers one after the other, and where documents begin.
 
-    byte 0    header, 128 bytes, little-endian:
-              magic "MPITOKEN", version (u32), bytes of a token id (u32: 2 or 4), size of the vocabulary (u64), id of
-              the end-of-text token (i64, -1 for none), number of tokens (u64), of documents (u64), of bytes of text
-              (u64), hash of the tokenizer (32 hexadecimal digits), checksum of the index (BLAKE2b, 16 bytes),
-              checksum of all this (BLAKE2b, 16 bytes), zeros
-    byte 128  token ids, uint16 or uint32, filled up with zeros to a multiple of 8 bytes
-    then      the index: position of the first token of each document, u64, then bytes of text before each, u64
+    text               its bytes; the file is one document
+    ids.npy            one axis of integers (numpy.lib.format)
+    tokens             such a .npy file that `mpipipe tokenize` wrote, with two files next to it
+    tokens.json        its vocabulary, tokenizer, numbers of tokens, documents and bytes of text, and checksums
+    tokens.documents   a .npy file (2, documents), u64: the first token of each document, bytes of text before each
+    name.bin, .idx     Megatron's pair, see below
 
-So a file is exactly as long as its header says. Every number that is read is checked before it is used. In version 1
-the index has no checksum: there the order and the range of its numbers are all that can be checked.
+Files are not mapped into memory; `file_bytes.py` says why.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, overload
+from tokenize import TokenError
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpipipe import files
+from mpipipe.checkpoint import checksum_of
 from mpipipe.errors import DataError
 from mpipipe.language.data.file_bytes import read_bytes, size_of
-from mpipipe.language.data.source import out_of_range
-
-MAGIC = b"MPITOKEN"
-VERSION = 2
-HEADER_BYTES = 128
-FIELDS = struct.Struct("<8sIIQqQQQ32s")
-CHECKSUM_BYTES = 16
-BLOCK = 1 << 18  # numbers of the index that are looked at together
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a file of tokens says of itself.
-
-    Attributes
-    ----------
-    vocab : number of token ids
-    end : id of the end-of-text token, None if there is none
-    tokens, documents, nbytes : numbers of tokens, documents, and bytes of text
-    tokenizer : hash of the tokenizer, 32 hexadecimal digits
-    """
-
-    vocab: int
-    end: int | None
-    tokens: int
-    documents: int
-    nbytes: int
-    tokenizer: str
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a token id."""
-        return itemsize_for(self.vocab)
-
-    @property
-    def index(self) -> int:
-        """Byte at which the positions of documents begin."""
-        return HEADER_BYTES + -(-self.tokens * self.itemsize // 8) * 8
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.index + 16 * self.documents
-
-    def packed(self, index: bytes) -> bytes:
-        """Return the first bytes of the file; `index` is the checksum of the index."""
-        end = -1 if self.end is None else self.end
-        numbers = VERSION, self.itemsize, self.vocab, end, self.tokens, self.documents, self.nbytes
-        fields = FIELDS.pack(MAGIC, *numbers, self.tokenizer.encode()) + index
-        return (fields + checksum(fields)).ljust(HEADER_BYTES, b"\0")
-
-
-def itemsize_for(vocab: int) -> int:
-    """Return the bytes of a token id of a vocabulary."""
-    return 2 if vocab <= 1 << 16 else 4
-
-
-@dataclass(frozen=True)
-class StoredDocuments:
-    """The index of documents in a file of tokens; see `file_tokens.Documents`."""
-
-    starts: Integers
-    before: Integers
-    nbytes: int
-
-    @property
-    def path(self) -> Path:
-        """Of the file."""
-        return self.starts.path
-
-    def bytes_before(self, document: int) -> int:
-        """As `Documents.bytes_before`."""
-        return self.before[document] if document < len(self.before) else self.nbytes
-
-
-def read_header(path: Path) -> Header:
-    """Read the header of a file that begins with `MAGIC`; raises DataError if it, the index or the file is damaged."""
-    size = size_of(path)
-    if size < HEADER_BYTES:
-        raise _damaged(path, f"{size} bytes", f"at least {HEADER_BYTES}")
-    content = read_bytes(path, 0, HEADER_BYTES)
-    _, version, itemsize, vocab, end, tokens, documents, nbytes, tokenizer = FIELDS.unpack_from(content)
-    if not 1 <= version <= VERSION:
-        raise DataError(
-            "a file of tokens of another version",
-            found=f"version {version} in {path}",
-            expected=f"at most version {VERSION}",
-            remedy="read it with the mpipipe that wrote it, or tokenize the text again",
-        )
-    covered = FIELDS.size + (CHECKSUM_BYTES if version > 1 else 0)
-    if content[covered:] != checksum(content[:covered]).ljust(HEADER_BYTES - covered, b"\0"):
-        raise _damaged(path, "a header with another checksum", "the header that was written")
-    if not (1 <= vocab <= 1 << 32 and itemsize == itemsize_for(vocab) and -1 <= end < vocab):
-        facts = f"vocabulary {vocab}, ids of {itemsize} bytes, end-of-text {end}"
-        raise _damaged(path, facts, "a vocabulary of 1 to 2^32, ids of 2 or 4 bytes, an id of the vocabulary or -1")
-    header = Header(vocab, None if end < 0 else end, tokens, documents, nbytes, tokenizer.decode(errors="replace"))
-    if size != header.file_bytes:
-        raise _damaged(path, f"{size} bytes", f"{header.file_bytes} for {tokens} tokens of {documents} documents")
-    _check_index(path, header, content[FIELDS.size : covered])
-    return header
-
-
-def _check_index(path: Path, header: Header, written: bytes) -> None:
-    """Raise DataError for an index with another checksum, of which version 1 has none, or in the wrong order."""
-    rows = starts, before = _rows(path, header)
-    content = blake2b(digest_size=CHECKSUM_BYTES)
-    for row in rows:
-        for place in range(0, header.documents, BLOCK):
-            content.update(row.read(place, min(BLOCK, header.documents - place)).data)
-    if written and content.digest() != written:
-        raise _damaged(path, "an index of documents with another checksum", "the index that was written")
-    for place in range(0, header.documents, BLOCK):
-        tokens, text = _from(starts, place, header.tokens), _from(before, place, header.nbytes)
-        wrong = (tokens[1:] < tokens[:-1]) | (text[1:] < text[:-1])
-        if not written:  # positions that are all 0 do not fall; a text without a token is rarer than damage
-            wrong |= (tokens[1:] == tokens[:-1]) & (text[1:] != text[:-1])
-        if place == 0:
-            wrong[0] |= bool(tokens[0] or text[0])
-        if wrong.any():
-            entry = int(np.flatnonzero(wrong)[0])
-            raise _damaged(
-                path,
-                f"document {place + entry} from token {tokens[entry]} to {tokens[entry + 1]}, and from byte "
-                f"{text[entry]} to {text[entry + 1]} of the text",
-                f"documents one after the other, from 0 to token {header.tokens} and byte {header.nbytes}",
-            )
-
-
-def _rows(path: Path, header: Header) -> tuple[Integers, Integers]:
-    """Return the two rows of the index."""
-    starts = Integers(path, header.index, "<u8", header.documents)
-    return starts, Integers(path, header.index + 8 * header.documents, "<u8", header.documents)
-
-
-def _from(row: Integers, place: int, end: int) -> np.ndarray:
-    """Return a block of a row and the number after it, which is `end` at the end of the row."""
-    values = row.read(place, min(BLOCK + 1, len(row) - place))
-    return values if len(values) > BLOCK else np.append(values, np.uint64(end))
-
-
-def open_tokens(path: Path, vocab: int | None = None) -> tuple[Header, FileTokens]:
-    """Open a file of tokens for a vocabulary, by default its own. Raises DataError as `read_header` does."""
-    header = read_header(path)
-    ids = Integers(path, HEADER_BYTES, f"<u{header.itemsize}", header.tokens)
-    documents = StoredDocuments(*_rows(path, header), header.nbytes)
-    return header, FileTokens(ids, header.vocab if vocab is None else vocab, documents)
-
-
-def checksum(fields: bytes) -> bytes:
-    """Return the BLAKE2b of some bytes."""
-    return blake2b(fields, digest_size=CHECKSUM_BYTES).digest()
-
-
-def _damaged(path: Path, found: str, expected: str) -> DataError:
-    return DataError("a file of tokens is damaged", found=f"{found}, {path}", expected=expected, remedy=REMEDY)
-
-
-def same_tokenizer(headers: Sequence[tuple[Path, Header]]) -> None:
-    """Raise DataError if files were made by different tokenizers."""
-    for path, header in headers[1:]:
-        first, other = headers[0]
-        if (header.tokenizer, header.vocab) != (other.tokenizer, other.vocab):
-            raise DataError(
-                "files of tokens of different tokenizers",
-                found=f"tokenizer {header.tokenizer} with {header.vocab} ids, {path}",
-                expected=f"tokenizer {other.tokenizer} with {other.vocab} ids, as {first}",
-                remedy="tokenize all texts with one tokenizer",
-            )
-
-
-# -- Tokens that stand one after the other in a file, read by position: `source.Tokens` for every format --------------
-#
-# Files are not mapped into memory; `pieces.py` says why.
-
+from mpipipe.language.data.source import Tokens, out_of_range
 
 REMEDY = "copy the file again from where it is whole, or make it again"
+BLOCK = 1 << 22  # integers that are looked at together
 
 
 @dataclass(frozen=True)
-class Integers(Sequence[int]):
-    """An array of integers in a file, as a sequence.
-
-    Attributes
-    ----------
-    path : of the file
-    offset : byte at which it begins
-    dtype : such as "<u8"
-    length : number of integers
-    """
+class FileIntegers(Sequence[int]):
+    """An array of `length` integers in a file, which begins at byte `offset`; `dtype` is such as "<u8"."""
 
     path: Path
-    offset: int
     dtype: str
     length: int
+    offset: int = 0
 
     def __len__(self) -> int:
         return self.length
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.length)
             return self.read(start, stop - start).tolist()
@@ -239,94 +59,398 @@ class Integers(Sequence[int]):
     def read(self, start: int, count: int) -> np.ndarray:
         """Read the entries start ... start + count - 1. Raises DataError if the file has become shorter."""
         size = np.dtype(self.dtype).itemsize
-        content = read_bytes(self.path, self.offset + start * size, count * size)
-        return np.frombuffer(content, self.dtype)
+        return np.frombuffer(read_bytes(self.path, self.offset + start * size, count * size), self.dtype)
 
-
-class Documents(Protocol):
-    """Where the documents of a file begin, and how many bytes of text stand before them.
-
-    path : of the file that says so
-    starts : position of the first token of each document
-    """
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def starts(self) -> Sequence[int]: ...
-
-    def bytes_before(self, document: int) -> int | None:
-        """Return the bytes of text of all documents before this one, or of all for the number of documents."""
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (position, values) of all entries, block by block."""
+        for start in range(0, self.length, BLOCK):
+            yield start, self.read(start, min(BLOCK, self.length - start))
 
 
 @dataclass(frozen=True)
-class FileTokens:
-    """The tokens of one file.
+class Documents:
+    """The documents of a file.
 
-    Attributes
-    ----------
-    ids : the token ids
-    vocab : all ids must be at least 0 and below it
-    documents : None if nothing is known of them
+    starts : position of the first token of each
+    before : bytes of text before each, None if they are not known; `nbytes` are those of all
+    path : of the file that says so
     """
 
-    ids: Integers
+    path: Path
+    starts: Sequence[int]
+    before: Sequence[int] | None = None
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """The tokens of one file: `ids`, which must be at least 0 and below `vocab`, and its documents, if known."""
+
+    ids: FileIntegers
     vocab: int
     documents: Documents | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
-    def path(self) -> Path:
-        """Of the file with the ids."""
-        return self.ids.path
-
-    @property
-    def nbytes(self) -> int | None:
-        """Bytes of the text that the tokens stand for; None if that is not known."""
-        return self.bytes_of(0, len(self))
-
     def read(self, start: int, count: int) -> np.ndarray:
         """Read the tokens start ... start + count - 1. Raises DataError for one that the vocabulary does not have."""
-        if not 0 <= start <= start + count <= len(self):
-            raise IndexError(f"tokens {start} to {start + count} of {len(self)} in {self.path}")
-        found = self.ids.read(start, count)
-        if count and (found.max() >= self.vocab or found.min() < 0):
-            place = int(np.flatnonzero((found >= self.vocab) | (found < 0))[0])
-            raise out_of_range(int(found[place]), self.vocab, start + place, str(self.path))
-        return found
+        ids = self.ids.read(start, count)
+        if count and (ids.max() >= self.vocab or ids.min() < 0):
+            place = int(np.flatnonzero((ids >= self.vocab) | (ids < 0))[0])
+            raise out_of_range(int(ids[place]), self.vocab, start + place, str(self.ids.path))
+        return ids
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
         """Return where documents begin in start ... stop - 1, int64, rising; None if nothing is known of them."""
         if self.documents is None:
             return None
-        starts = self.documents.starts
-        found = np.array(starts[bisect_left(starts, start) : bisect_left(starts, stop)], np.int64)
-        if found.size and (found[0] < start or found[-1] >= stop or (np.diff(found) < 0).any()):
+        rows = self.documents.starts
+        starts = np.array(rows[bisect_left(rows, start) : bisect_left(rows, stop)], np.int64)
+        if starts.size and (starts[0] < start or starts[-1] >= stop or (np.diff(starts) < 0).any()):
             raise DataError(
                 "the index of documents is damaged",
-                found=f"starts {found.tolist()[:5]} in {self.documents.path}",
+                found=f"starts {starts.tolist()[:5]} in {self.documents.path}",
                 expected=f"rising numbers from {start} to {stop - 1}",
                 remedy=REMEDY,
             )
-        return found
+        return starts
 
-    def bytes_of(self, start: int, stop: int) -> int | None:
-        """Return the bytes of text of the tokens start ... stop - 1.
-
-        Within a document they are counted as if all its tokens were as long as each other.
-        """
-        if self.documents is None or self.documents.bytes_before(0) is None:
+    def bytes_before(self, position: int) -> int | None:
+        """Return the bytes of text before a token; within a document all tokens count as equally long."""
+        if self.documents is None or self.documents.before is None:
             return None
-        return self._bytes_before(self.documents, stop) - self._bytes_before(self.documents, start)
-
-    def _bytes_before(self, documents: Documents, position: int) -> int:
-        starts = documents.starts
+        starts, before = self.documents.starts, self.documents.before
         number = bisect_right(starts, position) - 1  # the document that holds it, the last of several that begin here
         if number < 0:
             return 0
-        first, before = starts[number], documents.bytes_before(number) or 0
-        stop = starts[number + 1] if number + 1 < len(starts) else len(self)
-        after = documents.bytes_before(number + 1) or 0
-        return before + (after - before) * (position - first) // max(1, stop - first)
+        last = number + 1 == len(starts)
+        stop, after = (len(self), self.documents.nbytes) if last else (starts[number + 1], before[number + 1])
+        first = starts[number]
+        return before[number] + (after - before[number]) * (position - first) // max(1, stop - first)
+
+
+class TokenPart(NamedTuple):
+    """The tokens start ... stop - 1 of a file."""
+
+    file: TokenFile
+    start: int
+    stop: int
+
+
+class FileTokens(Tokens):
+    """Parts of files, joined in this order. Each part begins a document, where documents are known."""
+
+    def __init__(self, parts: Iterable[TokenPart]) -> None:
+        self.parts = [part for part in parts if part.start < part.stop]
+        self._ends = list(accumulate(part.stop - part.start for part in self.parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def nbytes(self) -> int | None:
+        total = 0
+        for file, start, stop in self.parts:
+            before, after = file.bytes_before(start), file.bytes_before(stop)
+            if before is None or after is None:
+                return None
+            total += after - before
+        return total
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        if not 0 <= start <= start + count <= len(self):
+            raise IndexError(f"tokens {start} to {start + count} of {len(self)}")
+        pieces = [part.file.read(first, last - first) for part, first, last, _ in self._within(start, start + count)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
+
+    def starts(self, start: int, stop: int) -> np.ndarray | None:
+        rows = [np.zeros(0, np.int64)]
+        for part, first, last, shift in self._within(start, stop):
+            inside = part.file.starts(first, last)
+            if inside is None:
+                return None
+            if first == part.start and part.start not in inside[:1]:
+                inside = np.concatenate([[first], inside])
+            rows.append(inside + shift)
+        return np.concatenate(rows)
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[TokenPart, int, int, int]]:
+        """Yield (part, first and last position in its file, what makes them positions here) of what is in a range."""
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            part, end = self.parts[index], min(stop, self._ends[index])
+            shift = self._ends[index] - part.stop
+            yield part, start - shift, end - shift, shift
+            start, index = end, index + 1
+
+
+# -- Formats ----------------------------------------------------------------------------------------------------------
+
+
+NPY_MAGIC, OLD_MAGIC = b"\x93NUMPY", b"MPITOKEN"  # the latter of a format that `mpipipe tokenize` wrote once
+NPY_HEADER_BYTES = 1 << 16  # read for a header; NumPy takes 10 000 by default
+FACTS, DOCUMENTS = ".json", ".documents"  # ends of the names of the files beside a file of tokens
+MOST_FACTS = 1 << 20  # bytes of the first
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """What the .json next to a file of tokens says.
+
+    vocab : number of token ids
+    end : id of the end-of-text token, None if there is none
+    tokens, documents, nbytes : numbers of tokens, documents, and bytes of text
+    tokenizer : hash of the tokenizer, 32 hexadecimal digits
+    index : checksum of the index of documents, BLAKE2b
+    """
+
+    vocab: int
+    end: int | None
+    tokens: int
+    documents: int
+    nbytes: int
+    tokenizer: str
+    index: str
+
+    def as_json(self) -> bytes:
+        """Return the content of the file, with a checksum of its own."""
+        facts = asdict(self)
+        return (json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n").encode()
+
+
+def beside(path: Path, end: str) -> Path:
+    """Return the path of a file next to a file of tokens."""
+    return path.with_name(path.name + end)
+
+
+def dtype_for(vocab: int) -> str:
+    """Return the dtype in which the ids of a vocabulary are written."""
+    return "<u2" if vocab <= 1 << 16 else "<u4"
+
+
+def is_token_file(path: Path) -> bool:
+    """Whether a path names tokens in a known format: by the first bytes of the file, and Megatron's pairs."""
+    try:
+        begin = read_bytes(path, 0, min(8, files.check_regular(path).st_size))
+    except OSError:
+        begin = b""
+    return megatron_pair(path) is not None or begin.startswith((NPY_MAGIC, OLD_MAGIC))
+
+
+class OpenedTokens(NamedTuple):
+    """A file of tokens: its ids, where documents begin, what `mpipipe tokenize` has said of it, and all its files."""
+
+    ids: FileIntegers
+    documents: Documents | None
+    facts: TokenFacts | None
+    paths: tuple[Path, ...]
+
+
+def open_tokens(path: Path) -> OpenedTokens:
+    """Open a file for which `is_token_file` holds. Raises DataError if it is damaged or holds no tokens."""
+    pair = megatron_pair(path)
+    if pair is not None:
+        return OpenedTokens(*_open_megatron(pair), None, pair)
+    if read_bytes(path, 0, min(8, size_of(path))) == OLD_MAGIC:
+        raise DataError(
+            "a file of tokens in the format of an earlier version",
+            found=str(path),
+            expected=f"a .npy file with {path.name}{FACTS} beside it",
+            remedy="tokenize the text again: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE",
+        )
+    if files.exists(beside(path, FACTS)):
+        facts, documents = _open_facts(path)
+        return OpenedTokens(_open_ids(path, facts), documents, facts, (path, beside(path, DOCUMENTS)))
+    return OpenedTokens(_open_ids(path), None, None, (path,))
+
+
+def largest_id(ids: FileIntegers) -> int:
+    """Look through all ids for the largest; -1 where there are none."""
+    return max((int(values.max()) for _, values in ids.blocks()), default=-1)
+
+
+def _open_ids(path: Path, facts: TokenFacts | None = None) -> FileIntegers:
+    ids, _ = _open_npy(path, axes=1, exact=facts is not None)
+    if facts is not None and (len(ids), ids.dtype) != (wanted := (facts.tokens, dtype_for(facts.vocab))):
+        raise _damaged(path, f"{len(ids)} ids {ids.dtype}", f"{wanted[0]} ids {wanted[1]}")
+    return ids
+
+
+def _open_npy(path: Path, axes: int, exact: bool) -> tuple[FileIntegers, tuple[int, ...]]:
+    """Return the integers of a .npy file, and their shape; if `exact`, nothing may follow them."""
+    size = size_of(path)
+    head = io.BytesIO(read_bytes(path, 0, min(size, NPY_HEADER_BYTES)))  # a header may say that it has gigabytes
+    try:
+        version = np.lib.format.read_magic(head)
+        if version not in ((1, 0), (2, 0), (3, 0)):
+            raise ValueError(f"version {version}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(head)
+    except (ValueError, EOFError, TokenError, RecursionError, MemoryError) as error:  # the parser raises the last ones
+        text = f"{type(error).__name__}: {error}"[:200]
+        raise DataError(f"the .npy file cannot be read: {text}", found=str(path), remedy=REMEDY) from error
+    if len(shape) != axes or dtype.kind not in "iu" or min(shape, default=0) < 0:
+        raise DataError(
+            "the .npy file holds no tokens",
+            found=f"{dtype}{list(shape)} in {path}",
+            expected="one axis of integers",
+            remedy="save the token ids one after the other: numpy.save(path, ids.reshape(-1))",
+        )
+    count, offset = int(np.prod(shape, dtype=object)), head.tell()
+    needed = offset + count * dtype.itemsize
+    if size < needed:
+        raise DataError(
+            "the .npy file is cut short",
+            found=f"{size} bytes in {path}",
+            expected=f"{needed} for {count} integers",
+            remedy=REMEDY,
+        )
+    if exact and size > needed:
+        raise _damaged(path, f"{size} bytes", f"{needed}")
+    return FileIntegers(path, dtype.str, count, offset), shape
+
+
+def _open_facts(path: Path) -> tuple[TokenFacts, Documents]:
+    """Read the two files next to a file of tokens, and compare their checksums."""
+    place, rows = beside(path, FACTS), beside(path, DOCUMENTS)
+    with files.reading(
+        "what is said of a file of tokens",
+        place,
+        DataError,
+        remedy=f"{REMEDY}; move the .json away if `mpipipe tokenize` did not write it",
+        also=(ValueError, TypeError, RecursionError),
+    ):
+        values = dict(json.loads(files.read_text(place, MOST_FACTS)))
+        written, checksum = values.pop("checksum", None), checksum_of(values)
+        facts = TokenFacts(**values)
+    if written != checksum:
+        raise _damaged(place, f"checksum {checksum}", f"{written!r:.80}")
+    index, shape = _open_npy(rows, axes=2, exact=True)
+    content = blake2b(digest_size=16)
+    for _, block in index.blocks():
+        content.update(block.data)
+    if shape != (2, facts.documents) or content.hexdigest() != facts.index:
+        raise _damaged(rows, f"{list(shape)} integers with checksum {content.hexdigest()}", facts.index)
+    starts = FileIntegers(rows, index.dtype, facts.documents, index.offset)
+    before = FileIntegers(rows, index.dtype, facts.documents, index.offset + 8 * facts.documents)
+    return facts, Documents(rows, starts, before, facts.nbytes)
+
+
+def _damaged(path: Path, found: str, expected: str) -> DataError:
+    return DataError("a file of tokens is damaged", found=f"{found}, {path}", expected=expected, remedy=REMEDY)
+
+
+# -- Megatron's pair of .bin and .idx ---------------------------------------------------------------------------------
+#
+# The .idx, little-endian (the class MMapIndexedDataset, megatron/core/datasets/indexed_dataset.py):
+#
+#     "MMIDIDX" and two zero bytes, version 1 (u64), code of the dtype (u8), number of sequences (u64), number of
+#     entries about documents (u64); tokens of each sequence (i32), its byte in the .bin (i64); the entries: number of
+#     the first sequence of each document, and of all sequences (i64)
+#
+# The sequences stand one after the other in the .bin, which is checked. How long the text was is not said.
+
+
+MEGATRON_MAGIC = b"MMIDIDX\0\0"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+@dataclass(frozen=True)
+class MegatronStarts(Sequence[int]):
+    """The positions at which documents begin: those of their first sequences, of `tokens` in all."""
+
+    first_sequence: FileIntegers
+    byte_of: FileIntegers
+    itemsize: int
+    tokens: int
+
+    def __len__(self) -> int:
+        return max(0, len(self.first_sequence) - 1)  # the last entry is the end
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        sequence = self.first_sequence[index]
+        return self.tokens if sequence == len(self.byte_of) else self.byte_of[sequence] // self.itemsize
+
+
+def megatron_pair(path: Path) -> tuple[Path, Path] | None:
+    """Return (.bin, .idx) that `path` names, by either of them or by what stands before the dot; None for others."""
+    text = str(path)
+    prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
+    pair = Path(prefix + ".bin"), Path(prefix + ".idx")
+    return pair if files.exists(pair[1]) and (path in pair or not files.exists(path)) else None
+
+
+def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
+    tokens, index = pair
+    size = size_of(index)
+    head = read_bytes(index, 0, min(size, MEGATRON_HEADER.size))
+    if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
+        raise _index_error(
+            index, f"{size} bytes that begin with {head[:9]!r}", f"an index that begins {MEGATRON_MAGIC!r}"
+        )
+    _, version, code, sequences, entries = MEGATRON_HEADER.unpack(head)
+    if version != 1 or code not in MEGATRON_DTYPES:
+        raise _index_error(index, f"version {version}, dtype {code}", "version 1, and a dtype of integers")
+    needed = MEGATRON_HEADER.size + 12 * sequences + 8 * entries
+    if size != needed:
+        raise _index_error(
+            index, f"{size} bytes", f"{needed} for {sequences} sequences and {entries} entries of documents"
+        )
+    dtype, offset = MEGATRON_DTYPES[code], MEGATRON_HEADER.size
+    lengths = FileIntegers(index, "<i4", sequences, offset)
+    byte_of = FileIntegers(index, "<i8", sequences, offset + 4 * sequences)
+    first_sequence = FileIntegers(index, "<i8", entries, offset + 12 * sequences)
+    itemsize = np.dtype(dtype).itemsize
+    total = _checked_total(lengths, byte_of, itemsize)
+    _check_documents(first_sequence, sequences)
+    if size_of(tokens) != total * itemsize:
+        raise DataError(
+            "the tokens do not fit their index",
+            found=f"{size_of(tokens)} bytes in {tokens}",
+            expected=f"{total * itemsize} for {total} tokens, as in {index}",
+            remedy=REMEDY,
+        )
+    starts = MegatronStarts(first_sequence, byte_of, itemsize, total)
+    return FileIntegers(tokens, dtype, total), Documents(index, starts)
+
+
+def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) -> int:
+    """Return the number of tokens; raises DataError unless each sequence begins where the one before it ends."""
+    total = 0
+    for start, block in lengths.blocks():
+        sizes, places = block.astype(np.int64), byte_of.read(start, len(block))
+        expected = total + np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        wrong = np.flatnonzero((places != expected * itemsize) | (sizes < 0))
+        if wrong.size:
+            entry = int(wrong[0])
+            raise _index_error(
+                lengths.path,
+                f"sequence {start + entry} of {sizes[entry]} tokens at byte {places[entry]}",
+                f"at byte {expected[entry] * itemsize}, behind the one before it",
+            )
+        total += int(sizes.sum())
+    return total
+
+
+def _check_documents(first_sequence: FileIntegers, sequences: int) -> None:
+    """Raise DataError unless the entries of documents rise from 0 to the number of sequences."""
+    last = 0
+    for start, numbers in first_sequence.blocks():
+        steps = np.diff(numbers, prepend=last)
+        if (steps < 0).any() or numbers.max() > sequences or (start == 0 and numbers[0] != 0):
+            raise _index_error(
+                first_sequence.path, "entries of documents out of order", f"numbers from 0 to {sequences}"
+            )
+        last = int(numbers[-1])
+    if last != sequences:
+        raise _index_error(first_sequence.path, f"a last entry of documents of {last}", f"{sequences}, all sequences")
+
+
+def _index_error(path: Path, found: str, expected: str) -> DataError:
+    return DataError("an index of tokens is damaged", found=f"{found}, {path}", expected=expected, remedy=REMEDY)

@@ -30,45 +30,38 @@ REMEDY = "name the folder of a model that has a tokenizer.json, or that file"
 class Tokenizer:
     """A tokenizer; `open_tokenizer` makes one.
 
-    Attributes
-    ----------
     vocab : number of token ids, one more than the largest
     end : id of the token that ends a text, None if the folder names none
     hash : of tokenizer.json, 32 hexadecimal digits
-    before, behind : ids that the tokenizer puts around each text
+    before, after : ids that the tokenizer puts around each text
     path : of tokenizer.json
-    library : the tokenizers.Tokenizer; call it within `explained`
+    library : the tokenizers.Tokenizer; call it within `library_errors`
     """
 
     vocab: int
     end: int | None
     hash: str
     before: tuple[int, ...]
-    behind: tuple[int, ...]
+    after: tuple[int, ...]
     path: Path
     library: Any = field(repr=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that goes on: with what the tokenizer puts before it, and nothing behind it."""
-        with explained(self.path):
+        """Return the ids of a text that goes on: with what the tokenizer puts before it, and nothing after it."""
+        with library_errors(self.path):
             return [*self.before, *self.library.encode(text, add_special_tokens=False).ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
-        with explained(self.path):
+        with library_errors(self.path):
             return str(self.library.decode([int(token) for token in tokens], skip_special_tokens=True))
 
 
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     """Open the tokenizer in a folder, or a tokenizer.json itself.
 
-    Raises DataError if there is none, it cannot be read, or has no such token; BackendError if the library is not
-    installed.
-
-    Parameters
-    ----------
-    folder : of a model
-    end : the token that ends a text, in place of the one that the folder names
+    `end` is the token that ends a text, in place of the one that the folder names. Raises DataError if there is no
+    tokenizer, it cannot be read, or has no such token; BackendError if the library is not installed.
     """
     path = path_of(folder)
     kind = _library()
@@ -80,19 +73,19 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"the tokenizer cannot be read: {error}", found=str(path), remedy=REMEDY) from error
-    with explained(path, "the tokenizer cannot be read"):
+    with library_errors(path, "the tokenizer cannot be read"):
         library = kind.from_str(text)
         library.no_truncation()
         library.no_padding()
         vocab = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-        before, behind = _around(library)
+        before, after = _around(library)
     if vocab < 1:
         raise DataError("the tokenizer has no tokens", found=str(path), remedy=REMEDY)
-    return Tokenizer(vocab, _end_of_text(library, path, end, vocab), _hash(text), before, behind, path, library)
+    return Tokenizer(vocab, _end_of_text(library, path, end, vocab), _hash(text), before, after, path, library)
 
 
 @contextmanager
-def explained(path: Path, text: str = "the tokenizer fails") -> Iterator[None]:
+def library_errors(path: Path, text: str = "the tokenizer fails") -> Iterator[None]:
     """Turn what the library raises within into DataError with the path.
 
     It has no class of its own for errors, and a panic of its Rust is a BaseException: a regular expression that looks
@@ -137,7 +130,7 @@ def _library() -> Any:
 
 
 def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that the tokenizer puts before and behind a text."""
+    """Return the ids that the tokenizer puts before and after a text."""
     bare, full = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
     added = len(full) - len(bare)
     for count in range(added + 1):
@@ -146,26 +139,26 @@ def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (), ()
 
 
-def _end_of_text(library: Any, path: Path, given: str | None, vocab: int) -> int | None:
-    """Return the id of the token that ends a text: the one given, else the first that a file beside `path` names."""
+def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int | None:
+    """Return the id of the token that ends a text: the one named, else the first that a file next to `path` names."""
     names = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
-    found: Any = given
+    token: Any = named
     source = "the command line"
-    for name in names if given is None else ():
+    for name in names if named is None else ():
         facts = _facts(path.with_name(name))
-        found = facts.get("eos_token", facts.get("eos_token_id"))
-        found = found.get("content") if isinstance(found, dict) else found
-        found = found[0] if isinstance(found, list) and found else found
+        token = facts.get("eos_token", facts.get("eos_token_id"))
+        token = token.get("content") if isinstance(token, dict) else token
+        token = token[0] if isinstance(token, list) and token else token
         source = str(path.with_name(name))
-        if found is not None:
+        if token is not None:
             break
-    if found is None:
+    if token is None:
         return None
-    number = found if type(found) is int else library.token_to_id(str(found))
+    number = token if type(token) is int else library.token_to_id(str(token))
     if number is None or not 0 <= number < vocab:
         raise DataError(
             "the tokenizer does not have the token that ends a text",
-            found=f"{found!r} of {source}",
+            found=f"{token!r} of {source}",
             expected=f"a token of {path}",
             remedy="name one that it has with --end-of-text",
         )

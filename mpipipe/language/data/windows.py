@@ -4,7 +4,7 @@ They follow from (seed, step) alone, so all ranks that need them compute the sam
 goes on at any step.
 
     order "random"     windows begin anywhere, all equally likely, with replacement
-    order "epoch"      the data are cut into windows one behind the other; each comes once in an epoch, in an order that
+    order "epoch"      the data are cut into windows one after the other; each comes once in an epoch, in an order that
                        is drawn anew for each epoch
 """
 
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import TypeAlias
 
 import numpy as np
 
 from mpipipe.language.data.source import Tokens
-from mpipipe.nn import random
+from mpipipe.nn import random_key
 
-Batch: TypeAlias = "tuple[np.ndarray, np.ndarray]"  # inputs and targets, int64 (rows, seq_len)
 ORDERS = ("random", "epoch")
 
 
@@ -32,7 +30,7 @@ def training_starts(
         return starts
     count = (length - 1) // seq_len  # windows of an epoch; what is left at the end is left out
     numbers = range(step * batch, (step + 1) * batch)[rows]
-    keys = {epoch: random.key("epoch", epoch, seed).tobytes() for epoch in {number // count for number in numbers}}
+    keys = {epoch: random_key("epoch", epoch, seed).tobytes() for epoch in {number // count for number in numbers}}
     return [shuffled(number % count, count, keys[number // count]) * seq_len for number in numbers]
 
 
@@ -43,29 +41,7 @@ def validation_starts(length: int, *, index: int, batches: int, batch: int, rows
     return [number * last // max(1, batches * batch - 1) for number in numbers]
 
 
-def training_batch(
-    text: Tokens, *, seed: int, step: int, batch: int, rows: slice, seq_len: int, order: str = "random"
-) -> Batch:
-    """Draw the rows `rows` of the batch of a step: windows of `text`.
-
-    Returns
-    -------
-    inputs, targets : int64 (rows, seq_len); the target of a token is the token after it
-    """
-    starts = training_starts(len(text), seed=seed, step=step, batch=batch, rows=rows, seq_len=seq_len, order=order)
-    return read_windows(text, starts, seq_len)
-
-
-def validation_batch(text: Tokens, *, index: int, batches: int, batch: int, rows: slice, seq_len: int) -> Batch:
-    """Return the rows `rows` of validation batch `index` of `batches`: always the same windows.
-
-    Returns inputs and targets as `training_batch` does.
-    """
-    starts = validation_starts(len(text), index=index, batches=batches, batch=batch, rows=rows, seq_len=seq_len)
-    return read_windows(text, starts, seq_len)
-
-
-def read_windows(text: Tokens, starts: Iterable[int], seq_len: int) -> Batch:
+def read_windows(text: Tokens, starts: Iterable[int], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Read the windows that begin at `starts`: inputs and targets, int64 (rows, seq_len)."""
     windows = np.stack([text.read(int(start), seq_len + 1) for start in starts]).astype(np.int64)
     return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
@@ -88,7 +64,7 @@ def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
 
 def generator(seed: int, purpose: str, step: int) -> np.random.Generator:
     """Return the random numbers for one purpose in one step. They are counter-based: none depends on earlier ones."""
-    return np.random.Generator(np.random.Philox(key=random.key(purpose, seed), counter=[0, 0, 0, step]))
+    return np.random.Generator(np.random.Philox(key=random_key(purpose, seed), counter=[0, 0, 0, step]))
 
 
 # -- A permutation of 0 ... count - 1, of which any place is computed by itself, without memory for the others --------

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe import arrays, nn, schedules
+from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.comm.mesh import Mesh
@@ -28,23 +28,22 @@ from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.group import Group, group_of
 from mpipipe.language import data
-from mpipipe.language.data import Tokens, find
-from mpipipe.language.data.source import glance
-from mpipipe.language.data.text_chunks import units_of
+from mpipipe.language.data import Tokens, find, glance
+from mpipipe.language.data.source import out_of_range
+from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
+from mpipipe.language.inference.generation import forward_plan
 from mpipipe.language.models.model_folder import ModelFolder
+from mpipipe.language.shard import Shard
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
-from mpipipe.train import limits
-from mpipipe.train.training_plan import Shard, TrainingPlan
 
 TOKENS = 4096  # of a micro-batch, by default
-IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
 
 
-class Sum(NamedTuple):
-    """Losses of some tokens: their number, and the sum in nats."""
+class LossSum(NamedTuple):
+    """Number of tokens, and the sum of their losses in nats."""
 
     tokens: int
     nats: float
@@ -52,25 +51,16 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model says of a text.
+    """What a model says of a text: the number of tokens predicted, and their mean cross-entropy in nats.
 
-    Attributes
-    ----------
-    tokens : number of tokens predicted
-    loss : their mean cross-entropy in nats
-    bits_per_byte : of the text, None if its bytes are not known
-    documents : of each document in which a token was predicted, by its number; empty unless asked for
+    `bits_per_byte` is None if the bytes of the text are not known. `documents` has the losses of each document in which
+    a token was predicted, by its number; it is empty unless asked for.
     """
 
     tokens: int
     loss: float
     bits_per_byte: float | None
-    documents: dict[int, Sum]
-
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the loss, infinite where it is too large."""
-        return perplexity(self.loss)
+    documents: dict[int, LossSum]
 
 
 def perplexity(loss: float) -> float:
@@ -88,7 +78,7 @@ class WindowLosses(nn.HeadCrossEntropy):
         self._tokens: dict[int, int] = defaultdict(int)
 
     def __call__(self, output: Array, target: Any, factor: float = 1.0) -> tuple[float, None]:
-        """Note the losses of the windows of a micro-batch. What is returned, 0, is nobody's loss."""
+        """Note the losses of the windows of a micro-batch. The 0 that is returned is no loss."""
         ids, counts, documents = target["ids"], target["counts"].tolist(), target["documents"].tolist()
         if set(counts) == {ids.shape[1]} and len(set(documents)) == 1:  # the common case: all in one product
             self._note(documents[0], output, ids)
@@ -117,21 +107,15 @@ class WindowLosses(nn.HeadCrossEntropy):
             self._tokens[document] += count
         self._noted.clear()
 
-    def sums(self) -> dict[int, Sum]:
+    def sums(self) -> dict[int, LossSum]:
         """Return the sum of each document."""
-        return {document: Sum(self._tokens[document], math.fsum(nats)) for document, nats in self._nats.items()}
+        return {document: LossSum(self._tokens[document], math.fsum(nats)) for document, nats in self._nats.items()}
 
 
 class Evaluator:
-    """A pipeline that evaluates.
+    """A pipeline on `mesh.pipe` that evaluates `rows` windows in each micro-batch; this rank has a `shard` of them.
 
-    Parameters
-    ----------
-    pipeline : on `mesh.pipe`, whose loss is `losses`
-    losses : on the ranks of the last stage, None elsewhere
-    mesh, shard : where this rank stands, and its part of each window
-    rows : windows of a micro-batch
-    vocab : number of ids that the model knows
+    `losses` is its loss on the ranks of the last stage, None elsewhere. The model knows `vocab` ids.
     """
 
     def __init__(
@@ -145,11 +129,7 @@ class Evaluator:
         self.positions = shard.layout.positions(shard.rank)
 
     def run(self, tokens: Tokens | None, windows: Windows) -> Iterator[int]:
-        """Evaluate all windows; yield how many have been done after each call; collective.
-
-        tokens : on the ranks of the first and the last stage
-        windows : the same on every rank
-        """
+        """Evaluate all windows, the same on every rank; yield how many have been done after each call; collective."""
         group, at_once = group_of(self.mesh.comm), self.share * self.mesh.data.size
         for start in range(0, len(windows), at_once):
             stop = min(start + at_once, len(windows))
@@ -165,13 +145,16 @@ class Evaluator:
             yield stop
 
     def _batch(self, tokens: Tokens, own: Sequence[Window], length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return inputs and targets of this rank: its positions of each window, zeros behind the end of short ones."""
+        """Return inputs and targets of this rank: its positions of each window, zeros after the end of short ones."""
         if self.shard.ring is None:  # else the ring is made for windows of one length
             length = max((window.rows for window in own), default=1)
         read = np.zeros((max(1, len(own)), length + 1), np.int64)  # a replica without windows takes an empty one
         for row, window in zip(read, own):
             row[: window.rows + 1] = tokens.read(window.start, window.rows + 1)
-            self._check(row, window)
+            outside = np.flatnonzero((row < 0) | (row >= self.vocab))
+            if outside.size:
+                place = int(outside[0])
+                raise out_of_range(int(row[place]), self.vocab, window.start + place, "the data")
         counts = np.zeros(len(read), np.int64)
         counts[: len(own)] = np.searchsorted(self.positions, [window.rows for window in own])
         documents = np.zeros(len(read), np.int64)
@@ -180,31 +163,22 @@ class Evaluator:
         targets = {"ids": np.ascontiguousarray(cut(read[:, 1:])), "counts": counts, "documents": documents}
         return np.ascontiguousarray(cut(read[:, :-1])), targets
 
-    def _check(self, row: np.ndarray, window: Window) -> None:
-        outside = np.flatnonzero((row < 0) | (row >= self.vocab))
-        if outside.size:
-            raise DataError(
-                "a token id is out of range",
-                found=f"id {row[outside[0]]} at position {window.start + outside[0]} of the data",
-                expected=f"at least 0 and below {self.vocab}, which the model knows",
-                remedy="take the data and the model of one tokenizer",
-            )
-
     def result(self, by_document: bool, bytes_per_token: float | None) -> Evaluation:
         """Return what all ranks have found, on every rank; collective."""
         group = group_of(self.mesh.comm)
-        parts: dict[int, list[Sum]] = defaultdict(list)
+        parts: dict[int, list[LossSum]] = defaultdict(list)
         for part in group.gather("evaluate: all losses", {} if self.losses is None else self.losses.sums()):
-            for document, each in part.items():
-                parts[document].append(each)
-        documents = {
-            document: Sum(sum(each.tokens for each in found), math.fsum(each.nats for each in found))
-            for document, found in sorted(parts.items())
-        }
-        count = sum(each.tokens for each in documents.values())
-        loss = math.fsum(each.nats for each in documents.values()) / count
+            for document, losses in part.items():
+                parts[document].append(losses)
+        documents = {document: _total(sums) for document, sums in sorted(parts.items())}
+        count, nats = _total(documents.values())
+        loss = nats / count
         bits = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
         return Evaluation(count, loss, bits, documents if by_document else {})
+
+
+def _total(sums: Collection[LossSum]) -> LossSum:
+    return LossSum(sum(losses.tokens for losses in sums), math.fsum(losses.nats for losses in sums))
 
 
 def build_evaluator(
@@ -214,11 +188,9 @@ def build_evaluator(
 
     Parameters
     ----------
-    folder : with the model
-    mesh : all ranks
-    length : tokens of a window
+    folder, mesh, length : with the model; all ranks; tokens of a window
     layout : which positions of it each rank of `mesh.seq` holds
-    rows : windows of a micro-batch; None: so many that they have about `TOKENS` tokens
+    rows : windows of a micro-batch; by default as many as have about `TOKENS` tokens
     dtype : of activations
     device : "cpu" or "cuda"
 
@@ -226,27 +198,23 @@ def build_evaluator(
     """
     group = group_of(mesh.comm)
     with group.raise_together("evaluate: the model"):
-        model, ranks = folder.model, mesh.pipe.size
+        model = folder.model
         if length > model.seq:
             raise ConfigError(
                 "a window is longer than the model allows",
                 found=f"--seq-len {length}",
                 expected=f"at most {model.seq}, the length of its sequences",
             )
-        microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
-        limits.check_counts(model.layers, "forward_only", ranks, 1, microbatches)
-        schedule = schedules.forward_only(ranks, 1, microbatches)
-        at_once = rows or max(1, TOKENS // length)
-        plan = TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=at_once)
+        plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
     with group.raise_together("evaluate: the shards of windows"):
         shard = Shard(mesh.seq, layout, length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, shard, dtype, 0, device)
-        losses = WindowLosses(stages[-1]) if mesh.pipe.rank == schedule.placement[-1] else None
+        stages = plan.stages(mesh.pipe.rank, model.build(shard.attend, shard.positions), dtype, 0, device)
+        losses = WindowLosses(stages[-1]) if mesh.pipe.rank == plan.schedule.placement[-1] else None
     folder.load(stages, mesh)
-    pipeline = Pipeline(stages, schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
-    return _closing(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=at_once, vocab=model.vocab))
+    pipeline = Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
+    return _closing(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, vocab=model.vocab))
 
 
 @contextmanager
@@ -266,67 +234,61 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     model's.
     """
     group = group_of(mesh.comm)
-    listed, tokenizer = None, None
+    listing, tokenizer = None, None
     with group.raise_together("evaluate: the data"):
         if mesh.rank == 0:
             if not paths:
                 raise ConfigError("there is nothing to evaluate on", expected="files with --data")
-            listed = find([str(Path(path).absolute()) for path in paths], folder.model.vocab)
-    absolute = group.broadcast("evaluate: the paths", [str(Path(path).absolute()) for path in paths])
-    found = group.broadcast("evaluate: the list of data", listed)
+            listing = find([Path(path).absolute() for path in paths], folder.model.vocab)
+    listing = group.broadcast("evaluate: the list of data", listing)
     with group.raise_together("evaluate: the tokenizer"):
-        tokenizer = folder.tokenizer()
-        if found.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:
+        tokenizer, first = folder.tokenizer(), listing.files[0][0]
+        if listing.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:
             raise ConfigError(
                 "the model has no tokenizer, so it takes no text",
-                found=f"text in {absolute[0]}, {folder.model.vocab} token ids in the model",
+                found=f"text in {first}, {folder.model.vocab} token ids in the model",
                 expected="files of tokens",
                 remedy="python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE",
             )
-        wanted = getattr(found, "tokenizer", None)
-        if tokenizer is not None and wanted not in (None, (hash_ := getattr(tokenizer, "hash", wanted))):
+        if tokenizer is not None and listing.tokenizer not in (None, tokenizer.hash):
             raise DataError(
                 "the tokens are those of another tokenizer",
-                found=f"hash {wanted} in {absolute[0]}",
-                expected=f"{hash_}, as in {folder.path}",
+                found=f"hash {listing.tokenizer} in {first}",
+                expected=f"{tokenizer.hash}, as in {folder.path}",
                 remedy="tokenize the text with the tokenizer of the model",
             )
-    if found.unit == "bytes" and tokenizer is not None:
-        return tokenized(found.found(absolute), cast(Tokenizer, tokenizer), group), "tokens"
+    if listing.unit == "bytes" and tokenizer is not None:
+        return tokenized(listing.files, tokenizer, group), "tokens"
     with group.raise_together("evaluate: opening the data"):
-        tokens = found.whole(absolute)
-        seen = glance(found.found(absolute))
+        tokens, seen = listing.whole(), glance(listing.files)
     group.agree(
         "evaluate: the data",
         (("the first and last blocks of the files", seen),),
         message="the ranks see different data",
         remedy="give the same files to all hosts, best on a shared file system",
     )
-    return tokens, found.unit
+    return tokens, listing.unit
 
 
 def tokenized(files: Sequence[tuple[Path, int]], tokenizer: Tokenizer, group: Group) -> data.Array:
     """Return the tokens of files of text on every rank; each rank has tokenized its share. Collective."""
-    units = units_of(files)
-    part = even_split(len(units), group.size)[group.rank]
-    chunk = None
+    texts = chunks_of(files)
+    part = even_split(len(texts), group.size)[group.rank]
+    batch = None
     with group.raise_together("evaluate: tokenizing"):
-        chunk = Encoder(tokenizer).encode(units[part.start : part.stop])
-    chunks = group.gather("evaluate: the tokens", chunk)
-    shifts = np.cumsum([0, *(len(each.ids) for each in chunks)])
-    starts = [start + int(shift) for each, shift in zip(chunks, shifts) for start in each.starts]
-    ids = np.concatenate([each.ids for each in chunks])
-    return data.Array(ids, starts, sum(sum(each.nbytes) for each in chunks))
+        batch = Encoder(tokenizer).encode(texts[part.start : part.stop])
+    batches = group.gather("evaluate: the tokens", batch)
+    ids = np.concatenate([each.ids for each in batches])
+    shifts = np.cumsum([0, *(len(each.ids) for each in batches)])
+    starts = [start + int(shift) for each, shift in zip(batches, shifts) for start in each.starts]
+    return data.Array(ids, starts, sum(sum(each.nbytes) for each in batches))
 
 
 # -- The windows of an evaluation: which tokens each of them reads, and which document it is of -----------------------
 
 
 class Window(NamedTuple):
-    """Inputs start ... start + rows - 1, each of which predicts the token behind it.
-
-    `document` is its number, 0 where all is one.
-    """
+    """Inputs start ... start + rows - 1 of a document; each predicts the token after it."""
 
     start: int
     rows: int
@@ -334,13 +296,9 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """The windows of `length` tokens in a text, by number.
+    """The windows of `length` inputs in a text, by number; with `short` the last one of a document may be shorter.
 
-    Parameters
-    ----------
-    starts : where each document begins, rising from 0, and the number of tokens at the end
-    length : inputs of a window
-    short : whether a document's last window may be shorter
+    `starts` are where each document begins, rising from 0, and the number of tokens at the end.
     """
 
     def __init__(self, starts: np.ndarray, length: int, short: bool) -> None:

@@ -1,4 +1,4 @@
-"""Answers to many prompts at once: which tokens go through the model next, and what is drawn behind them.
+"""Answers to many prompts at once: which tokens go through the model next, and what is drawn after them.
 
     slot 0   prompt prompt prompt prompt a a a .        one forward = the tokens that wait in all slots, side by side,
     slot 1   prompt a a a a a . | prompt prompt a a     cut into micro-batches of equal numbers of tokens:
@@ -18,34 +18,32 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe import nn
+from mpipipe import arrays, nn, schedules
+from mpipipe.attention import Local
 from mpipipe.attention.cache import Piece, Pieces, SlotCache
 from mpipipe.comm.mesh import Mesh
-from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job.consensus import raise_on_all
 from mpipipe.job.group import group_of
-from mpipipe.nn import random
+from mpipipe.language.models.fine_tuning import Model
+from mpipipe.language.models.gpt import GPT, check_layers
+from mpipipe.nn import random_key
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import memory
-from mpipipe.train import limits
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.memory import attentions, check_memory, parameters_of
+from mpipipe.train.training_plan import check_actions
 
 MOST = 512  # tokens of a micro-batch: its activations stay small
 LEAST = 4  # fewer tokens are not cut further: a product with few rows costs as much as one with a single row
 
 
 class Drawn(NamedTuple):
-    """One token of an answer.
-
-    prompt : number of the prompt
-    token : its id
-    ended : None while the answer goes on; else why it has ended: "stop" or "count"
-    """
+    """One token of the answer to a prompt; `ended` says why the answer has ended, "stop" or "count", else None."""
 
     prompt: int
     token: int
@@ -88,17 +86,12 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
     """Yield the tokens of the answers to all prompts as they are drawn, the same on every rank; collective.
 
     One rank draws for all: ranks whose logits differ in a last bit still write the same text. An answer depends on its
-    prompt, its number and `sampling`; on the prompts beside it only as the rounding of a matrix product does on its
+    prompt, its number and `sampling`; on other prompts only as the rounding of a matrix product does on its
     number of rows.
 
-    Parameters
-    ----------
-    decoder : what `build_decoder` makes, with nothing in its slots
-    prompts : ids of each, which `check_prompts` accepts; the same on every rank
-    count : tokens of an answer at most
-    sampling : how to draw
-
-    Raises, on every rank, NonFiniteError if the model gives logits that are NaN or infinite.
+    `decoder` has nothing in its slots. The `prompts`, ids that `check_prompts` accepts, are the same on every rank. An
+    answer has `count` tokens at most. Raises, on every rank, NonFiniteError if the model gives logits that are NaN or
+    infinite.
     """
     group = group_of(decoder.mesh.comm)
     waiting = deque(enumerate(prompts))
@@ -174,11 +167,7 @@ Part = tuple[list[Piece], list[int]]  # the pieces of a micro-batch, and its tok
 class Decoder:
     """A pipeline of stages with caches, in whose slots sequences grow. A context manager, which closes the pipeline.
 
-    Attributes
-    ----------
-    pipeline : Pipeline
-    slots : number of sequences at once
-    capacity : of tokens in each, prompt and answer
+    slots, capacity : number of sequences at once, and of tokens in each, prompt and answer
     microbatches : most of them in one forward
     first : whether this rank has the first stage, which takes the tokens
     drawing : rank of the mesh that has the logits, and draws for all
@@ -194,7 +183,7 @@ class Decoder:
     def forward(self, parts: Sequence[Part]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
 
-        Returns the logits behind each piece that asks for them, in order, each (vocab,), on the ranks of the last
+        Returns the logits after each piece that asks for them, in order, each (vocab,), on the ranks of the last
         stage; none elsewhere.
         """
         self._held[:] = [pieces for pieces, _ in parts]
@@ -213,10 +202,8 @@ class Decoder:
 
 
 class DecodingStage:
-    """A stage of a decoder: tells the caches what a micro-batch consists of, and skips what nobody asks for.
+    """A stage of a decoder: says to the caches what a micro-batch consists of, and computes no logits but those asked.
 
-    Parameters
-    ----------
     inner_stages : one nn.Stage; on the last rank another one with the last layer of the model alone
     pieces : that the caches of the first one read
     held : the pieces of each micro-batch of the forward under way
@@ -241,11 +228,11 @@ class DecodingStage:
 
 
 def build_decoder(
-    plan: TrainingPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
+    model: Model, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
 ) -> Decoder:
-    """Build a decoder of the model of a plan, with as many micro-batches in flight as its schedule has.
+    """Build a decoder of a model, with as many micro-batches in flight as its schedule has.
 
-    Attention looks back over the last `plan.model.seq` positions in each layer, or over those of the layer's own window
+    Attention looks back over the last `model.seq` positions in each layer, or over those of the layer's own window
     where that is shorter. Up to that length this is the model as it was trained. Beyond it, no distance occurs that the
     rotary positions did not have in training.
 
@@ -255,7 +242,7 @@ def build_decoder(
 
     Parameters
     ----------
-    plan : model, cut and placement of stages; of its schedule the forwards count
+    model, plan : the model, and the cut and placement of its stages; of the schedule the forwards count
     mesh : its `pipe` has the stages; the ranks of its `seq` share the caches
     dtype : of parameters and caches, float32 or float64; they are on the host
     capacity : length of the longest sequence at its end
@@ -263,9 +250,9 @@ def build_decoder(
     slots : sequences at once
     """
     group = group_of(mesh.comm)
-    model, schedule = plan.model, plan.schedule.forward_only_part(plan.schedule.microbatches)
+    schedule = plan.schedule.forward_only_part(plan.schedule.microbatches)
     with group.raise_together("generate: the memory of a decoder"):
-        memory.check_decoding(plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
+        check_decoding(model, plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
     pieces, held = Pieces(), list[list[Piece]]()
 
     def attend(window: int | None = None) -> SlotCache:
@@ -274,7 +261,7 @@ def build_decoder(
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
-        limits.check_positions(layers, capacity)
+        check_positions(layers, capacity)
     with group.raise_together("generate: the stages"):
         stages = []
         for start, stop in plan.ranges_of(mesh.pipe.rank):
@@ -284,6 +271,60 @@ def build_decoder(
     with group.raise_together("generate: the parameters"):
         load_weights([inner for stage in stages for inner in stage.inner_stages])
     return Decoder(Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas), mesh, held, slots, capacity)
+
+
+IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
+
+
+def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
+    """Return the cut of a model for forwards alone, with micro-batches of `rows` rows.
+
+    Raises ConfigError for numbers of layers and micro-batches that could not have run.
+    """
+    microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
+    check_layers(model.layers)
+    check_actions("forward_only", ranks, 1, microbatches)
+    schedule = schedules.forward_only(ranks, 1, microbatches)
+    return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows)
+
+
+def longest_text(layers: Sequence[nn.Layer]) -> int | None:
+    """Return how many tokens a text may have for learned positions, None for a model without; the last is not read."""
+    tables = [layer.count for top in layers for _, layer in top.walk("") if isinstance(layer, nn.LearnedPositions)]
+    return min(tables) + 1 if tables else None
+
+
+def check_positions(layers: Sequence[nn.Layer], capacity: int) -> None:
+    """Raise ConfigError if a text of `capacity` tokens passes a learned table."""
+    longest = longest_text(layers)
+    if longest is not None and capacity > longest:
+        raise ConfigError(
+            "the text would be longer than the model's learned positions",
+            found=f"{capacity:,} tokens in all",
+            expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at the end",
+            remedy="generate fewer tokens, or give a shorter prompt",
+        )
+
+
+def check_decoding(model: Model, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int], ranks: int) -> None:
+    """Raise ConfigError if a decoder surely exceeds this machine's memory: its parameters, and its caches.
+
+    `caches` are (sequences, positions), which lie on `ranks` ranks.
+    """
+    slots, capacity = caches
+    layers = model.build(Local())
+    own = [layers[place] for place in plan.layers_of(rank)]
+    width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions(own))
+    count, size = parameters_of(own), arrays.dtype(dtype).itemsize
+    needs = {
+        f"{count:,} parameters": 2 * count * size,  # a stage has as many gradients
+        f"keys and values of {slots} x {capacity:,} positions": slots * -(-capacity // ranks) * width * size,
+    }
+    check_memory(
+        f"generating text on pipeline rank {rank}",
+        needs,
+        "generate fewer tokens, or answers to fewer prompts at once, or use more ranks",
+    )
 
 
 # -- How the next token is drawn from the logits of a model: in float64, with ties that have one answer ---------------
@@ -296,10 +337,8 @@ def build_decoder(
 class Sampling:
     """Which tokens may be drawn, and when an answer ends.
 
-    Parameters
-    ----------
     temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with the lowest id
-    top_k : only the so many likeliest tokens; 0: all
+    top_k : only this number of likeliest tokens; 0: all
     top_p : of these, only the likeliest ones whose probabilities together reach this
     seed : of the draws
     stop : ids that end an answer
@@ -322,19 +361,12 @@ class Sampling:
             raise ArgumentError("top-p", found=self.top_p, expected="a probability above 0, and 1 at most")
 
 
-class Uniform(Protocol):
-    """What draws: numpy's Generator."""
-
-    def random(self) -> float:
-        """Return a number from 0 to 1, without 1."""
-
-
 def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
     """Return the random numbers for one token of the answer to one prompt."""
-    return np.random.Generator(np.random.Philox(key=random.key("sample", seed), counter=[0, 0, prompt, position]))
+    return np.random.Generator(np.random.Philox(key=random_key("sample", seed), counter=[0, 0, prompt, position]))
 
 
-def draw(logits: np.ndarray, sampling: Sampling, uniform: Uniform) -> int:
+def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:
     """Draw an id from softmax(logits / temperature), (vocab,), restricted by top-k and then by top-p.
 
     Where logits are equal, lower ids count as likelier. Raises NonFiniteError if a logit is NaN or infinite.
@@ -372,27 +404,14 @@ def _allowed(scaled: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
 # -- Text from a model, and how text of unknown content is shown ------------------------------------------------------
 
 
-def generate(decoder: Decoder, prompt: bytes, count: int, *, temperature: float, seed: int) -> bytes:
-    """Return bytes that continue `prompt`, the same on every rank. Collective over the mesh of the decoder.
-
-    Parameters
-    ----------
-    decoder : what `build_decoder` makes, before any other forward
-    prompt : at least one byte, on every rank
-    count : number of bytes to return
-    temperature : divides the logits; 0 takes the likeliest byte
-    seed : of the draws
-
-    Raises, on every rank, ArgumentError for an empty prompt and a temperature that is below 0 or not finite, and
-    NonFiniteError if the model gives logits that are NaN or infinite.
-    """
-    return bytes(continued(decoder, prompt, count, 256, temperature=temperature, seed=seed))
-
-
 def continued(
     decoder: Decoder, prompt: Sequence[int], count: int, vocab: int, *, temperature: float, seed: int
 ) -> list[int]:
-    """Return token ids that continue those of `prompt`, as `generate` does for bytes; `vocab` is that of the model."""
+    """Return `count` ids that continue those of `prompt`, the same on every rank; collective over the decoder's mesh.
+
+    `vocab` is that of the model. Raises, on every rank, ArgumentError for an empty prompt and a temperature that is
+    below 0 or not finite, and NonFiniteError if the model gives logits that are NaN or infinite.
+    """
     with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
         sampling = Sampling(temperature=temperature, seed=seed)
         check_prompts([prompt], count, vocab)

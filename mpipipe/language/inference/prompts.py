@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, DataError
-from mpipipe.language.models.model_folder import FolderTokenizer
+from mpipipe.language.data.tokenizer import Tokenizer
 from mpipipe.text import counted
 
 MOST_BYTES = 1 << 30  # of a file of prompts
@@ -19,15 +19,31 @@ REMEDY = (
 )
 
 
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for the first bytes of a character
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The tokenizer of a model of bytes: a token is one byte of UTF-8."""
+
+    vocab: int = 256
+    end: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text; those of a command line that are no UTF-8 come through as they are."""
+        return list(text.encode(errors="surrogateescape"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes, with a replacement character for what is no UTF-8."""
+        return bytes(tokens).decode(errors="replace")
+
+
+FolderTokenizer: TypeAlias = Tokenizer | Bytes
+
+
 @dataclass(frozen=True)
 class Prompts:
-    """What is to be continued.
-
-    Attributes
-    ----------
-    tokens : ids of each prompt
-    texts : of each prompt, None if ids were given
-    """
+    """What is to be continued: the ids of each prompt, and its text, None if ids were given."""
 
     tokens: list[list[int]]
     texts: list[str | None]
@@ -102,28 +118,6 @@ def _parsed(line: str, place: str) -> str | list[int]:
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
     raise DataError("a line of the prompts has no prompt", found=f"{line[:80]} in {place}", remedy=REMEDY)
-
-
-# -- Text as tokens of a model, and tokens as text that appears while they are drawn ----------------------------------
-
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for the first bytes of a character
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """The tokenizer of a model of bytes: a token is one byte of UTF-8."""
-
-    vocab: int = 256
-    end: int | None = None
-
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text; those of a command line that are no UTF-8 come through as they are."""
-        return list(text.encode(errors="surrogateescape"))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes, with a replacement character for what is no UTF-8."""
-        return bytes(tokens).decode(errors="replace")
 
 
 class TextStream:

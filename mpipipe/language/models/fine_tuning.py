@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, cast
@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Protocol, TypeAlias, cast
 from mpipipe import nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
-from mpipipe.checkpoint.whole_folder import standing
+from mpipipe.checkpoint import standing_folder
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
 from mpipipe.language.models import GPT, huggingface
+from mpipipe.language.models.gpt import declared_in
 from mpipipe.language.models.huggingface.adapter import (
     AdapterFolder,
     adapter_parts,
@@ -25,11 +26,8 @@ from mpipipe.language.models.huggingface.adapter import (
     save_adapter,
 )
 from mpipipe.language.models.huggingface.families import expressed
-from mpipipe.nn.freezing import frozen_names, is_frozen
-from mpipipe.nn.lora import is_adapter
-from mpipipe.nn.parameters import Parameter
-from mpipipe.nn.write_hooks import announce_write
-from mpipipe.train.config import TrainConfig
+from mpipipe.language.options import ModelOptions
+from mpipipe.nn import Parameter, announce_write, frozen_names, is_adapter, is_frozen
 from mpipipe.train.output_folder import shared_path
 
 INSIDE = "adapter"  # the folder in which a training leaves its adapters
@@ -40,10 +38,8 @@ FORM = "rank,alpha,target,target,... such as 8,16,q_proj,v_proj, or the folder o
 class FineTuning:
     """What is trained.
 
-    Attributes
-    ----------
     freeze : patterns of names of parameters that stay as they are, as for nn.Stage
-    lora : adapters, beside which everything is frozen; None without
+    lora : adapters, besides which everything is frozen; None without
     start : the adapters to begin with; None for new ones
     """
 
@@ -57,12 +53,7 @@ class FineTuning:
 
     def declared(self, model: Model) -> dict[str, Parameter]:
         """Return all parameters of a model by name, adapters included."""
-        return {
-            f"{name}.{key}": parameter
-            for place, top in enumerate(self.layers(model.build(Local())))
-            for name, layer in top.walk(str(place))
-            for key, parameter in layer.declared.items()
-        }
+        return declared_in(self.layers(model.build(Local())))
 
     def trained(self, model: Model) -> dict[str, Parameter]:
         """Return the parameters that are trained.
@@ -92,15 +83,14 @@ class FineTuning:
         of these; and one below everything that is trained its forward alone.
         """
         trained = self.trained(model)
-        layers = {int(name.partition(".")[0]) for name in trained}
-        whole = {int(name.partition(".")[0]) for name in trained if not is_adapter(name)}
-        lowest = min(layers)
+        whole = layers_of(name for name in trained if not is_adapter(name))
+        lowest = min(layers_of(trained))
         products = [3 if place in whole else 1 if place < lowest else 2 for place, _ in enumerate(model.costs())]
         return [cost if count == 3 else cost * count / 3 for cost, count in zip(model.costs(), products)]
 
     def frozen_stages(self, model: Model, layer_ranges: Sequence[tuple[int, int]]) -> set[int]:
         """Return the logical stages in which nothing is trained; raises what `trained` does."""
-        layers = {int(name.partition(".")[0]) for name in self.trained(model)}
+        layers = layers_of(self.trained(model))
         return {stage for stage, cut in enumerate(layer_ranges) if not layers.intersection(range(*cut))}
 
     def check(self, model: Model, origin: huggingface.Origin) -> None:
@@ -134,7 +124,12 @@ class FineTuning:
             save_adapter(out / INSIDE, self.lora, cast(GPT, model), own, mesh, origin)
 
 
-def find_tuning(config: TrainConfig, comm: Communicator) -> FineTuning:
+def layers_of(names: Iterable[str]) -> set[int]:
+    """Return the places in the model of the layers of these parameters."""
+    return {int(name.partition(".")[0]) for name in names}
+
+
+def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
     """Return what a configuration trains; collective, since an adapter to begin with is read by rank 0.
 
     Raises ConfigError or ArgumentError on every rank.
@@ -146,7 +141,7 @@ def find_tuning(config: TrainConfig, comm: Communicator) -> FineTuning:
     path = shared_path(comm, text)
     with group.raise_together("train: the adapters"):
         if comm.rank == 0:
-            folder = standing(Path(path))
+            folder = standing_folder(Path(path))
             if is_adapter_folder(folder):
                 start = open_adapter(folder)
                 found = FineTuning(freeze, start.lora, start)

@@ -7,7 +7,7 @@ head -> logits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,8 @@ from numpy.typing import ArrayLike
 
 from mpipipe import nn
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
-from mpipipe.nn.rope import KINDS, RopeScaling, scaling_of
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, Parameter, RopeScaling, as_attend, scaling_of
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
@@ -64,7 +63,7 @@ class GPT:
     rope_scaling : RopeScaling, optional
         `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as `dataclasses.asdict` makes one.
     qkv_bias, out_bias : bool
-        Whether the projections to queries, keys and values have a bias, and the one behind attention.
+        Whether the projections to queries, keys and values have a bias, and the one after attention.
     qk_norm : bool
         Whether each head of queries and of keys is normalised (`nn.RMSNorm`, with a gain of its own each) before it is
         turned (Dehghani et al., "Scaling vision transformers to 22 billion parameters", 2023).
@@ -227,10 +226,8 @@ class GPT:
         return nn.LayerNorm(self.dim, self.eps) if self.norm == "layer" else nn.RMSNorm(self.dim, self.eps)
 
     def _residual(self, layer: nn.Layer) -> nn.Layer:
-        parts: list[nn.Layer] = [self._norm(), layer]
-        if self.dropout:
-            parts.append(nn.Dropout(self.dropout))
-        return nn.Residual(nn.Sequential(parts))
+        dropout = [nn.Dropout(self.dropout)] if self.dropout else []
+        return nn.PreNormResidual(self._norm(), layer, *dropout)
 
     def costs(self) -> list[float]:
         """Count the floating-point operations of each layer's forward per token, for `schedules.partition`.
@@ -257,10 +254,20 @@ class GPT:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        layers = [layer for top in self.build(Local()) for _, layer in top.walk("")]
-        declared = [parameter for layer in layers for parameter in layer.declared.values()]
-        tied = {parameter.tie: parameter.size for parameter in declared if parameter.tie is not None}
-        return sum(parameter.size for parameter in declared if parameter.tie is None) + sum(tied.values())
+        declared = declared_in(self.build(Local()))
+        return sum({parameter.tie or name: parameter.size for name, parameter in declared.items()}.values())
+
+
+def layers_in(layers: Sequence[nn.Layer], first: int = 0) -> Iterator[tuple[str, nn.Layer]]:
+    """Yield all layers of a model from its layer `first` on, those within others too, by their names."""
+    for place, top in enumerate(layers, first):
+        yield from top.walk(str(place))
+
+
+def declared_in(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
+    """Return all parameters of the layers of a model from its layer `first` on, by their names."""
+    found = layers_in(layers, first)
+    return {f"{name}.{key}": parameter for name, layer in found for key, parameter in layer.declared.items()}
 
 
 # -- What the description of a GPT may say: its fields one by one, and those that do not go together ------------------
@@ -268,6 +275,7 @@ class GPT:
 
 SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim")
 CHOICES = {"norm": ("rms", "layer"), "positions": ("rotary", "learned"), "feed_forward": ("swiglu", "gelu")}
+LAYERS = 4096  # transformer blocks, which is generous: cutting so many into stages takes some seconds
 NEAR = 1000  # numbers of heads that are tried for a remedy
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
@@ -321,7 +329,7 @@ def _or_heads(dim: int, heads: int, unit: int) -> str:
 
 
 def check_positions(values: dict[str, Any]) -> None:
-    """Raise ArgumentError for options of rotary positions beside learned ones, or the other way round."""
+    """Raise ArgumentError for options of rotary positions next to learned ones, or the other way round."""
     most, learned = values["max_positions"], values["positions"] == "learned"
     if learned and values["rope_scaling"] is not None:
         raise ArgumentError(
@@ -347,8 +355,8 @@ def checked_scaling(scaling: Any, base: Any) -> RopeScaling | None:
         raise _wrong("rope_base", base, "a finite number above 1")
     if isinstance(scaling, Mapping):
         return scaling_of(scaling)
-    if scaling is not None and type(scaling) not in KINDS.values():
-        expected = " or ".join(kind.__name__ for kind in KINDS.values())
+    if scaling is not None and type(scaling) not in ROPE_SCALINGS.values():
+        expected = " or ".join(kind.__name__ for kind in ROPE_SCALINGS.values())
         raise _wrong("rope_scaling", scaling, f"None or {expected} of mpipipe.nn")
     return scaling
 
@@ -363,6 +371,14 @@ def checked_windows(windows: Any, layers: int) -> tuple[int | None, ...] | None:
         if window is not None and not _is_size(window):
             raise _wrong("windows", windows, "for each layer an integer of at least 1, or None")
     return None if all(window is None for window in windows) else tuple(windows)
+
+
+def check_layers(layers: int) -> None:
+    """Raise ConfigError for more than LAYERS transformer blocks, before anything of such a size is built."""
+    if layers > LAYERS:
+        raise ConfigError(
+            "too many layers", found=f"layers = {layers:,}", expected=f"at most {LAYERS:,}", remedy="lower layers"
+        )
 
 
 def _is_size(value: object) -> bool:

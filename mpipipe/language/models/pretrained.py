@@ -13,12 +13,13 @@ from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job.group import group_of
 from mpipipe.job.types import Communicator
+from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.models import GPT, huggingface, weights
-from mpipipe.language.models.fine_tuning import Architecture
+from mpipipe.language.models.fine_tuning import Architecture, FineTuning, Model
 from mpipipe.language.models.model_folder import INSIDE, ModelFolder, open_on_all
-from mpipipe.nn.lora import without_adapters
-from mpipipe.train.config import FROM_FOLDER, TrainConfig
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.language.options import DataOptions
+from mpipipe.nn import without_adapters
+from mpipipe.schedules import Schedule
 
 MAY_DIFFER = ("seq", "dropout", "max_positions")  # lengths and dropout are a training's own
 
@@ -101,7 +102,10 @@ def check_same_model(folder: ModelFolder, model: Any) -> None:
 def export_model(
     out: Path,
     config: TrainConfig,
-    plan: TrainingPlan,
+    tuning: FineTuning,
+    model: Model,
+    schedule: Schedule,
+    *,
     stages: Sequence[nn.Stage],
     mesh: Mesh,
     base: PretrainedModel | None,
@@ -115,15 +119,15 @@ def export_model(
     Raises ArgumentError, NonFiniteError or StorageError, on every rank.
     """
     origin = origin_of(config, base)
-    plan.tuning.save(out, stages, plan.model, origin, mesh)
+    tuning.save(out, stages, model, origin, mesh)
     stages = without_adapters(stages, merged=True)
     if config.save_as == "mpipipe":
-        weights.save(weights.folder_of(out), plan.model, stages, plan.schedule, mesh, origin)
+        weights.save(weights.folder_of(out), model, stages, schedule, mesh, origin)
         _remove(out / INSIDE, mesh)
         return
     parameters = {name: array for stage in stages for name, array in stage.parameters.items()}
     dtype = config.save_dtype or stages[0].parameters.flat.dtype.name
-    huggingface.save(out / INSIDE, cast(GPT, plan.model), parameters, mesh, dtype=dtype, origin=origin, replaces=True)
+    huggingface.save(out / INSIDE, cast(GPT, model), parameters, mesh, dtype=dtype, origin=origin, replaces=True)
     _remove(weights.folder_of(out), mesh)
 
 
@@ -134,15 +138,15 @@ def _remove(folder: Path, mesh: Mesh) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_export(config: TrainConfig, plan: TrainingPlan, base: PretrainedModel | None) -> None:
+def check_export(config: TrainConfig, tuning: FineTuning, model: Model, base: PretrainedModel | None) -> None:
     """Raise ConfigError, before a training begins, where the model cannot be written as it was asked for."""
     origin = origin_of(config, base)
-    plan.tuning.check(plan.model, origin)
+    tuning.check(model, origin)
     if config.save_as == "huggingface":
-        huggingface.config_of(cast(GPT, plan.model), config.save_dtype or "float32", origin)
+        huggingface.config_of(cast(GPT, model), config.save_dtype or "float32", origin)
 
 
-def origin_of(config: TrainConfig, base: PretrainedModel | None) -> huggingface.Origin:
+def origin_of(config: DataOptions, base: PretrainedModel | None) -> huggingface.Origin:
     """Return where a model comes from. Without a base that is the folder of the tokenizer, if one was named."""
     if base is not None:
         return base.origin

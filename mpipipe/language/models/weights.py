@@ -14,43 +14,37 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import tensor_files
-from mpipipe.checkpoint.folders import checksum_of
-from mpipipe.checkpoint.tensor_files import TensorFile
-from mpipipe.checkpoint.whole_folder import replacing
+from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_tensors
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job.group import group_of
 from mpipipe.language.models.fine_tuning import Model
 from mpipipe.language.models.huggingface.folder import Origin
-from mpipipe.nn.parameters import FlatBuffer
-from mpipipe.nn.write_hooks import announce_write
+from mpipipe.nn import FlatBuffer, announce_write
 from mpipipe.schedules import Schedule
 
 DESCRIPTION = "model.json"
 MOST_BYTES = 64 << 20  # of it
 OURS = re.compile(r"(stage-\d+\.safetensors|model\.json)(\.partial)?")
+FLOATS = ("float32", "float64")  # in which parameters are kept
 REMEDY = "build the model with the sizes and dtype of model.json"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"
-Places: TypeAlias = "dict[str, TensorFile]"  # the open file of each parameter
 
 
 @dataclass(frozen=True)
-class Description:
+class WeightsDescription:
     """The content of model.json.
 
-    Attributes
-    ----------
     model : sizes from which the model is made again, such as the fields of models.GPT
     dtype : of the parameters: float32 for a training in bfloat16 or float16
     stages : number of files
@@ -66,6 +60,11 @@ class Description:
 def folder_of(run: str | Path) -> Path:
     """Return the folder for the weights of the training with the output folder `run`."""
     return Path(run, "weights")
+
+
+def file_of(stage: int) -> str:
+    """Return the name of the file with the parameters of a stage."""
+    return f"stage-{stage}.safetensors"
 
 
 def save(
@@ -87,22 +86,27 @@ def save(
     """
     sums: dict[str, str] = {}
     group = group_of(mesh.comm)
-    with replacing(folder, group, _explained) as partial:
-        with group.raise_together("saving weights"), _explained(folder):
+    with replacing(folder, group, _writing) as partial:
+        with group.raise_together("saving weights"), _writing(folder):
             if mesh.replicas.rank == 0:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
                 for stage, number in zip(stages, schedule.stages_of(mesh.pipe.rank)):
-                    written = tensor_files.write(partial / file_of(number), stage.parameters)
-                    sums.update({name: entry.checksum for name, entry in written.arrays.items()})
+                    sums.update(write_stage(partial, number, stage.parameters))
         parts = group.gather("saving weights: the checksums", sums)
         sums = {name: text for part in parts for name, text in part.items()}
-        with group.raise_together("saving weights: their description"), _explained(folder):
+        with group.raise_together("saving weights: their description"), _writing(folder):
             if mesh.rank == 0:
                 _keep_others(folder, partial)
                 if origin is not None:
                     origin.copy(partial, keep_config=True)
                 dtype = stages[0].parameters.flat.dtype.name
-                write_description(partial, Description(asdict(model), dtype, schedule.stages, sums))
+                write_description(partial, WeightsDescription(asdict(model), dtype, schedule.stages, sums))
+
+
+def write_stage(folder: Path, number: int, parameters: Mapping[str, Array]) -> dict[str, str]:
+    """Write the file of one stage; return the checksum of each parameter. Raises OSError."""
+    written = write_tensors(folder / file_of(number), parameters)
+    return {name: entry.checksum for name, entry in written.arrays.items()}
 
 
 def _keep_others(folder: Path, partial: Path) -> None:
@@ -116,14 +120,14 @@ def _keep_others(folder: Path, partial: Path) -> None:
             shutil.copy2(path, partial / path.name, follow_symlinks=False)
 
 
-def write_description(folder: Path, description: Description) -> None:
+def write_description(folder: Path, description: WeightsDescription) -> None:
     """Write model.json, when all other files are there. Raises OSError."""
     facts = asdict(description)
     facts["checksum"] = checksum_of(facts)
     files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
 
 
-def describe(folder: str | Path) -> Description:
+def describe(folder: str | Path) -> WeightsDescription:
     """Read model.json. Raises ArgumentError if it is missing, or is not what `save` wrote.
 
     A file without checksums, from before they were added, is accepted as it is.
@@ -133,16 +137,18 @@ def describe(folder: str | Path) -> Description:
     try:
         facts = json.loads(files.read_text(path, MOST_BYTES))
         written = facts.pop("checksum", None) if isinstance(facts, dict) else None
-        found = Description(**facts)
+        description = WeightsDescription(**facts)
     except OSError as error:
         raise ArgumentError(
             f"no weights: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=remedy
         ) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise ArgumentError(f"the weights' description cannot be read: {error}", found=str(path)) from error
-    if not isinstance(found.model, dict) or not isinstance(found.dtype, str) or type(found.stages) is not int:
-        raise ArgumentError("the weights' description is wrong", found=f"{path}: {found}", remedy=remedy)
-    if not isinstance(found.checksums, (dict, type(None))) or (written is None) != (found.checksums is None):
+    kinds = {"model": dict, "dtype": str, "stages": int}
+    if any(type(facts[name]) is not kind for name, kind in kinds.items()):
+        raise ArgumentError("the weights' description is wrong", found=f"{path}: {description}", remedy=remedy)
+    sums = description.checksums
+    if not isinstance(sums, (dict, type(None))) or (written is None) != (sums is None):
         raise ArgumentError("the checksums of the weights' description are wrong", found=str(path), remedy=COPY_AGAIN)
     if written is not None and written != checksum_of(facts):
         raise ArgumentError(
@@ -151,42 +157,73 @@ def describe(folder: str | Path) -> Description:
             expected=str(written),
             remedy=f"{COPY_AGAIN}; this file is not for editing",
         )
-    return found
+    return description
 
 
-def load(folder: str | Path, stages: Sequence[nn.Stage], casts: bool = False) -> None:
-    """Set the parameters of `stages` from the files in `folder`, however the model was cut when they were saved.
-
-    With `casts` the dtype of the stages may be another one than that of the files. Raises what `read_into` raises.
-    """
+def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
+    """Set the parameters of `stages` from the files in a folder; raises what `read` raises."""
     announce_write(*stages)
-    read_into(folder, {name: array for stage in stages for name, array in stage.parameters.items()}, casts)
+    read(folder, {name: array for stage in stages for name, array in stage.parameters.items()})
 
 
-def read_into(folder: str | Path, parameters: Mapping[str, Array], casts: bool = False) -> None:
-    """Set arrays, by their names in the model, from the files in `folder`.
+def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
+    """Set arrays, by their names in the model, however the model was cut when they were saved.
 
-    Files are mapped. Only these parameters are read, and compared with their checksums where there are any.
-    Raises ArgumentError for a file that is missing or damaged, and for a parameter that is missing, damaged, or of
-    another shape or dtype. Raises NonFiniteError for a parameter with values that are NaN or infinite.
+    Only these parameters are read, and compared with their checksums where there are any. Raises ArgumentError for a
+    file that is missing or damaged, and for a parameter that is missing, damaged, or of another shape; NonFiniteError
+    for a parameter with values that are NaN or infinite.
     """
     folder = Path(folder)
+    description = describe(folder)
     with ExitStack() as opened:
-        description = describe(folder)
-        places: Places = {}
+        places: dict[str, TensorFile] = {}
         for number in range(description.stages):
-            file = opened.enter_context(
-                tensor_files.opened(folder / file_of(number), "a file of weights", "the safetensors format", COPY_AGAIN)
-            )
+            path = folder / file_of(number)
+            file = opened.enter_context(open_tensors(path, "a file of weights", "the safetensors format", COPY_AGAIN))
             places.update(dict.fromkeys(file.arrays, file))
         for name, array in parameters.items():
-            values, checksum = _read(places, folder, name, array, casts)
-            _check_values(values, checksum, name, places[name].path, description.checksums)
-            values = values.astype(array.dtype, copy=False)
+            if name not in places:
+                raise ArgumentError(
+                    f"the weights have no parameter {name}",
+                    found=f"{len(places)} others in {folder}",
+                    expected=f"{array.dtype.name}{list(array.shape)}",
+                    remedy=REMEDY,
+                )
+            values = _read_one(places[name], name, array, description.checksums)
             if arrays.is_device(array):
                 arrays.upload(values, out=array)
             else:
                 array[...] = values
+
+
+def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str] | None) -> np.ndarray:
+    """Return the values of a parameter, which is to have the shape of `like`, in the dtype of `like`."""
+    entry = file.arrays[name]
+    if entry.kind.name not in FLOATS or entry.shape != like.shape:
+        raise ArgumentError(
+            f"parameter {name} does not fit the model",
+            found=f"{entry} in {file.path}",
+            expected=f"{like.dtype.name}{list(like.shape)}",
+            remedy=REMEDY,
+        )
+    values = np.empty(entry.shape, entry.kind)
+    checksum, expected = file.read_summed(name, values), None if checksums is None else checksums.get(name)
+    if checksums is not None and checksum != expected:
+        raise ArgumentError(
+            f"parameter {name} is damaged: it is not what was saved",
+            found=f"checksum {checksum} in {file.path}",
+            expected=f"{expected}, as in {DESCRIPTION}",
+            remedy=COPY_AGAIN,
+        )
+    if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):  # NaN is both of them
+        count = values.size - np.count_nonzero(np.isfinite(values))
+        raise NonFiniteError(
+            f"parameter {name} is not finite",
+            found=f"{count} of {values.size} values are NaN or infinite in {file.path}",
+            expected="finite numbers",
+            remedy="train again, with a lower learning rate or clipped gradients",
+        )
+    return values.astype(like.dtype, copy=False)
 
 
 def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
@@ -206,60 +243,5 @@ def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
             places[0].parameters[name][...] = values
 
 
-def _read(places: Places, folder: Path, name: str, like: Array, casts: bool) -> tuple[np.ndarray, str]:
-    """Read the array called `name`, whose shape and dtype are to be those of `like`; return it and its checksum."""
-    expected = f"{like.dtype.name}{list(like.shape)}"
-    if name not in places:
-        raise ArgumentError(
-            f"the weights have no parameter {name}",
-            found=f"{len(places)} others in {folder}",
-            expected=expected,
-            remedy=REMEDY,
-        )
-    entry, file = places[name].arrays[name], places[name]
-    fits = entry.kind.name in ("float32", "float64") if casts else entry.kind == like.dtype
-    if not fits or entry.shape != like.shape:
-        raise ArgumentError(
-            f"parameter {name} does not fit the model",
-            found=f"{entry} in {file.path}",
-            expected=expected,
-            remedy=REMEDY,
-        )
-    values = np.empty(entry.shape, entry.kind)
-    return values, file.read_summed(name, values)
-
-
-def _check_values(values: np.ndarray, found: str, name: str, path: Path, checksums: dict[str, str] | None) -> None:
-    """Raise where values were damaged since they were saved, or are not finite."""
-    expected = None if checksums is None else checksums.get(name)
-    if checksums is not None and found != expected:
-        raise ArgumentError(
-            f"parameter {name} is damaged: it is not what was saved",
-            found=f"checksum {found} in {path}",
-            expected=f"{expected}, as in {DESCRIPTION}",
-            remedy=COPY_AGAIN,
-        )
-    if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):  # NaN is both of them
-        count = values.size - np.count_nonzero(np.isfinite(values))
-        raise NonFiniteError(
-            f"parameter {name} is not finite",
-            found=f"{count} of {values.size} values are NaN or infinite in {path}",
-            expected="finite numbers",
-            remedy="train again, with a lower learning rate or clipped gradients",
-        )
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Turn an OSError into an ArgumentError with the remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise ArgumentError(
-            f"the weights cannot be written: {error}", found=str(folder), remedy="make room, or choose another --out"
-        ) from error
-
-
-def file_of(stage: int) -> str:
-    """Return the name of the file with the parameters of a stage."""
-    return f"stage-{stage}.safetensors"
+def _writing(folder: Path) -> AbstractContextManager[None]:
+    return files.writing("the weights", folder, ArgumentError, remedy="make room, or choose another --out")

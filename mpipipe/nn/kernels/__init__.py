@@ -2,7 +2,7 @@
 
 host.any_dtype        numpy arrays of every dtype
 host.full_precision   numpy arrays of float32 and float64, without a look at the dtype in each call
-cuda                  cupy arrays, by CUDA C++ beside it and cuBLAS
+cuda                  cupy arrays, by CUDA C++ next to it and cuBLAS
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ class Kernels(Protocol):
         Without `add` grad is set to that, and what was there is not read.
         """
 
-    def sum_rows(self, dy: Array, grad: Array, add: bool = True) -> None:
-        """Grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T; set to it without `add`."""
+    def sum_rows(self, dy: Array, grad: Array) -> None:
+        """Grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T."""
 
-    def add_parts(self, parts: Array, grad: Array, add: bool = True) -> None:
-        """Grad += the sum of the rows of parts: grad (width,), parts (count, width), of A; set to it without `add`.
+    def add_parts(self, parts: Array, grad: Array) -> None:
+        """Grad += the sum of the rows of parts: grad (width,), parts (count, width), of A.
 
         For what the backward of a normalisation returns: few rows, or many columns.
         """

@@ -9,59 +9,34 @@ import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.layers.layer import keep_redefined
-from mpipipe.nn.position import Position
+from mpipipe.nn.layers.layer import Position
 
 
 @runtime_checkable
 class Attend(Protocol):
     """Attention over one sequence, or over a part of a sequence that is spread over ranks.
 
-    poll : called while attention computes, to keep messages moving; SelfAttention sets it
+    q and `out` are (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); gradients have the shapes
+    of what they belong to. `poll` is called while attention computes, to keep messages moving; SelfAttention sets it.
     """
 
     poll: Callable[[], object]
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """Let `backward_into` call a `backward` that a class redefines without it."""
         super().__init_subclass__(**options)
-        keep_redefined(cls, Attend, {"backward": ("backward_into",)})
+        places = [{"backward", "backward_into"} & vars(each).keys() for each in cls.__mro__]
+        if next(names for names in places if names) == {"backward"}:
+            cls.backward_into = Attend.backward_into  # type: ignore[method-assign]
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """Attend.
-
-        Parameters
-        ----------
-        q : array
-            (batch, seq, heads, head_dim).
-        k, v : array
-            (batch, seq, kv_heads, head_dim).
-
-        Returns
-        -------
-        out : array
-            (batch, seq, heads, head_dim).
-        saved : object
-            All that `backward` needs.
-        """
+        """Return (out, saved): all that `backward` needs."""
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        """Return the gradients of the inputs.
-
-        Parameters
-        ----------
-        dout : array
-            Gradient of `out`.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        dq, dk, dv : array
-            In the shapes of q, k and v.
-        """
+        """Return the gradients of q, k and v."""
 
     def backward_into(self, dout: Array, saved: Any, room: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Return the gradients of the inputs, in memory that is given for them, or in other memory.
+        """Return the gradients of q, k and v, in memory that is given for them, or in other memory.
 
         Parameters
         ----------
@@ -95,7 +70,7 @@ class Attend(Protocol):
         return None
 
     def advance(self, rows: int) -> None:
-        """Count rows as done, without their keys and values: said by a layer that asks for positions alone.
+        """Count rows as done, without their keys and values; called by a layer that asks for positions alone.
 
         Parameters
         ----------
@@ -105,9 +80,7 @@ class Attend(Protocol):
         return None
 
     def check_positions(self, positions: np.ndarray) -> None:
-        """Compare positions that a layer was given with those of the rows that this object attends with.
-
-        A layer calls this when it is made, and before each forward.
+        """Compare the positions of a layer with those of the rows here; a layer calls it before each forward.
 
         Parameters
         ----------
@@ -122,7 +95,7 @@ class Attend(Protocol):
         return None
 
     def begin(self, position: Position) -> None:
-        """Hear of what the next forward is: said by the layer before each.
+        """Note what the next forward is; called by the layer before each.
 
         Parameters
         ----------
@@ -149,109 +122,66 @@ class Attend(Protocol):
         ArgumentError
             There is no such object.
         """
-        raise _without_windows(self, window)
+        raise _windowless_error(self, window)
 
 
 class ForwardAndBackward(Protocol):
-    """The least that a user's own object has."""
+    """The least that a user's own object has; it may have the other functions of `Attend`, too."""
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """As `Attend.forward`."""
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
         """As `Attend.backward`."""
-
-
-@runtime_checkable
-class HasPositions(Protocol):
-    """An object that knows its positions."""
-
-    def positions(self, rows: int) -> np.ndarray | None:
-        """As `Attend.positions`."""
-
-
-@runtime_checkable
-class HasAdvance(Protocol):
-    """An object that counts rows."""
-
-    def advance(self, rows: int) -> None:
-        """As `Attend.advance`."""
-
-
-@runtime_checkable
-class HasBegin(Protocol):
-    """An object that hears of positions."""
-
-    def begin(self, position: Position) -> None:
-        """As `Attend.begin`."""
-
-
-@runtime_checkable
-class HasWindows(Protocol):
-    """An object that makes others of its kind with other windows."""
-
-    def with_window(self, window: int) -> ForwardAndBackward:
-        """As `Attend.with_window`."""
-
-
-@runtime_checkable
-class HasPoll(Protocol):
-    """An object that polls while it computes."""
-
-    poll: Callable[[], object]
 
 
 class AttendAdapter(Attend):
-    """An object with forward and backward, and perhaps more, as an `Attend`."""
+    """An object with forward and backward, and perhaps positions, advance, begin, with_window or poll."""
 
     def __init__(self, inner: ForwardAndBackward) -> None:
-        self.inner = inner
+        self.inner: Any = inner
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """As `Attend.forward`."""
-        return self.inner.forward(q, k, v)
+        result: tuple[Array, Any] = self.inner.forward(q, k, v)
+        return result
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        """As `Attend.backward`."""
-        return self.inner.backward(dout, saved)
+        gradients: tuple[Array, Array, Array] = self.inner.backward(dout, saved)
+        return gradients
 
     def positions(self, rows: int) -> np.ndarray | None:
-        """As `Attend.positions`."""
-        return self.inner.positions(rows) if isinstance(self.inner, HasPositions) else None
+        positions: np.ndarray | None = self.inner.positions(rows) if hasattr(self.inner, "positions") else None
+        return positions
 
     def advance(self, rows: int) -> None:
-        """As `Attend.advance`."""
-        if isinstance(self.inner, HasAdvance):
+        if hasattr(self.inner, "advance"):
             self.inner.advance(rows)
 
     def begin(self, position: Position) -> None:
-        """As `Attend.begin`."""
-        if isinstance(self.inner, HasBegin):
+        if hasattr(self.inner, "begin"):
             self.inner.begin(position)
 
     def with_window(self, window: int) -> Attend:
-        """As `Attend.with_window`."""
-        if not isinstance(self.inner, HasWindows):
-            raise _without_windows(self.inner, window)
+        if not hasattr(self.inner, "with_window"):
+            raise _windowless_error(self.inner, window)
         return as_attend(self.inner.with_window(window))
 
     @property
     def poll(self) -> Callable[[], object]:
-        """The inner object's poll, if it has one."""
-        return self.inner.poll if isinstance(self.inner, HasPoll) else _no_poll
+        return getattr(self.inner, "poll", _no_poll)
 
     @poll.setter
     def poll(self, poll: Callable[[], object]) -> None:
-        if isinstance(self.inner, HasPoll):
+        if hasattr(self.inner, "poll"):
             self.inner.poll = poll
 
 
-def as_attend(given: ForwardAndBackward) -> Attend:
+def as_attend(attend: ForwardAndBackward) -> Attend:
     """Return the object itself if it is an `Attend`, else an adapter for it."""
-    return given if isinstance(given, Attend) else AttendAdapter(given)
+    return attend if isinstance(attend, Attend) else AttendAdapter(attend)
 
 
-def _without_windows(attend: ForwardAndBackward, window: int) -> ArgumentError:
+def _windowless_error(attend: ForwardAndBackward, window: int) -> ArgumentError:
     return ArgumentError(
         f"{type(attend).__name__} cannot be given a window for each layer",
         found=f"window {window}",

@@ -10,11 +10,9 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.checks import check_features, check_positive
+from mpipipe.nn.checks import check_features, check_positive, rows
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
-from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.layers.weight_gradients import Projection, projections_of_rows
+from mpipipe.nn.layers.layer import Layer, Projection, stacked_projections
 from mpipipe.nn.parameters import Parameter, normal, ones, zeros
 from mpipipe.nn.rope import RopeScaling
 
@@ -75,21 +73,14 @@ class SelfAttention(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("qkv", "out", "qkv_bias", "out_bias", "q_norm", "k_norm")
     freezes_parts = True
 
     qkv: np.ndarray
-    qkv_grad: np.ndarray
     out: np.ndarray
-    out_grad: np.ndarray
     qkv_bias: np.ndarray | None = None
-    qkv_bias_grad: np.ndarray | None = None
     out_bias: np.ndarray | None = None
-    out_bias_grad: np.ndarray | None = None
     q_norm: np.ndarray | None = None
-    q_norm_grad: np.ndarray | None = None
     k_norm: np.ndarray | None = None
-    k_norm_grad: np.ndarray | None = None
 
     def __init__(
         self,
@@ -143,7 +134,7 @@ class SelfAttention(Layer):
 
     def projections(self) -> dict[str, Projection]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found = projections_of_rows("qkv", {"q_proj": queries, "k_proj": keys, "v_proj": keys})
+        found = stacked_projections("qkv", {"q_proj": queries, "k_proj": keys, "v_proj": keys})
         out = Projection("out", 0, self.dim)
         return {**found, "o_proj": out, "c_attn": Projection("qkv", 0, self._width), "c_proj": out}
 
@@ -197,12 +188,12 @@ class SelfAttention(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         x, dqkv, dy, y, parts = pending
-        self.add_product("qkv", dqkv, x)
-        self.add_product("out", dy, y)
-        self.add_rows("qkv_bias", dqkv)
-        self.add_rows("out_bias", dy)
+        self._add_product("qkv", dqkv, x)
+        self._add_product("out", dy, y)
+        self._add("qkv_bias", self.stage.kernels.sum_rows, dqkv)
+        self._add("out_bias", self.stage.kernels.sum_rows, dy)
         for name, part in zip(("q_norm", "k_norm"), parts):
-            self.add_parts(name, part)
+            self._add(name, self.stage.kernels.add_parts, part)
 
     def _normalise(self, heads: Array, gain: Array | None, table: Array | None) -> Any:
         """Normalise and turn heads in place; return what they were, as rows, and the scales of the rows."""

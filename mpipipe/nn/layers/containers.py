@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
-from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.layer import Layer, Position, forward_unadded
+from mpipipe.nn.layers.norm import LayerNorm, RMSNorm
 
 
 class Sequential(Layer):
@@ -27,100 +28,46 @@ class Sequential(Layer):
     """
 
     recordable = True
-    lowest = 0  # layers before it have no backward: nothing in them is trained, and nobody asks for their gradient
-    on_layer_done: Callable[[Layer], object] | None = (
-        None  # told of each layer that has added its part to the gradients
-    )
+    lowest = 0  # set by the stage: layers before it have no backward, for nobody asks for a gradient there
+    on_layer_done: Callable[[Layer], object] | None = None  # called with each layer that has added to its gradients
 
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
-        self._reversed = self.layers[::-1]
-
-    def end_backward_at(self, place: int) -> None:
-        """Let backwards end with the layer at this place, without a gradient of the input.
-
-        Parameters
-        ----------
-        place : int
-            0 for all layers, with a gradient of the input.
-        """
-        self.lowest = place
-        self._reversed = self.layers[place:][::-1]
-
-    @property
-    def defers_add(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
-        """Whether the last layer leaves a sum."""
-        return bool(self.layers) and self.layers[-1].defers_add
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        saved: list = []
-        return self._rest(x, None, saved, apart=False)[0], saved
+        _, y, rest, saved = self._forward_unadded(x, None)
+        return (y if rest is None else self.stage.kernels.add(y, rest)), saved
 
-    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
-        if not self.layers:
-            return super().forward_sum(x, more)
-        total, y, rest, kept = self._first(x, more, apart=False)
-        saved = [kept]
-        return total, self._rest(y, rest, saved, apart=False)[0], saved
-
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        if not self.layers:
-            return super().forward_unadded(x, more)
-        total, y, rest, kept = self._first(x, more, apart=True)
-        saved = [kept]
-        return (total, *self._rest(y, rest, saved, apart=True), saved)
-
-    def _first(self, x: Array, more: Array | None, apart: bool) -> tuple[Array, Array, Array | None, Any]:
-        """Run the first layer alone."""
-        first = self.layers[0]
-        if more is None or (first.defers_add and (apart or len(self.layers) > 1)):
-            return first.forward_unadded(x, more)
-        total, y, kept = first.forward_sum(x, more)
-        return total, y, None, kept
-
-    def _rest(self, x: Array, more: Array | None, saved: list, apart: bool) -> tuple[Array, Array | None]:
-        """Run the layers behind those that have `saved`, on x + more; leave a sum at the end only if `apart`."""
-        poll, count = self.stage.poll, len(self.layers)
-        for place in range(len(saved), count):
-            layer = self.layers[place]
-            if poll is not None and saved:
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        total, saved, poll = x, [], self.stage.poll
+        for place, layer in enumerate(self.layers):
+            if poll is not None and place:
                 poll()
-            if layer.defers_add and (apart or place < count - 1):
-                _, x, more, kept = layer.forward_unadded(x, more)
-            elif more is None:
-                x, kept = layer.forward(x)
+            if place:
+                x, more, kept = forward_unadded(layer, x, more)[1:]
             else:
-                _, x, kept = layer.forward_sum(x, more)
-                more = None
+                total, x, more, kept = forward_unadded(layer, x, more)
             saved.append(kept if place >= self.lowest else None)
-        return x, more
+        return total, x, more, saved
+
+    def _backwards(self) -> tuple[Layer, ...]:
+        return self.layers[self.lowest :][::-1]
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
-        return self._backward_input(dy, saved, None)
-
-    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
-        return self._backward_input(dy, saved, more) if self.layers else super().backward_input_add(dy, saved, more)
-
-    def _backward_input(self, dy: Array, saved: Any, more: Array | None) -> tuple[Any, Any]:
         pending: list = []
         poll = self.stage.poll
-        last = self._reversed[-1] if more is not None else None
-        for layer, kept in zip(self._reversed, reversed(saved)):
+        for layer, kept in zip(self._backwards(), reversed(saved)):
             if poll is not None and pending:
                 poll()
-            if layer is last and more is not None:
-                dy, waiting = layer.backward_input_add(dy, kept, more)
-            else:
-                dy, waiting = layer.backward_input(dy, kept)
+            dy, waiting = layer.backward_input(dy, kept)
             pending.append(None if layer.frozen else waiting)
         return None if self.lowest else dy, pending
 
     def backward_weight(self, pending: Any) -> None:
         poll, done = self.stage.poll, self.on_layer_done
-        last = self._reversed[0] if self._reversed else None
-        for layer, waiting in zip(self._reversed, pending):
-            if poll is not None and layer is not last:
+        for place, (layer, waiting) in enumerate(zip(self._backwards(), pending)):
+            if poll is not None and place:
                 poll()
             if not layer.frozen:
                 layer.backward_weight(waiting)
@@ -128,32 +75,18 @@ class Sequential(Layer):
                 done(layer)
 
     def backward(self, dy: Array, saved: Any) -> Any:
-        return self._backward(dy, saved, None)
-
-    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
-        return self._backward(dy, saved, more) if self.layers else super().backward_add(dy, saved, more)
-
-    def _backward(self, dy: Array, saved: Any, more: Array | None) -> Any:
         poll, done = self.stage.poll, self.on_layer_done
-        start = self._reversed[0] if self._reversed else None
-        last = self._reversed[-1] if more is not None else None
-        for layer, kept in zip(self._reversed, reversed(saved)):
-            if poll is not None and layer is not start:
+        for place, (layer, kept) in enumerate(zip(self._backwards(), reversed(saved))):
+            if poll is not None and place:
                 poll()
-            if layer.frozen:
-                adds = layer is last and more is not None
-                dy, _ = layer.backward_input_add(dy, kept, more) if adds else layer.backward_input(dy, kept)
-            elif layer is last and more is not None:
-                dy = layer.backward_add(dy, kept, more)
-            else:
-                dy = layer.backward(dy, kept)
+            dy = layer.backward_input(dy, kept)[0] if layer.frozen else layer.backward(dy, kept)
             if done is not None:
                 done(layer)
         return None if self.lowest else dy
 
 
 class Residual(Layer):
-    """y = x + layer(x).
+    """y = x + layer(x). Where the layer begins with a norm, `PreNormResidual` is faster on a GPU.
 
     Parameters
     ----------
@@ -164,13 +97,12 @@ class Residual(Layer):
     --------
     >>> import numpy as np
     >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Residual(nn.Sequential([nn.RMSNorm(8), nn.SwiGLU(8, 64)]))])
+    >>> stage = nn.Stage([nn.Residual(nn.Sequential([nn.Linear(8, 8), nn.Gelu()]))])
     >>> stage.forward(np.ones((4, 8), np.float32))[0].shape
     (4, 8)
     """
 
     recordable = True
-    defers_add = True
 
     def __init__(self, layer: Layer):
         self.layer = layer
@@ -180,25 +112,98 @@ class Residual(Layer):
         y, saved = self.layer.forward(x)
         return self.stage.kernels.add(x, y), saved
 
-    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
-        total, y, saved = self.layer.forward_sum(x, more)
-        return total, self.stage.kernels.add(total, y), saved
-
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        if more is None:
-            y, saved = self.layer.forward(x)
-            return x, x, y, saved
-        total, y, saved = self.layer.forward_sum(x, more)
-        return total, total, y, saved
-
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        return self.layer.backward_input_add(dy, saved, dy)
+        dx, pending = self.layer.backward_input(dy, saved)
+        return self.stage.kernels.add(dy, dx), pending
 
     def backward_weight(self, pending: Any) -> None:
         self.layer.backward_weight(pending)
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        return self.layer.backward_add(dy, saved, dy)
+        return self.stage.kernels.add(dy, self.layer.backward(dy, saved))
+
+
+class PreNormResidual(Layer):
+    """y = x + f(norm(x)), where f is layers one after the other.
+
+    The sum is left to the layer that follows. Where that is another PreNormResidual, or begins with a norm, one kernel
+    adds and normalises; another one does both in the backward. The bits are those of `Residual`. Parameters are named
+    as those of Residual(Sequential([norm, *layers])), such as "3.layer.0.gain".
+
+    Parameters
+    ----------
+    norm : Layer
+        An RMSNorm, a LayerNorm, or a layer of your own.
+    *layers : Layer
+        Those of f; the shape of the last output is that of x.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.PreNormResidual(nn.RMSNorm(8), nn.SwiGLU(8, 64))])
+    >>> stage.forward(np.ones((4, 8), np.float32))[0].shape
+    (4, 8)
+    """
+
+    recordable = True
+
+    def __init__(self, norm: Layer, *layers: Layer):
+        self.norm, self.f = norm, Sequential(layers)
+        self._fused: RMSNorm | LayerNorm | None = None  # a class derived from one may redefine its backward
+        if isinstance(norm, (RMSNorm, LayerNorm)) and type(norm) in (RMSNorm, LayerNorm):
+            self._fused = norm
+        self.children = {f"layer.{place}": layer for place, layer in enumerate((norm, *layers))}
+
+    def bound(self) -> None:
+        self.f.stage = self.stage
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        _, y, rest, saved = self._forward_unadded(x, None)
+        return self.stage.kernels.add(y, rest), saved
+
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array, Any]:
+        total, normal, rest, of_norm = forward_unadded(self.norm, x, more)
+        if rest is not None:
+            normal = self.stage.kernels.add(normal, rest)
+        self._poll()
+        y, of_f = self.f.forward(normal)
+        return total, total, y, (of_norm, of_f)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        of_norm, of_f = saved
+        dnormal, f_pending = self.f.backward_input(dy, of_f)
+        self._poll()
+        if self._fused is not None:
+            dx, pending = self._fused.backward_input(dnormal, of_norm, dy)
+        else:
+            through, pending = self.norm.backward_input(dnormal, of_norm)
+            dx = self.stage.kernels.add(dy, through)
+        return dx, (pending, f_pending)
+
+    def backward_weight(self, pending: Any) -> None:
+        of_norm, of_f = pending
+        self.f.backward_weight(of_f)
+        self._poll()
+        if not self.norm.frozen:
+            self.norm.backward_weight(of_norm)
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        of_norm, of_f = saved
+        dnormal = self.f.backward(dy, of_f)
+        self._poll()
+        if self._fused is not None:
+            dx, pending = self._fused.backward_input(dnormal, of_norm, dy)
+            if not self._fused.frozen:
+                self._fused.backward_weight(pending)
+            return dx
+        norm = self.norm
+        through = norm.backward_input(dnormal, of_norm)[0] if norm.frozen else norm.backward(dnormal, of_norm)
+        return self.stage.kernels.add(dy, through)
+
+    def _poll(self) -> None:
+        if self.stage.poll is not None:
+            self.stage.poll()
 
 
 # -- Trading time for memory (Chen et al., "Training deep nets with sublinear memory cost", 2016) ---------------------
@@ -235,47 +240,28 @@ class Recompute(Layer):
         yield name, self
         yield from self.layer.walk(name)
 
-    @property
-    def defers_add(self) -> bool:  # type: ignore[override]  # a plain attribute in other layers
-        """Whether the layer leaves a sum."""
-        return self.layer.defers_add
-
     def forward(self, x: Array) -> tuple[Array, Any]:
         y, _ = self.layer.forward(x)
         return y, (x, self.stage.position)
 
-    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
-        total, y, _ = self.layer.forward_sum(x, more)
-        return total, y, (total, self.stage.position)
-
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        total, y, rest, _ = self.layer.forward_unadded(x, more)
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        total, y, rest, _ = forward_unadded(self.layer, x, more)
         return total, y, rest, (total, self.stage.position)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        return self.layer.backward_input(dy, self._again(saved))
-
-    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
-        return self.layer.backward_input_add(dy, self._again(saved), more)
+        return self.layer.backward_input(dy, self._again(*saved))
 
     def backward_weight(self, pending: Any) -> None:
         self.layer.backward_weight(pending)
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        return self.layer.backward(dy, self._again(saved))
+        return self.layer.backward(dy, self._again(*saved))
 
-    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
-        return self.layer.backward_add(dy, self._again(saved), more)
-
-    def _again(self, saved: Any) -> Any:
-        """Return what the layer saves at the position of the first forward; the stage's position is restored.
-
-        Nobody reads the output, so a sum in it is left alone.
-        """
-        x, position = saved
+    def _again(self, x: Array, position: Position) -> Any:
+        """Return what the layer saves at the position of the first forward; a sum in its output is not made."""
         stage, now = self.stage, self.stage.position
         stage.position = position
         try:
-            return self.layer.forward_unadded(x, None)[3]
+            return forward_unadded(self.layer, x, None)[3]
         finally:
             stage.position = now

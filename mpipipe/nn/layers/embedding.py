@@ -13,9 +13,8 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_features, check_positive, checked_ids
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
-from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.layers.layer import Layer, Projection
 from mpipipe.nn.layers.linear import Linear
-from mpipipe.nn.layers.weight_gradients import Projection
 from mpipipe.nn.parameters import Parameter, normal
 
 
@@ -55,7 +54,6 @@ class Embedding(Layer):
     recordable = True
 
     weight: np.ndarray
-    weight_grad: np.ndarray
 
     def __init__(self, vocab: int, dim: int, tie: str | None = None, gain: float = 1.0, scale: float = 1.0):
         check_positive(vocab=vocab, dim=dim)
@@ -75,11 +73,8 @@ class Embedding(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending
-        if self.weight_grad is None:
-            return
-        if self.scale != 1:
-            dy = self.stage.kernels.scale(dy, self.scale)
-        self.stage.kernels.embed_backward(dy, x, self.weight_grad)
+        kernels = self.stage.kernels
+        self._add("weight", kernels.embed_backward, dy if self.scale == 1 else kernels.scale(dy, self.scale), x)
 
 
 # -- Learned positions: a table of vectors, one for each place in a sequence ------------------------------------------
@@ -99,7 +94,7 @@ class LearnedPositions(Layer):
         Size of the last axis of x and y.
     attend : object, optional
         What other layers attend with, if that knows positions as attention.Cached does: `attend.positions(seq)` is
-        asked in each forward, and `attend.advance(seq)` is told behind it.
+        asked in each forward, and `attend.advance(seq)` is called after it.
     positions : 1-D integers, optional
         The position of each place in the whole sequence; `attend` is not asked then. By default 0 ... seq - 1.
     gain : float
@@ -122,10 +117,8 @@ class LearnedPositions(Layer):
 
     takes_integers = False
     recordable = True
-    defers_add = True
 
     weight: np.ndarray
-    weight_grad: np.ndarray
 
     def __init__(
         self,
@@ -156,7 +149,7 @@ class LearnedPositions(Layer):
         added, numbers = self._rows(x)
         return self.stage.kernels.add(x, added), numbers
 
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array, Any]:
         total = x if more is None else self.stage.kernels.add(x, more)
         return (total, total, *self._rows(total))
 
@@ -164,9 +157,7 @@ class LearnedPositions(Layer):
         return dy, (dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
-        dy, numbers = pending
-        if self.weight_grad is not None:
-            self.stage.kernels.embed_backward(dy, numbers, self.weight_grad)
+        self._add("weight", self.stage.kernels.embed_backward, *pending)
 
     def _rows(self, x: Array) -> tuple[Array, Array]:
         """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
@@ -235,7 +226,6 @@ class Head(Linear):
     """
 
     recordable = True
-    replaced = ("weight",)
     freezes_parts = True
 
     def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):

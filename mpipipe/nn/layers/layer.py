@@ -1,216 +1,93 @@
-"""The protocol of a layer: a pair of array functions, whose backward can be split in two."""
+"""A layer: a pair of array functions, whose backward can be split in two, and how it adds to its gradients."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import ArrayLike
+from typing import Any, NamedTuple, Protocol
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
-from mpipipe.nn.layers.weight_gradients import WeightGradients
-from mpipipe.nn.parameters import Parameter
-from mpipipe.nn.rope import RopeScaling
-
-# -- Functions that do the work of another one in a better way, and classes that redefine that other one --------------
+from mpipipe.nn.parameters import FlatBuffer, Parameter
+from mpipipe.nn.rope import RopeTables
 
 
-def keep_redefined(cls: type, base: type, passed: Mapping[str, tuple[str, ...]]) -> None:
-    """Give a new class the functions of `base` again where inherited ones would go past what the class redefines.
+class Position(NamedTuple):
+    """Where a training stands, as far as layers that draw random numbers must know.
 
     Parameters
     ----------
-    cls : type
-        A subclass of `base`; called by `__init_subclass__`.
-    base : type
-        Its functions call the ones that subclasses redefine.
-    passed : mapping of str to tuple of str
-        Name of a function to the names of those that may do without it.
-    """
-    for name, others in passed.items():
-        for other in others:
-            if _place(cls, name) < _place(cls, other):
-                setattr(cls, other, getattr(base, other))
-
-
-def _place(cls: type, name: str) -> int:
-    """Return how far from a class the class is that defines a name."""
-    return next(place for place, each in enumerate(cls.__mro__) if name in vars(each))
-
-
-# -- Sums of two arrays that one layer leaves to the next, so that the kernel which reads a sum can also make it ------
-#
-# y = x + f(x) is one pass over memory, and the norm of y in the next layer is another. A layer that can leave its
-# output as two arrays says so (`defers_add`); a container hands both to the next layer, and a norm takes them in one
-# pass. The backward has a sum too, of the gradient that goes past f and the one that comes through it: the norm at the
-# beginning of f is given the former. Each layer can do all of this, by an addition of its own where it has nothing
-# better. The bits are those of separate passes.
-
-
-# what a layer redefines, and the functions here that would go past it
-PASSED = {
-    "forward": ("forward_sum", "forward_unadded"),
-    "backward_input": ("backward_input_add", "backward_add"),
-    "backward": ("backward_add",),
-}
-
-
-class Sums(ABC):
-    """What a layer does with sums of two arrays; a Layer that defines `forward` and `backward_input` has it all.
-
-    A class that redefines one of the functions in `PASSED`, and not what stands beside it, gets the latter anew from
-    here: so a subclass of a norm is never passed by.
-
-    Attributes
-    ----------
-    defers_add : bool
-        Whether `forward_unadded` returns an output in two arrays, or may do so.
+    step : int
+        Number of the training step.
+    microbatch : int
+        Number of the micro-batch in the step.
+    replica : int
+        Number of the replica.
+    training : bool
+        Whether this is a training step: otherwise `Dropout` is the identity.
     """
 
-    defers_add = False
-    stage: Any
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        keep_redefined(cls, Sums, PASSED)
-
-    @abstractmethod
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        """As `Layer.forward`."""
-
-    @abstractmethod
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
-        """As `Layer.backward_input`."""
-
-    @abstractmethod
-    def backward(self, dy: Array, saved: Any) -> Any:
-        """As `Layer.backward`."""
-
-    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
-        """Compute the output for the input x + more.
-
-        Parameters
-        ----------
-        x, more : array
-            Of one shape, of the stage's dtype and device.
-
-        Returns
-        -------
-        total : array
-            x + more.
-        y : array
-            The output.
-        saved : object
-            As from `forward` of `total`.
-        """
-        total = self.stage.kernels.add(x, more)
-        return (total, *self.forward(total))
-
-    def forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        """Compute the output for the input x, or x + more, and perhaps leave it as a sum.
-
-        Parameters
-        ----------
-        x : array
-            The input, as for `forward`.
-        more : array or None
-            What is still to be added to it.
-
-        Returns
-        -------
-        total : array
-            The whole input.
-        y : array
-            The output, or a part of it.
-        rest : array or None
-            The other part, which is to be added to y.
-        saved : object
-            As from `forward` of `total`.
-        """
-        if more is None:
-            y, saved = self.forward(x)
-            return x, y, None, saved
-        total, y, saved = self.forward_sum(x, more)
-        return total, y, None, saved
-
-    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
-        """Do `backward_input`, and add the gradient of the input to `more`.
-
-        Parameters
-        ----------
-        dy : array
-            Gradient of the output.
-        saved : object
-            What `forward` saved.
-        more : array
-            In the shape of the input; stays as it is, and may be dy.
-
-        Returns
-        -------
-        dx : array
-            more + the gradient of the input.
-        pending : object
-            As from `backward_input`.
-        """
-        dx, pending = self.backward_input(dy, saved)
-        return self.stage.kernels.add(more, dx), pending
-
-    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
-        """Do `backward`, and add the gradient of the input to `more`.
-
-        Parameters
-        ----------
-        dy : array
-            Gradient of the output.
-        saved : object
-            What `forward` saved.
-        more : array
-            In the shape of the input; stays as it is, and may be dy.
-
-        Returns
-        -------
-        array
-            more + the gradient of the input.
-        """
-        return self.stage.kernels.add(more, self.backward(dy, saved))
-
-
-# -- The protocol of a layer: a pair of array functions, whose backward can be split in two ---------------------------
+    step: int = 0
+    microbatch: int = 0
+    replica: int = 0
+    training: bool = True
 
 
 class StageOfLayer(Protocol):
-    """What a layer asks of the stage that binds it; see nn.Stage."""
+    """What layers and adapters ask of the stage that binds them; see nn.Stage."""
 
-    position: Any
+    position: Position
+    headless: bool
+    poll: Callable[[], object] | None
+    device: str
+    seed: int
+    kernels: Kernels
+    tables: RopeTables
 
     @property
-    def headless(self) -> bool: ...
+    def parameters(self) -> FlatBuffer: ...
     @property
-    def kernels(self) -> Kernels: ...
+    def gradients(self) -> FlatBuffer: ...
     @property
-    def tables(self) -> RopeTables: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def poll(self) -> Callable[[], object] | None: ...
-    @property
-    def compute(self) -> Mapping[str, Any]: ...
-    @property
-    def gradients(self) -> Mapping[str, Any]: ...
-    @property
-    def unwritten(self) -> set[str]: ...
+    def compute(self) -> FlatBuffer: ...
 
 
-class Layer(Sums, WeightGradients):
+# -- Projections, which are rows of a matrix, and their low-rank adapters (nn/lora.py) --------------------------------
+
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+
+
+class Projection(NamedTuple):
+    """Rows of a matrix that are a projection of their own: from `start` to before `stop` of the parameter `key`."""
+
+    key: str
+    start: int
+    stop: int
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter of some rows of a matrix; see nn.LoRA. Its parameters are `<target>.lora_A` and `.lora_B`."""
+
+    target: str
+    start: int
+    stop: int
+    scale: float
+
+
+def stacked_projections(key: str, rows: Mapping[str, int]) -> dict[str, Projection]:
+    """Return projections that lie one above the other in a matrix, from their numbers of rows."""
+    stacked, start = {}, 0
+    for name, count in rows.items():
+        stacked[name] = Projection(key, start, start + count)
+        start += count
+    return stacked
+
+
+class Layer(ABC):
     """Arrays in, arrays out. A layer holds parameters, but nothing of any micro-batch.
 
     A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared` and which layers it
@@ -241,14 +118,13 @@ class Layer(Sums, WeightGradients):
         Whether it can be the first layer of a stage whose input is integers.
     uploads_integers : bool
         Whether it looks at integers on the host, and copies them to the GPU by itself.
-    replaced : tuple of str
-        Names whose gradients the layer writes only as `adds` says. Subclasses do not inherit it: they may add to the
-        gradients in other ways.
     freezes_parts : bool
         Whether the layer can do with some of its parameters frozen: it leaves out a gradient that is None. Subclasses
         do not inherit it. A layer whose parameters are all frozen is never asked for `backward_weight`.
     frozen : bool
         Whether all parameters in it are frozen, set when it is bound.
+    adapters : mapping of str to list of Adapter
+        Low-rank adapters, by the name of their matrix.
     recordable : bool
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
         and never lets the host wait for the device. Subclasses do not inherit it either.
@@ -275,11 +151,11 @@ class Layer(Sums, WeightGradients):
 
     declared: Mapping[str, Parameter] = MappingProxyType({})
     children: Mapping[str, Layer] = MappingProxyType({})
+    adapters: Mapping[str, list[Adapter]] = MappingProxyType({})
     stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
     takes_integers = True
     uploads_integers = False
-    replaced: tuple[str, ...] = ()
     recordable = False
     freezes_parts = False
     frozen = False
@@ -301,21 +177,6 @@ class Layer(Sums, WeightGradients):
             All that the backward of this micro-batch needs.
         """
 
-    def upload(self, x: Array) -> Array:
-        """Bring an input on the host to the device of the stage; asked of the first layer.
-
-        Parameters
-        ----------
-        x : array
-            An input that `forward` takes.
-
-        Returns
-        -------
-        array
-            The input on the device of the stage.
-        """
-        return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
-
     @abstractmethod
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
         """Compute the gradient of the input of one micro-batch.
@@ -335,7 +196,7 @@ class Layer(Sums, WeightGradients):
             All that `backward_weight` needs.
         """
 
-    def backward_weight(self, pending: Any) -> None:
+    def backward_weight(self, pending: Any) -> None:  # noqa: B027  # most layers have no parameters
         """Add this micro-batch's part to the gradients of the parameters.
 
         Parameters
@@ -363,6 +224,21 @@ class Layer(Sums, WeightGradients):
         self.backward_weight(pending)
         return dx
 
+    def upload(self, x: Array) -> Array:
+        """Bring an input on the host to the device of the stage; asked of the first layer.
+
+        Parameters
+        ----------
+        x : array
+            An input that `forward` takes.
+
+        Returns
+        -------
+        array
+            The input on the device of the stage.
+        """
+        return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
+
     def unrecordable(self) -> str:
         """Return why CUDA graphs cannot record this layer, where its class says that they can.
 
@@ -373,7 +249,17 @@ class Layer(Sums, WeightGradients):
         """
         return ""
 
-    def bound(self) -> None:
+    def projections(self) -> dict[str, Projection]:
+        """Name the projections of the layer that can have adapters.
+
+        Returns
+        -------
+        dict of str to Projection
+            By the names that the ecosystem has for them, such as "q_proj".
+        """
+        return {}
+
+    def bound(self) -> None:  # noqa: B027
         """Prepare what needs the stage or the arrays.
 
         Called by `bind`, when they are there, and again where a pipeline lets a tied parameter share the storage of
@@ -423,6 +309,53 @@ class Layer(Sums, WeightGradients):
         for key, child in self.children.items():
             yield from child.walk(f"{name}.{key}")
 
+    # -- how layers of the package add to their gradients: whether these are trained, frozen, or have adapters
+
+    def _add(self, key: str, kernel: Callable[..., None], *parts: Array) -> None:
+        """Add to a gradient by a kernel that takes it last, unless it is frozen or there is no such parameter."""
+        gradient = getattr(self, f"{key}_grad", None)
+        if gradient is not None:
+            kernel(*parts, gradient)
+
+    def _trains(self, key: str) -> bool:
+        """Return whether `_add_product` does anything for a matrix."""
+        return getattr(self, f"{key}_grad") is not None or key in self.adapters
+
+    def _add_product(self, key: str, dy: Array, x: Array) -> None:
+        """Add dy^T x to the gradient of a matrix (outputs, inputs), or to those of its adapters, unless it is frozen.
+
+        Of an adapter: dB = scale dy^T (x A^T), dA = scale (dy B)^T x, with the columns of dy that it stands for.
+        """
+        kernels = self.stage.kernels
+        self._add(key, kernels.linear_backward_weight, dy, x)
+        for target, start, stop, scale in self.adapters.get(key, ()):
+            a, b, da, db = (
+                getattr(self, f"{target}.{part}{grad}") for grad in ("", "_grad") for part in (LORA_A, LORA_B)
+            )
+            columns = dy if stop - start == dy.shape[1] else dy[:, start:stop]
+            if columns is not dy and arrays.is_device(dy):  # whose products take whole rows alone
+                columns = arrays.empty(columns.shape, dy.dtype, "cuda")
+                kernels.copy(dy[:, start:stop], columns)
+            inner = kernels.linear(x, a)
+            kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
+            inner = kernels.linear_backward_input(columns, b)
+            kernels.linear_backward_weight(kernels.scale(inner, scale, inner), x, da)
+
+
+def forward_unadded(layer: Layer, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+    """Run a layer on x + more: return (the whole input, y, rest, saved), where y + rest is the output.
+
+    y = x + f(x) is one pass over memory, and the norm of y in the next layer another. So a layer may have a method
+    `_forward_unadded`, which leaves the sum to the next layer, or takes it in its own pass. The bits are those of two
+    passes. The method is not inherited: a class derived from a norm may redefine `forward`.
+    """
+    if "_forward_unadded" in vars(type(layer)):
+        results: tuple[Array, Array, Array | None, Any] = layer._forward_unadded(x, more)  # type: ignore[attr-defined]
+        return results
+    total = x if more is None else layer.stage.kernels.add(x, more)
+    y, saved = layer.forward(total)
+    return total, y, None, saved
+
 
 def first_leaf(layer: Layer) -> Layer:
     """Return the layer within this one that is called first and has none within itself."""
@@ -436,35 +369,3 @@ def last_leaf(layer: Layer) -> Layer:
     while layer.children:
         layer = list(layer.children.values())[-1]
     return layer
-
-
-# -- The rotary tables of one stage, made where it computes; layers that turn the same positions share one ------------
-
-
-TABLES = 16  # of one stage at most, each for its own positions
-
-
-class RopeTables:
-    """Tables for `kernels.apply_rope` on arrays of one dtype and device, kept for the next use."""
-
-    def __init__(self, kernels: Kernels, dtype: np.dtype, device: str):
-        self.kernels, self.dtype, self.device = kernels, dtype, device
-        self._kept = lru_cache(maxsize=TABLES)(self._make)
-
-    def of(self, positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-        """Return the table of any positions: its i-th row turns the i-th row of the sequence."""
-        return self._held(np.ascontiguousarray(positions, np.int64).tobytes(), head_dim, base, scaling)
-
-    def first(self, seq: int, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-        """Return the table of the positions 0 ... seq - 1, a part of that of the next power of two."""
-        length = 1 << max(seq - 1, 0).bit_length()
-        return self._held(length, head_dim, base, scaling)[:seq]
-
-    def _held(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
-        """Return a table that is kept, and that lives as long as a graph which is recorded now."""
-        return arrays.keep_for_graph(self._kept(positions, head_dim, base, scaling))
-
-    def _make(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
-        """Make the table of the first positions, or of those whose int64 values these bytes are."""
-        numbers = np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, np.int64)
-        return self.kernels.rope_table(numbers, head_dim, base, self.dtype, self.device, scaling)

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from mpipipe.arrays import Array
-from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.checks import check_features, check_positive
-from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.layers.weight_gradients import Projection, projections_of_rows
+from mpipipe.nn.checks import check_features, check_positive, rows
+from mpipipe.nn.layers.layer import Layer, Projection, stacked_projections
 from mpipipe.nn.parameters import Parameter, normal, zeros
 
 
@@ -45,13 +43,10 @@ class Linear(Layer):
 
     takes_integers = False
     recordable = True
-    replaced: tuple[str, ...] = ("weight", "bias")
     freezes_parts = True
 
     weight: np.ndarray
-    weight_grad: np.ndarray
     bias: np.ndarray | None = None
-    bias_grad: np.ndarray | None = None
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, tie: str | None = None, gain: float = 1.0):
         check_positive(inputs=inputs, outputs=outputs)
@@ -81,8 +76,8 @@ class Linear(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         dy, x = pending
-        self.add_product("weight", dy, x)
-        self.add_rows("bias", dy)
+        self._add_product("weight", dy, x)
+        self._add("bias", self.stage.kernels.sum_rows, dy)
 
 
 # -- The feed-forward layer of GPT-2: two products with GELU between them ---------------------------------------------
@@ -121,17 +116,12 @@ class FeedForward(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("up", "down", "up_bias", "down_bias")
     freezes_parts = True
 
     up: np.ndarray
-    up_grad: np.ndarray
     down: np.ndarray
-    down_grad: np.ndarray
     up_bias: np.ndarray | None = None
-    up_bias_grad: np.ndarray | None = None
     down_bias: np.ndarray | None = None
-    down_bias_grad: np.ndarray | None = None
 
     def __init__(self, dim: int, hidden: int, bias: bool = True, gain: float = 1.0):
         check_positive(dim=dim, hidden=hidden)
@@ -161,11 +151,11 @@ class FeedForward(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         x, dinner, dy, inner = pending
-        self.add_product("up", dinner, x)
-        if self.trains("down"):
-            self.add_product("down", dy, self.stage.kernels.gelu(inner))
-        self.add_rows("up_bias", dinner)
-        self.add_rows("down_bias", dy)
+        self._add_product("up", dinner, x)
+        if self._trains("down"):
+            self._add_product("down", dy, self.stage.kernels.gelu(inner))
+        self._add("up_bias", self.stage.kernels.sum_rows, dinner)
+        self._add("down_bias", self.stage.kernels.sum_rows, dy)
 
 
 # -- Activations: Gelu alone, and SwiGLU with the matrices around it --------------------------------------------------
@@ -230,17 +220,12 @@ class SwiGLU(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("gate_up", "down", "gate_up_bias", "down_bias")
     freezes_parts = True
 
     gate_up: np.ndarray
-    gate_up_grad: np.ndarray
     down: np.ndarray
-    down_grad: np.ndarray
     gate_up_bias: np.ndarray | None = None
-    gate_up_bias_grad: np.ndarray | None = None
     down_bias: np.ndarray | None = None
-    down_bias_grad: np.ndarray | None = None
 
     def __init__(self, dim: int, hidden: int, gain: float = 1.0, bias: bool = False):
         check_positive(dim=dim, hidden=hidden)
@@ -254,7 +239,7 @@ class SwiGLU(Layer):
             self.declared["down_bias"] = Parameter((dim,), zeros, decay=False)
 
     def projections(self) -> dict[str, Projection]:
-        halves = projections_of_rows("gate_up", {"gate_proj": self.hidden, "up_proj": self.hidden})
+        halves = stacked_projections("gate_up", {"gate_proj": self.hidden, "up_proj": self.hidden})
         return {**halves, "down_proj": Projection("down", 0, self.dim)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -272,7 +257,7 @@ class SwiGLU(Layer):
 
     def backward_weight(self, pending: Any) -> None:
         x, dboth, dy, inner = pending
-        self.add_product("gate_up", dboth, x)
-        self.add_product("down", dy, inner)
-        self.add_rows("gate_up_bias", dboth)
-        self.add_rows("down_bias", dy)
+        self._add_product("gate_up", dboth, x)
+        self._add_product("down", dy, inner)
+        self._add("gate_up_bias", self.stage.kernels.sum_rows, dboth)
+        self._add("down_bias", self.stage.kernels.sum_rows, dy)

@@ -8,11 +8,10 @@ import numpy as np
 
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import random
-from mpipipe.nn.cache_blocks import rows
-from mpipipe.nn.checks import check_features, check_positive
+from mpipipe.nn.checks import check_features, check_positive, rows
 from mpipipe.nn.layers.layer import Layer
 from mpipipe.nn.parameters import Parameter, ones, zeros
+from mpipipe.nn.random import random_key
 
 
 class RMSNorm(Layer):
@@ -44,10 +43,8 @@ class RMSNorm(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("gain",)
 
     gain: np.ndarray
-    gain_grad: np.ndarray
 
     def __init__(self, dim: int, eps: float = 1e-6):
         check_positive(dim=dim)
@@ -60,28 +57,22 @@ class RMSNorm(Layer):
         y, scale = self.stage.kernels.rms_norm(flat, self.gain, self.eps)
         return y.reshape(x.shape), (flat, scale)
 
-    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
+        if more is None:
+            y, saved = self.forward(x)
+            return x, y, None, saved
         check_features(self, x, self.dim)
         total, y, scale = self.stage.kernels.add_rms_norm(rows(x), rows(more), self.gain, self.eps)
-        return total.reshape(x.shape), y.reshape(x.shape), (total, scale)
+        return total.reshape(x.shape), y.reshape(x.shape), None, (total, scale)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
         x, scale = saved
-        dx, parts = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain)
-        return dx.reshape(dy.shape), parts
-
-    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
-        x, scale = saved
-        dx, parts = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain, rows(more))
+        more = None if more is None else rows(more)
+        dx, parts = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain, more)
         return dx.reshape(dy.shape), parts
 
     def backward_weight(self, pending: Any) -> None:
-        self.add_parts("gain", pending)
-
-    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
-        dx, pending = self.backward_input_add(dy, saved, more)
-        self.backward_weight(pending)
-        return dx
+        self._add("gain", self.stage.kernels.add_parts, pending)
 
 
 class LayerNorm(Layer):
@@ -113,13 +104,10 @@ class LayerNorm(Layer):
 
     takes_integers = False
     recordable = True
-    replaced = ("gain", "bias")
     freezes_parts = True
 
     gain: np.ndarray
-    gain_grad: np.ndarray
     bias: np.ndarray
-    bias_grad: np.ndarray
 
     def __init__(self, dim: int, eps: float = 1e-5):
         check_positive(dim=dim)
@@ -132,30 +120,23 @@ class LayerNorm(Layer):
         y, scale = self.stage.kernels.layer_norm(flat, self.gain, self.bias, self.eps)
         return y.reshape(x.shape), (flat, scale)
 
-    def forward_sum(self, x: Array, more: Array) -> tuple[Array, Array, Any]:
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
+        if more is None:
+            y, saved = self.forward(x)
+            return x, y, None, saved
         check_features(self, x, self.dim)
         total, y, scale = self.stage.kernels.add_layer_norm(rows(x), rows(more), self.gain, self.bias, self.eps)
-        return total.reshape(x.shape), y.reshape(x.shape), (total, scale)
+        return total.reshape(x.shape), y.reshape(x.shape), None, (total, scale)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
         x, scale = saved
-        dx, *parts = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain)
-        return dx.reshape(dy.shape), parts
-
-    def backward_input_add(self, dy: Array, saved: Any, more: Array) -> tuple[Array, Any]:
-        x, scale = saved
-        dx, *parts = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain, rows(more))
+        more = None if more is None else rows(more)
+        dx, *parts = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain, more)
         return dx.reshape(dy.shape), parts
 
     def backward_weight(self, pending: Any) -> None:
-        of_gain, of_bias = pending
-        self.add_parts("gain", of_gain)
-        self.add_parts("bias", of_bias)
-
-    def backward_add(self, dy: Array, saved: Any, more: Array) -> Array:
-        dx, pending = self.backward_input_add(dy, saved, more)
-        self.backward_weight(pending)
-        return dx
+        for key, parts in zip(("gain", "bias"), pending):
+            self._add(key, self.stage.kernels.add_parts, parts)
 
 
 # -- Dropout whose masks do not depend on where or how often they are drawn -------------------------------------------
@@ -207,7 +188,7 @@ class Dropout(Layer):
         return "it draws another mask for each micro-batch" if self.threshold else ""
 
     def bound(self) -> None:
-        self._stream = random.key("dropout", self.stage.seed, self.name)
+        self._stream = random_key("dropout", self.stage.seed, self.name)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         position = self.stage.position

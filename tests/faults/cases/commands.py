@@ -39,6 +39,16 @@ def _train(name, *flags, says=(), **options):
     return command(name, "storage", *TRAIN, *flags, says=says, **{"code": (1, 2), **options})
 
 
+def _files(name, *arguments, **options):
+    return command(name, "storage", *arguments, **{"code": (1, 2), **options})
+
+
+def _differs(name, of, says, **options):
+    """Each rank trains, but those of `of` do something else."""
+    options = {"code": NONZERO, "reports": None, **options}
+    return command(name, "usage", *TRAIN, before=(TEXT,), arguments_of=of, says=(says,), **options)
+
+
 def _usage(name, *arguments, **options):
     return command(name, "usage", *arguments, **{"code": 2, "reports": None, "ranks": (1, 2, 4), **options})
 
@@ -52,55 +62,11 @@ FAULTS = (
     _usage("no such script", "-m", "mpipipe", "run", "absent.py", code=(1, 2), says=("absent.py",)),
     _usage("no such module", "-m", "mpipipe", "run", "-m", "absent", code=(1, 2), says=("absent",)),
     command("a help", "usage", *HELP, code=0, reports=0, ranks=(1, 2), prints=("-steps",), quiet=True),
-    command(
-        "an unknown flag on one rank",
-        "usage",
-        *TRAIN,
-        before=(TEXT,),
-        arguments_of={1: (*TRAIN, "--bogus")},
-        says=("there is no option",),
-        code=NONZERO,
-        reports=None,
-        quick=(2, "command"),
-    ),
-    command(
-        "an unknown flag on rank 0",
-        "usage",
-        *TRAIN,
-        before=(TEXT,),
-        arguments_of={0: (*TRAIN, "--bogus")},
-        says=("there is no option",),
-        code=NONZERO,
-        reports=None,
-    ),
-    command(
-        "a help on one rank",
-        "usage",
-        *TRAIN,
-        before=(TEXT,),
-        arguments_of={1: HELP},
-        says=("rank 1",),
-        code=NONZERO,
-        reports=None,
-    ),  # Open MPI itself ends a job in which a rank did not call MPI_Init
-    command(
-        "another command on one rank",
-        "usage",
-        *TRAIN,
-        before=(TEXT,),
-        arguments_of={1: ("-m", "mpipipe", "info")},
-        says=("rank",),
-        code=NONZERO,
-    ),
-    command(
-        "other flags on one rank",
-        "usage",
-        *TRAIN,
-        before=(TEXT,),
-        arguments_of={1: (*TRAIN, "--lr", "0.5")},
-        says=("MismatchError",),
-        code=(1, 2),
-    ),
+    _differs("an unknown flag on one rank", {1: (*TRAIN, "--bogus")}, "there is no option", quick=(2, "command")),
+    _differs("an unknown flag on rank 0", {0: (*TRAIN, "--bogus")}, "there is no option"),
+    _differs("a help on one rank", {1: HELP}, "rank 1"),  # Open MPI ends a job in which a rank did not call MPI_Init
+    _differs("another command on one rank", {1: ("-m", "mpipipe", "info")}, "rank", reports=1),
+    _differs("other flags on one rank", {1: (*TRAIN, "--lr", "0.5")}, "MismatchError", code=(1, 2), reports=1),
     command(
         "a script of another name on one rank",
         "usage",
@@ -113,31 +79,12 @@ FAULTS = (
         says=("absent.py",),
         code=NONZERO,
     ),
-    command(
-        "a FIFO as data", "storage", *COMMON, "pipe", before=(FIFO,), says=("pipe",), code=(1, 2), quick=(2, "command")
-    ),
-    command(
-        "a FIFO as config",
-        "storage",
-        "-m",
-        "mpipipe",
-        "train",
-        "--config",
-        "pipe",
-        before=(FIFO,),
-        says=("pipe",),
-        code=(1, 2),
-    ),
-    command("/dev/zero as data", "storage", *COMMON, "/dev/zero", says=("/dev/zero",), code=(1, 2)),
-    command("no such data", "storage", *COMMON, "absent.txt", says=("absent.txt",), code=2, ranks=(1, 2, 4)),
-    command(
-        "an empty file as data",
-        "storage",
-        *COMMON,
-        "empty",
-        before=(("-c", "open('empty', 'w')"),),
-        says=("DataError",),
-        code=2,
+    _files("a FIFO as data", *COMMON, "pipe", before=(FIFO,), says=("pipe",), quick=(2, "command")),
+    _files("a FIFO as config", "-m", "mpipipe", "train", "--config", "pipe", before=(FIFO,), says=("pipe",)),
+    _files("/dev/zero as data", *COMMON, "/dev/zero", says=("/dev/zero",)),
+    _files("no such data", *COMMON, "absent.txt", says=("absent.txt",), code=2, ranks=(1, 2, 4)),
+    _files(
+        "an empty file as data", *COMMON, "empty", before=(("-c", "open('empty', 'w')"),), says=("DataError",), code=2
     ),
     _train("an output folder that is a file", "--out", "text.txt", says=("text.txt",)),
     _train("an output folder in a file", "--out", "text.txt/run", says=("text.txt",)),
@@ -147,9 +94,8 @@ FAULTS = (
     _train("10^9 columns", "--dim", "1000000000", says=("Error",), limit=30),
     _train("10^9 micro-batches", "--microbatches", "1000000000", says=("Error",), limit=30),
     _train("a mesh of more ranks", "--pipe", "7", says=("mesh",), code=2),
-    command(
+    _files(
         "working folders that differ",
-        "storage",
         *TRAIN[:-1],
         "../text.txt",
         "--out",
@@ -162,29 +108,17 @@ FAULTS = (
         ranks=(2,),
         quick=(2, "command"),
     ),
-    command(
-        "data that differ",
-        "storage",
-        *TRAIN,
-        folders=("a", "b"),
-        before=(TWO_TEXTS,),
-        says=("MismatchError",),
-        code=(1, 2),
-    ),
-    command(
+    _files("data that differ", *TRAIN, folders=("a", "b"), before=(TWO_TEXTS,), says=("MismatchError",)),
+    _files(
         "weights that are not numbers",
-        "storage",
         *GENERATE,
         before=(*TRAINED, NAN),
         says=("Error",),
         never=("bytes must be in range",),
-        code=(1, 2),
         limit=40,
     ),
-    command(
-        "weights that are cut off", "storage", *GENERATE, before=(*TRAINED, CUT), says=("Error",), code=(1, 2), limit=40
-    ),
-    command("no such training", "storage", *GENERATE, says=("run",), code=2, ranks=(1, 2)),
+    _files("weights that are cut off", *GENERATE, before=(*TRAINED, CUT), says=("Error",), limit=40),
+    _files("no such training", *GENERATE, says=("run",), code=2, ranks=(1, 2)),
     failing(
         "a limit on the size of files",
         "storage",

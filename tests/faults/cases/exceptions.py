@@ -64,21 +64,18 @@ def _at(place, who, ranks) -> Fault:
     return failing(f"{place} on rank {who}", "exception", body, text, ranks=ranks)
 
 
+def _raises(name, body, *says, **options) -> Fault:
+    return failing(name, "exception", body, *says, **options)
+
+
 def _kind(what, statement, *says, **options) -> Fault:
     body = f"def act():\n    {statement}\n" + on("last", "breaks('forward', act)") + "train()"
     return failing(f"{what} in a forward", "exception", body, *says, **{"ranks": (1, 2), **options})
 
 
 FAULTS = (
-    failing(
-        "traceback of a backward",
-        "exception",
-        BROKEN_BACKWARD,
-        AT_RANK_2,
-        "in broken",
-        ranks=(4,),
-        modes=(RUN,),
-        quick=(4, RUN),
+    _raises(
+        "traceback of a backward", BROKEN_BACKWARD, AT_RANK_2, "in broken", ranks=(4,), modes=(RUN,), quick=(4, RUN)
     ),
     Fault(
         "a failure reaches the peers without the runner",
@@ -90,9 +87,8 @@ FAULTS = (
         says=("PeerError", "wet paint"),
         quick=(4, PLAIN),
     ),
-    failing(
+    _raises(
         "out of paint before training",
-        "exception",
         "if rank == 1: raise RuntimeError('out of paint')\ntrain()",
         "RuntimeError: out of paint",
         ranks=(2, 4),
@@ -124,16 +120,9 @@ except errors.PeerError:
         ranks=(2, 3, 4),
         quick=(2, RUN),
     ),
-    failing(
-        "in a loss",
-        "exception",
-        on("last", "def loss(y, t): fail()") + "train()",
-        "ValueError: wet paint",
-        ranks=(1, 2, 4),
-    ),
-    failing(
+    _raises("in a loss", on("last", "def loss(y, t): fail()") + "train()", "ValueError: wet paint", ranks=(1, 2, 4)),
+    _raises(
         "in a recomputation",
-        "exception",
         on(
             "last",
             """
@@ -144,13 +133,8 @@ breaks('forward', lambda: fail() if next(counts) == 5 else None)
         + "train(recompute=True)",
         "ValueError: wet paint",
     ),
-    failing(
-        "after the pipeline",
-        "exception",
-        "train()\n" + on("last", "fail()"),
-        "ValueError: wet paint",
-        ranks=(1, 2, 4),
-        never=(),
+    _raises(
+        "after the pipeline", "train()\n" + on("last", "fail()"), "ValueError: wet paint", ranks=(1, 2, 4), never=()
     ),
     failing("in every rank", "exception", "fail()", "ValueError: wet paint", ranks=(1, 2, 4)),
     failing("in every forward", "exception", "breaks('forward', fail)\ntrain()", "ValueError: wet paint"),

@@ -50,6 +50,14 @@ def _unknown(fault, body) -> Fault:
     )
 
 
+def _exits(name, body, *says, **options) -> Fault:
+    return failing(name, "exit", body, *says, **options)
+
+
+def _vanishes(name, body, *says, **options) -> Fault:
+    return failing(name, "vanishes", body, *says, **{"code": NONZERO, "reports": None, **options})
+
+
 def _while_working(name, body, **options) -> Fault:
     return failing(name, "never joins", body, "world rank {last}", "PeerError", **{"ranks": (2, 3), **options})
 
@@ -125,9 +133,8 @@ print("finished")
         quick=(4, RUN),
     ),
     *_code(3, 3),
-    failing(
+    _exits(
         "rank 2 exits with 3",
-        "exit",
         "if rank == 2: sys.exit(3)\ntrain()",
         "rank 2",
         code=3,
@@ -163,72 +170,45 @@ print("finished")
         plain_says=(),
         clean=False,
     ),
-    failing(
+    _exits(
         "sys.exit(3) in a forward",
-        "exit",
         on("last", "breaks('forward', lambda: sys.exit(3))") + "train()",
         code=3,
         ranks=(1, 2, 4),
         reports=None,
     ),
-    failing(
+    _exits(
         "sys.exit(0) in a forward",
-        "exit",
         on("last", "breaks('forward', lambda: sys.exit(0))") + "train()",
         code=NONZERO,
         ranks=(2, 4),
         plain_code=NONZERO,
     ),
-    failing(
+    _vanishes(
         "os._exit(0) before training",
-        "vanishes",
         on("last", "os._exit(0)") + "train()",
         "rank {last}",
         plain_says=(),
         plain_code="any",
-        code=NONZERO,
-        reports=None,
         quick=(2, RUN),
     ),
-    failing(
+    _vanishes(
         "os._exit(0) in a forward",
-        "vanishes",
         on("last", "breaks('forward', lambda: os._exit(0))") + "train()",
         "rank {last}",
-        code=NONZERO,
-        reports=None,
         modes=(RUN,),
         ranks=(1, 2, 4),
     ),
-    failing(
+    _vanishes(
         "os._exit(0) at the end",
-        "vanishes",
         "train()\n" + on("last", "os._exit(0)"),
         "rank {last}",
-        code=NONZERO,
-        reports=None,
         modes=(RUN,),
         ranks=(1, 2, 4),
         never=(),
     ),
-    failing(
-        "os._exit(0) of all ranks",
-        "vanishes",
-        "train()\nos._exit(0)",
-        "rank",
-        code=NONZERO,
-        reports=None,
-        modes=(RUN,),
-        ranks=(1, 2, 4),
-        never=(),
-    ),
-    failing(
-        "os._exit(3) in a forward",
-        "vanishes",
-        on("last", "breaks('forward', lambda: os._exit(3))") + "train()",
-        code=NONZERO,
-        reports=None,
-    ),
+    _vanishes("os._exit(0) of all ranks", "train()\nos._exit(0)", "rank", modes=(RUN,), ranks=(1, 2, 4), never=()),
+    _vanishes("os._exit(3) in a forward", on("last", "breaks('forward', lambda: os._exit(3))") + "train()"),
     Fault(
         "MPI_Abort by the user",
         "vanishes",

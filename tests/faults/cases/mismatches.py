@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults.blocks import RUN, failing, on, refused
+from faults.blocks import RUN, on, refused
 
 MESH = "mpipipe.Mesh(comm, pipe={})"
 RING = "q = np.ones((1, 512, 4, 32), np.float32)\nattention.ring_attention(q, q, q, comm{})"
@@ -12,47 +12,44 @@ def _differs(name, odd, *says, rest="train()", **options):
     return refused(f"{name} differs", "mismatch", on("last", odd or "pass") + rest, *says, **options)
 
 
+def _misuse(name, body, *says, **options):
+    return refused(name, "misuse", body, *says, **{"ranks": (1, 2, 4), **options})
+
+
+def _mismatch(name, body, *says, **options):
+    return refused(name, "mismatch", body, *says, **options)
+
+
 FAULTS = (
-    refused(
+    _mismatch(
         "micro-batches of rank 1",
-        "mismatch",
         "if rank == 1: schedule = schedules.one_f_one_b(size, 5)\ntrain()",
         "MismatchError: rank 1",
         ranks=(2, 4),
         quick=(4, RUN),
     ),
-    refused(
+    _mismatch(
         "schedule of rank 3",
-        "mismatch",
         "if rank == 3: schedule = schedules.gpipe(size, 4)\ntrain()",
         "MismatchError: rank 3",
         ranks=(4,),
         quick=(4, RUN),
     ),
-    refused(
-        "missing targets",
-        "misuse",
-        "targets = None\ntrain()",
-        "ArgumentError: rank {last}: targets are missing",
-        ranks=(1, 2, 4),
-        quick=(4, RUN),
+    _misuse(
+        "missing targets", "targets = None\ntrain()", "ArgumentError: rank {last}: targets are missing", quick=(4, RUN)
     ),
-    failing(
+    _misuse(
         "wrong dtype of the inputs",
-        "misuse",
         "if rank == 0: inputs = inputs.astype(float)\ntrain()",
         "rank 0, stage 0, micro-batch 0: the input of a stage",
         code=(1, 2),
-        ranks=(1, 2, 4),
         quick=(4, RUN),
     ),
-    failing(
+    _misuse(
         "a loss that is not a number",
-        "misuse",
         "if rank == last: targets[700] = np.nan\ntrain()",
         "NonFiniteError: rank {last}, stage {last}, micro-batch 1",
         code=(1, 2),
-        ranks=(1, 2, 4),
         quick=(4, RUN),
     ),
     _differs("number of stages", "stages = stages * 2", "wrong number of stages"),
@@ -81,18 +78,16 @@ attention.ring_attention(q, q, q, comm)
     ),
     _differs("causality of a ring", "", "Error", rest=RING.format(", causal=rank == last")),
     _differs("layout of a ring", "", "Error", rest=RING.format(", layout='striped' if rank == last else 'zigzag'")),
-    failing(
+    _mismatch(
         "ranks step different pipelines",
-        "mismatch",
         "a, b = build(), build()\n(a if rank == last else b).step(inputs, targets)",
         "MismatchError",
         code=(1, 2),
         ranks=(2, 4),
         quick=(2, RUN),
     ),
-    failing(
+    _mismatch(
         "pipelines are built in another order",
-        "mismatch",
         """
 def other():
     return mpipipe.Pipeline(stages, schedules.gpipe(size, 8), comm, loss=loss)
@@ -101,46 +96,28 @@ first, second = (other(), build()) if rank == last else (build(), other())
         "MismatchError",
         code=(1, 2),
     ),
-    refused("a mesh that does not fill the communicator", "misuse", MESH.format("size + 1"), "mesh", ranks=(1, 2)),
-    refused("no schedule", "misuse", "schedule = None\ntrain()", "ArgumentError", ranks=(1, 2, 4)),
-    refused(
-        "a schedule of more ranks",
-        "misuse",
-        "schedule = schedules.gpipe(size + 1, 4)\ntrain()",
-        "ArgumentError",
-        ranks=(1, 2),
+    _misuse("a mesh that does not fill the communicator", MESH.format("size + 1"), "mesh", ranks=(1, 2)),
+    _misuse("no schedule", "schedule = None\ntrain()", "ArgumentError"),
+    _misuse(
+        "a schedule of more ranks", "schedule = schedules.gpipe(size + 1, 4)\ntrain()", "ArgumentError", ranks=(1, 2)
     ),
-    refused("missing inputs", "misuse", "inputs = None\ntrain()", "inputs are missing", ranks=(1, 2, 4)),
-    refused(
+    _misuse("missing inputs", "inputs = None\ntrain()", "inputs are missing"),
+    _misuse(
         "inputs that are a list",
-        "misuse",
         "inputs = 'text' if rank == 0 else None\ntrain()",
         "ArgumentError",
         code=(1, 2),
         ranks=(1, 2),
     ),
-    refused("an unknown layout", "misuse", RING.format(", layout='diagonal'"), "layout", ranks=(1, 2)),
-    refused("a scale that is not a number", "misuse", RING.format(", scale=float('nan')"), "scale", ranks=(1, 2)),
-    refused("a norm below 0", "misuse", "optim.clip_by_global_norm(stages, -1.0, comm)", "max_norm", ranks=(1, 2)),
-    failing(
-        "a stage without methods",
-        "misuse",
-        on("last", "stages = [object()]") + "train()",
-        "ArgumentError",
-        code=(1, 2),
-        ranks=(1, 2, 4),
+    _misuse("an unknown layout", RING.format(", layout='diagonal'"), "layout", ranks=(1, 2)),
+    _misuse("a scale that is not a number", RING.format(", scale=float('nan')"), "scale", ranks=(1, 2)),
+    _misuse("a norm below 0", "optim.clip_by_global_norm(stages, -1.0, comm)", "max_norm", ranks=(1, 2)),
+    _misuse("a stage without methods", on("last", "stages = [object()]") + "train()", "ArgumentError", code=(1, 2)),
+    _misuse(
+        "a step after close", "p = build()\np.close()\np.step(inputs, targets)", "Error", code=(1, 2), ranks=(1, 2)
     ),
-    failing(
-        "a step after close",
-        "misuse",
-        "p = build()\np.close()\np.step(inputs, targets)",
-        "Error",
-        code=(1, 2),
-        ranks=(1, 2),
-    ),
-    failing(
+    _misuse(
         "a stage that calls its own pipeline",
-        "misuse",
         """
 pipeline = build()
 if rank == last: breaks('forward', lambda: pipeline.evaluate(inputs, targets))
@@ -148,7 +125,6 @@ pipeline.step(inputs, targets)
 """,
         "ArgumentError",
         code=(1, 2),
-        ranks=(1, 2, 4),
         quick=(2, RUN),
     ),
 )

@@ -30,6 +30,14 @@ def _refused_at_start(name, value, **options) -> Fault:
     )
 
 
+def _state(name, body, *says, **options) -> Fault:
+    return failing(name, "MPI state", body, *says, **{"code": NONZERO, "reports": None, **options})
+
+
+def _misuse(name, body, *says, **options) -> Fault:
+    return refused(name, "misuse", body, *says, **options)
+
+
 FAULTS = (
     _refused_at_start("MPIPIPE_TIMEOUT", "abc", quick=(2, RUN)),
     _refused_at_start("MPIPIPE_TIMEOUT", "-5"),
@@ -104,25 +112,16 @@ raise errors.ArgumentError("wet paint")
         for variable in SIZES
     ),
     good("no launcher", "train()", kind="launcher", ranks=(0,), clean=False),  # Open MPI itself leaves a file
-    failing(
-        "MPI finalized before a pipeline",
-        "MPI state",
-        "from mpi4py import MPI\nMPI.Finalize()\ntrain()",
-        "inalised",
-        code=NONZERO,
-        ranks=(1, 2),
-        reports=None,
+    _state(
+        "MPI finalized before a pipeline", "from mpi4py import MPI\nMPI.Finalize()\ntrain()", "inalised", ranks=(1, 2)
     ),
-    failing(
+    _state(
         "MPI finalized by one rank",
-        "MPI state",
         "from mpi4py import MPI\nif rank == last: MPI.Finalize()\ntrain()",
         "rank {last}",
-        code=NONZERO,
         ranks=(2,),
         plain_says=("StallError",),
         env={"MPIPIPE_TIMEOUT": "5"},
-        reports=None,
     ),
     Fault(
         "MPI finalized after training",
@@ -133,14 +132,11 @@ raise errors.ArgumentError("wet paint")
         reports=0,
         quiet=True,
     ),
-    failing(
+    _state(
         "an exception after MPI was finalized",
-        "MPI state",
         "from mpi4py import MPI\ntrain()\nMPI.Finalize()\nfail()",
         "ValueError: wet paint",
-        code=NONZERO,
         ranks=(1, 2),
-        reports=None,
         never=(),
     ),
     Fault(
@@ -162,31 +158,17 @@ raise errors.ArgumentError("wet paint")
         ranks=(1, 2),
         quiet=True,
     ),
-    refused("a pipeline on an intercommunicator", "misuse", INTERCOMM + "train()", "ArgumentError", code=(1, 2)),
-    refused(
-        "a mesh on an intercommunicator",
-        "misuse",
-        INTERCOMM + "mpipipe.Mesh(comm, pipe=comm.size)",
-        "ArgumentError",
-        code=(1, 2),
+    _misuse("a pipeline on an intercommunicator", INTERCOMM + "train()", "ArgumentError", code=(1, 2)),
+    _misuse(
+        "a mesh on an intercommunicator", INTERCOMM + "mpipipe.Mesh(comm, pipe=comm.size)", "ArgumentError", code=(1, 2)
     ),
-    refused("a ring on an intercommunicator", "misuse", INTERCOMM + "ring()", "ArgumentError", code=(1, 2)),
-    refused("a communicator that is not one", "misuse", "comm = 'world'\ntrain()", "ArgumentError", ranks=(1, 2)),
-    refused(
-        "a freed communicator",
-        "misuse",
-        "comm = comm.Dup()\ncomm.Free()\ntrain()",
-        "ommunicator",
-        code=(1, 2),
-        ranks=(1, 2),
+    _misuse("a ring on an intercommunicator", INTERCOMM + "ring()", "ArgumentError", code=(1, 2)),
+    _misuse("a communicator that is not one", "comm = 'world'\ntrain()", "ArgumentError", ranks=(1, 2)),
+    _misuse(
+        "a freed communicator", "comm = comm.Dup()\ncomm.Free()\ntrain()", "ommunicator", code=(1, 2), ranks=(1, 2)
     ),
-    refused(
-        "COMM_NULL",
-        "misuse",
-        "from mpi4py import MPI\ncomm = MPI.COMM_NULL\ntrain()",
-        "ommunicator",
-        code=(1, 2),
-        ranks=(1, 2),
+    _misuse(
+        "COMM_NULL", "from mpi4py import MPI\ncomm = MPI.COMM_NULL\ntrain()", "ommunicator", code=(1, 2), ranks=(1, 2)
     ),
     good("a ring without a communicator", "comm = None\nring()", ranks=(1, 2)),
 )

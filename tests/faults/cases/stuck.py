@@ -23,6 +23,10 @@ def _hangs(name, body, *says, **options) -> Fault:
     return failing(name, "hang", body, "no rank has made progress", *says, **options)
 
 
+def _threads(name, body, *says, **options) -> Fault:
+    return failing(name, "thread", body, *says, **options)
+
+
 OTHER_THREAD = """
 pipeline, errors_seen = build(), []
 def work():
@@ -120,18 +124,16 @@ with build() as pipeline:
         ranks=(2,),
         never=(),
     ),
-    failing(
+    _threads(
         "an exception in a step of another thread",
-        "thread",
         on("last", "breaks('forward', fail)") + OTHER_THREAD,
         "ValueError: wet paint",
         "micro-batch 0",
         quick=(2, RUN),
     ),
     good("a pipeline stepped in another thread", OTHER_THREAD, kind="thread", by_all=("finished",), ranks=(1, 2, 4)),
-    failing(
+    _threads(
         "an exception in a loss of another thread",
-        "thread",
         on("last", "def loss(y, t): fail()") + OTHER_THREAD,
         "ValueError: wet paint",
     ),

@@ -10,7 +10,7 @@ stages = [nn.Stage([nn.Linear(8, 8)], seed=1)]
 x = np.ones((8, 8), np.float32)
 
 
-def step(comm: inprocess.Communicator) -> float:
+def step(comm: inprocess.ThreadCommunicator) -> float:
     with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
         result: StepResult = pipeline.step(x, x)
     return result.loss

@@ -14,8 +14,7 @@ from mpipipe.errors import BackendError, ConfigError, DataError, StorageError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
 from mpipipe.language import data
-from mpipipe.language.data import text_chunks, tokenize
-from mpipipe.language.data.token_files import read_header
+from mpipipe.language.data import shard_writer, text_chunks, tokenize
 from mpipipe.language.data.tokenizer import open_tokenizer
 
 library = pytest.importorskip("tokenizers")
@@ -63,10 +62,10 @@ def texts(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Many units in small texts."""
-    monkeypatch.setattr(text_chunks, "UNIT", 1500)
+    """Many chunks in small texts."""
+    monkeypatch.setattr(text_chunks, "CHUNK", 1500)
     monkeypatch.setattr(text_chunks, "SEARCHED", 800)
-    monkeypatch.setattr(tokenize, "CHUNK", 4000)
+    monkeypatch.setattr(tokenize, "BATCH", 4000)
     monkeypatch.setattr(tokenize, "ROUND", 2)
 
 
@@ -83,30 +82,30 @@ def test_tokens_are_those_of_the_library_for_any_number_of_ranks(folder, texts, 
     for ranks in (1, 2, 3):
         out, told = folder / f"tokens-{ranks}", []
         done = run(ranks, [path], str(folder), str(out), progress=lambda *numbers, told=told: told.append(numbers))
-        contents.add(out.read_bytes())
+        contents.add(tuple(out.with_name(out.name + end).read_bytes() for end in ("", ".documents", ".json")))
         assert max(told) == (told[0][1], told[0][1]) and len(set(told)) > 3
     assert len(contents) == 1
     found = data.find([out])
-    whole = found.whole([])
+    whole = found.whole()
     assert whole.read(0, len(whole)).tolist() == list(chain.from_iterable(expected))
     np.testing.assert_array_equal(whole.starts(0, len(whole)), np.cumsum([0, *map(len, expected[:-1])]))
     sizes = [len(text.encode()) for text in documents]
-    header = done.header
-    assert (header.vocab, header.end, header.documents, header.nbytes) == (made.get_vocab_size(), end, 32, sum(sizes))
-    assert header == read_header(out) and header.tokenizer == open_tokenizer(folder).hash == found.tokenizer
-    assert sorted(os.listdir(folder)) == sorted(
-        ["texts", "tokenizer.json", "tokenizer_config.json", "tokens-1", "tokens-2", "tokens-3"]
-    )
-    middle = len(expected[0])
-    assert found.opened[0].bytes_of(middle, middle + len(expected[1])) == sizes[1]
+    facts = done.facts
+    assert (facts.vocab, facts.end, facts.documents, facts.nbytes) == (made.get_vocab_size(), end, 32, sum(sizes))
+    assert facts.tokenizer == open_tokenizer(folder).hash == found.tokenizer
+    assert np.load(out).dtype == np.uint16 and np.load(out).tolist() == whole.read(0, len(whole)).tolist()
+    written = [f"tokens-{ranks}{end}" for ranks in (1, 2, 3) for end in ("", ".documents", ".json")]
+    assert sorted(os.listdir(folder)) == sorted(["texts", "tokenizer.json", "tokenizer_config.json", *written])
+    before = [found.token_files[0].bytes_before(len(expected[0]) + shift) for shift in (0, len(expected[1]))]
+    assert before == [sizes[0], sizes[0] + sizes[1]]
 
 
-def test_a_long_text_is_cut_into_units(folder, texts, small):
+def test_a_long_text_is_cut_into_chunks(folder, texts, small):
     """Else the test above would not try what happens at cuts."""
     tokenizer, path = open_tokenizer(folder), Path(texts[0], "a.txt")
-    reader = text_chunks.Texts(tokenizer)
-    found = [list(reader.of(unit)) for unit in text_chunks.units_of([(path, path.stat().st_size)])]
-    pieces = [text for unit in found for text in unit]
+    reader = text_chunks.TextReader(tokenizer)
+    chunks = text_chunks.chunks_of([(path, path.stat().st_size)])
+    pieces = [passage for chunk in chunks for passage in reader.passages(chunk)]
     assert len(pieces) > 8 and "".join(piece.text for piece in pieces) == path.read_text()
     assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece.closes for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -120,7 +119,7 @@ def test_a_tokenizer_that_allows_no_cut_gets_texts_in_one_piece(tmp_path, texts,
     made.save(str(tmp_path / "tokenizer.json"))
     path = Path(texts[0], "a.txt")
     run(2, [str(path)], str(tmp_path), str(tmp_path / "tokens"), end="</s>")
-    whole = data.find([tmp_path / "tokens"]).whole([])
+    whole = data.find([tmp_path / "tokens"]).whole()
     assert whole.read(0, len(whole)).tolist() == [*made.encode(path.read_text()).ids, 3]
     assert whole.read(0, 1).tolist() == [0]
     monkeypatch.setattr(text_chunks, "MOST", 4000)
@@ -160,21 +159,23 @@ def test_text_that_is_no_utf8_is_one_error_with_file_and_position(tmp_path, fold
     assert caught.value.found == f"byte 0xe4 at position 6300 of {path}"
 
 
-def test_a_failure_while_the_file_is_put_together_leaves_nothing(tmp_path, folder, texts, small, monkeypatch):
+@pytest.mark.parametrize("broken", ["_copy", "_column", "TokenFacts"])
+def test_a_failure_while_the_file_is_put_together_leaves_nothing(tmp_path, folder, texts, small, monkeypatch, broken):
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokenize, "_copy", fail)
+    monkeypatch.setattr(shard_writer, broken, fail)
     with pytest.raises(StorageError, match="No space left"):
         run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
     assert not [name for name in os.listdir(tmp_path) if "tokens" in name]
 
 
-def test_what_is_there_already_stays(tmp_path, folder, texts):
-    (tmp_path / "tokens").write_text("mine")
+@pytest.mark.parametrize("name", ["tokens", "tokens.json", "tokens.documents"])
+def test_what_is_there_already_stays(tmp_path, folder, texts, name):
+    (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError, match="already") as caught:
         run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
-    assert str(tmp_path / "tokens") in caught.value.found and (tmp_path / "tokens").read_text() == "mine"
+    assert str(tmp_path / name) in caught.value.found and (tmp_path / name).read_text() == "mine"
 
 
 WRONG_FOLDERS = {

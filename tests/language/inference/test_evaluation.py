@@ -13,7 +13,7 @@ from mpipipe import Mesh, arrays, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.language.data import Array
-from mpipipe.language.inference.evaluation import Windows, build_evaluator
+from mpipipe.language.inference.evaluation import Windows, build_evaluator, perplexity
 from mpipipe.language.models import GPT, weights
 from mpipipe.language.models.model_folder import open_on_all
 
@@ -79,7 +79,7 @@ def test_every_mesh_gives_the_losses_of_windows_written_out(comm, mpi_tmp_path, 
     assert found.tokens == len(losses) == (99 - len(LENGTHS) if by_document else 98 // length * length)
     terms = path(MODEL) + len(losses)
     close(found.loss, np.mean(losses), terms, dtype=np.float64)
-    close(found.perplexity, math.exp(np.mean(losses)), terms * math.ceil(np.mean(losses)), dtype=np.float64)
+    close(perplexity(found.loss), math.exp(np.mean(losses)), terms * math.ceil(np.mean(losses)), dtype=np.float64)
     close(found.bits_per_byte, np.mean(losses) / math.log(2) / 4, terms, dtype=np.float64)
     assert list(found.documents) == (list(expected) if by_document else [])
     for document, each in found.documents.items():

@@ -24,7 +24,7 @@ from mpipipe.language.inference.generation import (
     generator,
 )
 from mpipipe.language.models import GPT
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.planning.layer_plan import LayerPlan
 
 MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=48)
 COUNT = 12
@@ -47,9 +47,9 @@ LENGTHS = (1, 30, 3, 2, 9, 1, 17)
 def decoded(mesh, prompts, sampling, slots, microbatches, dtype="float64", count=COUNT, model=MODEL):
     """{number: answer}, and why each has ended."""
     schedule = schedules.forward_only(mesh.pipe.size, 1, microbatches)
-    plan = TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
+    plan = LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
     found, ended = {number: [] for number in range(len(prompts))}, {}
-    with build_decoder(plan, mesh, dtype, max(map(len, prompts)) + count, fill, slots=slots) as decoder:
+    with build_decoder(model, plan, mesh, dtype, max(map(len, prompts)) + count, fill, slots=slots) as decoder:
         for drawn in answers(decoder, prompts, count, sampling):
             assert drawn.prompt not in ended
             found[drawn.prompt].append(drawn.token)
@@ -139,8 +139,8 @@ def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
 
     def logits(mesh, which, slots):
         schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
-        plan = TrainingPlan(MODEL, schedule, schedules.partition(MODEL.costs(), schedule.stages), rows=1)
-        with build_decoder(plan, mesh, "float32", 20, fill, slots=slots) as decoder:
+        plan = LayerPlan(schedule, schedules.partition(MODEL.costs(), schedule.stages), rows=1)
+        with build_decoder(MODEL, plan, mesh, "float32", 20, fill, slots=slots) as decoder:
             line = [_Sequence(number, number, list(prompt), len(prompt)) for number, prompt in enumerate(which)]
             parts, _ = _next_parts(line, 1, 1)
             return decoder.forward(parts)

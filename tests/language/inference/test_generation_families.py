@@ -11,7 +11,7 @@ from support import huggingface_reference as reference
 from mpipipe import Mesh, schedules
 from mpipipe.language.inference.generation import Sampling, answers, build_decoder
 from mpipipe.language.models.model_folder import open_on_all
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.planning.layer_plan import LayerPlan
 
 COUNT = 10
 CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]  # pipe x seq
@@ -47,10 +47,10 @@ def test_a_folder_of_each_family_continues_prompts_as_numpy_does(comm, mpi_tmp_p
     folder = open_on_all(comm, str(mpi_tmp_path / "model"))
     with Mesh(comm, pipe=pipe, seq=seq) as mesh:
         schedule = schedules.forward_only(pipe, 1, 3)
-        plan = TrainingPlan(folder.model, schedule, schedules.partition(folder.model.costs(), pipe), rows=1)
+        plan = LayerPlan(schedule, schedules.partition(folder.model.costs(), pipe), rows=1)
         found = {number: [] for number in range(len(PROMPTS))}
         load = partial(folder.load, mesh=mesh)
-        with build_decoder(plan, mesh, "float64", 30, load, slots=3) as decoder:
+        with build_decoder(folder.model, plan, mesh, "float64", 30, load, slots=3) as decoder:
             for drawn in answers(decoder, PROMPTS, COUNT, Sampling(temperature=0)):
                 found[drawn.prompt].append(drawn.token)
     expected, ahead = greedy(family)

@@ -1,11 +1,14 @@
-"""Prompts of the command line and of files; what is none is refused with file and line."""
+"""Prompts of the command line and of files, and text that appears token by token."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpipipe.errors import ConfigError, DataError
-from mpipipe.language.inference.prompts import Bytes, Prompts, parse_ids, read_prompts
+from mpipipe.language.inference.prompts import Bytes, Prompts, TextStream, parse_ids, read_prompts
 
 
 def file(tmp_path, name, content):
@@ -14,16 +17,10 @@ def file(tmp_path, name, content):
     return str(path)
 
 
-def test_without_any_prompt_it_is_a_line_break():
+def test_a_prompt_is_a_line_break_or_the_text_or_ids_of_the_command_line():
     assert read_prompts(None, None, None, Bytes()) == Prompts([[10]], ["\n"])
-
-
-def test_bytes_of_a_command_line_that_are_no_utf_8_come_through():
-    assert read_prompts("a\udcff", None, None, Bytes()).tokens == [[97, 255]]
-
-
-def test_ids_need_no_tokenizer():
-    assert read_prompts(None, None, "5, 17,9", None) == Prompts([[5, 17, 9]], [None])
+    assert read_prompts("a\udcff", None, None, Bytes()).tokens == [[97, 255]]  # as it came, though no UTF-8
+    assert read_prompts(None, None, "5, 17,9", None) == Prompts([[5, 17, 9]], [None])  # needs no tokenizer
 
 
 @pytest.mark.parametrize(
@@ -58,18 +55,12 @@ def test_what_is_no_prompt_is_refused_with_its_place(tmp_path, name, content, ma
     assert place in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_what_cannot_be_a_prompt_is_refused(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read_prompts(None, str(tmp_path / "absent"), None, Bytes())
-
-
-def test_text_needs_a_tokenizer(tmp_path):
     for arguments in (("a", None), (None, file(tmp_path, "a.jsonl", b'[1]\n"a"\n'))):
         with pytest.raises(ConfigError, match="no tokenizer"):
             read_prompts(*arguments, None, None)
-
-
-def test_two_prompts_at_once_are_refused():
     with pytest.raises(ConfigError, match="twice"):
         read_prompts("a", None, "1", Bytes())
 
@@ -78,3 +69,34 @@ def test_two_prompts_at_once_are_refused():
 def test_what_are_no_ids_is_refused(text):
     with pytest.raises(ConfigError, match="no token ids"):
         parse_ids(text, "--tokens")
+
+
+class Words:
+    """A tokenizer that joins words by spaces, and puts none before the first, as those of SentencePiece do."""
+
+    vocab, end = 3, None
+
+    def decode(self, tokens):
+        return " ".join("ab c"[token] if token < 3 else "" for token in tokens)
+
+
+@given(st.binary(max_size=12), st.lists(st.integers(0, 3), max_size=6))
+def test_any_bytes_in_any_pieces(content, cuts):
+    stream, parts, place = TextStream(Bytes()), [], 0
+    for count in (*cuts, len(content)):
+        parts.append(stream.feed(list(content[place : place + count])))
+        place += count
+    assert "".join([*parts, stream.end()]) == content.decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["grün", "日本語", "a\U0001f600b"])
+def test_a_character_appears_with_its_last_byte(text):
+    stream = TextStream(Bytes())
+    found = [stream.feed([byte]) for byte in text.encode()]
+    assert "".join(found) == text and all(part in ("", *text) for part in found)
+    assert stream.end() == ""
+
+
+def test_spaces_between_tokens_are_kept():
+    stream, tokens = TextStream(Words()), np.random.default_rng(0).integers(0, 2, 20).tolist()
+    assert "".join([*(stream.feed([token]) for token in tokens), stream.end()]) == Words().decode(tokens)

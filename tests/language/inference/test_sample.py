@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.windows import generate
 
 from mpipipe import Mesh, Pipeline, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.attention.cache import SlotCache
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
-from mpipipe.language.inference.generation import Sampling, build_decoder, draw, generate, generator, readable
+from mpipipe.language.inference.generation import Sampling, build_decoder, draw, generator, readable
 from mpipipe.language.models import GPT
-from mpipipe.train.training_plan import TrainingPlan
+from mpipipe.planning.layer_plan import LayerPlan
 
 SEQ = 24  # of the training that the model might come from
 
@@ -69,7 +70,7 @@ def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature
 def plan(pipe, chunks=1, microbatches=1, **sizes):
     model = GPT(**{**dict(dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=SEQ), **sizes})
     schedule = schedules.forward_only(pipe, chunks, microbatches)
-    return TrainingPlan(model, schedule, schedules.partition(model.costs(), schedule.stages), rows=4)
+    return model, LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=4)
 
 
 def fill(stages):
@@ -88,7 +89,8 @@ def layers_of(stages):
 
 def again_and_again(made, mesh, prompt, count, temperature, seed):
     """The continuation by forwards of the whole text so far, of which each layer looks back over SEQ bytes."""
-    layers = made.model.build(lambda window=None: Local(window=min(window or SEQ, SEQ)))
+    model, made = made
+    layers = model.build(lambda window=None: Local(window=min(window or SEQ, SEQ)))
     parts = [made.layer_ranges[number] for number in made.schedule.stages_of(mesh.pipe.rank)]
     stages = [nn.Stage(layers[start:stop], dtype="float64", first=start) for start, stop in parts]
     fill(stages)
@@ -110,16 +112,16 @@ CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]  # pipe x seq
 
 
 @pytest.mark.parametrize(("pipe", "seq"), CUTS)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "options", [{}, {"chunks": 2, "tied": True, "layers": 4, "dropout": 0.3, "microbatches": 3}, OPTIONS]
+    ("options", "temperature"),
+    [({}, 0.0), ({"chunks": 2, "tied": True, "layers": 4, "dropout": 0.3, "microbatches": 3}, 0.7), (OPTIONS, 0.7)],
 )
 def test_decoding_writes_what_forwards_of_the_whole_text_write(comm, pipe, seq, temperature, options):
     if comm.size % (pipe * seq):
         pytest.skip(f"needs a multiple of {pipe * seq} ranks")
     made, prompt, count = plan(pipe, **options), b"def main(", 2 * SEQ
     with Mesh(comm, pipe=pipe, seq=seq) as mesh:
-        with build_decoder(made, mesh, "float64", len(prompt) + count, fill) as decoder:
+        with build_decoder(*made, mesh, "float64", len(prompt) + count, fill) as decoder:
             answer = generate(decoder, prompt, count, temperature=temperature, seed=3)
             stages = [inner for stage in decoder.pipeline.stages for inner in stage.inner_stages]
         caches = [layer.attend for layer in layers_of(stages) if isinstance(layer, nn.SelfAttention)]
@@ -136,16 +138,16 @@ def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
     made = plan(comm.size, positions="learned", max_positions=20, seq=12)
     with Mesh(comm, pipe=comm.size) as mesh:
         with pytest.raises(ConfigError, match="learned positions") as caught:
-            build_decoder(made, mesh, "float64", 22, fill)
+            build_decoder(*made, mesh, "float64", 22, fill)
         assert "at most 21" in caught.value.expected
-        with build_decoder(made, mesh, "float64", 21, fill) as pipeline:
+        with build_decoder(*made, mesh, "float64", 21, fill) as pipeline:
             assert len(generate(pipeline, b"a" * 18, 3, temperature=0.0, seed=0)) == 3
 
 
 def test_a_prompt_longer_than_a_sequence_is_taken_whole(comm):
     made, prompt = plan(comm.size), bytes(range(3 * SEQ))
     with Mesh(comm, pipe=comm.size) as mesh:
-        with build_decoder(made, mesh, "float64", len(prompt) + 3, fill) as decoder:
+        with build_decoder(*made, mesh, "float64", len(prompt) + 3, fill) as decoder:
             answer = generate(decoder, prompt, 3, temperature=0.7, seed=0)
         assert answer == again_and_again(made, mesh, prompt, 3, 0.7, seed=0)
 
@@ -156,7 +158,7 @@ def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
             raise ArgumentError("not there")
 
     with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match="not there"):
-        build_decoder(plan(comm.size), mesh, "float32", 8, refuse)
+        build_decoder(*plan(comm.size), mesh, "float32", 8, refuse)
 
 
 def test_generated_bytes_cannot_harm_a_terminal():

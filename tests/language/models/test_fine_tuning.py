@@ -10,29 +10,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support import huggingface_reference as theirs
+from support.text_plan import text_plan
 from support.tolerance import close, largest
 
 from mpipipe import nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.language import data
 from mpipipe.language.models import GPT
 from mpipipe.language.models.conversion import convert
 from mpipipe.language.models.fine_tuning import FineTuning, parse_lora
 from mpipipe.language.models.model_folder import open_model
 from mpipipe.nn.loss import TILE_BYTES
+from mpipipe.planning.problem import layers_with
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.survival import _arrays_of
-from mpipipe.train.training_plan import TrainingPlan
 
 LORA = "2,4,q_proj,v_proj,down_proj"
-
-
-@pytest.fixture
-def source():
-    """Tokens below 48, for training and validation."""
-    tokens = np.random.default_rng(0).integers(0, 48, 3000)
-    return data.Source.of_arrays(tokens[:2500], tokens[2500:], vocab=48)
 
 
 @pytest.fixture
@@ -46,16 +39,13 @@ def base(comm, mpi_tmp_path):
 
 
 @pytest.fixture
-def run(comm, mpi_tmp_path, source):
+def run(comm, chosen, source):
     """run(name, **keys): train, and return the output folder."""
 
     def go(name, architecture=GPT, **keys):
-        small = dict(
-            out=str(Path(mpi_tmp_path, name)), seq_len=8, batch=4, microbatches=2, steps=4, warmup=1, lr=1e-2,
-            eval_batches=1, sample_bytes=0, device="cpu", dtype="float64", pipe=comm.size,
-        )  # fmt: skip
-        train(TrainConfig(**{**small, **keys}), architecture, comm, data=source)
-        return Path(mpi_tmp_path, name)
+        config = chosen(name, **{"steps": 4, "lr": 1e-2, **keys})
+        train(config, architecture, comm, data=source)
+        return Path(config.out)
 
     return go
 
@@ -70,7 +60,7 @@ def validations(out):
 
 
 def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, base, capsys):
-    out = run("run", from_=str(base), lora=LORA, save_as="huggingface", steps=100, eval_every=100)
+    out = run("run", from_=str(base), lora=LORA, save_as="huggingface", steps=50, eval_every=50)
     if comm.rank:
         return
     assert "and 552 of adapters, which alone are trained" in capsys.readouterr().out
@@ -130,8 +120,8 @@ def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm,
 
 
 def test_what_is_frozen_stays_as_it_is(comm, run, base, capsys):
-    out = run("run", from_=str(base), freeze=("*", "!5.*", "!7.1.weight"), save_as="huggingface", steps=100,
-              eval_every=100, schedule="zero_bubble_h1")  # fmt: skip
+    out = run("run", from_=str(base), freeze=("*", "!5.*", "!7.1.weight"), save_as="huggingface", steps=50,
+              eval_every=50, schedule="zero_bubble_h1")  # fmt: skip
     if comm.rank:
         return
     assert "of which 1,552 are trained" in capsys.readouterr().out  # norm and attention of a block, head
@@ -147,14 +137,15 @@ def test_the_schedule_has_nothing_for_what_is_frozen():
     keys = dict(dim=16, layers=4, heads=2, seq_len=8, batch=4, microbatches=4, schedule="zero_bubble_h1")
     config = TrainConfig(**keys)
     tuning = FineTuning(freeze=("*", "!3.*"))
-    plan = TrainingPlan.of(config, GPT, 4, 1, tuning=tuning)
+    task, plan = text_plan(config, 4, tuning=tuning)
     trained = next(stage for stage, (start, stop) in enumerate(plan.layer_ranges) if start <= 3 < stop)
     ops = {stage: {a.op for order in plan.schedule.orders for a in order if a.stage == stage} for stage in range(4)}
     for stage, found in ops.items():
         assert found == ({"F"} if stage < trained else {"F", "I", "W"} if stage == trained else {"F", "B"})
-    assert [plan.trained_parameters(rank) > 0 for rank in range(4)] == [stage == trained for stage in range(4)]
-    alone = TrainingPlan.of(config, GPT, 4, 1, tuning=FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"])))
-    assert sum(map(alone.trained_parameters, range(4))) == 4 * 2 * 16
+    held = [layers_with(task.trained()).intersection(plan.layers_of(rank)) for rank in range(4)]
+    assert [bool(own) for own in held] == [stage == trained for stage in range(4)]
+    alone, _ = text_plan(config, 4, tuning=FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"])))
+    assert sum(entry.size for entry in alone.trained().values()) == 4 * 2 * 16
 
 
 def test_frozen_layers_count_less_in_the_cut_into_stages():

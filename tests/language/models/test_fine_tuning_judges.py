@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import transformers_judge as judge
+from support.windows import training_batch, validation_batch
 
 from mpipipe import optim
 from mpipipe.language import data
-from mpipipe.language.data import training_batch, validation_batch
 from mpipipe.language.models import GPT
 from mpipipe.train import TrainConfig, train
 

@@ -11,12 +11,12 @@ import pytest
 from support import huggingface_reference as theirs
 from support.tolerance import close
 from support.training_tolerance import path
+from support.windows import validation_batch
 
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language import data
-from mpipipe.language.data import validation_batch
 from mpipipe.language.models import GPT, huggingface
 from mpipipe.language.models.model_folder import open_model
 from mpipipe.train import TrainConfig, train
@@ -26,13 +26,6 @@ FAMILIES = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     "gpt2": {},
 }
-
-
-@pytest.fixture
-def source():
-    """Tokens below 48, for training and validation."""
-    tokens = np.random.default_rng(0).integers(0, 48, 3000)
-    return data.Source.of_arrays(tokens[:2500], tokens[2500:], vocab=48)
 
 
 @pytest.fixture
@@ -49,22 +42,13 @@ def folder(comm, mpi_tmp_path):
     return make
 
 
-@pytest.fixture
-def chosen(comm, mpi_tmp_path):
-    """chosen(**keys): the configuration of a small training."""
-
-    def make(name="run", **keys):
-        small = dict(
-            out=str(mpi_tmp_path / name), seq_len=8, batch=4, microbatches=2, steps=2, warmup=1, lr=1e-3,
-            eval_batches=1, sample_bytes=0, device="cpu", dtype="float64", pipe=comm.size,
-        )  # fmt: skip
-        return TrainConfig(**{**small, **keys})
-
-    return make
-
-
 def first_loss(out):
     return json.loads(Path(out, "metrics.jsonl").read_text().splitlines()[0])["validation"]
+
+
+def validated(source):
+    """(inputs, targets) of the validation."""
+    return validation_batch(source.validation, index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=8)
 
 
 def loss_of(logits, targets):
@@ -78,7 +62,7 @@ def test_a_training_begins_with_the_model_of_the_folder(comm, folder, chosen, so
     place, config = folder(family)
     run = chosen(from_=str(place))
     train(run, GPT, comm, data=source)
-    inputs, targets = validation_batch(source.validation, index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=8)
+    inputs, targets = validated(source)
     expected = loss_of(theirs.logits(config, theirs.tensors_of(config), inputs), targets)
     close(first_loss(run.out), expected, path(open_model(place).model), dtype="float64")
 
@@ -101,7 +85,7 @@ def test_what_it_leaves_is_the_model_whose_loss_it_reports(comm, folder, chosen,
     assert (found.kind, found.path, found.dtype) == ("huggingface", left, "float64")
     stage = nn.Stage(found.model.build(Local()), "float64")
     huggingface.read(found.folder, stage.parameters)
-    inputs, targets = validation_batch(source.validation, index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=8)
+    inputs, targets = validated(source)
     loss, _ = nn.softmax_cross_entropy(stage.forward(inputs)[0], targets)
     close(loss, record.validation, path(found.model), dtype="float64")
     assert loss != first_loss(run.out)

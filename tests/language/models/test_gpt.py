@@ -1,57 +1,189 @@
-"""The GPT against one written down in plain numpy, and what does not depend on how it is cut into stages."""
+"""The GPT with every option against a model in plain numpy, alone and over ranks, and what does not go together."""
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from support import reference_gpt
+from support import dense, reference_gpt
 from support.tolerance import close, largest
 from support.training_tolerance import path
 
-from mpipipe import nn, schedules
-from mpipipe.attention import Local
+from mpipipe import Pipeline, arrays, nn, schedules
+from mpipipe.attention import Cached, Layout, Local, Ring
 from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 
-SMALL = dict(vocab=11, dim=16, layers=2, heads=4, hidden=24, seq=6)
+SIZES = dict(vocab=11, dim=16, layers=2, heads=4, hidden=24, seq=8)
+LLAMA3 = nn.Llama3Scaling(8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=16)
+YARN = nn.YarnScaling(4.0, original_positions=64, beta_fast=8.0)
+OPTIONS = {
+    "GPT-2": dict(
+        norm="layer", eps=1e-5, positions="learned", max_positions=10, qkv_bias=True, out_bias=True,
+        feed_forward="gelu", feed_forward_bias=True, tied=True,
+    ),
+    "Llama 3": dict(kv_heads=2, eps=1e-5, rope_base=5e5, rope_scaling=LLAMA3),
+    "Mistral": dict(kv_heads=1, windows=(3, 3), rope_scaling=nn.LinearScaling(2.0)),
+    "Qwen 2": dict(kv_heads=2, qkv_bias=True, windows=(None, 3), rope_base=1e4, rope_scaling=YARN, tied=True),
+    "Qwen 3": dict(kv_heads=2, head_dim=6, qk_norm=True),
+    "norms of learned positions": dict(positions="learned", qk_norm=True, eps=0.1, head_dim=3),
+    "all of SwiGLU": dict(feed_forward_bias=True, out_bias=True, embedding_scale=4.0),
+    "one key head": dict(kv_heads=1, rope_base=50.0, layers=1),
+    "GELU without biases": dict(feed_forward="gelu", norm="layer", eps=0.01, embedding_scale=-0.5, tied=True),
+}  # fmt: skip
 
 
-def ids(model, batch=3, seed=0):
-    return np.random.default_rng(seed).integers(0, model.vocab, (batch, model.seq))
+def model_of(name, **sizes):
+    return GPT(**{**SIZES, **OPTIONS[name], **sizes})
 
 
-def whole(model, dtype="float64", seed=0):
-    return nn.Stage(model.build(Local()), dtype=dtype, seed=seed)
+def stir(stages):
+    """Move gains and biases away from their neutral elements, each by its name."""
+    for stage in stages:
+        for name, array in stage.parameters.items():
+            if array.ndim == 1:
+                values = arrays.download(array) + np.random.default_rng([*name.encode()]).normal(0, 0.3, array.shape)
+                arrays.copy_into(array, values if stage.device == "cpu" else arrays.upload(values))
+        stage.refresh()
 
 
-@pytest.mark.parametrize(
-    "extra", [{}, {"kv_heads": 2}, {"kv_heads": 1, "rope_base": 50.0}, {"tied": True}, {"layers": 1}]
-)
-def test_loss_and_gradient_equal_those_of_an_independent_model(extra):
-    model = GPT(**{**SMALL, **extra})
-    stage, tokens, targets = whole(model), ids(model), ids(model, seed=1)
-    for name, array in stage.parameters.items():
-        if name.endswith("gain"):
-            array += np.random.default_rng(1).normal(0, 0.3, array.shape)
+def whole(model, attend=None, positions=None, **options):
+    """All layers as one stage, in float64 if the options of nn.Stage do not say otherwise."""
+    stage = nn.Stage(model.build(attend or Local(), positions), **{"dtype": "float64", **options})
+    stir([stage])
+    return stage
+
+
+def text(model, rows=3, seed=0):
+    """(tokens, targets) for the model."""
+    ids = np.random.default_rng(seed).integers(0, model.vocab, (rows, model.seq + 1))
+    return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_loss_and_gradients_equal_those_of_an_independent_model(name):
+    model = model_of(name)
+    stage, (tokens, targets) = whole(model), text(model)
     logits, saved = stage.forward(tokens)
     value, gradient = nn.softmax_cross_entropy(logits, targets)
     stage.backward(gradient, saved)
-    assert logits.shape == (*tokens.shape, model.vocab)
     operations = path(model, tokens.size)
+    expected = reference_gpt.forward(stage.parameters, model, tokens)
+    close(logits, expected, operations, largest(expected))
     close(value, reference_gpt.loss(stage.parameters, model, tokens, targets), operations)
-    for name, array in stage.parameters.items():
-        direction = np.random.default_rng(2).standard_normal(array.shape)
-        slope = reference_gpt.derivative(stage.parameters, model, tokens, targets, {name: direction})
-        size = np.abs(stage.gradients[name] * direction).sum()
-        close((stage.gradients[name] * direction).sum(), slope, operations, size, what=name)
+    parameters = dict(stage.parameters)
+    if model.tied:
+        first, head = stage.ties["tokens"]
+        stage.gradients[first][...] += stage.gradients[head]  # one matrix in two places
+    for key, array in parameters.items():
+        if model.tied and key == head:
+            continue
+        direction = {key: np.random.default_rng(2).standard_normal(array.shape)}
+        if model.tied and key == first:
+            direction[head] = direction[first]
+        slope = reference_gpt.derivative(parameters, model, tokens, targets, direction)
+        products = stage.gradients[key] * direction[key]
+        assert np.abs(stage.gradients[key]).max() > 1e-6, key  # far beyond rounding
+        close(products.sum(), slope, operations, np.abs(products).sum(), what=key)
+
+
+def through_pipeline(comm, name, schedule, recompute):
+    """{name: gradient} of this rank, and the loss."""
+    model = model_of(name)
+    layers, cuts = model.build(Local()), schedules.partition(model.costs(), schedule.stages)
+    mine = [cuts[number] for number in schedule.stages_of(comm.rank)]
+    stages = [nn.Stage(layers[a:b], dtype="float64", first=a) for a, b in mine]
+    stir(stages)
+    for stage in stages:
+        for gradient in stage.gradients.values():
+            gradient.fill(np.nan)  # the first part of a step replaces what is there
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+        loss = pipeline.step(*dense.placed(schedule, comm.rank, *text(model, 4))).loss
+    return {key: stage.gradients[key].copy() for stage in stages for key in stage.gradients}, loss
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_pipeline_that_splits_the_backward_gives_the_same_bits(name, recompute):
+    alone, loss = inprocess.run(1, lambda comm: through_pipeline(comm, name, schedules.gpipe(1, 4), False))[0]
+    split = schedules.zero_bubble_h1(2, 4)
+    parts = inprocess.run(2, lambda comm: through_pipeline(comm, name, split, recompute))
+    found = {key: gradient for gradients, _ in parts for key, gradient in gradients.items()}
+    assert {loss} == {other for _, other in parts}
+    assert {key: x.tobytes() for key, x in found.items()} == {key: x.tobytes() for key, x in alone.items()}
+    model = model_of(name)
+    stage, (tokens, targets) = whole(model), text(model, 4)
+    logits, saved = stage.forward(tokens)
+    stage.backward(nn.softmax_cross_entropy(logits, targets)[1], saved)
+    expected = dict(stage.gradients)
+    for tied in stage.ties.values():
+        expected |= dict.fromkeys(tied, sum(expected[key] for key in tied))
+    for key, gradient in alone.items():
+        close(gradient, expected[key], path(model, tokens.size), largest(gradient), what=key)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_on_the_device_are_those_of_the_host(gpu, name):
+    model = model_of(name)
+    host, device = (whole(model, device=where) for where in ("cpu", "cuda"))
+    tokens, targets = text(model)
+    for stage in (host, device):
+        gpu.reset()
+        logits, saved = stage.forward(tokens)
+        stage.backward(nn.softmax_cross_entropy(logits, targets)[1], saved)
+        assert gpu.synchronisations == []
+    for key, expected in host.gradients.items():
+        close(arrays.download(device.gradients[key]), expected, path(model, tokens.size), largest(expected), what=key)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_ring_of_two_gives_the_whole_sequence(name, layout):
+    model = model_of(name)
+    tokens, _ = text(model)
+    stage, cut = whole(model), Layout(layout, 2, model.seq)
+    logits, saved = stage.forward(tokens)
+    dy = np.random.default_rng(3).standard_normal(logits.shape)
+    stage.backward(dy, saved)
+
+    def on_each_rank(comm):
+        ring = Ring(comm, layout=layout)
+        part = whole(model, ring, cut.positions(comm.rank))
+        y, kept = part.forward(cut.shard(tokens, comm.rank))
+        part.backward(cut.shard(dy, comm.rank), kept)
+        return y, part.gradients.flat
+
+    outputs, gradients = zip(*inprocess.run(2, on_each_rank))
+    close(cut.unshard(outputs), logits, path(model), largest(logits))
+    close(sum(gradients), stage.gradients.flat, path(model, tokens.size), largest(stage.gradients.flat))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_decoding_with_caches_equals_the_forward(name, ranks):
+    """A prompt, then one token after the other, with keys and values spread over ranks."""
+    model = model_of(name)
+    tokens, _ = text(model)
+    expected, _ = whole(model).forward(tokens)
+
+    def on_each_rank(comm):
+        stage = whole(model, lambda window=None: Cached(model.seq, comm if ranks > 1 else None, window=window))
+        cuts = [0, 3, 4, 5, model.seq]
+        return np.concatenate([stage.forward(tokens[:, a:b])[0] for a, b in pairwise(cuts)], axis=1)
+
+    for found in inprocess.run(ranks, on_each_rank):
+        close(found, expected, path(model), largest(expected))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 6])
 def test_cutting_into_stages_changes_neither_parameters_nor_logits(stages):
-    model, x = GPT(**SMALL, dropout=0.2), None
-    one, tokens = whole(model, "float32", seed=4), ids(GPT(**SMALL))
+    model = GPT(**SIZES, dropout=0.2)
+    one, (tokens, _) = nn.Stage(model.build(Local()), dtype="float32", seed=4), text(model)
     layers, x, seen = model.build(Local()), tokens, {}
     for start, stop in schedules.partition(model.costs(), stages):
         part = nn.Stage(layers[start:stop], dtype="float32", seed=4, first=start)
@@ -63,9 +195,9 @@ def test_cutting_into_stages_changes_neither_parameters_nor_logits(stages):
     np.testing.assert_array_equal(x, one.forward(tokens)[0])
 
 
-def test_a_byte_does_not_see_what_comes_after_it():
-    model = GPT(**SMALL)
-    stage, tokens = whole(model), ids(model)
+def test_a_token_does_not_see_what_comes_after_it():
+    model = GPT(**SIZES)
+    stage, (tokens, _) = whole(model), text(model)
     before = stage.forward(tokens)[0]
     changed = tokens.copy()
     changed[:, 4] = (changed[:, 4] + 1) % model.vocab
@@ -77,49 +209,145 @@ def test_a_byte_does_not_see_what_comes_after_it():
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_fresh_model_knows_nothing(tied):
     model = GPT(dim=64, layers=3, heads=4, seq=32, tied=tied)
-    logits, _ = whole(model, "float32").forward(ids(model))
-    loss, _ = nn.softmax_cross_entropy(logits, ids(model, seed=1))
+    (tokens, _), (targets, _) = text(model), text(model, seed=1)
+    loss, _ = nn.softmax_cross_entropy(nn.Stage(model.build(Local())).forward(tokens)[0], targets)
     assert 5 < loss < math.log(256) + 0.7
 
 
-def test_sizes_by_default_and_the_number_of_parameters():
+def test_a_position_beyond_the_learned_table_is_named():
+    model = model_of("GPT-2")
+    stage = whole(model, lambda: Cached(20))
+    stage.forward(text(model)[0])
+    with pytest.raises(ArgumentError, match=r"layer 0\.1 .*no row") as caught:
+        stage.forward(text(model)[0][:, :3])
+    assert caught.value.found == "positions 8 ... 10" and caught.value.expected == "0 ... 9"
+    stage.forward(text(model)[0][:, :2])  # those that fit, as if nothing had been
+
+
+def test_each_layer_attends_with_its_window():
+    model = GPT(**SIZES | {"layers": 4}, windows=(3, None, 5, 3))
+    local = Local(scale=0.5)
+    attends = [layer.attend for top in model.build(local) for _, layer in top.walk("") if hasattr(layer, "attend")]
+    assert [each.window for each in attends] == [3, None, 5, 3]
+    assert attends[0] is attends[3] and attends[1] is local and attends[2].scale == 0.5
+    asked = []
+
+    def attend(**given):
+        asked.append(given)
+        return Local(**given)
+
+    model.build(attend)
+    assert asked == [dict(window=window) for window in model.windows]
+    asked.clear()
+    GPT(**SIZES).build(attend)
+    assert asked == [{}, {}]
+
+
+def test_an_object_without_windows_is_refused_where_layers_have_them():
+    class Bare:
+        forward = backward = Local().forward
+
+    for attend in (Bare(), Cached(8)):
+        with pytest.raises(ArgumentError, match="window for each layer") as caught:
+            GPT(**SIZES, windows=(None, 3)).build(attend)
+        assert "lambda window=None" in caught.value.remedy
+
+
+def test_the_defaults_are_the_model_as_it_was():
+    """Layer by layer, with the parameters, their values, and the logits."""
+    model = GPT(**SIZES, kv_heads=2, rope_base=500.0)
+    gain = (2 * model.layers) ** -0.5
+    layers = [nn.Embedding(11, 16)]
+    for _ in range(model.layers):
+        attention = nn.SelfAttention(16, 4, 2, Local(), rope_base=500.0, gain=gain)
+        for inner in (attention, nn.SwiGLU(16, 24, gain=gain)):
+            layers.append(nn.Residual(nn.Sequential([nn.RMSNorm(16), inner])))
+    layers.append(nn.Sequential([nn.RMSNorm(16), nn.Linear(16, 11, bias=False)]))
+    before, now = (nn.Stage(each, seed=5) for each in (layers, model.build(Local())))
+    assert before.parameters.offsets == now.parameters.offsets
+    assert before.parameters.flat.tobytes() == now.parameters.flat.tobytes()
+    assert [name for name in now.parameters if name.startswith("1.")] == [
+        "1.layer.0.gain", "1.layer.1.qkv", "1.layer.1.out",
+    ]  # fmt: skip
+    tokens, _ = text(model)
+    assert before.forward(tokens)[0].tobytes() == now.forward(tokens)[0].tobytes()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_description_comes_back_from_a_file(name):
+    model = model_of(name)
+    again = GPT(**json.loads(json.dumps(asdict(model))))
+    assert again == model and hash(again) == hash(model)
+
+
+def test_costs_follow_the_description():
+    model = GPT(vocab=256, dim=32, layers=3, heads=4, kv_heads=2, hidden=64, seq=100)
+    attention = 2 * 32 * (32 + 16 + 16 + 32) + 4 * 100 * 32 / 2
+    assert model.costs() == [32, *[attention, 2 * 3 * 32 * 64] * 3, 2 * 32 * 256]
+    assert len(model.build(Local())) == len(model.costs())
+    sizes = dict(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=64, seq=100)
+    products = 2 * 32 * (4 * 12 + 2 * 2 * 12 + 4 * 12)
+    wide = GPT(**sizes, head_dim=12, feed_forward="gelu", windows=(60, None)).costs()
+    seen = sum(min(position + 1, 60) for position in range(100)) / 100  # half a key more than a causal row counts
+    assert wide[1] - products == pytest.approx(4 * (4 * 12) * seen, rel=0.02)
+    assert wide[2] == wide[4] == 2 * 2 * 32 * 64
+    assert wide[3] == products + 4 * (4 * 12) * 100 / 2
+    assert GPT(**sizes, windows=(100, 1000)).costs() == GPT(**sizes).costs()
+    assert GPT(**sizes, positions="learned").costs()[0] == 64
+
+
+def test_parameters_are_counted_and_tied_ones_once():
     model = GPT(vocab=100, dim=96, layers=2, heads=4, kv_heads=2)
-    assert model.hidden == 256
+    assert (model.hidden, GPT(dim=384, heads=4).hidden) == (256, 1024)  # by default
     block = 96 + 96 * (96 + 2 * 48) + 96 * 96 + 96 + 3 * 96 * 256
     assert model.parameters == 2 * 100 * 96 + 2 * block + 96
-    assert GPT(dim=384, heads=4).hidden == 1024
-
-
-def test_tied_parameters_count_once_and_are_named_to_the_pipeline():
-    model = GPT(**SMALL, tied=True)
-    assert model.parameters == GPT(**SMALL).parameters - 11 * 16
-    stage = whole(model)
-    assert list(stage.ties.values()) == [["0.weight", "5.1.weight"]]
-    np.testing.assert_array_equal(stage.parameters["0.weight"], stage.parameters["5.1.weight"])
-
-
-def test_costs_count_every_layer():
-    model = GPT(vocab=256, dim=32, layers=3, heads=4, kv_heads=2, hidden=64, seq=100)
-    costs = model.costs()
-    assert len(costs) == len(model.build(Local())) == 8
-    attention = 2 * 32 * (32 + 16 + 16 + 32) + 4 * 100 * 32 / 2
-    assert costs == [32, *[attention, 2 * 3 * 32 * 64] * 3, 2 * 32 * 256]
+    plain, tied = GPT(**SIZES).parameters, GPT(**SIZES, tied=True)
+    assert tied.parameters == plain - 11 * 16
+    assert list(whole(tied).ties.values()) == [["0.weight", "5.1.weight"]]
+    assert GPT(**SIZES, qkv_bias=True, out_bias=True).parameters == plain + 2 * (3 * 16 + 16)
+    assert GPT(**SIZES, qk_norm=True).parameters == plain + 2 * 2 * 4
+    assert GPT(**SIZES, head_dim=6).parameters == plain + 2 * 4 * 8 * 16
+    assert GPT(**SIZES, positions="learned", max_positions=9).parameters == plain + 9 * 16
+    assert GPT(**SIZES, feed_forward_bias=True).parameters == plain + 2 * (2 * 24 + 16)
+    assert GPT(**SIZES, feed_forward="gelu").parameters == plain - 2 * 16 * 24
+    assert GPT(**SIZES, feed_forward="gelu", feed_forward_bias=True).parameters == plain - 2 * 16 * 24 + 2 * (24 + 16)
+    assert GPT(**SIZES, norm="layer").parameters == plain + 5 * 16
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    "options, match",
     [
-        {"dim": 0},
-        {"layers": 0},
-        {"vocab": -1},
-        {"seq": 1.5},
-        {"heads": 3},
-        {"heads": 16},
-        {"kv_heads": 3},
-        {"hidden": 0},
+        ({"dim": 0}, "dim"),
+        ({"layers": 0}, "layers"),
+        ({"vocab": -1}, "vocab"),
+        ({"seq": 1.5}, "seq"),
+        ({"heads": 16}, "heads"),
+        ({"kv_heads": 3}, "kv_heads"),
+        ({"hidden": 0}, "hidden"),
+        ({"norm": "batch"}, "norm"),
+        ({"eps": -1e-6}, "eps"),
+        ({"eps": "1e-6"}, "eps"),
+        ({"positions": "alibi"}, "positions"),
+        ({"positions": "learned", "max_positions": 7}, "max_positions"),
+        ({"max_positions": 8}, "max_positions"),
+        ({"positions": "learned", "rope_scaling": LLAMA3}, "rope_scaling"),
+        ({"rope_scaling": "llama3"}, "rope_scaling"),
+        ({"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"kind": "linear", "factors": 2.0}}, "factors"),
+        ({"rope_base": 1}, "rope_base"),
+        ({"qkv_bias": 1}, "qkv_bias"),
+        ({"head_dim": 5}, "head_dim"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"heads": 3}, "or heads = 2"),
+        ({"windows": (3,)}, "windows"),
+        ({"windows": (3, 0)}, "windows"),
+        ({"windows": 3}, "windows"),
+        ({"feed_forward": "relu"}, "feed_forward"),
+        ({"embedding_scale": 0}, "embedding_scale"),
+        ({"embedding_scale": float("nan")}, "embedding_scale"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes):
-    with pytest.raises(ArgumentError) as caught:
-        GPT(**{**SMALL, **sizes})
-    assert next(iter(sizes)) in str(caught.value)
+def test_options_that_make_no_sense_are_refused_by_name(options, match):
+    with pytest.raises(ArgumentError, match=match) as caught:
+        GPT(**SIZES | options)
+    assert caught.value.expected or caught.value.found

@@ -14,15 +14,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.tolerance import close_norm
 from support.training_tolerance import path, roundings
+from support.windows import generate, validation_batch
 
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.language.data import Corpus, validation_batch
-from mpipipe.language.inference.generation import build_decoder, generate, readable
+from mpipipe.language.data import find
+from mpipipe.language.inference.generation import build_decoder, readable
 from mpipipe.language.models import GPT, weights
+from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.training_plan import TrainingPlan
 
 MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
 
@@ -77,14 +78,16 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
     stage = cut(1, [0], GPT(**found.model), found.dtype, seed=7)[0]
     weights.load(weights.folder_of(out), [stage])
     batch = dict(index=0, batches=1, batch=4, rows=slice(0, 4), seq_len=16)
-    validation = Corpus.open([str(text)], 16).validation
+    validation = find([text]).open(16).validation
     inputs, targets = validation_batch(validation, **batch)
     loss, _ = nn.softmax_cross_entropy(stage.forward(inputs)[0], targets)
     close_norm(loss, record.validation, count(GPT(**found.model)), dtype, "the loss")
     prompt, printed = validation.read(0, 32).tobytes(), capsys.readouterr().out
     with Mesh(comm) as alone:
-        plan = TrainingPlan(GPT(**found.model), schedules.gpipe(1, 1), [(0, 6)], rows=1)
-        with build_decoder(plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)) as decoding:
+        model, plan = GPT(**found.model), LayerPlan(schedules.gpipe(1, 1), [(0, 6)], rows=1)
+        with build_decoder(
+            model, plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)
+        ) as decoding:
             answer = generate(decoding, prompt, 20, temperature=config.temperature, seed=config.seed)
     assert (readable(prompt + answer) in printed) == (comm.rank == 0)
 
@@ -210,10 +213,12 @@ def test_weights_of_other_sizes_are_refused(comm, mpi_tmp_path, change, match):
         weights.load(mpi_tmp_path, cut(1, [0], other))
 
 
-def test_weights_of_another_dtype_are_not_converted_silently(comm, mpi_tmp_path):
-    saved(comm, mpi_tmp_path, 1)
-    with pytest.raises(ArgumentError, match=r"float32.*\n.*float64"):
-        weights.load(mpi_tmp_path, cut(1, [0], dtype="float64"))
+def test_weights_load_into_stages_of_another_dtype(comm, mpi_tmp_path):
+    expected = saved(comm, mpi_tmp_path, 1)
+    (stage,) = cut(1, [0], dtype="float64", seed=9)
+    weights.load(mpi_tmp_path, [stage])
+    for name, array in expected.items():
+        np.testing.assert_array_equal(stage.parameters[name], array.astype(np.float64))
 
 
 def test_a_flipped_bit_in_a_part_that_is_not_loaded_is_no_matter(comm, mpi_tmp_path):

@@ -21,19 +21,18 @@ import numpy as np
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
-from mpipipe.checkpoint.tensor_files import Planned, TensorFile, header_of
-from mpipipe.checkpoint.whole_folder import replacing
+from mpipipe.checkpoint import Planned, TensorFile, header_of, replacing
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job.group import group_of
-from mpipipe.language.models.gpt import GPT
+from mpipipe.language.models.gpt import GPT, declared_in, layers_in
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, opened
 from mpipipe.language.models.huggingface.names import parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS
 from mpipipe.language.models.huggingface.writing import METADATA, explained
-from mpipipe.nn.layers.weight_gradients import LORA_A, LORA_B
+from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.text import counted
 
 ADAPTER_CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -54,15 +53,7 @@ REMEDY = "take the adapter that was made for this model, or the model that it wa
 
 
 class AdapterPart(NamedTuple):
-    """One of PEFT's tensors, and what it is of ours.
-
-    Attributes
-    ----------
-    theirs : its name
-    ours : name of the parameter
-    shape : of both
-    turned : whether its rows are those of a matrix that is turned
-    """
+    """One of PEFT's tensors, by its name, and our parameter of the same shape; `turned` if rows are, as in `names`."""
 
     theirs: str
     ours: str
@@ -91,18 +82,14 @@ def is_adapter_folder(path: Path) -> bool:
 
 def open_adapter(path: Path) -> AdapterFolder:
     """Read adapter_config.json. Raises ConfigError, which names file and option."""
-    options = Options(
-        read_json(path / ADAPTER_CONFIG, "name the folder of an adapter that PEFT has saved"), path / ADAPTER_CONFIG
-    )
+    place = path / ADAPTER_CONFIG
+    options = Options(read_json(place, "name the folder of an adapter that PEFT has saved"), place)
     options.only("peft_type", "LORA")
     options.only("task_type", "CAUSAL_LM", None)
     rank, alpha = options.count("r"), options.number("lora_alpha")
     targets = options.take("target_modules")
-    if (
-        not isinstance(targets, list)
-        or not targets
-        or not all(type(name) is str and "." not in name for name in targets)
-    ):
+    known = isinstance(targets, list) and all(type(name) is str and "." not in name for name in targets)
+    if not targets or not known:
         raise options.error("target_modules", "a list of names of modules, such as q_proj")
     options.only("bias", "none")
     options.only("init_lora_weights", True, False, "gaussian", None)  # others change the matrices of the model
@@ -152,19 +139,14 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart
 
 
 def _parts(lora: nn.LoRA, family: Family, model: GPT) -> Iterator[AdapterPart]:
-    declared = {
-        f"{name}.{key}": parameter.shape
-        for place, top in enumerate(lora.apply(model.build(Local())))
-        for name, layer in top.walk(str(place))
-        for key, parameter in layer.declared.items()
-    }
+    declared = declared_in(lora.apply(model.build(Local())))
     for theirs, matrix, tensor in parts_of(family.table, model):
         module, _, kind = theirs.rpartition(".")
         target = module.rpartition(".")[2]
         if kind == "weight" and target in lora.targets:
             ours = f"{matrix.rpartition('.')[0]}.{target}"
             for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
-                rows, columns = declared[f"{ours}.{name}"]
+                rows, columns = declared[f"{ours}.{name}"].shape
                 yield AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned)
 
 
@@ -282,8 +264,7 @@ def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters:
     """
     projections = {
         f"{name}.{target}": (f"{name}.{place.key}", place)
-        for index, top in enumerate(model.build(Local()))
-        for name, layer in top.walk(str(index))
+        for name, layer in layers_in(model.build(Local()))
         for target, place in layer.projections().items()
         if target in folder.lora.targets and f"{name}.{place.key}" in parameters
     }

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import files
-from mpipipe.checkpoint import tensor_files
-from mpipipe.checkpoint.tensor_files import TensorFile
+from mpipipe.checkpoint import TensorFile, open_tensors
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import families
@@ -154,7 +153,7 @@ def _indexed(folder: Path) -> dict[str, str]:
 def _known(
     family: Family, model: GPT, stored: dict[str, str], folder: Path
 ) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
-    """Find the tensors of the model among those that are stored; and a head beside a tied one.
+    """Find the tensors of the model among those that are stored; and a head next to a tied one.
 
     Raises ArgumentError if one is missing, and for one that the model has not.
     """
@@ -184,7 +183,7 @@ def _known(
 
 def opened(path: Path) -> AbstractContextManager[TensorFile]:
     """Open a file of tensors; errors within become ArgumentError with its name."""
-    return tensor_files.opened(path, "a file of the model folder", "the safetensors format", COPY_AGAIN)
+    return open_tensors(path, "a file of the model folder", "the safetensors format", COPY_AGAIN)
 
 
 # -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is

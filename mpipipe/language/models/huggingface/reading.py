@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.checkpoint.tensor_files import Entry, TensorFile
+from mpipipe.checkpoint import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, opened
 from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
@@ -71,7 +71,7 @@ class _Targets:
         self.on_host: dict[str, np.ndarray] = {}
 
     def expect(self, wanted: Sequence[Part]) -> None:
-        """Be told which tensors will be read. Raises ArgumentError if an array has none."""
+        """Note which tensors will be read. Raises ArgumentError if an array has none."""
         self.left = Counter(part.ours for part in wanted)
         missing = sorted(set(self.names) - set(self.left))
         if missing:
@@ -95,7 +95,7 @@ class _Targets:
         return self.on_host[name]
 
     def has_read(self, part: Part) -> None:
-        """Be told that a tensor has been read."""
+        """Note that a tensor has been read; upload an array that is complete."""
         self.left[part.ours] -= 1
         for name in self.names[part.ours] if not self.left[part.ours] else ():
             if name in self.on_host:
@@ -133,7 +133,7 @@ def _set(target: np.ndarray, piece: np.ndarray, form: str) -> None:
         target[first : first + step] = piece[first : first + step]
 
 
-def _entry(file: TensorFile, name: str) -> Entry:
+def _entry(file: TensorFile, name: str) -> TensorEntry:
     if name not in file.arrays:
         raise ArgumentError(
             f"a file of the model folder has no tensor {name}",
@@ -163,7 +163,7 @@ def _pieces(file: TensorFile, name: str, shape: tuple[int, ...]) -> Iterator[tup
 
 
 def _compare_head(folder: Folder, embedding: np.ndarray) -> int:
-    """Raise ArgumentError unless the head that is stored beside a tied embedding is the same; return the bytes read."""
+    """Raise ArgumentError unless a head that is stored next to a tied embedding is the same; return the bytes read."""
     assert folder.spare_head is not None
     place, name = folder.spare_head
     with opened(folder.path / place) as file:

@@ -15,19 +15,17 @@ One file alone is called model.safetensors and has no index.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays, files
-from mpipipe.arrays import Array
-from mpipipe.checkpoint import tensor_files
-from mpipipe.checkpoint.tensor_files import Planned
-from mpipipe.checkpoint.whole_folder import named_at_the_end, replacing
+from mpipipe.arrays import Array, Shape
+from mpipipe.checkpoint import Planned, replacing, write_tensors
 from mpipipe.comm.mesh import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
 from mpipipe.job.group import group_of
@@ -40,6 +38,9 @@ from mpipipe.language.models.huggingface.options import CONFIG
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 SHARD_BYTES = 5_000_000_000
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else the library takes ids of its own
+METADATA = {"format": "pt"}  # without it `transformers` does not open a file
+TensorPlaces: TypeAlias = "dict[str, tuple[str, int]]"  # the file that has a tensor, and its bytes
+ReadGroup: TypeAlias = "Callable[[Mapping[str, Shape]], Mapping[str, Array]]"
 DROPOUT = {"gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0}}  # where their default is another one than 0
 
 
@@ -151,26 +152,50 @@ def save(
     with replacing(target, group, explained, replaces) as partial:
         own = parameters if mesh.replicas.rank == 0 else {}
         with group.raise_together("saving a model folder: its files"):
-            parts = [part for part in parts_of(family.table, model) if part.ours in own]
-            kind = arrays.dtype(dtype)
-            mine = cut(outgoing(parts, lambda name: own[name].shape, own.__getitem__, kind, model), most)
+            mine = cut(outgoing(family, model, own, arrays.dtype(dtype)), most)
         counts = group.gather("saving a model folder: its files", len(mine))
-        places: dict[str, tuple[str, int]] = {}
+        places: TensorPlaces = {}
         with group.raise_together("saving a model folder: the tensors"), explained(target):
             if mine:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
             for number, tensors in enumerate(mine, sum(counts[: mesh.rank])):
-                name = file_name(number, sum(counts))
-                tensor_files.write(partial / name, tensors, metadata=METADATA)
-                places.update({theirs: (name, size_of(tensor)) for theirs, tensor in tensors.items()})
+                places.update(_write_file(partial, number, sum(counts), tensors))
         everywhere = group.gather("saving a model folder: the tensors", places)
         with group.raise_together("saving a model folder: its description"), explained(target):
             if mesh.rank == 0:
-                whole = {name: place for part in everywhere for name, place in part.items()}
-                _describe(partial, config, whole, origin)
+                _describe(partial, config, {name: place for part in everywhere for name, place in part.items()}, origin)
 
 
-def _describe(folder: Path, config: dict[str, Any], places: Mapping[str, tuple[str, int]], origin: Origin) -> None:
+def write_alone(
+    target: Path, model: GPT, groups: Sequence[Mapping[str, Shape]], read: ReadGroup, *, dtype: str, origin: Origin
+) -> None:
+    """Write a folder as `save` does, from one process: `read` gives the parameters of one group after the other.
+
+    So few of them are in memory at once. A group has names and shapes of parameters, and becomes a file.
+    """
+    family, config = config_of(model, dtype, origin)
+    stored = {part.ours for part in parts_of(family.table, model)}
+    filled = [group for group in groups if not stored.isdisjoint(group)]
+    with replacing(target, None, explained, replaces=False) as partial, explained(target):
+        places: TensorPlaces = {}
+        for number, group in enumerate(filled):
+            tensors = outgoing(family, model, read(group), arrays.dtype(dtype))
+            places.update(_write_file(partial, number, len(filled), tensors))
+        _describe(partial, config, places, origin)
+
+
+def explained(target: Path) -> AbstractContextManager[None]:
+    """Turn an OSError into a StorageError with the remedy."""
+    return files.writing(
+        "the model folder",
+        target,
+        StorageError,
+        expected="a folder with room, on a file system that all ranks share",
+        remedy="make room, or choose another folder",
+    )
+
+
+def _describe(folder: Path, config: dict[str, Any], places: TensorPlaces, origin: Origin) -> None:
     """Write index and config.json, and copy what belongs to the model. Raises OSError."""
     origin.copy(folder)
     names = {name: file for name, (file, _) in places.items()}
@@ -184,68 +209,23 @@ def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
     files.write_whole(path, (json.dumps(facts, indent=2) + "\n").encode())
 
 
-@contextmanager
-def explained(target: Path) -> Iterator[None]:
-    """Turn an OSError into a StorageError with the remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"the model folder cannot be written: {error}",
-            found=str(target),
-            expected="a folder with room, on a file system that all ranks share",
-            remedy="make room, or choose another folder",
-        ) from error
+def _write_file(folder: Path, number: int, total: int, tensors: Mapping[str, Planned]) -> TensorPlaces:
+    """Write one file of `total`, counted from 0, tensor by tensor: no more than one is held twice."""
+    name = "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+    write_tensors(folder / name, tensors, metadata=METADATA)
+    return {theirs: (name, _size_of(tensor)) for theirs, tensor in tensors.items()}
 
 
-def write_alone(
-    target: Path, model: GPT, groups: Sequence[Mapping[str, tuple[int, ...]]], read: Any, *, dtype: str, origin: Origin
-) -> None:
-    """Write a folder from one process, group of parameters by group, so that few of them are in memory at once.
-
-    Parameters
-    ----------
-    target, model, dtype, origin : as in `save`
-    groups : names and shapes of parameters, each group a file
-    read : gives the arrays of a group
-    """
-    family, config = config_of(model, dtype, origin)
-    kind = arrays.dtype(dtype)
-    filled = [group for group in groups if any(part.ours in group for part in parts_of(family.table, model))]
-    with named_at_the_end(target, explained) as partial, explained(target):
-        places: dict[str, tuple[str, int]] = {}
-        for number, group in enumerate(filled):
-            own, name = read(group), file_name(number, len(filled))
-            parts = [part for part in parts_of(family.table, model) if part.ours in group]
-            tensors = outgoing(parts, group.__getitem__, own.__getitem__, kind, model)
-            tensor_files.write(partial / name, tensors, metadata=METADATA)
-            places.update({theirs: (name, size_of(tensor)) for theirs, tensor in tensors.items()})
-        _describe(partial, config, places, origin)
-
-
-# -- Tensors written as a folder has them: which are in which file, and the files themselves --------------------------
-#
-# A file is written tensor by tensor, each of them converted on its way, so no more than one is held twice.
-
-
-METADATA = {"format": "pt"}  # without it `transformers` does not open a file
-
-
-def outgoing(
-    parts: Sequence[Part],
-    shape: Callable[[str], tuple[int, ...]],
-    ours: Callable[[str], Array],
-    dtype: np.dtype,
-    model: GPT,
-) -> dict[str, Planned]:
-    """Return tensors by their names; `shape` and `ours` give those of a parameter, the second when it is written."""
+def outgoing(family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dtype) -> dict[str, Planned]:
+    """Return the tensors of a folder that these parameters are, by their names; each is made when it is written."""
     return {
         part.theirs: Planned(
             dtype,
-            shape_of(part.tensor, shape(part.ours), model),
-            lambda part=part: converted(part, ours(part.ours), dtype, model),  # type: ignore[misc]
+            shape_of(part.tensor, own[part.ours].shape, model),
+            lambda part=part: converted(part, own[part.ours], dtype, model),  # type: ignore[misc]
         )
-        for part in parts
+        for part in parts_of(family.table, model)
+        if part.ours in own
     }
 
 
@@ -254,7 +234,7 @@ def cut(tensors: Mapping[str, Planned], most: int) -> list[dict[str, Planned]]:
     shards: list[dict[str, Planned]] = []
     size = 0
     for name, tensor in tensors.items():
-        nbytes = size_of(tensor)
+        nbytes = _size_of(tensor)
         if not shards or size + nbytes > most:
             shards.append({})
             size = 0
@@ -263,14 +243,8 @@ def cut(tensors: Mapping[str, Planned], most: int) -> list[dict[str, Planned]]:
     return shards
 
 
-def size_of(tensor: Planned) -> int:
-    """Return the bytes of a tensor."""
+def _size_of(tensor: Planned) -> int:
     return prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def file_name(number: int, total: int) -> str:
-    """Return the name of a file, where numbers begin with 0."""
-    return "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
 
 def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarray:

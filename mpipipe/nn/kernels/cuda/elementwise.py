@@ -8,37 +8,37 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.cuda import BLOCK, Call, Packed, grid, over, scalar_type, vector_width
+from mpipipe.arrays.cuda import BLOCK, Launch, Packed, grid, over, scalar_type, vector_width
 from mpipipe.arrays.strided import strided_copy
 from mpipipe.errors import ArgumentError
 
 ELEMENTWISE, SWIGLU, CAST = (Path(__file__).with_name(f"{name}.cu") for name in ("elementwise", "swiglu", "cast"))
 
 
-def _pack_one(x: DeviceArray, y: DeviceArray, name: str) -> Call | None:
+def _pack_one(x: DeviceArray, y: DeviceArray, name: str) -> Launch | None:
     check_alike(name, x, y)
     return over(ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, y))
 
 
-def _pack_two(x: DeviceArray, y: DeviceArray, z: DeviceArray, name: str) -> Call | None:
+def _pack_two(x: DeviceArray, y: DeviceArray, z: DeviceArray, name: str) -> Launch | None:
     check_alike(name, x, y, z)
     return over(ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, y, z))
 
 
-def _pack_swiglu(both: DeviceArray, inner: DeviceArray) -> Call | None:
+def _pack_swiglu(both: DeviceArray, inner: DeviceArray) -> Launch | None:
     check_contiguous("swiglu", both)
     hidden, numbers = inner.shape[1], (np.int64(inner.size), np.int64(inner.shape[1]))
     return over(SWIGLU, "swiglu", inner.size, numbers, T=both.dtype, V=vector_width(both, inner, divides=hidden))
 
 
-def _pack_swiglu_backward(both: DeviceArray, dinner: DeviceArray, dboth: DeviceArray, _: DeviceArray) -> Call | None:
+def _pack_swiglu_backward(both: DeviceArray, dinner: DeviceArray, dboth: DeviceArray, _: DeviceArray) -> Launch | None:
     check_contiguous("swiglu_backward", both, dinner)
     hidden, numbers = dinner.shape[1], (np.int64(dinner.size), np.int64(dinner.shape[1]))
     width = vector_width(both, dinner, dboth, divides=hidden)
     return over(SWIGLU, "swiglu_backward", dinner.size, numbers, words=1, T=both.dtype, V=width)
 
 
-def _pack_cast(source: DeviceArray, target: DeviceArray) -> Call | None:
+def _pack_cast(source: DeviceArray, target: DeviceArray) -> Launch | None:
     check_contiguous("cast", source, target)
     numbers, width = (np.int64(source.size),), vector_width(source, target)
     return over(CAST, "cast", source.size, numbers, S=source.dtype, T=target.dtype, V=width)
@@ -130,15 +130,15 @@ def dropout(
     return y, keep
 
 
-def _pack_dropout(x: DeviceArray, y: DeviceArray, keep: DeviceArray) -> Call | None:
+def _pack_dropout(x: DeviceArray, y: DeviceArray, keep: DeviceArray) -> Launch | None:
     check_contiguous("dropout", x)
     if not x.size:
         return None
     function = arrays.cuda_function(DROPOUT, "dropout", T=x.dtype, V=vector_width(x, y, keep))
-    return Call(function, grid(x.size, SEGMENT * BLOCK // 32), (BLOCK,), (np.int64(x.size),))
+    return Launch(function, grid(x.size, SEGMENT * BLOCK // 32), (BLOCK,), (np.int64(x.size),))
 
 
-def _pack_backward(dy: DeviceArray, keep: DeviceArray, dx: DeviceArray) -> Call | None:
+def _pack_backward(dy: DeviceArray, keep: DeviceArray, dx: DeviceArray) -> Launch | None:
     check_contiguous("dropout_backward", dy, keep)
     width = vector_width(dy, keep, dx)
     return over(DROPOUT, "dropout_backward", dy.size, (np.int64(dy.size),), T=dy.dtype, V=width)

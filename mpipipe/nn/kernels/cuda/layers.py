@@ -9,14 +9,14 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.cuda import BLOCK, WORD, Call, Packed, bitwise_or, grid, over, scalar_type, vector_width
-from mpipipe.arrays.gemm import gemm
+from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, grid, over, scalar_type, vector_width
+from mpipipe.arrays.products import gemm
 from mpipipe.arrays.strided import element_strides
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, check_ids, check_matrices
 from mpipipe.nn.rope import RopeScaling, angles
 
 LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
-STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one under and one beside the other
+STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one below and one next to the other
 COLUMNS, PART_STRIPES = 8, 32  # the same for add_parts: few columns, so that a GPU has a block for each multiprocessor
 PARTS = 512  # blocks for sum_rows, where there is work for so many
 
@@ -37,7 +37,7 @@ def linear(x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None)
     return y
 
 
-def _pack_broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Call | None:
+def _pack_broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Launch | None:
     outputs = y.shape[1]
     width = vector_width(bias, y, divides=outputs)
     return over(LINEAR, "broadcast_bias", y.size, (np.int64(y.size), np.int64(outputs)), T=y.dtype, V=width)
@@ -65,39 +65,37 @@ def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, a
         arrays.set_zero(grad)
 
 
-def sum_rows(dy: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
-    """Grad += the sum of the rows of dy; without `add` grad is that sum."""
+def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
+    """Grad += the sum of the rows of dy."""
     check_contiguous("sum_rows", dy, grad)
     if not dy.size:
-        if not add:
-            arrays.set_zero(grad)
         return
     call = _sum_rows.call((dy,))
     partial = arrays.empty((call.grid[1], dy.shape[1]), grad.dtype, "cuda")
     call.launch((dy, partial))
-    add_parts(partial, grad, add)
+    add_parts(partial, grad)
 
 
-def _pack_sum_rows(dy: DeviceArray) -> Call:
+def _pack_sum_rows(dy: DeviceArray) -> Launch:
     rows, width = dy.shape
     lanes = vector_width(dy, divides=width)
     tiles = -(-width // (LANES * lanes))
     chunk = max(STRIPES * 4, -(-rows // max(1, PARTS // tiles)))
     function = arrays.cuda_function(SUMS, "sum_rows", T=dy.dtype, V=lanes)
-    return Call(function, (tiles, -(-rows // chunk)), (LANES, STRIPES), tuple(map(np.int64, (rows, width, chunk))))
+    return Launch(function, (tiles, -(-rows // chunk)), (LANES, STRIPES), tuple(map(np.int64, (rows, width, chunk))))
 
 
-def add_parts(parts: DeviceArray, grad: DeviceArray, add: bool = True) -> None:
-    """Grad += the sum of the rows of parts; without `add` grad is that sum."""
-    _add_parts((parts, grad), (), (add,))
+def add_parts(parts: DeviceArray, grad: DeviceArray) -> None:
+    """Grad += the sum of the rows of parts."""
+    _add_parts((parts, grad))
 
 
-def _pack_add_parts(parts: DeviceArray, grad: DeviceArray, add: bool) -> Call:
+def _pack_add_parts(parts: DeviceArray, grad: DeviceArray) -> Launch:
     check_contiguous("add_parts", parts, grad)
     count, width = parts.shape
     function = arrays.cuda_function(SUMS, "add_parts", T=grad.dtype, V=1)
-    block = COLUMNS, PART_STRIPES
-    return Call(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), np.int32(add)))
+    block, adds = (COLUMNS, PART_STRIPES), np.int32(True)
+    return Launch(function, (-(-width // COLUMNS),), block, (np.int32(count), np.int64(width), adds))
 
 
 _broadcast, _sum_rows, _add_parts = Packed(_pack_broadcast), Packed(_pack_sum_rows), Packed(_pack_add_parts)
@@ -135,7 +133,7 @@ def _forward(name: str, x: DeviceArray, *others: DeviceArray, eps: float) -> tup
     return y, scale
 
 
-def _pack_norm(x: DeviceArray, *rest: Any) -> Call | None:
+def _pack_norm(x: DeviceArray, *rest: Any) -> Launch | None:
     *others, y, _, name, eps = rest
     check_contiguous(name, x, *others)
     return _call_of_rows(name, x, (*others, y), eps)
@@ -150,21 +148,21 @@ def _forward_of_sum(
     return total, y, scale
 
 
-def _pack_norm_of_sum(x: DeviceArray, more: DeviceArray, *rest: Any) -> Call | None:
+def _pack_norm_of_sum(x: DeviceArray, more: DeviceArray, *rest: Any) -> Launch | None:
     *others, total, y, _, name, eps = rest
     check_alike(name, x, more)
     check_contiguous(name, *others)
     return _call_of_rows(name, x, (more, *others, total, y), eps)
 
 
-def _call_of_rows(name: str, x: DeviceArray, others: tuple[DeviceArray, ...], eps: float) -> Call | None:
+def _call_of_rows(name: str, x: DeviceArray, others: tuple[DeviceArray, ...], eps: float) -> Launch | None:
     """Return the call of a forward over the rows of x; `others` move in the words of x."""
     if not x.size:
         return None
     constants, (rows, width) = _constants(x, *others), x.shape
     block = _block(constants["G"])
     numbers = np.int64(rows), np.int32(width), scalar_type(x.dtype)(eps)
-    return Call(arrays.cuda_function(NORM, name, **constants), grid(rows, block[1]), block, numbers)
+    return Launch(arrays.cuda_function(NORM, name, **constants), grid(rows, block[1]), block, numbers)
 
 
 def _backward(
@@ -183,7 +181,7 @@ def _backward(
     return (dx, *parts)
 
 
-def _pack_backward(dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, *rest: Any) -> Call | None:
+def _pack_backward(dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, *rest: Any) -> Launch | None:
     *more, dx, name = rest
     check_alike(name, dy, x, *more)
     check_contiguous(name, scale, gain)
@@ -193,7 +191,7 @@ def _pack_backward(dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: De
     block = _block(constants["G"])
     blocks = min(-(-rows // block[1]), NORM_THREADS // (block[0] * block[1]))
     function = arrays.cuda_function(NORM, name, **constants)
-    return Call(function, (blocks,), block, (np.int64(rows), np.int32(width)))
+    return Launch(function, (blocks,), block, (np.int64(rows), np.int32(width)))
 
 
 _norm, _norm_of_sum, _norm_backward = Packed(_pack_norm), Packed(_pack_norm_of_sum), Packed(_pack_backward)
@@ -253,7 +251,7 @@ def embed(weight: DeviceArray, ids: DeviceArray) -> DeviceArray:
     return y
 
 
-def _pack_embed(weight: DeviceArray, ids: DeviceArray, y: DeviceArray) -> Call | None:
+def _pack_embed(weight: DeviceArray, ids: DeviceArray, y: DeviceArray) -> Launch | None:
     check_ids(ids)
     check_contiguous("embed", weight, ids)
     vocab, dim = weight.shape
@@ -320,10 +318,8 @@ def rope_table(
     scaling: RopeScaling | None = None,
 ) -> DeviceArray:
     """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the device."""
-    turned = angles(positions, head_dim, base, scaling)
-    table = np.stack([np.cos(turned), np.sin(turned)], axis=-1)
-    if scaling is not None:
-        table *= scaling.amplitude
+    turned, amplitude = angles(positions, head_dim, base, scaling)
+    table = amplitude * np.stack([np.cos(turned), np.sin(turned)], axis=-1)
     return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
 
 
@@ -332,7 +328,7 @@ def apply_rope(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse:
     _turn((x, table, target), (), (inverse,))
 
 
-def _pack_turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool) -> Call | None:
+def _pack_turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool) -> Launch | None:
     _, seq, heads, dim = x.shape
     x_strides, target_strides = element_strides(x), element_strides(target)
     width = 1
@@ -369,7 +365,7 @@ def softmax_cross_entropy(
     return _mean(losses, rows), gradient
 
 
-def _pack_cross_entropy(logits: DeviceArray, ids: DeviceArray, gradient: DeviceArray, _: DeviceArray) -> Call:
+def _pack_cross_entropy(logits: DeviceArray, ids: DeviceArray, gradient: DeviceArray, _: DeviceArray) -> Launch:
     check_ids(ids)
     check_contiguous("softmax_cross_entropy", logits, ids, gradient)
     (rows, vocab), dtype = logits.shape, logits.dtype
@@ -378,7 +374,7 @@ def _pack_cross_entropy(logits: DeviceArray, ids: DeviceArray, gradient: DeviceA
     needed = -(-vocab // (constants["V"] * WORDS))
     threads = next((n for n in LOSS_THREADS if n >= needed), LOSS_THREADS[-1])
     function = arrays.cuda_function(CROSS_ENTROPY, "softmax_cross_entropy", **constants)
-    return Call(function, (rows,), (threads,), (np.int64(vocab),))
+    return Launch(function, (rows,), (threads,), (np.int64(vocab),))
 
 
 def mean_squared_error(
@@ -393,12 +389,12 @@ def mean_squared_error(
     return _mean(partial, output.size), gradient
 
 
-def _pack_squared_error(output: DeviceArray, target: DeviceArray, gradient: DeviceArray) -> Call:
+def _pack_squared_error(output: DeviceArray, target: DeviceArray, gradient: DeviceArray) -> Launch:
     check_contiguous("mean_squared_error", output, target)
     constants: dict[str, Any] = {"T": output.dtype, "S": target.dtype, "V": vector_width(output, target, gradient)}
     blocks = min(LOSS_PARTS, -(-output.size // (constants["V"] * BLOCK * 2)))
     function = arrays.cuda_function(SQUARED_ERROR, "squared_error", **constants)
-    return Call(function, (blocks,), (BLOCK,), (np.int64(output.size),))
+    return Launch(function, (blocks,), (BLOCK,), (np.int64(output.size),))
 
 
 def _mean(parts: DeviceArray, divisor: int) -> DeviceArray:
@@ -408,8 +404,8 @@ def _mean(parts: DeviceArray, divisor: int) -> DeviceArray:
     return value
 
 
-def _pack_mean(parts: DeviceArray, _: DeviceArray, divisor: int) -> Call:
-    return Call(arrays.cuda_function(MEAN, "mean"), (1,), (1024,), (np.int64(parts.size), np.float64(divisor)))
+def _pack_mean(parts: DeviceArray, _: DeviceArray, divisor: int) -> Launch:
+    return Launch(arrays.cuda_function(MEAN, "mean"), (1,), (1024,), (np.int64(parts.size), np.float64(divisor)))
 
 
 _cross_entropy, _squared_error = Packed(_pack_cross_entropy), Packed(_pack_squared_error)

@@ -19,7 +19,7 @@ from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous
 
 OPTIMIZER, SQUARES = (Path(__file__).with_name(f"{name}.cu") for name in ("optimizer", "squares"))
 BOUNDS = 5  # between ranges of one launch; a stage has six ranges at most, by the order of its parameters in memory
-CHUNK = 1 << 15  # elements of which one block sums the squares
+CHUNK = 1 << 15  # elements whose squares one block sums
 
 Range: TypeAlias = "tuple[int, int, bool]"  # (start, stop, whether weight decay applies)
 
@@ -98,7 +98,7 @@ def _update(
 
 @lru_cache(maxsize=64)
 def _launches(size: int, ranges: tuple[Range, ...] | None) -> list[tuple[int, int, bool, tuple[int, ...]]]:
-    """Return (start, stop, whether the first elements decay, where that changes behind start) for each launch."""
+    """Return (start, stop, whether the first elements decay, where that changes after start) for each launch."""
     joined: list[Range] = []
     for start, stop, decays in [(0, size, True)] if ranges is None else ranges:
         if start != (joined[-1][1] if joined else 0):

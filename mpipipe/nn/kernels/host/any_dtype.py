@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipipe.arrays.half_precision import upcast, upcast_halves
-from mpipipe.nn.cache_blocks import blocks
-from mpipipe.nn.kernels.host import full_precision
+from mpipipe.nn.kernels.host import blocks, full_precision
 from mpipipe.nn.kernels.host.full_precision import cross_entropy_block
 
 # `returned`: the results that are activations, and rounded; all others are sums, statistics or parameters' gradients

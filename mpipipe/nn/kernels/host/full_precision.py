@@ -9,44 +9,12 @@ import math
 
 import numpy as np
 
-from mpipipe.nn import random, rope
-from mpipipe.nn.cache_blocks import ELEMENTS, blocks, rows
-from mpipipe.nn.kernels.host.optimizer import adamw, sgd, sums_of_squares
-from mpipipe.nn.rope import RopeScaling
-
-__all__ = [
-    "accumulate",
-    "adamw",
-    "add",
-    "add_layer_norm",
-    "add_parts",
-    "add_rms_norm",
-    "apply_rope",
-    "cast",
-    "copy",
-    "dropout",
-    "dropout_backward",
-    "embed",
-    "embed_backward",
-    "gelu",
-    "gelu_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "linear",
-    "linear_backward_input",
-    "linear_backward_weight",
-    "mean_squared_error",
-    "rms_norm",
-    "rms_norm_backward",
-    "rope_table",
-    "scale",
-    "sgd",
-    "softmax_cross_entropy",
-    "sum_rows",
-    "sums_of_squares",
-    "swiglu",
-    "swiglu_backward",
-]
+from mpipipe.nn.kernels.host import ELEMENTS, blocks
+from mpipipe.nn.kernels.host.optimizer import adamw as adamw
+from mpipipe.nn.kernels.host.optimizer import sgd as sgd
+from mpipipe.nn.kernels.host.optimizer import sums_of_squares as sums_of_squares
+from mpipipe.nn.random import random_bits
+from mpipipe.nn.rope import RopeScaling, angles
 
 _PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
 
@@ -89,21 +57,14 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
             np.add(part, product, out=part)
 
 
-def sum_rows(dy: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
-    """Grad += the sum of the rows of dy; without `add` grad is that sum."""
-    if add:
-        np.add(grad, np.add.reduce(dy, 0), out=grad)
-    else:
-        np.add.reduce(dy, 0, out=grad)
+def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
+    """Grad += the sum of the rows of dy."""
+    np.add(grad, np.add.reduce(dy, 0), out=grad)
 
 
-def add_parts(parts: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
-    """Grad += the sum of the rows of parts; without `add` grad is that sum."""
-    total = parts[0] if len(parts) == 1 else np.add.reduce(parts, 0)
-    if add:
-        np.add(grad, total, out=grad)
-    else:
-        grad[...] = total
+def add_parts(parts: np.ndarray, grad: np.ndarray) -> None:
+    """Grad += the sum of the rows of parts."""
+    np.add(grad, parts[0] if len(parts) == 1 else np.add.reduce(parts, 0), out=grad)
 
 
 # -- single passes ----------------------------------------------------------------------------------------------------
@@ -147,17 +108,33 @@ def rope_table(
     scaling: RopeScaling | None = None,
 ) -> np.ndarray:
     """Return the factors for `apply_rope`: complex (seq, 1, head_dim / 2)."""
-    return rope.rope_table(positions, head_dim, base, dtype, scaling)
+    turned, amplitude = angles(positions, head_dim, base, scaling)
+    table = np.exp(1j * turned)
+    if amplitude != 1:
+        table *= amplitude
+    table = table.astype(_complex_of(dtype))[:, None, :]
+    table.flags.writeable = False
+    return table
 
 
 def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:
     """Target = each pair of neighbours of x turned by its factor, or back by it with `inverse`."""
     factors = table.conj() if inverse else table
     if x.strides[-1] == target.strides[-1] == x.itemsize:
-        np.multiply(rope.pairs(x), factors, out=rope.pairs(target))
+        np.multiply(_pairs(x), factors, out=_pairs(target))
     else:
-        turned = np.multiply(rope.pairs(np.ascontiguousarray(x)), factors)
+        turned = np.multiply(_pairs(np.ascontiguousarray(x)), factors)
         target[...] = turned.view(x.dtype)
+
+
+def _pairs(x: np.ndarray) -> np.ndarray:
+    """Return x (..., head_dim) as complex (..., head_dim / 2), a view."""
+    return x.view(_complex_of(x.dtype))
+
+
+def _complex_of(dtype: np.dtype) -> np.dtype:
+    """Return complex128 for float64, complex64 for all others."""
+    return np.dtype(np.complex128 if dtype == np.float64 else np.complex64)
 
 
 # -- embedding --------------------------------------------------------------------------------------------------------
@@ -176,7 +153,7 @@ def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
     order = np.argsort(ids, kind="stable")  # equal ids side by side, in the order of their rows
     ids = ids[order]
     starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
-    grad[ids[starts]] += np.add.reduceat(rows(dy)[order], starts, axis=0)
+    grad[ids[starts]] += np.add.reduceat(dy.reshape(-1, dy.shape[-1])[order], starts, axis=0)
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------
@@ -186,7 +163,7 @@ def dropout(
     x: np.ndarray, key: np.ndarray, counter: tuple[int, int, int], threshold: int, factor: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (y, keep): y = x * factor where `keep`, the random bits of (key, counter) reach `threshold`; else 0."""
-    keep = random.bits16(key, counter, x.size).reshape(x.shape) >= threshold
+    keep = random_bits(key, counter, x.size).reshape(x.shape) >= threshold
     return dropout_backward(x, keep, factor), keep
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpipipe.nn.cache_blocks import blocks
+from mpipipe.nn.kernels.host import blocks
 
 Ranges: TypeAlias = "Sequence[tuple[int, int, bool]] | None"  # (start, stop, whether weight decay applies)
 

@@ -20,7 +20,7 @@ from mpipipe.language.inference.generation import Sampling, answers, build_decod
 from mpipipe.language.models import huggingface  # noqa: E402
 from mpipipe.language.models.huggingface.names import parts_of, shape_of, view  # noqa: E402
 from mpipipe.language.models.model_folder import open_model, open_on_all  # noqa: E402
-from mpipipe.train.training_plan import TrainingPlan  # noqa: E402
+from mpipipe.planning.layer_plan import LayerPlan  # noqa: E402
 
 pytestmark = pytest.mark.judges
 LOGITS = {"float32": 1e-5, "float64": 1e-10}
@@ -154,9 +154,9 @@ def test_256_greedy_tokens_are_those_of_transformers(comm, mpi_tmp_path, family)
     for pipe, seq in cuts(comm.size):
         with Mesh(comm, pipe=pipe, seq=seq) as mesh:
             schedule = schedules.forward_only(pipe, 1, 1)
-            plan = TrainingPlan(found.model, schedule, schedules.partition(found.model.costs(), pipe), rows=1)
+            plan = LayerPlan(schedule, schedules.partition(found.model.costs(), pipe), rows=1)
             load = partial(found.load, mesh=mesh)
-            with build_decoder(plan, mesh, "float64", len(prompt) + 256, load) as decoder:
+            with build_decoder(found.model, plan, mesh, "float64", len(prompt) + 256, load) as decoder:
                 tokens = [drawn.token for drawn in answers(decoder, [prompt], 256, Sampling(temperature=0.0))]
         assert tokens == expected, f"pipe {pipe}, seq {seq}"
     assert len(set(expected)) > 10  # a text, and not one token again and again

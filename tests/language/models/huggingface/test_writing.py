@@ -128,45 +128,33 @@ def test_files_are_written_in_the_dtype_asked_for(comm, mpi_tmp_path, dtype):
     assert {tensor.dtype for tensor in written.values()} == {kind}
     expected = stage.parameters["2.layer.1.down"].astype(kind)
     np.testing.assert_array_equal(written["model.layers.0.mlp.down_proj.weight"], expected)
-    assert json.loads((target / "config.json").read_text())["torch_dtype"] == dtype
+    config = json.loads((target / "config.json").read_text())
+    assert config["torch_dtype"] == dtype
+    # a model that was made here has no special tokens: the library would take ids of its own, and end a text at one
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
     assert not (target / "model.safetensors.index.json").exists()
 
 
-def test_a_model_that_was_made_here_says_that_it_has_no_special_tokens(comm, mpi_tmp_path):
-    """The library would take ids of its own otherwise, and end a text at one of them."""
-    model, target = GPT(dim=8, layers=1, heads=2), Path(mpi_tmp_path, "target")
-    with Mesh(comm, pipe=1) as mesh:
-        stage = nn.Stage(model.build(Local()))
-        huggingface.save(target, model, stage.parameters, mesh, dtype="float32", origin=huggingface.Origin())
-    config = json.loads((target / "config.json").read_text())
-    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
-
-
-def test_values_that_are_too_large_for_the_dtype_are_refused_on_every_rank(comm, mpi_tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "error", "match"),
+    [
+        ("float16", NonFiniteError, r"2\.layer\.1\.down cannot be written as float16"),  # a value is too large for it
+        ("float32", StorageError, "the model folder cannot be written"),  # the disk of one rank is full
+    ],
+)
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_nothing(comm, mpi_tmp_path, dtype, error, match):
     model, target = GPT(vocab=16, dim=8, layers=2, heads=2, hidden=8), Path(mpi_tmp_path, "target")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Mesh(comm, pipe=comm.size) as mesh:
         stages = own_stages(model, mesh)
         for stage in stages:
             if "2.layer.1.down" in stage.parameters:
                 stage.parameters["2.layer.1.down"][1, 1] = 1e6
-        with pytest.raises(NonFiniteError, match=r"2\.layer\.1\.down cannot be written as float16"):
-            huggingface.save(target, model, parameters_of(stages), mesh, dtype="float16", origin=huggingface.Origin())
-    comm.Barrier()
-    assert os.listdir(mpi_tmp_path) == []
-
-
-def test_a_full_disk_leaves_nothing(comm, mpi_tmp_path):
-    model, target = GPT(vocab=16, dim=8, layers=2, heads=2, hidden=8), Path(mpi_tmp_path, "target")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Mesh(comm, pipe=comm.size) as mesh:
-        stages = own_stages(model, mesh)
         try:
-            if comm.rank == comm.size - 1:
+            if dtype == "float32" and comm.rank == comm.size - 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-            with pytest.raises(StorageError, match="the model folder cannot be written"):
-                huggingface.save(
-                    target, model, parameters_of(stages), mesh, dtype="float32", origin=huggingface.Origin()
-                )
+            with pytest.raises(error, match=match):
+                huggingface.save(target, model, parameters_of(stages), mesh, dtype=dtype, origin=huggingface.Origin())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     comm.Barrier()

@@ -1,0 +1,132 @@
+"""Whether a device can be used: a driver, a GPU, and what compiles and multiplies on it.
+
+CuPy's wheel does not bring the CUDA toolkit. What is missing would show at the first kernel or the first product, in
+the middle of a step, on the rank that comes to it first. So the first use of a GPU looks for all of it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpipipe.arrays.cuda import cuda_function
+from mpipipe.arrays.devices import AMD_UNTRIED, cupy, use_gpu, visible_gpus
+from mpipipe.errors import BackendError
+
+PROBE = Path(__file__).with_name("fill.cu")  # a short one; common.cuh in front of it includes all headers
+NO_DRIVER = "run on a node with an NVIDIA GPU and its driver (nvidia-smi must answer), or use device='cpu'"
+NO_GPU = "ask the batch system for GPUs (--gpus-per-node), look at CUDA_VISIBLE_DEVICES, or use device='cpu'"
+
+
+def check_device(device: str) -> str:
+    """Return "cpu" or "cuda" for a device that exists and on which kernels compile and matrices multiply.
+
+    `device` is "cpu"; "cuda", the current GPU of this process; "cuda:1", which becomes the current one; or "auto", the
+    GPU where there is one. The first call for a GPU compiles a kernel of one line and takes cuBLAS's memory. Raises
+    BackendError with a line for each part that is missing. Nothing is simulated.
+    """
+    name, colon, number = device.partition(":") if isinstance(device, str) else ("", "", "")
+    if name not in ("cpu", "cuda", "auto") or (colon and (name != "cuda" or not number.isdigit())):
+        raise BackendError("unknown device", found=repr(device), expected="'cpu', 'cuda', 'cuda:N' or 'auto'")
+    if name == "auto":
+        name = "cuda" if visible_gpus() else "cpu"  # a CuPy that is too old is no reason to take the CPU in silence
+    if name == "cuda":
+        _check_gpu()
+        if number:
+            use_gpu(int(number))
+        _check_toolkit()
+    return name
+
+
+def _check_gpu() -> None:
+    library = cupy()
+    try:
+        count = library.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        raise BackendError(f"device 'cuda' was asked for, and no GPU can be used ({error})", remedy=NO_DRIVER) from None
+    if count == 0:
+        raise BackendError("device 'cuda' was asked for, and this process sees no GPU", found="0 GPUs", remedy=NO_GPU)
+
+
+def missing_parts() -> list[str]:
+    """List the parts of the CUDA toolkit that are missing or do not work on the current GPU, with CuPy's message."""
+    return list(_missing(cupy()))
+
+
+def _check_toolkit() -> None:
+    missing = _looked_for(cupy(), cupy().cuda.runtime.getDevice())
+    if missing:
+        untried = f". {AMD_UNTRIED}" if cupy().cuda.runtime.is_hip else ""
+        raise BackendError(
+            f"device 'cuda' was asked for, and parts of the GPU's toolkit that CuPy needs cannot be used{untried}",
+            found="".join(f"\n    {line}" for line in missing),
+            remedy=_remedy(cupy().cuda.runtime),
+        )
+
+
+def _remedy(runtime: Any) -> str:
+    if runtime.is_hip:
+        return "load the ROCm module of this site, and set ROCM_HOME where CuPy does not find it"
+    major = runtime.runtimeGetVersion() // 1000  # of the runtime within CuPy
+    return f"pip install 'cupy-cuda{major}x[ctk]', or load the CUDA {major} module of this site, and no other"
+
+
+@lru_cache(maxsize=64)
+def _looked_for(library: ModuleType, device: int) -> tuple[str, ...]:
+    return tuple(_missing(library))
+
+
+def _missing(library: ModuleType) -> Iterator[str]:
+    works, why = _works(lambda: cuda_function(PROBE, "fill", T=np.dtype(np.float32)))
+    if not works:
+        # where CuPy compiles, it has all it needs, wherever that lies; hipRTC and ROCm's headers come as a whole
+        reasons = [] if library.cuda.runtime.is_hip else list(_missing_for_kernels(library))
+        yield from reasons or [f"the first kernel does not compile{_versions(library)}: {why}"]
+    works, why = _works(lambda: (library.cuda.cublas, library.cuda.device.get_cublas_handle()))
+    if not works:
+        yield f"the library cuBLAS: {why}"
+
+
+def _missing_for_kernels(library: ModuleType) -> Iterator[str]:
+    works, why = _works(library.cuda.nvrtc.getVersion)
+    if not works:
+        yield f"the compiler NVRTC: {why}"
+    works, why = _works(_headers)
+    if not works:
+        yield f"the headers of CUDA (cuda_fp16.h): {why}"
+
+
+def _works(attempt: Callable[[], object]) -> tuple[bool, str]:
+    """Return whether an attempt raises nothing, and the first line of what it raised."""
+    try:
+        attempt()
+    except Exception as error:  # missing parts raise ImportError, RuntimeError, CompileException
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return False, lines[0] if lines else type(error).__name__
+    return True, ""
+
+
+def _headers() -> str:
+    """Return the folder of CUDA's headers, found as CuPy finds it."""
+    from cuda import pathfinder
+
+    folder = pathfinder.find_nvidia_header_directory("cudart")
+    if folder is None:
+        raise BackendError("cuda.pathfinder finds no folder with them")
+    return str(folder)
+
+
+def _versions(library: ModuleType) -> str:
+    """Return the versions in words where the compiler is of another CUDA than CuPy; empty if it is not."""
+    if library.cuda.runtime.is_hip:
+        return ""
+    built = library.cuda.runtime.runtimeGetVersion() // 1000
+    major, minor = library.cuda.nvrtc.getVersion()
+    if major == built:
+        return ""
+    return f" (two CUDA versions are visible: NVRTC {major}.{minor} was found, and CuPy is built for CUDA {built})"

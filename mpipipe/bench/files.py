@@ -1,0 +1,219 @@
+"""Files that are written and read: checkpoints next to dd, tokens next to the library tokenizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+
+import numpy as np
+
+from mpipipe import Mesh, Pipeline, checkpoint, nn, optim, schedules
+from mpipipe.attention import Local
+from mpipipe.bench.timing import compare, report
+from mpipipe.errors import BackendError
+from mpipipe.job import runtime
+from mpipipe.job.group import group_of
+from mpipipe.job.types import Communicator
+from mpipipe.language.data.text_chunks import TextReader, chunks_of
+from mpipipe.language.data.tokenize import THREADS, batches_of, list_texts, share_threads, tokenize
+from mpipipe.language.data.tokenizer import open_tokenizer
+from mpipipe.language.models import GPT
+from mpipipe.text import counted
+
+# -- `bench checkpoint`: saving and loading against dd on the same disk, and a training that saves at every step -------
+#
+# Every rank writes as many bytes as its dd does, at the same time. What is read was dropped from the system's cache.
+
+
+ARRAYS = 8  # of each rank
+BLOCK = "8M"
+
+
+def run_checkpoint(repeats: int, gigabytes: float, folder: Path, model: GPT) -> None:
+    """Print lines for saving, for loading, and for a training whose steps are long, and one whose steps are short."""
+    comm = runtime.world()
+    group, place = group_of(comm), None
+    with group.raise_together("bench: the folder"):
+        if comm.rank == 0:
+            if shutil.which("dd") is None:
+                raise BackendError("dd is not found", remedy="install coreutils")
+            place = Path(tempfile.mkdtemp(prefix="mpipipe-bench-", dir=folder)).absolute()
+    place = group.broadcast("bench: the folder", place)
+    try:
+        with Mesh(comm, pipe=comm.size) as mesh:
+            rate = _beside_dd(mesh, place, int(gigabytes * 1e9 / comm.size), repeats)
+            for rows, microbatches, text in ((4, 8, "long steps"), (1, 2, "short steps")):
+                _train_and_save(mesh, place, model, rows, microbatches, (repeats, text, rate))
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+class _Arrays:
+    """A stage of nothing but arrays."""
+
+    def __init__(self, rank: int, nbytes: int) -> None:
+        random = np.random.default_rng(rank)
+        count = nbytes // ARRAYS // 4
+        self.parameters = {f"{rank}.{n}": random.random(count, dtype=np.float32) for n in range(ARRAYS)}
+        self.nbytes = ARRAYS * count * 4
+
+
+def _beside_dd(mesh: Mesh, place: Path, nbytes: int, repeats: int) -> float:
+    """Report saving and loading, and return the bytes per second of dd in writing."""
+    comm, stage = mesh.comm, _Arrays(mesh.rank, nbytes)
+    whole, plain = stage.nbytes * comm.size, place / f"dd-{mesh.rank}"
+    mine = place / "step-00000001" / f"part-{mesh.rank}.safetensors"
+
+    def save() -> None:
+        checkpoint.save(place, mesh, [stage], step=1)
+
+    def write() -> None:
+        _dd("if=/dev/zero", f"of={plain}", f"count={stage.nbytes}", "iflag=count_bytes,fullblock", "conv=fsync")
+
+    def remove() -> None:
+        plain.unlink(missing_ok=True)
+        mine.unlink(missing_ok=True)
+        os.sync()
+
+    ours, theirs = compare(comm, [save, write], repeats, 1, before=remove)
+    _tell(comm, "save", whole, ours, theirs)
+    written = whole / theirs
+    save()
+    plain.unlink(missing_ok=True)
+
+    def load() -> None:
+        checkpoint.load(place, mesh, [stage])
+
+    ours, theirs = compare(
+        comm, [load, lambda: _dd(f"if={mine}", "of=/dev/null")], repeats, 1, before=lambda: _forget(mine)
+    )
+    _tell(comm, "load", whole, ours, theirs)
+    shutil.rmtree(mine.parent, ignore_errors=True)
+    return written
+
+
+def _tell(comm: Communicator, what: str, nbytes: int, ours: float, theirs: float) -> None:
+    rates = [nbytes / seconds / 1e6 for seconds in (ours, theirs)]
+    measured = f"{nbytes / 1e9:.2f} GB in {ours:.2f} s, {rates[0]:.0f} MB/s; dd {rates[1]:.0f} MB/s"
+    report(comm, f"checkpoint {what}, {counted(comm.size, 'rank')}", measured, rates[0] / rates[1], "at least 0.8")
+
+
+def _dd(*arguments: str) -> None:
+    subprocess.run(["dd", f"bs={BLOCK}", "status=none", *arguments], check=True)
+
+
+def _forget(path: Path) -> None:
+    """Drop a file that is on the disk from the system's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _train_and_save(
+    mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, how: tuple[int, str, float]
+) -> None:
+    """Report the step of a GPT with a checkpoint at each step, next to steps without."""
+    repeats, text, rate = how
+    comm, group = mesh.comm, group_of(mesh.comm)
+    schedule = schedules.one_f_one_b(comm.size, microbatches)
+    start, stop = schedules.partition(model.costs(), comm.size)[comm.rank]
+    stages = [nn.Stage(model.build(Local(causal=True))[start:stop], first=start)]
+    optimizer = optim.AdamW(stages, lr=1e-4)
+    tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, microbatches * rows, model.seq))
+    inputs, targets = tokens[0] if comm.rank == 0 else None, tokens[1] if comm.rank == comm.size - 1 else None
+    plain: list[float] = []
+    saved: list[float] = []
+    held: list[float] = []
+    with (
+        Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy) as pipeline,
+        checkpoint.Saver(place / text.split()[0], mesh, stages, optimizer, keep=1) as saver,
+    ):
+        for turn in range(4 * repeats + 1):  # `repeats` steps without, `repeats` with, twice
+            saves = turn > 0 and (turn - 1) // repeats % 2 == 1
+            if not saves:
+                saver.wait()
+            group.agree("bench: the start of a step")
+            begin, waited = perf_counter(), saver.waited
+            pipeline.step(inputs, targets)
+            optimizer.step()
+            group.agree("bench: the end of a step")
+            stall = perf_counter()
+            saver.poll()
+            if saves:
+                saver.save(turn)
+            end = perf_counter()
+            times = group.gather("bench: a step", (end - begin, end - stall + saver.waited - waited))
+            if turn:
+                (saved if saves else plain).append(max(seconds for seconds, _ in times))
+            if saves:
+                held.append(max(seconds for _, seconds in times))
+    nbytes = sum(group.gather("bench: the bytes", sum(3 * stage.parameters.flat.nbytes for stage in stages)))
+    with_saves, without = median(saved), median(plain)
+    report(
+        comm,
+        f"checkpoint at every step, {text}, {counted(comm.size, 'rank')}, {nbytes / 1e6:.0f} MB",
+        f"{with_saves:.3f} s a step, without {without:.3f} s; held up for {median(held):.4f} s, "
+        f"{100 * median(held) / without:.2f} % of a step; {nbytes / with_saves / 1e6:.0f} MB/s, "
+        f"dd {rate / 1e6:.0f} MB/s",
+        with_saves / max(without, nbytes / rate),
+        "to the longer one of a step and dd; held up for at most 1 % where the disk keeps up",
+    )
+
+
+# -- `bench tokenize`: text to a file of tokens, against the library tokenizers alone with as many threads -------------
+#
+# The library gets the same texts, in memory already, in one call on each rank; what it returns is thrown away. `mpipipe
+# tokenize` also reads them, writes the file, and lets ranks agree. Both open the tokenizer anew in each turn, since it
+# keeps the words that it has met. The processors' time has that of ranks that wait for others, which poll.
+
+
+WARMUP = 1
+
+
+def run_tokenize(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None:
+    """Print MB of text a second of both, by the clock and by the processor, and their ratio."""
+    comm = runtime.world()
+    group = group_of(comm)
+    share_threads(group)
+    entries = list_texts(texts, group)
+    with group.raise_together("bench: the texts"):
+        reader = TextReader(open_tokenizer(tokenizer, end))
+        mine = batches_of(chunks_of(entries))[comm.rank :: comm.size]
+        own = [passage.text for batch in mine for chunk in batch for passage in reader.passages(chunk)]
+    folder = group.broadcast("bench: a folder", tempfile.mkdtemp(prefix="mpipipe-") if comm.rank == 0 else None)
+    spent = {"library": 0.0, "tokenize": 0.0}
+    turn = 0
+
+    def alone() -> None:
+        start = process_time()
+        open_tokenizer(tokenizer, end).library.encode_batch(own, add_special_tokens=False)  # with empty caches
+        spent["library"] += process_time() - start
+
+    def ours() -> None:
+        nonlocal turn
+        turn += 1
+        start = process_time()
+        tokenize(texts, tokenizer, str(Path(folder, str(turn))), comm, end=end)
+        spent["tokenize"] += process_time() - start
+
+    try:
+        seconds = compare(comm, [alone, ours], repeats, WARMUP)
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    everyone = group.gather("bench: the processors' time", spent)
+    library, whole = (sum(each[name] for each in everyone) / (WARMUP + repeats) for name in ("library", "tokenize"))
+    size = sum(entry[1] for entry in entries) / 1e6
+    name = f"tokenize, {counted(comm.size, 'rank')} x {os.environ.get(THREADS, 'all')} threads, {size:.1f} MB"
+    rates = f"{size / seconds[1]:.2f} MB/s, library alone {size / seconds[0]:.2f} MB/s"
+    report(comm, name, rates, seconds[0] / seconds[1], "at least 0.9")
+    report(comm, f"{name}, by the processors' time", f"{whole:.2f} s, library alone {library:.2f} s", library / whole)

@@ -1,0 +1,213 @@
+"""One checkpoint on its way to the disk, as one rank sees it: its file, and on rank 0 the manifest at the end.
+
+    rank 0, replica 0   |part-0|                             |manifest.json|
+    rank 1, replica 1   |part-1|     = all are on the disk =
+    rank 2, replica 0   |part-2|
+    rank 3, replica 1   |part-3|
+
+A job that ends before the last file has its name leaves no manifest, and so no checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.checkpoint import folders, tensor_files
+from mpipipe.checkpoint.folders import Checkpoint
+from mpipipe.checkpoint.owner import owner_of
+from mpipipe.errors import ArgumentError, OwnerError
+from mpipipe.files import sync_folder
+from mpipipe.job.context import current_rank, is_rank
+from mpipipe.job.flight import Snapshot
+from mpipipe.job.wait import ThreadTask, wait_locally
+
+logger = logging.getLogger("mpipipe")
+PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread
+THREAD = "mpipipe checkpoint"
+UNDER_WAY, ENDED, FAILED = range(3)  # the work of a rank
+_stuck: list[SaveTask] = []  # given up, by ranks of this process, while a thread could not be ended
+Written: TypeAlias = "dict[str, tensor_files.Content]"  # file -> what it holds
+
+
+class GivenUp(Exception):
+    """Ends the thread of a save that nobody wants any more."""
+
+
+class SaveFacts(NamedTuple):
+    """What is saved, but for the arrays: the folder, the rank of the mesh, and facts as in the manifest."""
+
+    folder: Path
+    rank: int
+    step: int
+    state: dict[str, Any]
+    optimizer_steps: int | None
+
+
+class SaveTask:
+    """A checkpoint that this rank writes its share of, in a thread.
+
+    Parameters
+    ----------
+    facts : what is saved, but for the arrays
+    share : the arrays that this rank writes; they must not change until `read` is set
+    keep : how many of the newest checkpoints stay
+    beforehand : called before the manifest is written
+
+    Attributes
+    ----------
+    work : what the thread of this rank does, or did last
+    read : set once no array is read any more
+    sealed : whether all ranks know that all files have their names
+    """
+
+    def __init__(
+        self, facts: SaveFacts, share: Mapping[str, Array], keep: int | None, beforehand: Callable[[], object] | None
+    ) -> None:
+        self.facts, self.keep, self.beforehand = facts, keep, beforehand
+        self._owner = owner_of(facts.folder)  # asked here: threads are no ranks
+        self.read, self.sealed = threading.Event(), False
+        self._given_up, self._seconds = False, 0.0
+        self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
+        self._doing = "waits for its thread"
+        device = any(map(arrays.is_device, share.values()))
+        self._gpu = arrays.current_gpu() if device else None
+        self._ready = arrays.record() if device else None  # after the step that the checkpoint is of
+        self.work: ThreadTask[Any] = ThreadTask(lambda: self._write(share), THREAD)
+        current_rank().add_inspectable(self)
+        atexit.register(self.give_up)  # in a program that ends without closing its saver
+        if self.work.ended and self.work.error is not None:
+            self.read.set()
+
+    def _write(self, share: Mapping[str, Array]) -> Written:
+        folder, name = self.facts.folder, folders.part_of(self.facts.rank)
+        try:
+            if not share:
+                return {}
+            with folders.explained(folder), self._in_order():
+                return {name: tensor_files.write_tensors(folder / name, share, self, self._check_owner)}
+        finally:
+            self.read.set()
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Let the copies from a GPU come after the step that is saved, next to all later work."""
+        if self._gpu is None or self._ready is None:
+            yield
+            return
+        arrays.use_gpu(self._gpu)  # each thread has a current GPU of its own
+        with arrays.side_stream():
+            arrays.wait_for(self._ready)
+            yield
+
+    def _check_owner(self) -> None:
+        """Raise OwnerError where another job has taken the folder: this rank was stopped, and must not write there."""
+        if self._owner is not None:
+            self._owner.check()
+
+    def about_to_read(self, nbytes: int) -> None:
+        """See tensor_files.Listener."""
+        if self._given_up:
+            raise GivenUp
+        self._doing = "writes its arrays"
+        self._bytes += nbytes
+
+    def has_read(self) -> None:
+        """See tensor_files.Listener."""
+        self._doing = "waits for the disk to have its file"
+        self.read.set()
+
+    @property
+    def seconds(self) -> float:
+        """How long the files took on the slowest rank, as rank 0 knows, and the manifest."""
+        return self._seconds + self.work.seconds
+
+    @property
+    def progress(self) -> int:
+        """How far this rank is, as a number that all ranks can compare."""
+        if not self.work.ended:
+            return UNDER_WAY
+        return ENDED if self.work.problem is None else FAILED
+
+    def write_manifest(self, written: Written, seconds: float) -> None:
+        """On rank 0, begin to write the manifest; all files have their names, the last one after `seconds`."""
+        if self.facts.rank == 0:
+            self._seconds = seconds
+            self.work = ThreadTask(lambda: self._seal(written), THREAD)
+
+    def _seal(self, written: Written) -> None:
+        folder, facts = self.facts.folder, self.facts
+        self._doing = "writes the manifest"
+        if self.beforehand is not None:
+            self.beforehand()
+        if self._given_up:  # the folder may belong to another save by now
+            raise GivenUp
+        with folders.explained(folder):
+            sync_folder(folder.parent)
+            version = str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
+            manifest = Checkpoint(folder, facts.step, facts.state, facts.optimizer_steps, version, written)
+            try:
+                folders.write(manifest, self._check_owner)
+            except OwnerError:  # what has that name by now is another job's
+                raise
+            except BaseException:  # it may have its name already
+                folders.drop(folder, folders.MANIFEST)
+                raise
+        if self.keep is not None:
+            self._doing = "removes old checkpoints"
+            try:
+                folders.prune(folder.parent, self.keep, just_saved=folder)
+            except (ArgumentError, OSError) as error:  # the new one is whole
+                logger.warning("mpipipe: %s", error)
+
+    def give_up(self) -> None:
+        """End the thread where that is possible soon, and remove what this rank has written. Never raises OSError.
+
+        A file whose manifest rank 0 may have written stays.
+        """
+        self._given_up = True
+        self.leave()
+        if not is_rank():  # a process that was forked meanwhile
+            return
+        ended = self.work.wait(PATIENCE)
+        if not ended:
+            _stuck.append(self)
+        if self._owner is not None and self._owner.lost():
+            return  # files of these names are another job's
+        if not self.sealed:
+            folders.take_back(self.facts.folder, self.facts.rank)
+        elif self.facts.rank == 0 and not ended:
+            folders.drop(self.facts.folder, folders.MANIFEST)
+
+    def leave(self) -> None:
+        """Nothing needs to be given up any more."""
+        atexit.unregister(self.give_up)
+
+    # -- for the report of a hang -------------------------------------------------------------------------------
+
+    def progress_token(self) -> object:
+        """See job.flight.Inspectable: a disk that is slow makes progress."""
+        return self._bytes, self._doing, self.work.ended
+
+    def snapshot(self) -> Snapshot:
+        """See job.flight.Inspectable."""
+        return Snapshot((-1, self.facts.step), operations=(str(self),))
+
+    def __str__(self) -> str:
+        done = f"{self._bytes >> 20} of {self._all_bytes >> 20} MiB"
+        return f"the checkpoint to be written: {self.facts.folder} (a thread {self._doing}, {done} begun)"
+
+
+def wait_for_given_up() -> None:
+    """Return once no thread of an earlier save is at work: it may have files of the same names."""
+    for task in tuple(_stuck):
+        wait_locally(task.work.wait, task)
+    _stuck[:] = [task for task in _stuck if not task.work.ended]

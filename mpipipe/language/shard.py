@@ -1,0 +1,135 @@
+"""The part of every sequence that one rank has: its attention, its positions, and the loss after its last stage.
+
+Sequences may hold several documents; with `Packing`, attention does not cross from one into the next.
+
+    window of a row     ...a a a|b b b b b b|c c...      segments 0 0 0 1 1 1 1 1 1 2 2
+
+Every rank of a pipeline has attention layers, so every rank needs the segments of the batch under way. They follow
+from the positions of its windows, and these from (seed, step): no message brings them. The trainer hands a batch to
+`Packing` before each call of the pipeline. In a forward, the layer says which micro-batch it is of (`Attend.begin`),
+and that micro-batch's rows of the segments are used, also where the forward is run again for its backward. A backward
+uses what its forward has saved. So it does not matter in which order a schedule mixes micro-batches.
+
+Positions go on through the row, they do not begin anew with each document: rotary positions act by distances alone, and
+within a document these are the same. Learned positions would differ, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpipipe import nn
+from mpipipe.arrays import Array
+from mpipipe.attention import Layout, Local, Ring
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.even_split import even_split
+from mpipipe.job.types import Communicator
+from mpipipe.nn import Attend, Position, worth_tiles
+from mpipipe.text import counted
+
+
+class Shard:
+    """The share of one rank of `comm` in sequences of `seq_len` positions; making one is collective.
+
+    Parameters
+    ----------
+    comm : the ranks that share a sequence; a single one has it all
+    layout : "zigzag", "contiguous" or "striped"
+    packing : has the documents of each batch; None if attention goes across them
+
+    Attributes
+    ----------
+    attend : for nn.SelfAttention
+    positions : for nn.SelfAttention; None for 0 ... seq_len - 1
+
+    Raises ConfigError if a rank would have no position.
+    """
+
+    def __init__(self, comm: Communicator, layout: str, seq_len: int, packing: Packing | None = None) -> None:
+        self.layout, self.rank = Layout(layout, comm.size, seq_len), comm.rank
+        if min(self.layout.length(rank) for rank in range(comm.size)) == 0:
+            raise ConfigError(
+                "a rank would hold no part of the sequence",
+                found=f"seq_len {seq_len} on {counted(comm.size, 'rank')}, {layout}",
+                expected="at least one position a rank, two for zigzag",
+                remedy="raise seq_len, or lower seq",
+            )
+        self.ring = Ring(comm, causal=True, layout=self.layout) if comm.size > 1 else None
+        whole = Local(causal=True) if self.ring is None else self.ring
+        self.packing = packing
+        self.attend: Local | Ring | PackedAttend = whole if packing is None else PackedAttend(whole, packing)
+        self.positions = None if self.ring is None else self.layout.positions(self.rank)
+
+    def cut(self, array: np.ndarray) -> np.ndarray:
+        """Return this rank's columns of an array (rows, seq_len)."""
+        return array if self.ring is None else self.layout.shard(array, self.rank)
+
+    def loss_for(self, stage: nn.Stage, sequences: int) -> Callable[..., tuple[Any, Array | None]]:
+        """Return the loss after a stage: with its head, in tiles, where the logits of all `sequences` are large."""
+        if worth_tiles(stage, sequences * self.layout.length(self.rank)):
+            return nn.HeadCrossEntropy(stage)
+        return nn.softmax_cross_entropy
+
+
+class Packing:
+    """The segments of the batch under way, in a call of the pipeline with `microbatches` micro-batches."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.microbatches = microbatches
+        self._parts: list[np.ndarray] = []
+
+    def begin(self, segments: np.ndarray) -> None:
+        """Take the segments of this replica's rows, integers (rows, seq_len), before a call of the pipeline."""
+        self._parts = [segments[part.start : part.stop] for part in even_split(len(segments), self.microbatches)]
+
+    def of(self, microbatch: int) -> np.ndarray:
+        """Return the segments of a micro-batch. Raises ArgumentError if no batch was begun."""
+        if microbatch >= len(self._parts):
+            raise ArgumentError(
+                "the documents of a micro-batch are not known",
+                found=f"micro-batch {microbatch}",
+                expected=f"one of {len(self._parts)}",
+                remedy="call Packing.begin before each call of the pipeline",
+            )
+        return self._parts[microbatch]
+
+
+class PackedAttend(Attend):
+    """Attention of `inner` within documents, for nn.SelfAttention; `packing` has the segments."""
+
+    def __init__(self, inner: Local | Ring, packing: Packing) -> None:
+        self.inner, self.packing = inner, packing
+        self._microbatch = 0
+        self._others: dict[int, PackedAttend] = {}
+
+    def begin(self, position: Position) -> None:
+        self._microbatch = position.microbatch
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        """As `Attend.forward`."""
+        return self.inner.forward(q, k, v, segments=self.packing.of(self._microbatch))
+
+    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
+        """As `Attend.backward`."""
+        return self.inner.backward(dout, saved)
+
+    def backward_into(self, dout: Array, saved: Any, room: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """As `Attend.backward_into`."""
+        return self.inner.backward_into(dout, saved, room)
+
+    def with_window(self, window: int) -> PackedAttend:
+        if window not in self._others:
+            self._others[window] = PackedAttend(self.inner.with_window(window), self.packing)
+        return self._others[window]
+
+    @property
+    def poll(self) -> Callable[[], object]:
+        """That of `inner`."""
+        return self.inner.poll
+
+    @poll.setter
+    def poll(self, poll: Callable[[], object]) -> None:
+        self.inner.poll = poll

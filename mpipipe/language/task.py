@@ -1,0 +1,390 @@
+"""The training of a language model on bytes or tokens, as a task of `mpipipe.train`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays, nn
+from mpipipe.attention import Local
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ConfigError
+from mpipipe.job import inprocess, runtime
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.types import Communicator
+from mpipipe.language.config import FROM_FOLDER, TrainConfig
+from mpipipe.language.data import DataListing, Source, Tokens, UserSource
+from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
+from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
+from mpipipe.language.models import model_folder, weights
+from mpipipe.language.models.fine_tuning import INSIDE, Architecture, FineTuning, Model, find_tuning
+from mpipipe.language.models.gpt import check_layers
+from mpipipe.language.models.pretrained import (
+    PretrainedModel,
+    architecture_of,
+    check_export,
+    check_same_model,
+    export_model,
+    find_pretrained,
+    origin_of,
+)
+from mpipipe.language.shard import Packing, Shard
+from mpipipe.language.token_units import find_data, open_data
+from mpipipe.nn import Parameter, without_adapters
+from mpipipe.pipeline import Pipeline
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.memory import resident
+from mpipipe.planning.step_memory import SETTLED
+from mpipipe.text import counted
+from mpipipe.train.planned import MemoryEstimate, estimate_memory
+from mpipipe.train.provenance import absolute
+from mpipipe.train.report import Record
+from mpipipe.train.screen import folded
+from mpipipe.train.setup import check_same_config, run
+from mpipipe.train.task import Pair, Task, too_few_pieces
+
+PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
+BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
+
+
+def train(
+    config: TrainConfig, architecture: Architecture, comm: Communicator | None = None, data: Source | None = None
+) -> Record:
+    """Train a model on bytes or tokens, on all ranks of a communicator; collective.
+
+    Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
+    empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A standard output
+    that is closed and metrics that cannot be written do not end the training. A checkpoint that cannot be written does,
+    unless `config.on_storage_error` says otherwise.
+
+    Parameters
+    ----------
+    config : TrainConfig
+        The same on every rank.
+    architecture : callable
+        Makes the model from the sizes in `config`, such as `models.GPT`.
+    comm : communicator, optional
+        The ranks, COMM_WORLD by default. It is duplicated.
+    data : Source, optional
+        What to read in place of `config.data`; the same on every rank. See `mpipipe.language.data.Source`.
+
+    Returns
+    -------
+    Record
+        The state at the end of the training. Its speed and bubble are those of all steps since it was started.
+
+    Raises
+    ------
+    ConfigError, DataError, MismatchError, ArgumentError
+        On every rank, before anything is written.
+    OwnerError
+        On every rank: another job owns the folder, or has taken it from this one. See docs/checkpoints.md.
+    BackendError
+        On every rank, where the device is missing.
+    StorageError
+        On every rank, where a checkpoint cannot be written.
+    NonFiniteError, ReplicaError
+        Where the loss is NaN or infinite, or a gradient is and no smaller loss scale can help. Where replicas differ.
+    SystemExit
+        On every rank, with the code 75: a signal has come, or the time is over, and a checkpoint is saved.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpipipe.job import inprocess
+    >>> from mpipipe.language.models import GPT
+    >>> from mpipipe.train import TrainConfig, train
+    >>> config = TrainConfig(
+    ...     dim=8, layers=1, heads=1, seq_len=8, batch=4, steps=2, sample_bytes=0, device="cpu", out=tempfile.mkdtemp()
+    ... )
+    >>> records = inprocess.run(2, lambda comm: train(config, GPT, comm))  # doctest: +ELLIPSIS
+    mpipipe: 2 ranks = pipe 2 x data 1 x seq 1; one_f_one_b, 2 stages, 4 micro-batches
+    ...
+    mpipipe: ok steps=2 ...
+    >>> records[0].step
+    2
+    """
+    comm = runtime.resolve(comm)
+    check_same_config(group_of(comm), config)
+    task = TextTask.of(config, architecture, comm, data)
+    return run(task, task.config, comm)
+
+
+def estimate(config: TrainConfig, architecture: Architecture, ranks: int) -> MemoryEstimate:
+    """Return what a training would be on `ranks` ranks; for one process, without MPI."""
+    process = resident() + SETTLED  # before anything is tried
+
+    def work(comm: Communicator) -> MemoryEstimate:
+        task = TextTask.of(config, architecture, comm)
+        task.find_data(group_of(comm))
+        return estimate_memory(task.config, task, ranks, comm, process)
+
+    return inprocess.run(1, work)[0]
+
+
+class TextTask(Task):
+    """The training of a model on windows of text.
+
+    vocab : token ids in the data, once these are found
+    base : the model that the training begins from, if it does
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        architecture: Architecture,
+        *,
+        vocab: int = BYTES,
+        tuning: FineTuning | None = None,
+        base: PretrainedModel | None = None,
+        data: Source | None = None,
+    ) -> None:
+        self.config, self.architecture, self.vocab, self.base = config, architecture, vocab, base
+        self.tuning = tuning or FineTuning()
+        self.data = data
+        self.listing: DataListing | UserSource | None = None
+        self.source: Source | None = None  # on ranks that read data
+        self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
+        self.units, self.copies = config.seq_len, config.sample_bytes > 0
+        self.folders = ("weights", model_folder.INSIDE, INSIDE)
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, architecture: Architecture, comm: Communicator, data: Source | None = None
+    ) -> TextTask:
+        """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
+        config, base = find_pretrained(config, comm)
+        tuning = find_tuning(config, comm)
+        return cls(config, architecture_of(base, architecture), tuning=tuning, base=base, data=data)
+
+    # -- the model, on paper ------------------------------------------------------------------------------------
+
+    def find_data(self, group: Group) -> None:
+        self.listing = find_data(self.config, self.data, group)
+        self.vocab, self.unit = self.listing.vocab, self.listing.unit
+
+    @cached_property
+    def model(self) -> Model:
+        """The sizes of the model. Raises ConfigError where they cannot be, or the data have more token ids."""
+        config = self.config
+        check_layers(config.layers)
+        names = ("dim", "layers", "heads", "kv_heads", "hidden", "tied", "dropout", "rope_base")
+        sizes = {name: getattr(config, name) for name in names}
+        vocab = self.vocab if config.vocab is None else config.vocab
+        if vocab != BYTES:
+            sizes["vocab"] = vocab
+        model = self.architecture(seq=config.seq_len, **sizes)
+        there = asdict(model).get("vocab", self.vocab)
+        if there < self.vocab:
+            raise ConfigError(
+                "the data have more token ids than the model",
+                found=f"{self.vocab} token ids in the data, {there} in the model",
+                expected=f"a model of at least {self.vocab}",
+                remedy="tokenize the text with the tokenizer of the model, or leave out vocab",
+            )
+        return model
+
+    def layers(self, shard: Shard | None) -> list[nn.Layer]:
+        attend, positions = (Local(), None) if shard is None else (shard.attend, shard.positions)
+        return self.tuning.layers(self.model.build(attend, positions))
+
+    def costs(self) -> Sequence[float]:
+        return self.tuning.costs(self.model)
+
+    def trained(self) -> Mapping[str, Parameter]:
+        return self.tuning.trained(self.model)
+
+    def check_stages(self, stages: int) -> None:
+        pieces, layers = len(self.model.costs()), asdict(self.model).get("layers")
+        if pieces >= stages:
+            return
+        if layers is None or pieces != 2 * layers + 2:
+            raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
+        # attention and feed-forward of each; embedding, and head
+        raise too_few_pieces(
+            f"{counted(layers, 'layer')} {'is' if layers == 1 else 'are'} {pieces} pieces (2 x {layers} + 2)",
+            stages,
+            f"use fewer ranks or chunks, or at least {counted(-(-(stages - 2) // 2), 'layer')}",
+        )
+
+    def planning_facts(self) -> dict[str, Any]:
+        config = self.config
+        facts = {name: getattr(config, name) for name in ("seq_len", "packing", "heads", "tied", "dropout")}
+        return {"vocab": self.vocab, "kv_heads": config.kv_heads or config.heads, **facts}
+
+    def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
+        config = self.config
+        length = -(-config.seq_len // config.seq)
+        return 16 * config.seq_len, rows * length * config.dim * arrays.dtype(dtype).itemsize  # ids are int64
+
+    def check(self, plan: LayerPlan, mesh: Mesh) -> None:
+        config = self.config
+        check_export(config, self.tuning, self.model, self.base)
+        if config.packing == "segments" and asdict(self.model).get("positions") == "learned":
+            raise ConfigError(
+                "documents cannot be packed for a model with learned positions, which begin with the sequence",
+                found="packing = segments",
+                expected="a model with rotary positions, to which only distances count",
+                remedy="leave packing out",
+            )
+        if config.sample_bytes:
+            dtype, caches = arrays.accumulator(arrays.dtype(config.dtype)).name, (1, PROMPT_BYTES + config.sample_bytes)
+            check_decoding(self.model, plan, mesh.pipe.rank, dtype, caches, mesh.seq.size)
+
+    # -- data ---------------------------------------------------------------------------------------------------
+
+    def open_data(self, plan: LayerPlan, mesh: Mesh) -> None:
+        placement, listing = plan.schedule.placement, self.listing
+        assert listing is not None
+        reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
+        folder = None if self.base is None else self.base.folder.path
+        self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
+
+    def shard(self, comm: Communicator, microbatches: int) -> Shard:
+        config = self.config
+        return Shard(comm, config.layout, config.seq_len, Packing(microbatches) if self.everywhere else None)
+
+    def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:
+        """Draw token ids at random. Documents, where they count, are as long as sequences."""
+        shape = (2, rows, self.config.seq_len)
+        inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
+        if shard.packing is not None:
+            shard.packing.microbatches = microbatches
+            shard.packing.begin(np.zeros(shape[1:], np.int64))
+        return shard.cut(inputs), shard.cut(targets)
+
+    def batch(self, step: int, rows: range, shard: Shard) -> Pair:
+        config, source = self.config, self.source
+        assert source is not None
+        starts = training_starts(
+            len(source.train), seed=config.seed, step=step, batch=config.batch, rows=slice(rows.start, rows.stop),
+            seq_len=config.seq_len, order=config.order,
+        )  # fmt: skip
+        return self._windows(source.train, starts, shard)
+
+    def validation(self, index: int, rows: range, shard: Shard) -> Pair:
+        config, source = self.config, self.source
+        assert source is not None
+        starts = validation_starts(
+            len(source.validation), index=index, batches=config.eval_batches, batch=config.batch,
+            rows=slice(rows.start, rows.stop), seq_len=config.seq_len,
+        )  # fmt: skip
+        return self._windows(source.validation, starts, shard)
+
+    def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Pair:
+        if shard.packing is not None:
+            shard.packing.begin(segments(text, starts, self.config.seq_len))
+        inputs, targets = read_windows(text, starts, self.config.seq_len)
+        return shard.cut(inputs), shard.cut(targets)
+
+    @property
+    def fingerprint(self) -> str:
+        return "" if self.listing is None else self.listing.fingerprint
+
+    # -- the model, on this rank --------------------------------------------------------------------------------
+
+    def loss(self, output: Any, target: Any, factor: float = 1.0) -> tuple[Any, Any]:
+        return nn.softmax_cross_entropy(output, target, factor)
+
+    def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
+        return shard.loss_for(stage, rows)
+
+    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...]:
+        return rows, shard.layout.length(shard.rank), getattr(self.model, "dim", self.config.dim)
+
+    def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
+        config, base = self.config, self.base
+        if config.init is not None:
+            folder = model_folder.open_on_all(mesh.comm, config.init)
+            with group_of(mesh.comm).raise_together("train: the weights to begin with"):
+                if folder.kind == "huggingface":  # which says more than shapes
+                    check_same_model(folder, self.model)
+            folder.load(without_adapters(stages, merged=False), mesh)
+        elif base is not None:
+            base.folder.load(without_adapters(stages, merged=False), mesh)
+        self.tuning.load(stages, self.model, origin_of(config, base), mesh)
+
+    # -- what is said and written -------------------------------------------------------------------------------
+
+    def sizes(self) -> dict[str, Any]:
+        return asdict(self.model)
+
+    def compared(self, sizes: dict[str, Any]) -> dict[str, Any]:
+        """Return the sizes as they were saved, with fields that a model has had only since then at their defaults."""
+        names = {entry.name for entry in fields(self.model) if entry.init}
+        made = type(self.model)(**{name: value for name, value in sizes.items() if name in names})
+        return {**asdict(made), **sizes, "seq_len": sizes["seq"]}
+
+    def unfinished(self, out: Path) -> set[str]:
+        folder = weights.folder_of(out)
+        return set() if (folder / weights.DESCRIPTION).exists() else {folder.name}  # which is written last
+
+    def resolve(self, keys: dict[str, Any]) -> dict[str, Any]:
+        config = self.config
+        if config.from_ is None:
+            keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
+        keys |= {name: absolute(keys[name]) for name in ("tokenizer", "init", "from_") if keys[name] is not None}
+        if config.lora is not None and os.path.isdir(config.lora):
+            keys["lora"] = os.path.abspath(config.lora)
+        return keys | {"data": tuple(map(os.path.abspath, config.data))}
+
+    @property
+    def handed_over(self) -> str | None:
+        return None if self.data is None else self.fingerprint
+
+    def description(self, place: str) -> str:
+        config, source = self.config, self.source
+        text = "" if source is None else f", {len(source.train):,} {self.unit} of text"
+        return (
+            f"{self.model.parameters:,} parameters{self._trained_in_words()}, {config.dtype} on {place}, "
+            f"batch {config.batch} x {config.seq_len} {self.unit}{text}"
+        )
+
+    def _trained_in_words(self) -> str:
+        """Return how many parameters are trained, where that is not all of them."""
+        if self.tuning.lora is not None:
+            count = sum(entry.size for entry in self.trained().values())
+            return f" and {count:,} of adapters, which alone are trained"
+        if self.freeze:
+            counts = {entry.tie or name: entry.size for name, entry in self.trained().items()}
+            return f" of which {sum(counts.values()):,} are trained"
+        return ""
+
+    def beginning(self) -> str:
+        return "" if self.base is None else f"the model in {self.base.folder.path}"
+
+    def metrics(self, loss: float | None, validation: float | None) -> dict[str, Any]:
+        return self.tokens.bits(loss, validation)
+
+    def summary(self, record: Mapping[str, float]) -> str:
+        return self.tokens.summary(record)
+
+    def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
+        export_model(out, self.config, self.tuning, self.model, plan.schedule, stages=stages, mesh=mesh, base=self.base)
+
+    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
+        """Let the model continue validation text."""
+        config, placement = self.config, plan.schedule.placement
+        if config.sample_bytes == 0:
+            return ""
+        room = longest_text(self.model.build(Local()))
+        prompt = None
+        if mesh.pipe.rank == placement[0] and self.source is not None:
+            text = self.source.validation
+            most = PROMPT_BYTES if room is None else room // 2
+            prompt = text.read(0, min(PROMPT_BYTES, len(text), most)).tolist()
+        prompt = group_of(mesh.pipe).broadcast("train: the prompt of the sample", prompt, placement[0])
+        count = config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
+        dtype = pipeline.stages[0].parameters.flat.dtype.name
+        copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
+        alone = replace(plan, schedule=plan.schedule.forward_only_part(1))
+        with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
+            answer = continued(decoding, prompt, count, self.vocab, temperature=config.temperature, seed=config.seed)
+        title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"
+        return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])

@@ -1,0 +1,157 @@
+"""What the data and the tokens of a training are: how they are found, counted in bits per byte, and shown as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpipipe.errors import BackendError, ConfigError, MismatchError
+from mpipipe.job import rank_list
+from mpipipe.job.consensus import raise_on_all
+from mpipipe.job.group import Group, group_of
+from mpipipe.job.types import Communicator
+from mpipipe.language.data import DataListing, Source, UserSource, find, glance
+from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
+from mpipipe.language.inference.generation import readable, shown
+from mpipipe.language.options import DataOptions
+
+DIFFERENT = "the ranks see different data: other sizes or contents of files"
+
+
+def find_data(config: DataOptions, own: Source | None, group: Group) -> DataListing | UserSource:
+    """Return what the data are, on every rank: those of `config.data`, or a source of the user's own.
+
+    All ranks raise the same error. Rank 0 alone lists files and looks into all of them: a file system that thousands
+    of ranks share is slow.
+    """
+    listing = None
+    with group.raise_together("train: the data"):
+        if own is not None and config.data:
+            raise ConfigError(
+                "the data are given twice",
+                found=f"data = {', '.join(config.data)}, and a source of your own",
+                remedy="leave one of them out",
+            )
+        if own is None and group.rank == 0:
+            listing = find(config.data, config.vocab)
+    if own is None:
+        return group.broadcast("train: the list of data", listing)
+    facts = tuple((name, getattr(own, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer"))
+    lengths = ("tokens", (len(own.train), len(own.validation)))
+    group.agree("train: the source of data", (*facts, lengths), message=DIFFERENT, remedy="give all ranks the same")
+    return UserSource(own)
+
+
+def open_data(
+    config: DataOptions, comm: Communicator, found: DataListing | UserSource, reads: bool, model: Path | None
+) -> tuple[Source | None, TokenUnits]:
+    """Return (source, units). `source` is None on ranks that do not read data.
+
+    A rank that reads checks that a few of its files are the files that rank 0 has listed. `model` is the folder of the
+    model that the training begins from. All ranks raise the same error.
+    """
+    tokenizer = None
+    source = seen = None
+    group = group_of(comm)
+    with group.raise_together("train: opening the data"):
+        if reads:
+            source = found.open(config.seq_len)
+        if comm.rank == 0 or reads:
+            seen = glance(found.files)
+        if comm.rank == 0:
+            tokenizer = find_tokenizer(found, config.tokenizer, model)
+    ratios = BytesPerToken() if source is None else BytesPerToken.of(source)
+    everyone = group.gather("train: the data", (seen, ratios))
+    all_seen = [rank_seen for rank_seen, _ in everyone]
+    others = [rank for rank, other in enumerate(all_seen) if other not in (None, all_seen[0])]
+    if others:
+        error = MismatchError(
+            DIFFERENT,
+            found=f"other data on {rank_list.named(others)}",
+            expected="those of rank 0 on every rank that reads data",
+            remedy="give the same files to all hosts, best on a shared file system; the default data differ where "
+            "hosts have different Python versions",
+        )
+        raise_on_all(0, error, group)
+    known = next((of_rank for _, of_rank in everyone if of_rank.train is not None), ratios)
+    return source, TokenUnits(found.vocab, found.unit, known, tokenizer)
+
+
+class BytesPerToken(NamedTuple):
+    """Mean bytes of text of a token; None if they are not known."""
+
+    train: float | None = None
+    validation: float | None = None
+
+    @classmethod
+    def of(cls, source: Source) -> BytesPerToken:
+        """Return those of a source."""
+        pairs = [(text.nbytes, len(text)) for text in (source.train, source.validation)]
+        return cls(*(None if not nbytes else nbytes / count for nbytes, count in pairs))
+
+
+@dataclass(frozen=True)
+class TokenUnits:
+    """What the tokens of a training are; `tokenizer` is on the rank that shows text, None for bytes and without one."""
+
+    vocab: int
+    unit: str
+    bytes_per_token: BytesPerToken
+    tokenizer: Tokenizer | None = None
+
+    def bits(self, loss: float | None, validation: float | None) -> dict[str, Any]:
+        """Return losses in nats per token as bits per byte of text, by the names that they have in a Record."""
+        parts = (("bits_per_byte", loss, self.bytes_per_token.train),
+                 ("validation_bits_per_byte", validation, self.bytes_per_token.validation))  # fmt: skip
+        return {
+            name: value / math.log(2) / ratio for name, value, ratio in parts if value is not None and ratio is not None
+        }
+
+    def summary(self, record: Mapping[str, float]) -> str:
+        """Return what the last line of a training says besides: of tokens, the validation in bits per byte."""
+        bits = record.get("validation_bits_per_byte")
+        return "" if bits is None or self.unit == "bytes" else f" bits/byte={bits:.4f}"
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return ids as text that can be shown; as numbers where no tokenizer is there."""
+        if self.unit == "bytes":
+            return readable(bytes(token for token in ids if token < 256))  # a model may have more ids
+        return " ".join(map(str, ids)) if self.tokenizer is None else shown(self.tokenizer.decode(ids))
+
+
+def find_tokenizer(found: DataListing | UserSource, named: str | None, model: Path | None) -> Tokenizer | None:
+    """Return the tokenizer of the data, None if there is none; one rank calls this.
+
+    Raises ConfigError if the data are not of this tokenizer, DataError if it cannot be read. Without the library
+    BackendError is raised where the tokenizer was named; that of a model is then used for its name alone.
+
+    `named` is the folder of a tokenizer that the user has named, `model` that of the model that the training begins
+    from, which may have one.
+    """
+    folder = named if named is not None else model
+    own = None if folder is None else hash_of(folder)
+    if folder is None or (own is None and named is None):
+        return None
+    if found.unit == "bytes":
+        raise ConfigError(
+            "the data are bytes, and the model has a tokenizer",
+            found=f"text, and a tokenizer in {folder}",
+            expected="tokens of this tokenizer",
+            remedy=f"python -m mpipipe tokenize --tokenizer {folder} TEXT --out FILE, and name FILE with --data",
+        )
+    if found.tokenizer is not None and own is not None and found.tokenizer != own:
+        raise ConfigError(
+            "the data are of another tokenizer",
+            found=f"tokens of the tokenizer {found.tokenizer}",
+            expected=f"{own}, as in {folder}",
+            remedy=f"tokenize the text again with --tokenizer {folder}",
+        )
+    try:
+        return open_tokenizer(folder)
+    except BackendError:
+        if named is not None:
+            raise
+        return None

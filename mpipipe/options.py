@@ -1,0 +1,195 @@
+"""An option, described once: the field of a configuration, its key in a TOML file and its flag, or a flag of a command.
+
+The names of the fields of a configuration are its keys, and with dashes its flags. Texts with a meaning of their own,
+such as 1.5G for bytes, are parsed once, when a configuration is made: its fields have typed values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mpipipe.errors import ArgumentError, ConfigError
+
+NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", tuple: "a list of strings"}
+# NaN fails each of these comparisons.
+LIMITS = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+    "most": ("at most", operator.le),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A value that is given by name: `--seq-len 8`.
+
+    A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is
+    a flag that may be repeated.
+
+    text : what it means, for the help
+    names : names of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
+    least, above, below, most : range of a number; `least` and `most` are in the range
+    choices : all values that it can have
+    metavar : what stands for the value in the help
+    group : heading under which the help lists it
+    empty : whether an empty text means something; else it is refused, as a variable of a shell that is not set
+    key : whether it is a key of a configuration, which checks its range and can undo a bool of its file
+    parse, show : read a text with a meaning of its own as a typed value, and write such a value as text again
+    decides : whether it decides which numbers a training gives, so that it cannot change when that is resumed
+    """
+
+    text: str = ""
+    names: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    group: str = "options"
+    empty: bool = False
+    key: bool = False
+    parse: Callable[[str], Any] | None = None
+    show: Callable[[Any], str] = str
+    decides: bool = False
+
+    @property
+    def range_words(self) -> str:
+        """The range in words, such as "at least 0 and below 1" or "1 to 8"; empty if there is none."""
+        limits = {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
+        if limits.keys() == {"least", "most"}:
+            return f"{self.least:g} to {self.most:g}"
+        return " and ".join(
+            "finite" if limit == math.inf else f"{LIMITS[name][0]} {_shown(limit)}" for name, limit in limits.items()
+        )
+
+    def has(self, value: float) -> bool:
+        """Return whether a number is in the range."""
+        return all(
+            holds(value, getattr(self, name)) for name, (_, holds) in LIMITS.items() if getattr(self, name) is not None
+        )
+
+
+def _shown(limit: float) -> str:
+    """Show a limit; one that is a large power of two as that."""
+    power = round(math.log2(limit)) if limit >= 2**32 else 0
+    return f"2^{power}" if power and limit == 2**power else f"{limit:g}"
+
+
+# -- Options as the fields of a configuration, a dataclass ------------------------------------------------------------
+
+
+def option(default: Any, text: str, **description: Any) -> Any:
+    """Return the field of a configuration with its default, help text, and what else an Option has."""
+    return field(default=default, metadata={"option": Option(text, key=True, **description)})
+
+
+def kinds_of(config: type) -> dict[str, type]:
+    """Return int, float, bool, str, or tuple (of strings) for each field; texts that are parsed are str."""
+    hints = get_type_hints(config)
+    return {entry.name: _kind(entry, hints[entry.name]) for entry in fields(config)}
+
+
+def _kind(entry: dataclasses.Field, hint: Any) -> type:
+    if option_of(entry).parse is not None:
+        return str
+    return tuple if get_origin(hint) is tuple else next((part for part in get_args(hint) if part in NOUNS), hint)
+
+
+def option_of(entry: dataclasses.Field) -> Option:
+    """Return the description of a field."""
+    described: Option = entry.metadata["option"]
+    return described
+
+
+def key_of(entry: dataclasses.Field) -> str:
+    """Return a field's name as users write it: a word of Python such as `from` ends with an underscore here."""
+    return entry.name.rstrip("_")
+
+
+def read_fields(config: Any) -> None:
+    """Check the values of a new configuration, and give them the types of their fields. Raises ConfigError."""
+    kinds = kinds_of(type(config))
+    for entry in fields(config):
+        value = _read(entry, getattr(config, entry.name), kinds[entry.name])
+        object.__setattr__(config, entry.name, value)
+
+
+def _read(entry: dataclasses.Field, value: Any, kind: type) -> Any:
+    """Return `value` in the field's type. Only a list becomes a tuple, an integer a float, and a text what it means."""
+    described = option_of(entry)
+    if value is None and entry.default is None:
+        return None
+    if described.parse is not None and not isinstance(value, str):
+        try:
+            value = described.show(value)  # a value that was parsed before
+        except (TypeError, ValueError, AttributeError):
+            raise _wrong_type(entry, value, kind) from None
+    value = _typed(entry, value, kind)
+    if described.choices is not None and value not in described.choices:
+        expected = " or ".join(described.choices)
+        raise ConfigError(f"{key_of(entry)} ({described.text})", found=repr(value), expected=expected)
+    if kind is int and described.below is None:
+        described = dataclasses.replace(described, below=2**63)  # what numpy and MPI can count
+    if kind in (int, float) and not described.has(value):
+        raise ConfigError(
+            f"{key_of(entry)} ({described.text}) is out of range", found=repr(value), expected=described.range_words
+        )
+    if described.parse is None:
+        return value
+    try:
+        return described.parse(value)
+    except ArgumentError as error:
+        raise ConfigError(f"{entry.name}: {error.message}", found=error.found, expected=error.expected) from None
+
+
+def _typed(entry: dataclasses.Field, value: Any, kind: type) -> Any:
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if value == "" or (kind is tuple and "" in items):
+        raise ConfigError(
+            f"{key_of(entry)} is empty",
+            found=repr(value),
+            expected="a text, or no such key",
+            remedy="a variable of the shell may have no value",
+        )
+    if any("\0" in item for item in items if isinstance(item, str)):
+        raise ConfigError(f"{key_of(entry)} has a zero byte", found=f"{value!r:.80}", expected="a text without one")
+    if kind is tuple and isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is not tuple and type(value) is kind:
+        return value
+    raise _wrong_type(entry, value, kind)
+
+
+def _wrong_type(entry: dataclasses.Field, value: Any, kind: type) -> ConfigError:
+    return ConfigError(f"the type of {key_of(entry)} is wrong", found=repr(value), expected=NOUNS[kind])
+
+
+def written(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration by name, as a file can have them: typed values as texts again."""
+    values = {}
+    for entry in fields(config):
+        value, described = getattr(config, entry.name), option_of(entry)
+        values[entry.name] = value if described.parse is None or value is None else described.show(value)
+    return values
+
+
+def document(config: type) -> None:
+    """Put the help texts of the fields into the docstring of a configuration, as its section Parameters."""
+    lines = ["Parameters", "----------"]
+    for entry in fields(config):
+        default = "" if entry.default is None else f", default {entry.default!r}"
+        kind = str(entry.type).replace(" | None", ", optional")
+        lines += [f"{entry.name} : {kind}{default}", f"    {option_of(entry).text}"]
+    section = textwrap.indent("\n".join(lines), "    ") + "\n\n"
+    if config.__doc__:  # python -OO has none
+        config.__doc__ = config.__doc__.replace("    Raises\n", section + "    Raises\n", 1)

@@ -1,0 +1,174 @@
+"""How long actions take: by the host's clock, or by events on a GPU, where the host runs ahead of the work.
+
+A call leaves two marks for each action. They become seconds when somebody asks, or when many calls have piled up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.pipeline.plan import PlannedAction
+from mpipipe.trace import Recorder
+
+MOST_CALLS = 8  # whose marks wait to be read
+
+
+class TimedCall(NamedTuple):
+    """What is known of one call: its marks, and (name, start, end) of what was noted besides."""
+
+    start: Any
+    actions: Sequence[PlannedAction]
+    training: bool
+    marks: list
+    others: list[tuple[str, float, float]]
+
+
+class HostClock:
+    """Durations of the actions of one rank.
+
+    now : function that makes a mark
+    waits : whether reading marks waits for the device
+    busy : seconds of all actions of the last call
+    span : seconds from the first action of the last call to the end of the last one, where this clock knows
+    host_elapsed : seconds of the last call in all, by the host's clock
+    totals : (op, stage) -> [seconds, count] over all training steps
+    """
+
+    now: Callable[[], Any] = staticmethod(perf_counter)
+    waits = False
+
+    def __init__(self) -> None:
+        self.busy = self.span = self.host_elapsed = self.entered = 0.0
+        self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])
+        self.recorder: Recorder | None = None
+        self.ended: deque[TimedCall] = deque()  # calls that are not yet read
+        self.running: TimedCall | None = None
+        self.counted: tuple[Sequence[PlannedAction], list[tuple[str, int]], np.ndarray] = ((), [], np.zeros(0, int))
+
+    def enter(self) -> None:
+        """Note that a call has been entered: its ranks have not agreed yet."""
+        self.entered = perf_counter()
+
+    def leave(self) -> None:
+        """Note that a call is about to return."""
+        self.host_elapsed = perf_counter() - self.entered
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the last call in all."""
+        return max(self.host_elapsed, self.span)
+
+    def begin(self, actions: Sequence[PlannedAction], training: bool) -> list:
+        """Begin the actions of a call; return the list that takes its marks, two for each action, in order."""
+        if self.running is not None:  # it has failed
+            self.end()
+        while len(self.ended) > MOST_CALLS or (self.ended and self._can_read(self.ended[0])):
+            self._read(self.ended.popleft())
+        self.running = TimedCall(self._start(), actions, training, [], [])
+        return self.running.marks
+
+    def end(self) -> None:
+        """End the actions of the call."""
+        if self.running is not None:
+            self.ended.append(self.running)
+            self.running = None
+            if self.recorder is not None and not self.waits:
+                self.settle()
+
+    def host_seconds(self) -> float:
+        """The time by the recorder's clock, if there is one."""
+        return perf_counter() if self.recorder is None else self.recorder.now()
+
+    def add(self, name: str, start: float, end: float) -> None:
+        """Note something besides the actions, for the recorder; times of `host_seconds`."""
+        if self.recorder is not None and self.running is not None:
+            self.running.others.append((name, start, end))
+
+    def settle(self) -> None:
+        """Make the numbers of all calls that have ended final; on a GPU this waits for the last action."""
+        while self.ended:
+            self._read(self.ended.popleft())
+
+    def means(self, stages: int, recompute: bool) -> np.ndarray:
+        """Return mean seconds of forward, input gradient and weight gradient, (3, stages); 0 for stages elsewhere.
+
+        The time of an R counts as that of a forward. With `recompute` it counts as a part of the input gradient, since
+        the user's schedule has no R.
+        """
+        self.settle()
+        names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if recompute else "F"}
+        seconds, counts = np.zeros((2, 3, stages))
+        for (op, stage), (total, count) in self.totals.items():
+            place = "FBW".index(names[op]), stage  # a stage may have both B and I: it may split some backwards only
+            seconds[place] += total
+            counts[place] += 0 if op == "R" and recompute else count
+        return seconds / np.maximum(counts, 1)
+
+    def _can_read(self, call: TimedCall) -> bool:
+        """Whether marks should be read before there are many."""
+        return False
+
+    def _start(self) -> Any:
+        return None
+
+    def _seconds(self, start: Any, marks: list) -> np.ndarray:
+        """Seconds of the host's clock of each mark."""
+        return np.array(marks)
+
+    def _kinds(self, actions: Sequence[PlannedAction]) -> tuple[list[tuple[str, int]], np.ndarray]:
+        """Return every (op, stage) of these actions, and the number of each action among them."""
+        if self.counted[0] is not actions:  # one plan is run again and again
+            kinds: dict[tuple[str, int], int] = {}
+            numbers = np.array([kinds.setdefault((action.op, action.stage), len(kinds)) for action in actions], int)
+            self.counted = actions, list(kinds), numbers
+        return self.counted[1:]
+
+    def _read(self, call: TimedCall) -> None:
+        count = len(call.marks) // 2  # fewer than actions after an error
+        times = self._seconds(call.start, call.marks[: 2 * count]).reshape(count, 2)
+        durations = times[:, 1] - times[:, 0]
+        self.busy = float(durations.sum())
+        if call.training:
+            kinds, numbers = self._kinds(call.actions)
+            seconds = np.bincount(numbers[:count], durations, len(kinds)).tolist()
+            counts = np.bincount(numbers[:count], minlength=len(kinds)).tolist()
+            for kind, total, times_run in zip(kinds, seconds, counts):
+                entry = self.totals[kind]
+                entry[0] += total
+                entry[1] += times_run
+        if self.recorder is not None:
+            spans = [(str(action), begun, ended) for action, (begun, ended) in zip(call.actions, times.tolist())]
+            for name, begun, ended in sorted([*spans, *call.others], key=lambda span: span[2]):
+                self.recorder.add(name, begun, ended)
+
+
+class DeviceClock(HostClock):
+    """The same for actions whose work is on the current stream: marks are events, read once the work is done."""
+
+    waits = True
+
+    @staticmethod
+    def now() -> Any:
+        return arrays.record(timing=True)
+
+    def _can_read(self, call: TimedCall) -> bool:
+        return not call.marks or arrays.is_done(call.marks[-1])
+
+    def _start(self) -> Any:
+        return self.host_seconds(), self.now()
+
+    def _seconds(self, start: Any, marks: list) -> np.ndarray:
+        self.span = 0.0
+        if not marks:
+            return np.zeros(0)
+        zero, first = start
+        if not arrays.is_done(marks[-1]):
+            marks[-1].synchronize()
+        self.span = arrays.seconds_between(first, marks[-1])
+        return np.array([zero + arrays.seconds_between(first, mark) for mark in marks])

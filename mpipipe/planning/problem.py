@@ -1,0 +1,170 @@
+"""The training that is to be planned, and the ranks on which it is measured."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpipipe import arrays, nn, optim
+from mpipipe.comm.mesh import Mesh
+from mpipipe.errors import ConfigError
+from mpipipe.job.cores import oversubscribed, own_cores
+from mpipipe.job.group import group_of
+from mpipipe.nn import Parameter
+from mpipipe.pipeline import Pipeline
+from mpipipe.planning import Choice, Space
+from mpipipe.planning.layer_plan import LayerPlan
+
+Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
+
+
+def declared(layers: Sequence[nn.Layer]) -> dict[str, Parameter]:
+    """Return all parameters of the layers of a model by name, such as 3.norm.weight."""
+    return {
+        f"{name}.{key}": parameter
+        for place, top in enumerate(layers)
+        for name, layer in top.walk(str(place))
+        for key, parameter in layer.declared.items()
+    }
+
+
+def layers_with(names: Mapping[str, Any]) -> frozenset[int]:
+    """Return the places of the layers that have parameters of these names."""
+    return frozenset(int(name.partition(".")[0]) for name in names)
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """A training that is to be planned. It needs no ranks.
+
+    layers : of the whole model, unbound; they hold no arrays
+    costs : operations of each layer
+    trained : parameters that are trained, by name
+    batch, ranks, replicas, seq : samples of a step, and the shape of the mesh
+    dtype, optimizer : names
+    moments : arrays as big as the parameters that the optimizer keeps
+    fixed : fields of a Choice that stay as they are
+    memory_limit : bytes that a rank may need
+    facts : what measured times hold for, besides the layers
+    """
+
+    layers: Sequence[nn.Layer]
+    costs: Sequence[float]
+    trained: Mapping[str, Parameter]
+    batch: int
+    ranks: int
+    replicas: int
+    seq: int
+    dtype: str
+    optimizer: str
+    moments: int
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    memory_limit: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Samples of a step in each replica."""
+        return self.batch // self.replicas
+
+    @cached_property
+    def trained_layers(self) -> frozenset[int]:
+        """Places of the layers with something to train."""
+        return layers_with(self.trained)
+
+    @cached_property
+    def space(self) -> Space:
+        """The plans to search among; raises where there are none."""
+        return Space(self.ranks, len(self.layers), self.rows, self.fixed, self.trained_layers)
+
+    def plan(self, choice: Choice) -> LayerPlan:
+        """Return the plan of layers that a choice makes."""
+        return LayerPlan.of(choice, self.ranks, self.rows, self.trained_layers)
+
+    @cached_property
+    def signatures(self) -> tuple[str, ...]:
+        """What each layer is: its parts, their shapes, what of it is trained, and how many operations it takes."""
+        signatures = []
+        for place, (layer, cost) in enumerate(zip(self.layers, self.costs)):
+            parts = []
+            for name, part in layer.walk(""):
+                for key, entry in part.declared.items():
+                    trained = " trained" if f"{place}{name}.{key}" in self.trained else ""
+                    parts.append(f"{type(part).__name__} {name}.{key} {entry.shape}{trained}")
+            signatures.append("; ".join([*parts, f"{cost} operations"]))
+        return tuple(signatures)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each layer: those of one kind have the same parts, shapes and operations."""
+        numbers: dict[str, int] = {}
+        return tuple(numbers.setdefault(signature, len(numbers)) for signature in self.signatures)
+
+    @cached_property
+    def trained_counts(self) -> tuple[int, ...]:
+        """Number of trained parameters of each layer."""
+        return self._per_layer(self.trained)
+
+    @cached_property
+    def states(self) -> tuple[int, ...]:
+        """Bytes of parameters, gradients and the optimizer's state of each layer."""
+        narrow = arrays.dtype(self.dtype)
+        wide = arrays.accumulator(narrow).itemsize
+        half = narrow.itemsize if narrow.itemsize < wide else 0
+        more = wide * (1 + self.moments)
+        counts = self._per_layer(declared(self.layers))
+        return tuple(count * (wide + half) + trained * more for count, trained in zip(counts, self.trained_counts))
+
+    def _per_layer(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
+        counts = [0] * len(self.layers)
+        for name, entry in parameters.items():
+            counts[int(name.partition(".")[0])] += entry.size
+        return tuple(counts)
+
+
+@dataclass(frozen=True)
+class MeasuredRanks:
+    """The ranks on which a training is measured, and what this one of them runs.
+
+    problem, mesh : what is planned, and on which ranks
+    layers : makes the layers of the whole model, bound to this rank's share of samples
+    loss_for : makes the loss after a stage, for the samples of a micro-batch
+    example : makes inputs and targets: of a number of rows, for a number of micro-batches
+    message_shape : of what a stage hands to the next, for the samples of a micro-batch
+    optimizer, scaler : make those of the training
+    lr, clip, seed : of the training
+    """
+
+    problem: PlanningProblem
+    mesh: Mesh
+    layers: Callable[[], list[nn.Layer]]
+    loss_for: Callable[[nn.Stage, int], Callable[..., Any]]
+    example: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+    message_shape: Callable[[int], tuple[int, ...]]
+    optimizer: Callable[[Pipeline], Optimizer]
+    scaler: Callable[[], optim.LossScaler]
+    lr: float
+    clip: float
+    seed: int
+    frozen: Sequence[str] = ()
+
+    def check_place(self, place: str) -> None:
+        """Refuse a GPU, on which the host's clock says nothing of a layer."""
+        if place != "cpu":
+            raise ConfigError(
+                "a plan is made on the CPU only",
+                found=f"device {place}",
+                remedy="choose schedule, chunks and microbatches by hand, with --device cpu make a plan of the CPU's",
+            )
+
+    def oversubscribed(self) -> str:
+        """Say which ranks share cores, "" where none do; collective."""
+        comm = self.mesh.comm
+        mine = {"rank": comm.rank, "host": socket.gethostname(), "cores": own_cores()}
+        text = oversubscribed(group_of(comm).gather("plan: the cores", mine))
+        return f"{text}: times depend on who waits meanwhile, and predictions are rough" if text else ""

@@ -1,0 +1,67 @@
+"""Arguments that have to be counts, numbers, or one number for each stage."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, SupportsIndex
+
+from mpipipe.errors import ArgumentError
+
+LARGEST = 1e100  # time of an action: sums of times are numbers, too
+
+
+def at_least_one(name: str, value: SupportsIndex) -> int:
+    """Convert `value` to int; refuse it with the argument's name if it is no integer or below one."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ArgumentError(
+            f"{name} is not a count",
+            found=f"{name}={value!r}",
+            expected="an integer of at least 1",
+            remedy=f"pass {name} >= 1",
+        )
+    return count
+
+
+def counts(**values: SupportsIndex) -> list[int]:
+    """Convert several counts, by the names of their arguments."""
+    return [at_least_one(name, value) for name, value in values.items()]
+
+
+def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
+    """Convert `value`, a number or one for each stage, to a float for each; refuse others than 0 to `LARGEST`."""
+    try:
+        numbers = [float(value)] * stages if isinstance(value, Real) else [float(one) for one in value]  # type: ignore
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if len(numbers) != stages or not all(0 <= number <= LARGEST for number in numbers):
+        raise ArgumentError(
+            f"{what} does not fit the schedule",
+            found=f"{name}={value!r}",
+            expected=f"a number from 0 to {LARGEST:g}, or {stages} of them, one per stage",
+        )
+    return numbers
+
+
+def number(name: str, value: Any) -> Any:
+    """Return `value`; refuse True, text, NaN and whatever else is no number, with the argument's name."""
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        raise ArgumentError(f"{name} is no number", found=f"{name}={value!r}", expected="a number such as 4 or 2.5")
+    return value
+
+
+def limit(memory_limit: Any) -> Any:
+    """Return a limit of memory, None if there is none; refuse what is no number."""
+    return None if memory_limit is None else number("memory_limit", memory_limit)
+
+
+def check_time(seconds: Any) -> None:
+    """Raise ArgumentError if there is no time to search."""
+    if not 0 < number("seconds", seconds) < math.inf:
+        raise ArgumentError("no time to search", found=f"seconds={seconds}", expected="a finite number above 0")

@@ -1,0 +1,11 @@
+"""Jobs of the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def mpipipe(launch):
+    """mpipipe(ranks, arguments): a job that runs `python -m mpipipe arguments`."""
+    return lambda ranks, *arguments, **options: launch(ranks, ["-m", "mpipipe", *map(str, arguments)], **options)

@@ -1,0 +1,178 @@
+"""Communicators: duplicates, parts, world ranks, places on a host; what stands behind one, and what belongs to one."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpipipe.errors import ArgumentError, PeerError
+from mpipipe.job import communicators, inprocess, runtime
+from mpipipe.job.communicators import attributes, cached
+
+
+def test_a_duplicate_has_the_same_ranks_and_other_messages(comm):
+    new = communicators.duplicate(comm)
+    assert (new.rank, new.size) == (comm.rank, comm.size)
+    request = comm.Isend(np.ones(1), comm.rank, 5)
+    assert not new.Iprobe(comm.rank, 5)
+    comm.Recv(np.empty(1), comm.rank, 5)
+    request.Wait()
+    new.Free()
+
+
+def test_world_ranks_of_parts_and_of_strangers(comm):
+    assert communicators.world_ranks(comm) == tuple(range(comm.size))
+    part = communicators.split(comm, comm.rank % 2, -comm.rank, "a test")
+    mine = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
+    assert communicators.world_ranks(part) == tuple(reversed(mine))
+    assert part.Get_name() == "mpipipe a test"
+    part.Free()
+
+
+def parts(comm):
+    part = communicators.split(communicators.duplicate(comm), comm.rank % 2, -comm.rank, "a test")
+    return communicators.world_ranks(part), communicators.world_ranks(communicators.duplicate(part)), part.rank
+
+
+def test_parts_of_ranks_in_one_process():
+    assert inprocess.run(4, parts) == [
+        ((2, 0), (2, 0), 1),
+        ((3, 1), (3, 1), 1),
+        ((2, 0), (2, 0), 0),
+        ((3, 1), (3, 1), 0),
+    ]
+
+
+def test_place_on_the_host(comm):
+    """All ranks of these tests are on one host."""
+    assert communicators.rank_on_host(comm) == comm.rank
+    assert inprocess.run(3, communicators.rank_on_host) == [0, 1, 2]
+
+
+def test_what_stands_behind_a_communicator(comm):
+    assert not runtime.in_process(comm) and runtime.library_of(comm) is MPI
+    assert inprocess.run(2, runtime.in_process) == [True, True]
+    assert inprocess.run(2, runtime.library_of) == [inprocess, inprocess]
+    assert inprocess.run(2, runtime.finalized) == [False, False] and not runtime.finalized(comm)
+
+
+def test_each_library_has_the_names_that_are_asked_for():
+    for library in (MPI, inprocess):
+        for name in ("IN_PLACE", "TAG_UB", "COMM_TYPE_SHARED", "COMM_WORLD", "Comm"):
+            assert name in vars(library), (library.__name__, name)
+        for name in ("Get_attr", "Set_attr", "Create_keyval", "Split_type", "Idup", "Free"):
+            assert callable(getattr(library.Comm, name))
+
+
+def test_the_largest_tag(comm, monkeypatch):
+    monkeypatch.delenv("MPIPIPE_TAG_UB", raising=False)
+    everything, part = runtime.tag_upper_bound(comm), comm.Split(0, comm.rank)
+    assert everything >= 32767 and runtime.tag_upper_bound(part) == everything
+    part.Free()
+    assert inprocess.run(
+        1, lambda one: (runtime.tag_upper_bound(one), runtime.tag_upper_bound(one.Dup())), tag_ub=99
+    ) == [(99, 99)]
+    monkeypatch.setenv("MPIPIPE_TAG_UB", "40")
+    assert runtime.tag_upper_bound(comm) == 40
+    assert inprocess.run(1, runtime.tag_upper_bound, tag_ub=31) == [31], "it is lowered, never raised"
+
+
+def test_what_is_no_communicator_is_refused(comm):
+    assert runtime.resolve(comm) is comm
+    assert runtime.resolve() == MPI.COMM_WORLD
+    for wrong in ("world", 0, MPI.COMM_NULL):
+        with pytest.raises(ArgumentError, match="ommunicator"):
+            runtime.resolve(wrong)
+
+
+def test_in_place_sums_without_mpi():
+    def job(comm):
+        values = np.full(3, comm.rank + 1.0)
+        request = comm.Iallreduce(runtime.library_of(comm).IN_PLACE, values)
+        while not request.Test():
+            pass
+        return values.tolist()
+
+    assert inprocess.run(3, job) == [[6.0] * 3] * 3
+
+
+# -- what belongs to a communicator ------------------------------------------------------------------------------------
+
+
+class Item:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def close(self):
+        self.log.append(self.name)
+        if self.name == "broken":
+            raise PeerError("wet paint")
+
+
+def made_once_and_closed_in_reverse(comm):
+    log = []
+    own = comm.Dup()
+    first = cached(own, "first", lambda: Item("first", log))
+    assert cached(own, "first", lambda: Item("another", log)) is first
+    cached(own, ("second", 2), lambda: Item("second", log))
+    assert list(attributes(own)) == ["first", ("second", 2)]
+    other = comm.Dup()
+    assert attributes(other) == {}, "each communicator has its own"
+    other.Free()
+    assert log == []
+    own.Free()
+    return log
+
+
+def test_what_belongs_to_a_communicator_is_made_once_and_closed_in_reverse(comm):
+    assert made_once_and_closed_in_reverse(comm) == ["second", "first"]
+    assert inprocess.run(3, made_once_and_closed_in_reverse) == [["second", "first"]] * 3
+
+
+def test_what_cannot_be_closed_is_logged_and_the_others_are_closed(comm, caplog):
+    log = []
+    own = comm.Dup()
+    for name in ("first", "broken", "last"):
+        attributes(own)[name] = Item(name, log)
+    with caplog.at_level(logging.WARNING, logger="mpipipe"):
+        own.Free()
+    assert log == ["last", "broken", "first"]
+    assert ["could not be freed" in record.message for record in caplog.records] == [True]
+
+
+def test_handles_of_one_communicator_share_its_attributes(comm):
+    own = comm.Dup()
+    attributes(own)["x"] = Item("x", [])
+    assert attributes(MPI.Comm.fromint(own.toint()))["x"].name == "x"
+    own.Free()
+
+
+JOB = """
+from mpipipe.job import runtime
+from mpipipe.job.communicators import attributes
+
+class Item:
+    def close(self):
+        print("closed", flush=True)
+
+attributes(runtime.world())["x"] = Item()
+print("done", flush=True)
+runtime.mpi().Finalize()
+"""
+
+
+def test_nothing_is_closed_by_the_end_of_mpi(launch):
+    job = launch(1, JOB)
+    assert (job.returncode, job.stdout) == (0, "done\n"), job.stderr
+
+
+def test_an_attribute_that_was_never_set_is_none():
+    def job(comm):
+        keyval = comm.Create_keyval(delete_fn=lambda *_: pytest.fail("nothing was set"))
+        assert comm.Get_attr(keyval) is None
+        comm.Dup().Free()
+
+    inprocess.run(2, job)

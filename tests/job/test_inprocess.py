@@ -1,0 +1,129 @@
+"""Ranks as threads: the same pipeline without MPI, strict about every rule of message passing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import dense
+from support.tolerance import within
+
+from mpipipe import Pipeline
+from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
+from mpipipe.job.inprocess import InProcessError
+from mpipipe.schedules import simulate
+
+
+@settings(max_examples=40)
+@given(
+    case=st.sampled_from(dense.CASES),
+    ranks=st.integers(1, 6),
+    microbatches=st.integers(1, 9),
+    extra=st.integers(0, 5),
+    synchronous=st.booleans(),
+    delay=st.sampled_from([0.0, 2e-4]),
+    recompute=st.booleans(),
+    seed=st.integers(0, 1000),
+    tag_ub=st.sampled_from([31, 32767]),
+)
+def test_random_pipelines_under_random_delays_equal_the_dense_model(
+    case, ranks, microbatches, extra, synchronous, delay, recompute, seed, tag_ub
+):
+    schedule = dense.build(case[0], ranks, case[1], microbatches)
+    inputs, targets = dense.batch(microbatches + extra, schedule.stages, seed)
+    loss, gradients, dx, _ = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)
+
+    def job(comm):
+        stages = dense.model(schedule, comm.rank)
+        mine = dense.placed(schedule, comm.rank, inputs, targets)
+        with Pipeline(stages, schedule, comm, loss=dense.mean_squared, recompute=recompute) as pipeline:
+            for _ in range(2):
+                for stage in stages:
+                    stage.gradient.fill(0)
+                result = pipeline.step(*mine)
+            return result, [stage.gradient for stage in stages], pipeline.peak_activations
+
+    found = inprocess.run(ranks, job, synchronous=synchronous, delay=delay, seed=seed, tag_ub=tag_ub)
+    for rank, (result, mine, peak) in enumerate(found):
+        within(result.loss, loss, allowed[0], "loss")
+        assert peak == simulate(schedule).peak_activations[rank]
+        for number, gradient in zip(schedule.stages_of(rank), mine):
+            within(gradient, gradients[number], allowed[1][number], f"gradient of stage {number}")
+    within(np.concatenate(found[0][0].input_grads), dx, allowed[2], "input gradient")
+
+
+def finish(*requests):
+    for request in requests:
+        while not request.Test():
+            pass
+
+
+def of_another_length(comm):
+    finish(comm.Isend(np.zeros(3), 1, 7) if comm.rank == 0 else comm.Irecv(np.zeros(4), 0, 7))
+
+
+@pytest.mark.parametrize(
+    ("match", "job"),
+    [
+        ("does not fit", of_another_length),
+        ("never received", lambda comm: finish(comm.Isend(np.zeros(3), 1 - comm.rank, 7))),
+        ("nothing came", lambda comm: comm.Irecv(np.zeros(1), 0, 3) and None),
+        ("different collectives", lambda comm: comm.allgather(1) if comm.rank else finish(comm.Ibcast(np.zeros(1)))),
+        ("tag out of range", lambda comm: comm.Isend(np.zeros(1), 0, 40_000)),
+        ("no such rank", lambda comm: comm.Isend(np.zeros(1), 5, 0)),
+        ("no such type", lambda comm: comm.Split_type(inprocess.COMM_TYPE_SHARED + 1)),
+    ],
+)
+def test_a_broken_rule_of_message_passing_is_an_error(match, job):
+    with pytest.raises(InProcessError, match=match):
+        inprocess.run(2, job)
+
+
+def test_synchronous_send_completes_only_once_received():
+    def job(comm):
+        if comm.rank == 0:
+            request = comm.Issend(np.ones(1), 1, 0)
+            assert not request.Test()
+            comm.Barrier()
+            finish(request)
+        else:
+            comm.Barrier()
+            box = np.zeros(1)
+            finish(comm.Irecv(box, 0, 0))
+            assert box[0] == 1
+
+    inprocess.run(2, job)
+
+
+def test_number_of_ranks_must_be_a_count():
+    with pytest.raises(ArgumentError, match="at least 1"):
+        inprocess.run(0, lambda comm: None)
+
+
+WITHOUT_MPI = """
+import sys
+sys.modules["mpi4py"] = None  # importing it fails
+import numpy as np
+from mpipipe import Pipeline, attention, nn, schedules
+from mpipipe.job import inprocess
+
+def job(comm):
+    stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
+    x = np.ones((4, 4), np.float32)
+    with Pipeline([stage], schedules.gpipe(2, 2), comm, loss=nn.mean_squared_error) as pipeline:
+        loss = pipeline.step(x if comm.rank == 0 else None, x if comm.rank == 1 else None).loss
+    q = np.ones((1, 4, 2, 4))
+    out, saved = attention.ring_attention(q, q, q, comm)
+    attention.ring_attention_backward(out, saved)
+    return loss
+
+print(len(set(inprocess.run(2, job))))
+"""
+
+
+def test_ranks_as_threads_need_no_mpi(launch):
+    job = launch(0, WITHOUT_MPI)
+    assert (job.returncode, job.stdout) == (0, "1\n"), job.stderr

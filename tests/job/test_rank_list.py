@@ -1,0 +1,78 @@
+"""Lists of ranks in messages: short, and nothing of them lost but what is counted."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.job import rank_list
+from mpipipe.job.context import PeerStatus
+from mpipipe.job.group import group_of
+from mpipipe.job.inprocess import run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([4], "rank 4"),
+        ([4, 4], "rank 4"),
+        ([1, 0], "ranks 0-1"),
+        ([7, 0, 1, 2, 3], "ranks 0-3, 7"),
+        (range(512), "ranks 0-511"),
+        (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+    ],
+)
+def test_ranks_that_follow_each_other_are_one_run(ranks, text):
+    assert rank_list.named(ranks) == text
+
+
+def test_several_ranks_that_are_all_of_them_are_named_as_such():
+    assert rank_list.named(range(12), 12) == "all 12 ranks"
+    assert rank_list.named(range(11), 12) == "ranks 0-10"
+    assert rank_list.named([0], 1) == "rank 0"
+    assert rank_list.grouped([(0, "lost"), (1, "lost")], 2) == ["all 2 ranks: lost"]
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_every_rank_is_written_or_counted(ranks):
+    text = rank_list.numbers(ranks)
+    listed, _, more = text.partition(" and ")
+    written = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", listed):
+        written |= set(range(int(first), int(last or first) + 1))
+    assert written <= ranks and len(ranks - written) == (int(more.split()[0]) if more else 0)
+    assert all(rank > max(written) for rank in ranks - written)
+    assert len(listed.split(", ")) <= rank_list.LISTED
+
+
+def test_ranks_that_say_the_same_are_told_together():
+    said = [(0, "done"), (1, "done"), (2, "lost"), (3, "done")]
+    assert rank_list.grouped(said) == ["ranks 0-1, 3: done", "rank 2: lost"]
+
+
+def test_errors_of_many_ranks_name_them_in_short():
+    def refuse(comm):
+        with pytest.raises(ArgumentError) as caught:
+            with group_of(comm).raise_together("painting"):
+                raise ArgumentError("no paint")
+        with pytest.raises(MismatchError) as differs:
+            group_of(comm).agree("painting", (("colour", "red" if comm.rank < 3 else "blue"),))
+        return str(caught.value).splitlines()[0], str(differs.value).splitlines()[0], str(group_of(comm).rank)
+
+    for refused, differing, _ in run(12, refuse):
+        assert refused == "all 12 ranks: no paint" and differing == "ranks 3-11: ranks differ in colour"
+
+
+def test_the_ranks_that_miss_a_call_are_named_in_short():
+    elsewhere = {4: "its input", 6: "its input", 2: "a sum"}
+    group = SimpleNamespace(
+        rank=0, size=9, calls=3, waiting={5: (3, "painting"), 7: (2, "painting")}, members=range(9),
+        _who_waits_elsewhere=lambda: elsewhere,
+    )  # fmt: skip
+    text = PeerStatus.describe_missing(group)
+    assert text == "missing: ranks 1, 3, 7-8, rank 2 (waits for a sum), ranks 4, 6 (wait for its input)"

@@ -1,0 +1,204 @@
+"""What a rank writes at the end of a job, and scripts that were started without `run_or_abort`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from support.launch import job_environment
+
+from mpipipe.errors import ArgumentError, StageError
+from mpipipe.job import report
+
+
+def raised(error, cause=None):
+    try:
+        raise error from cause
+    except type(error) as caught:
+        return caught
+
+
+def test_errors_of_this_package_say_it_all_and_others_bring_their_traceback():
+    heading = report.heading(2, 4)
+    assert heading.startswith("mpipipe: job ended by rank 2 of 4 on ")
+    own = raised(ArgumentError("wet paint", found="wet", expected="dry"))
+    assert report.describe_error(own, heading) == f"{heading}\n  ArgumentError: {own}\n"
+    text = report.describe_error(raised(ValueError("wet paint")), heading)
+    assert text.startswith(f"{heading}\n  ValueError: wet paint\nTraceback") and "in raised" in text
+    text = report.describe_error(raised(StageError("a stage failed"), KeyError("paint")), heading)
+    assert text.startswith(f"{heading}\n  StageError: a stage failed\n") and text.endswith("KeyError: 'paint'\n")
+
+
+def test_an_interrupt_is_told_in_three_lines_at_most():
+    heading = report.heading(2, 4)
+    text = report.describe_error(raised(KeyboardInterrupt("after step 3 of 9")), heading)
+    lines = text.splitlines()
+    assert lines[:2] == [heading, "  KeyboardInterrupt: after step 3 of 9"]
+    assert lines[2].startswith("  in raised (") and f"{__file__}:" in lines[2] and len(lines) == 3
+    assert report.describe_error(KeyboardInterrupt(), heading) == f"{heading}\n  KeyboardInterrupt\n"
+
+
+def test_any_text_can_be_written(capfd):
+    report.write("caf\udce9\n")
+    assert capfd.readouterr().err == "caf\\udce9\n"
+
+
+def test_nobody_needs_to_read(monkeypatch):
+    def broken(descriptor, data):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(os, "write", broken)
+    monkeypatch.setattr("sys.stdout", None)
+    report.write("wet paint\n")
+
+
+SCRIPT = """
+import sys
+from mpipipe.job import report as excepthook, runtime
+runtime.world()
+calls = []
+sys.excepthook = lambda *error, hook=sys.excepthook: (calls.append(error), hook(*error))
+if {suspended}:
+    with excepthook.suspended():
+        sys.excepthook(ValueError, ValueError("wet paint"), None)
+print(len(calls), len(excepthook._deaths), flush=True)
+if not {suspended} and runtime.world().rank == 1:
+    raise ValueError("wet paint")
+runtime.world().Barrier()
+"""
+
+
+def test_an_exception_of_one_rank_ends_a_plain_script(launch):
+    job = launch(2, SCRIPT.replace("{suspended}", "False"))
+    assert job.returncode != 0
+    assert job.stderr.count("ValueError: wet paint") == 1
+    assert "mpipipe: rank 1 of 2 died of ValueError: the job ends here" in job.stderr
+
+
+def test_an_exception_that_others_deal_with_ends_nothing(launch):
+    job = launch(2, SCRIPT.replace("{suspended}", "True"))
+    assert job.returncode == 0 and job.stdout.splitlines() == ["1 0"] * 2, job.stderr
+    assert "the job ends here" not in job.stderr
+
+
+# -- the end of a process by MPI_Abort ---------------------------------------------------------------------------------
+
+ABORTS = """
+import time
+from mpipipe.job import report
+from mpipipe.job.report import abort_job
+
+class Returns:
+    def Abort(self, code):
+        print("called with", code, "at", time.monotonic(), flush=True)
+
+report.write("wet paint")
+try:
+    abort_job(Returns(), 7)
+finally:
+    print("went on")
+"""
+
+
+def outcome(seconds):
+    """When MPI_Abort was called, and when the report was read: `seconds` after the process had written it."""
+    read, write = os.pipe()
+    with os.fdopen(read) as reports:
+        command = [sys.executable, "-c", ABORTS]
+        job = subprocess.Popen(command, env=job_environment(), stdout=subprocess.PIPE, stderr=write, text=True)
+        os.close(write)
+        first = os.read(read, 1)
+        time.sleep(seconds)
+        read_at = time.monotonic()
+        text = first.decode() + os.read(read, 1000).decode()
+        out, _ = job.communicate(timeout=60)
+        assert text == "wet paint" and reports.read() == ""
+    assert job.returncode == -signal.SIGKILL
+    called, at = out.split(" at ")
+    assert called == "called with 7" and "went on" not in at
+    return float(at), read_at
+
+
+def test_a_process_ends_where_mpi_abort_returns():
+    outcome(0)
+
+
+def test_a_report_is_read_before_the_job_ends():
+    """A launcher that is told of an abort loses what it has not read: this one comes late."""
+    aborted, read = outcome(report.TAKEN_SECONDS / 2)
+    assert aborted > read
+
+
+def test_a_launcher_that_never_reads_is_not_waited_for():
+    aborted, read = outcome(report.TAKEN_SECONDS + 3.0)
+    assert aborted < read
+
+
+def test_nothing_is_waited_for_once_all_is_read(monkeypatch):
+    """Other ranks would report meanwhile: they are only some hundredths of a second behind."""
+    read, write = os.pipe()
+    descriptor = os.dup(2)
+    os.dup2(write, 2)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: os.read(read, 1000))
+    monkeypatch.setattr(report, "time", clock)
+    try:
+        report.wait_for_launcher()
+        report.write("wet paint")
+        report.wait_for_launcher()
+        os.set_blocking(read, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+    finally:
+        os.dup2(descriptor, 2)
+        for each in (read, write, descriptor):
+            os.close(each)
+
+
+THREAD = """
+import os, threading, time
+from mpipipe.job import runtime
+from mpipipe.job.exit import run_or_abort
+
+def program():
+    runtime.world().Barrier()
+    if runtime.world().rank == 1:
+        threading.Thread(target=os._exit, args=[3]).start()
+    time.sleep(0.2)
+
+run_or_abort(program)
+"""
+
+
+def test_a_thread_that_leaves_by_os_exit_ends_the_job_before_the_program_ends(launch):
+    job = launch(2, THREAD)
+    assert job.returncode != 0 and "os._exit(3) was called" in job.stderr, job
+
+
+ABORTED = """
+import os, time
+from mpipipe.job import exit as abort, exit as ending, report, runtime
+
+def abort_job(comm, *rest, real=ending.abort_job):
+    report.write(f"aborts COMM_WORLD: {comm == runtime.mpi().COMM_WORLD}\\n")
+    real(comm, *rest)
+
+def program():
+    if runtime.world().rank == 1:
+        END
+    time.sleep(60)
+
+abort.abort_job = ending.abort_job = abort_job
+abort.run_or_abort(program)
+"""
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('wet paint')", "os._exit(3)"])
+def test_what_is_aborted_is_comm_world_and_no_duplicate_of_it(launch, end):
+    """MPICH's launcher may return 0 for a job whose duplicate of COMM_WORLD is aborted."""
+    job = launch(2, ABORTED.replace("END", end))
+    assert "aborts COMM_WORLD: True" in job.stderr, job

@@ -1,0 +1,423 @@
+"""Waiting: a note of failure ends it, a limit ends it, and the text says what was waited for and who is missing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpipipe.comm.mailbox import Envelope, Mailbox
+from mpipipe.errors import ArgumentError, MismatchError, PeerError, StallError
+from mpipipe.job import context, inprocess, settings
+from mpipipe.job import wait as waiting
+from mpipipe.job.group import Group
+from mpipipe.job.wait import wait_for
+
+NEVER = Envelope(peer=1, edge=2, microbatch=3, direction=0, header=(0, 8), data=(0, 9))
+
+
+class Never:
+    """A request that is never complete."""
+
+    def Test(self):
+        return False
+
+
+def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
+    """Rank 0 fails; rank 1 shares a group with it, rank 2 only with rank 1."""
+
+    def job(comm):
+        pair = Group(comm.Split(0 if comm.rank < 2 else 1, comm.rank))
+        other = Group(comm.Split(0 if comm.rank > 0 else 1, comm.rank))
+        if comm.rank == 0:
+            pair.fail(ValueError("wet paint"), "rank 0 failed: wet paint")
+            return "told"
+        with pytest.raises(PeerError, match="wet paint") as caught:
+            with other.failing("a test"):
+                wait_for(Never())
+        assert caught.value.reported_elsewhere
+        assert other not in context.current_rank().groups
+        return "heard"
+
+    assert inprocess.run(3, job) == ["told", "heard", "heard"]
+
+
+def test_a_peer_that_left_is_missed_only_in_later_calls():
+    def job(comm):
+        group = Group(comm)
+        for _ in range(3):
+            group.begin()
+        if comm.rank == 0:
+            group.leave()
+            comm.Barrier()
+            return
+        comm.Barrier()
+        group.read_messages()
+        group.begin()
+        with pytest.raises(PeerError, match="left the job after collective call 3"):
+            wait_for(Never(), group=group)
+
+    with pytest.raises(inprocess.InProcessError, match="never received"):  # the note that rank 1 passes on
+        inprocess.run(2, job)
+
+
+def test_a_peer_that_left_is_missed_by_those_who_make_a_communicator_with_it():
+    def job(comm):
+        known = Group(comm)
+        if comm.rank == 1:
+            known.leave()
+            return
+        with pytest.raises(PeerError, match=r"rank 1 .* left the job"):
+            Group(comm)
+
+    inprocess.run(2, job)
+
+
+def test_a_peer_that_left_after_a_failure_is_missed_by_those_who_make_a_communicator_with_it():
+    def job(comm):
+        known = Group(comm)
+        if comm.rank == 1:
+            known.fail(ValueError("wet paint"), "wet paint")
+            known.leave()
+            return
+        with pytest.raises(PeerError, match="wet paint"):
+            wait_for(Never(), group=known)
+        with pytest.raises(PeerError, match=r"rank 1 .* left the job"):
+            Group(comm)
+
+    with suppress(inprocess.InProcessError):  # rank 1 does not hear that rank 0 gives up
+        inprocess.run(2, job)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_peers_that_hear_of_it_there(ranks):
+    """The cause comes after the others have raised what it told them. It raises that too, as each later try does."""
+    seen = {}
+
+    def job(comm):
+        known, part = Group(comm), comm.Dup()
+        if comm.rank == 1:
+            known.fail(ValueError("wet paint"), "wet paint")
+            while len(seen) < ranks - 1:
+                time.sleep(1e-3)
+        for _ in range(2):
+            with pytest.raises(PeerError) as caught:
+                Group(part)
+            seen.setdefault(comm.rank, []).append(str(caught.value))
+
+    with suppress(inprocess.InProcessError):  # notes that no rank has read
+        inprocess.run(ranks, job)
+    assert sorted(seen) == list(range(ranks))
+    assert all("wet paint" in text for texts in seen.values() for text in texts), seen
+
+
+def test_a_note_reaches_whichever_thread_of_a_rank_waits(comm):
+    group = Group(comm)
+    if comm.rank == 0 and comm.size > 1:
+        group.fail(ValueError("wet paint"), "rank 0 failed: wet paint")
+        return
+    found = []
+
+    def work():
+        with pytest.raises(PeerError, match="wet paint"):
+            wait_for(Never(), group=group)
+        found.append(True)
+
+    if comm.size > 1:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert found == [True]
+
+
+def test_a_failure_ends_the_waits_of_all_threads_of_a_rank():
+    state = context.RankContext()
+    heard = []
+
+    class Silent:
+        failure = None
+
+        def read_messages(self):
+            """Nothing arrives."""
+
+    state.groups.append(Silent())
+
+    def work():
+        context.adopt(state)
+        with pytest.raises(PeerError, match="wet paint"):
+            wait_for(Never())
+        heard.append(True)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    state.add_failure(context.Failure(7, "rank 7 failed: wet paint"))
+    for thread in threads:
+        thread.join(5)
+    assert heard == [True, True]
+
+
+def test_a_limit_names_the_message(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "0.5")
+    box = np.zeros(1)
+    request = comm.Irecv(box, comm.rank, 7)
+    text = "the activation of micro-batch 3 over edge 2 from rank 1 .channel 0, tag 9."
+    with pytest.raises(StallError, match=text):
+        wait_for(request, NEVER)
+    comm.Send(np.ones(1), comm.rank, 7)
+    request.Wait()
+
+
+def test_a_send_that_nobody_receives_is_named(comm, monkeypatch):
+    class Transport:
+        def isend(self, *_):
+            return Never()
+
+        def begin_call(self, repeated):
+            return False
+
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "0.3")
+    mailbox = Mailbox(Transport())
+    mailbox.put(NEVER, [np.ones(1)])
+    mailbox.begin_call([], 1)
+    mailbox.put(NEVER._replace(microbatch=4), [np.ones(1), np.ones(1)])
+    with pytest.raises(StallError, match="activation of micro-batch 3 over edge 2 to be received by rank 1"):
+        mailbox.flush()
+
+
+def test_at_the_limit_rank_0_says_who_is_missing_and_the_others_hear_it(subcomm, monkeypatch):
+    comm = subcomm(3)
+    if comm is None:
+        return
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "1.5")
+    group = Group(comm)
+    if comm.rank == 1:
+        comm.Barrier()  # never comes to the agreement
+        return
+    kind = StallError if comm.rank == 0 else PeerError
+    with pytest.raises(kind, match=r"(?m)waiting for a test \(call 1\); missing: rank 1$") as caught:
+        group.agree("a test")
+    assert caught.value.reported_elsewhere is (comm.rank != 0)
+    comm.Barrier()
+
+
+def test_at_the_limit_the_others_say_that_rank_0_is_missing(subcomm, monkeypatch):
+    comm = subcomm(2)
+    if comm is None:
+        return
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "0.6")
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.2)
+    group = Group(comm)
+    if comm.rank == 1:
+        with pytest.raises(StallError, match="nothing was heard of rank 0"):
+            group.agree("a test")
+    comm.Barrier()
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_are_told(subcomm, monkeypatch):
+    comm = subcomm(3)
+    if comm is None:
+        return
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.2)
+    one, two = Group(comm), Group(comm)
+    mine = two if comm.rank == 2 else one
+    with pytest.raises((MismatchError, PeerError)) as caught:
+        mine.agree("a call of one" if mine is one else "a call of two")
+    kinds = comm.allgather((type(caught.value).__name__, str(caught.value)))
+    assert [kind for kind, _ in kinds].count("MismatchError") == 1
+    assert all("a call of one" in text and "a call of two" in text for _, text in kinds), kinds
+
+
+def test_groups_used_by_two_threads_of_a_rank_in_different_orders_are_no_circle(subcomm, monkeypatch):
+    """What looks like a circle for a while is none where a second thread will come."""
+    comm = subcomm(2)
+    if comm is None:
+        return
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
+    groups = [Group(comm), Group(comm)]
+    found = []
+
+    def use(group, pause):
+        time.sleep(pause)
+        for _ in range(3):
+            found.append(group.agree("a test", values=[comm.rank])[:, 0].tolist())
+
+    pauses = [0, 0.5] if comm.rank == 0 else [0.5, 0]
+    threads = [threading.Thread(target=use, args=pair) for pair in zip(groups, pauses)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[0, 1]] * 6
+    for group in groups:
+        group.close()
+
+
+def test_a_group_that_waited_for_long_leaves_no_note_behind(subcomm, monkeypatch):
+    """The notes of those that waited, and their answers, are received before the communicator is freed."""
+    comm = subcomm(3)
+    if comm is None:
+        return
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
+    group = Group(comm)
+    notes = group.peers
+    for late in (0, 1, 0):
+        if comm.rank == late:
+            time.sleep(0.3)
+        group.agree("a test")
+    group.close()
+    expected = (0, 0) if comm.rank == 0 else (notes.sent, notes.sent)
+    assert (notes.sent, notes.answers) == expected and not notes.unanswered
+    assert notes.sent >= 2 or comm.rank == 0
+    assert notes.received == sum(comm.allgather(notes.sent)) or comm.rank > 0
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_late_to_the_closing_keeps_nobody_waiting(subcomm, monkeypatch, late):
+    """The others tell rank 0 that they wait, in the very call in which notes are counted."""
+    comm = subcomm(3)
+    if comm is None:
+        return
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
+    group = Group(comm)
+    if comm.rank == late:
+        time.sleep(0.4)
+    group.close()
+    assert group.closed and group.peers.answers == group.peers.sent
+    assert sum(comm.allgather(group.peers.sent)) == (2 if late == 0 else 1)
+
+
+def test_a_failure_in_one_thread_leaves_the_calls_of_another_alone(subcomm):
+    comm = subcomm(2)
+    if comm is None:
+        return
+    bad, good = Group(comm), Group(comm)
+    found = []
+
+    def work():
+        if comm.rank == 0:
+            time.sleep(0.5)
+        found.append(good.agree("a test", values=[comm.rank])[:, 0].tolist())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    if comm.rank == 0:
+        bad.fail(ValueError("wet paint"), "rank 0 failed: wet paint")
+    else:
+        with pytest.raises(PeerError, match="wet paint"):
+            bad.agree("a test")
+    thread.join()
+    assert found == [[0, 1]]
+    good.close()
+
+
+def test_a_group_whose_communicator_was_freed_takes_no_call(comm):
+    group = Group(comm)
+    group.close()
+    group.close()
+    with pytest.raises(ArgumentError, match="the communicator is gone"):
+        group.agree("a test")
+
+
+def test_a_long_wait_is_warned_of_once(comm, monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "WARNING_SECONDS", 0)
+    monkeypatch.setattr(context.current_rank(), "patience", 0.0)
+
+    class Slow:
+        polls = 0
+
+        def Test(self):
+            self.polls += 1
+            return self.polls > waiting.SPIN_POLLS + 100
+
+    with caplog.at_level(logging.WARNING, logger="mpipipe"):
+        wait_for(Slow(), "a friend")
+    assert [record.message.endswith("for a friend") for record in caplog.records] == [True]
+
+
+def test_ranks_that_share_cores_sleep_longer_between_two_polls(monkeypatch):
+    slept = []
+
+    class Slow:
+        def Test(self):
+            return len(slept) == 3
+
+    for name in settings.LOCAL_SIZE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=slept.append, perf_counter=time.perf_counter))
+    for ranks in (1, 10**6):
+        monkeypatch.setenv(settings.LOCAL_SIZE_VARIABLES[0], str(ranks))
+        one = context.RankContext()
+        one.patience = 0.0
+        monkeypatch.setattr(waiting, "current_rank", lambda one=one: one)
+        slept.clear()
+        wait_for(Slow())
+        assert slept == [one.pause] * 3 and one.pause == (5e-5 if ranks == 1 else 5e-4)
+
+
+def test_a_wait_drives_what_asked_for_it_until_it_rests():
+    class Engine:
+        calls = 0
+
+        def progress(self):
+            self.calls += 1
+            if self.calls == 3:
+                context.unregister_progress(self)
+
+        def Test(self):
+            return self.calls == 3
+
+    engine, other = Engine(), Engine()
+    context.register_progress(engine)
+    context.register_progress(engine)
+    context.register_progress(other)
+    wait_for(engine)
+    assert (engine.calls, other.calls) == (3, 3)
+    context.unregister_progress(other)
+    other.calls = 3
+    wait_for(other)
+    assert (engine.calls, other.calls) == (3, 3)
+
+
+def test_a_wait_drives_what_its_own_thread_uses_and_nothing_else():
+    class Engine:
+        calls = 0
+
+        def progress(self):
+            self.calls += 1
+
+    class Soon:
+        polls = 0
+
+        def Test(self):
+            self.polls += 1
+            return self.polls > 10
+
+    engine = Engine()
+    context.register_progress(engine)
+    thread = threading.Thread(target=lambda: wait_for(Soon()))
+    thread.start()
+    thread.join()
+    assert engine.calls == 0
+    wait_for(Soon())
+    context.unregister_progress(engine)
+    assert engine.calls == 11
+
+
+def test_no_note_is_sent_once_notes_are_counted(subcomm):
+    comm = subcomm(2)
+    if comm is None:
+        return
+    group = Group(comm)
+    group.begin()
+    group.peers.closing = True
+    group.peers.tell_leader("a test")
+    assert group.peers.sent == 0
+    group.peers.closing = False
+    group.close()

@@ -1,0 +1,249 @@
+"""What dumps mean together, and the watchdog of ranks that are threads."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpipipe import Pipeline, nn, schedules
+from mpipipe.errors import HangError, PeerError
+from mpipipe.job import inprocess
+from mpipipe.job.flight import SLOTS, FlightRecorder, Message, Snapshot
+from mpipipe.job.group import Group
+from mpipipe.job.watch.channel import Dump, RankPlace, Seen, Waits, state_of
+from mpipipe.job.watch.verdict import Unresponsive, judge
+
+CALL = ((0, 1), "step (call 7)")
+
+
+def dump(rank, *waits, snapshots=(), ended=False, neighbours=()):
+    return Dump(rank, "node", 5.0, waits, tuple(snapshots), ended, "job.py:3 in f", "", (), dict(neighbours))
+
+
+def for_rank(peer, text="a message"):
+    return Waits(text, 5.0, (peer,), None)
+
+
+def for_all(ranks, meeting=CALL):
+    return Waits(meeting[1], 5.0, tuple(range(ranks)), meeting)
+
+
+def verdict(*dumps, unresponsive=()):
+    return judge({each.rank: each for each in dumps}, unresponsive)
+
+
+def test_who_has_not_come_to_a_call_is_to_blame_though_others_wait_for_each_other():
+    found = verdict(dump(0, for_all(4)), dump(1, for_all(4)), dump(2), dump(3, for_all(4)))
+    assert [(each.rank, each.text) for each in found.culprits] == [
+        (2, "rank 2 on node has been busy elsewhere for 5 s, at job.py:3 in f")
+    ]
+    assert found.waiting == ["ranks 0-1, 3 wait for step (call 7)"]
+
+
+def test_blame_follows_those_who_wait_to_the_one_who_does_not():
+    snapshot = Snapshot((9,), doing="forward of stage 2, micro-batch 1, in step", computes=True)
+    found = verdict(
+        dump(0, for_rank(1)), dump(1, for_rank(2)), dump(2, snapshots=[snapshot]), dump(3), dump(4, ended=True)
+    )
+    assert [each.text for each in found.culprits] == [
+        "rank 2 on node has been computing for 5 s: forward of stage 2, micro-batch 1, in step, at job.py:3 in f"
+    ]
+
+
+def test_ranks_that_wait_for_each_other_are_named_as_a_circle():
+    found = verdict(dump(0, for_rank(1)), dump(1, for_rank(2, "x")), dump(2, for_rank(1, "y")))
+    assert [each.text for each in found.culprits] == [
+        "rank 1 on node waits for rank 2, which waits too: x",
+        "rank 2 on node waits for rank 1, which waits too: y",
+    ]
+
+
+def test_a_rank_that_waits_for_no_other_is_to_blame_also_where_nobody_waits_for_it():
+    disk = Waits("the disk", 7.0, (), None)
+    text = "has waited 7 s for the disk, and for no other rank"
+    found = verdict(dump(0, for_all(2)), dump(1, disk))
+    assert [(each.rank, each.text) for each in found.culprits] == [(1, f"rank 1 on node {text}")]
+    found = verdict(dump(0, disk), dump(1, disk))
+    assert [each.rank for each in found.culprits] == [0, 1]
+
+
+def test_a_message_is_lost_only_where_nobody_else_is_to_blame():
+    wanted = Message((1, 2, 0), "the activation", 1, (0, 9), 100)
+    receiver = dump(0, for_rank(1), snapshots=[Snapshot((9,), doing="f", expects=wanted)])
+    sent = Snapshot((9,), doing="g", sent=(wanted._replace(peer=0),))
+    lost = "rank 1 on node sent the activation to rank 0 (channel 0, tag 9, 100 bytes), where it has not arrived"
+    assert [each.text for each in verdict(receiver, dump(1, for_rank(0), snapshots=[sent])).culprits] == [lost]
+    computing = dump(1, snapshots=[sent._replace(computes=True)])
+    assert [each.text for each in verdict(receiver, computing).culprits] == [
+        "rank 1 on node has been computing for 5 s: g, at job.py:3 in f"
+    ]
+    other = Snapshot((8,), doing="g", sent=(wanted._replace(peer=0),))  # of another pipeline
+    assert "which waits too" in verdict(receiver, dump(1, for_rank(0), snapshots=[other])).culprits[0].text
+    short = sent._replace(sent=(wanted._replace(peer=0, nbytes=99),))
+    assert [each.text for each in verdict(receiver, dump(1, for_rank(0), snapshots=[short])).culprits] == [
+        "rank 1 on node diverged: it sent the activation as channel 0, tag 9, 99 bytes; rank 0 expects channel 0, "
+        "tag 9, 100 bytes"
+    ]
+
+
+def test_what_neighbours_saw_of_a_silent_rank_is_told():
+    unresponsive = Unresponsive(2, RankPlace("node", 77, True, -1), 6.0)
+    text = "rank 2 on node (process 77) is silent: it has not answered for 6 s; "
+    assert verdict(
+        dump(0, for_rank(2), neighbours={2: Seen("it is asleep", "")}), unresponsive=[unresponsive]
+    ).culprits[0].text == (text + "it is asleep")
+    (found,) = verdict(dump(0, for_rank(2)), unresponsive=[unresponsive]).culprits
+    assert found.text == text + ("nothing is known of its process: a slow node, a lost one, or one without a watchdog")
+
+
+def test_a_report_of_many_ranks_is_short():
+    many = verdict(*(dump(rank, for_rank(rank + 100, str(rank))) for rank in range(100)), *map(dump, range(100, 200)))
+    lines = many.lines()
+    assert len(lines) == 18 and lines[8] == "and 92 ranks more" and lines[-1] == "and 92 waits more"
+
+
+def test_a_process_that_has_ended_is_told_from_one_that_runs():
+    assert state_of(2**22 + 1) == "its process has ended"
+    assert state_of(1) != "its process has ended"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_is_stopped_is_told_from_one_that_has_died():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+
+    def comes_to(text):
+        stop = time.monotonic() + 20
+        while text not in state_of(child.pid) and time.monotonic() < stop:
+            time.sleep(0.01)
+        return text in state_of(child.pid)
+
+    try:
+        child.send_signal(signal.SIGSTOP)
+        assert comes_to("it is stopped by a signal (SIGSTOP)")
+        child.send_signal(signal.SIGCONT)
+        assert comes_to("it sleeps in a call")
+        child.kill()
+        assert comes_to("its process has ended")  # a zombie, whose parent has not looked
+    finally:
+        child.kill()
+        child.wait()
+    assert state_of(child.pid) == "its process has ended"
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        ("State:\tD (disk sleep)\nVmRSS:\t9000 kB", "it waits for a disk or a file system"),
+        (
+            "State:\tR (running)\nVmRSS:\t4000 kB\nVmSwap:\t204800 kB",
+            "it runs, but a call keeps its interpreter busy; 200 MiB of its memory are swapped out",
+        ),
+        (
+            "State:\tS (sleeping)\nVmRSS:\t990000 kB\nVmSwap:\t10000 kB",
+            "it sleeps in a call that keeps its interpreter busy",
+        ),
+    ],
+)
+def test_a_process_that_swaps_or_waits_for_a_disk_is_named_as_that(monkeypatch, status, text):
+    monkeypatch.setattr(Path, "read_text", lambda path: status if path == Path("/proc/77/status") else 1 / 0)
+    assert state_of(77) == text
+    unresponsive = Unresponsive(2, RankPlace("node", 77, True, -1), 6.0)
+    (found,) = verdict(
+        dump(0, for_rank(2), neighbours={2: Seen(state_of(77), "")}), unresponsive=[unresponsive]
+    ).culprits
+    assert found.text.endswith(f"it has not answered for 6 s; {text}") and "ended" not in found.text
+
+
+def test_the_recorder_keeps_the_last_operations_and_how_far_they_came():
+    recorder = FlightRecorder()
+    first = recorder.begin("the first")
+    numbers = [recorder.begin(f"operation {i}", peer=i, tag=3, nbytes=8) for i in range(SLOTS)]
+    recorder.end(first)  # its slot is another's by now
+    recorder.end(numbers[-1])
+    last = recorder.last(2)
+    assert last[0].startswith("operation 254: posted, ") and last[0].endswith(" s ago, peer 254, tag 3, 8 bytes")
+    assert last[1].startswith("operation 255: done, ") and recorder.count == SLOTS + 1
+    assert len(recorder.last(10 * SLOTS)) == SLOTS and "posted" in recorder.last(SLOTS)[0]
+
+
+def test_threads_hang_and_one_error_names_the_rank_that_computes(monkeypatch):
+    monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
+    wake = threading.Event()
+
+    def job(comm):
+        stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
+        forward = stage.forward
+        if comm.rank == 1:
+            stage.forward = lambda x: (wake.wait(60), forward(x))[1]
+        x = np.ones((4, 4), np.float32)
+        with Pipeline([stage], schedules.one_f_one_b(2, 2), comm, nn.mean_squared_error) as pipeline:
+            pipeline.step(x if comm.rank == 0 else None, x if comm.rank == 1 else None)
+
+    start = time.monotonic()
+    try:
+        with pytest.raises(HangError, match="no rank has made progress for") as caught:
+            inprocess.run(2, job)
+    finally:
+        wake.set()
+    assert time.monotonic() - start < 30
+    assert "rank 1 on" in str(caught.value) and "forward of stage 1, micro-batch 0" in str(caught.value)
+    assert "rank 0 waits for the gradient of micro-batch 0 over edge 1 from rank 1" in str(caught.value)
+
+
+def test_a_thread_that_is_busy_elsewhere_is_named_with_its_own_line(monkeypatch):
+    monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
+    wake = threading.Event()
+
+    def job(comm):
+        group = Group(comm)
+        if comm.rank == 1:
+            wake.wait(60)
+        if comm.rank < 2:
+            group.agree("a test")
+
+    try:
+        with pytest.raises(HangError) as caught:
+            inprocess.run(3, job)
+    finally:
+        wake.set()
+    assert "rank 1 on" in str(caught.value) and "test_watch_verdict.py" in str(caught.value), caught.value
+    assert "rank 2 on" in str(caught.value) and "has come to the end of its program" in str(caught.value)
+    assert "in job" in str(caught.value) and "inprocess.py" not in str(caught.value)
+
+
+def test_threads_that_wait_for_longer_than_the_limit_while_one_goes_on_are_left_alone(monkeypatch):
+    monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
+
+    def job(comm):
+        group, alone = Group(comm), Group(comm.Split(comm.rank, 0))
+        if comm.rank == 0:
+            for _ in range(12):
+                time.sleep(0.2)
+                alone.agree("a call of its own")
+        group.agree("a test")
+        alone.close()
+        group.close()
+
+    inprocess.run(2, job)
+
+
+def test_a_wait_that_ends_with_the_failure_of_a_peer_is_no_hang(monkeypatch):
+    monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
+
+    def job(comm):
+        group = Group(comm)
+        if comm.rank == 0:
+            time.sleep(0.3)
+            group.fail(ValueError("wet paint"), "wet paint")
+            return
+        with pytest.raises(PeerError, match="wet paint"):
+            group.agree("a test")
+
+    inprocess.run(2, job)

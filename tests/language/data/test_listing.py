@@ -1,0 +1,159 @@
+"""What `--data` names: which files are found, what is held out, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.token_files import random_documents, write_tokens
+
+from mpipipe.errors import DataError
+from mpipipe.language import data
+
+
+@given(
+    contents=st.lists(st.binary(max_size=40), min_size=1, max_size=6),
+    cuts=st.tuples(st.integers(0, 300), st.integers(0, 300)),
+)
+@settings(max_examples=50)
+def test_text_reads_as_the_concatenation_of_its_files_which_are_documents(tmp_path_factory, contents, cuts):
+    folder = tmp_path_factory.mktemp("files")
+    contents = [b"x" + content.replace(b"\0", b"x") for content in contents]  # no format begins so
+    paths, whole = [folder / str(index) for index in range(len(contents))], b"".join(contents)
+    for path, content in zip(paths, contents):
+        path.write_bytes(content)
+    text = data.find(paths).whole()
+    start, stop = sorted(cut % (len(whole) + 1) for cut in cuts)
+    assert len(text) == text.nbytes == len(whole)
+    assert bytes(text.read(start, stop - start).tolist()) == whole[start:stop]
+    starts = np.cumsum([0, *map(len, contents[:-1])])
+    assert text.starts(start, stop).tolist() == [place for place in starts if start <= place < stop]
+    for first, count in ((0, len(whole) + 1), (len(whole), 1), (-1, 2)):
+        with pytest.raises(IndexError):
+            text.read(first, count)
+
+
+def test_a_folder_gives_its_text_files_sorted_without_hidden_empty_and_binary_ones(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"hidden")
+    (tmp_path / "sub" / "z.txt").write_bytes(b"zz")
+    files = {"b.txt": b"b", "a.txt": b"aaa", ".hidden": b"x", "empty": b"", "binary": b"\x00\x01", "t.txt": b"t"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    listed = [(path.relative_to(tmp_path).as_posix(), size) for path, size in data.find([tmp_path]).files]
+    assert listed == [("a.txt", 3), ("b.txt", 1), ("sub/z.txt", 2), ("t.txt", 1)]
+
+
+@pytest.mark.parametrize("what", ["missing", "empty file", "empty folder", "only binary"])
+def test_data_that_are_not_there_are_refused_with_the_remedy(tmp_path, what):
+    path = tmp_path / "here"
+    if what == "empty file":
+        path.write_bytes(b"")
+    elif what != "missing":
+        path.mkdir()
+        if what == "only binary":
+            (path / "x").write_bytes(b"\x00")
+    with pytest.raises(DataError, match="--data") as caught:
+        data.find([path])
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "match", "remedy"),
+    [
+        (np.arange(300, dtype=np.uint16).tobytes(), "binary file without a header", "tokenize"),
+        (b"MPITOKEN" + bytes(500), "format of an earlier version", "python -m mpipipe tokenize"),
+    ],
+)
+def test_a_binary_file_that_is_named_itself_is_refused_with_what_to_do(tmp_path, content, match, remedy):
+    path = tmp_path / "data.bin"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=match) as caught:
+        data.find([path])
+    assert str(path) in caught.value.found and remedy in caught.value.remedy
+
+
+def test_data_shorter_than_a_sequence_are_refused(tmp_path):
+    text, tokens = tmp_path / "short.txt", write_tokens(tmp_path / "tokens", np.arange(40), [0], [100])
+    text.write_bytes(b"x" * 199)  # one in twenty is held out: 9 bytes, where 9 + 1 are needed
+    for path, seq_len, words in ((text, 9, "199 bytes"), (tokens, 2, "40 tokens")):
+        with pytest.raises(DataError, match="too short") as caught:
+            data.find([path]).open(seq_len)
+        assert words in caught.value.found and str(path) in caught.value.found
+    text.write_bytes(b"x" * 200)
+    assert len(data.find([text]).open(9).validation) == 10
+    assert len(data.find([tokens]).open(1).validation) == 2
+
+
+def test_training_and_validation_of_text_share_no_byte_and_miss_none(tmp_path):
+    rng = np.random.default_rng(0)
+    contents = [rng.integers(1, 256, size, np.uint8).tobytes() for size in (1000, 37, 5, 400)]
+    paths = []
+    for index, content in enumerate(contents):
+        paths.append(tmp_path / str(index))
+        paths[-1].write_bytes(content)
+    source = data.find(paths).open(8)
+    train, validation = (bytes(part.read(0, len(part)).tolist()) for part in (source.train, source.validation))
+    assert train == contents[0][:950] + contents[1][:36] + contents[2] + contents[3][:380]
+    assert validation == contents[0][950:] + contents[1][36:] + contents[3][380:]
+    assert (source.train.nbytes, source.validation.nbytes) == (len(train), len(validation))
+
+
+def test_the_default_is_the_source_of_the_standard_library():
+    listing = data.find([])
+    paths = [path for path, _ in listing.files]
+    names = [path.name for path in paths]
+    assert "argparse.py" in names and "json" in {path.parent.name for path in paths}
+    assert all(path.suffix == ".py" and size > 0 for path, size in listing.files)
+    assert not any("site-packages" in path.parts for path in paths)
+    assert listing == data.find([])
+
+
+def test_tokens_of_two_tokenizers_or_of_another_vocabulary_or_beside_text_are_refused(tmp_path):
+    documents = random_documents(np.random.default_rng(0), 300)
+    one = write_tokens(tmp_path / "one", *documents)
+    other = write_tokens(tmp_path / "other", *documents, tokenizer="f" * 32)
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 100)
+    for paths, vocab, match, named in (
+        ([one, other], None, "different tokenizers", other),
+        ([one, text], None, "cannot be mixed", text),
+        ([one], 49, "another vocabulary", one),
+    ):
+        with pytest.raises(DataError, match=match) as caught:
+            data.find(paths, vocab)
+        assert str(named) in caught.value.found
+
+
+@given(st.integers(0, 2**32), st.integers(1, 400), st.integers(1, 60))
+@settings(max_examples=40)
+def test_training_and_validation_of_tokens_share_none_and_miss_none(tmp_path_factory, seed, count, longest):
+    rng = np.random.default_rng(seed)
+    _, starts, nbytes = random_documents(rng, count, longest=longest)
+    size = int(starts[-1]) + 41
+    path = write_tokens(tmp_path_factory.mktemp("split") / "tokens", np.arange(size), starts, nbytes, 65536)
+    source = data.find([path]).open(1)
+    train, validation = (text.read(0, len(text)) for text in (source.train, source.validation))
+    assert sorted([*train, *validation]) == list(range(size))
+    assert 0.025 <= len(validation) / size <= 0.1
+    for text, ids in ((source.train, train), (source.validation, validation)):
+        begins = np.flatnonzero(np.isin(ids, starts) | (np.diff(ids, prepend=-2) != 1))
+        np.testing.assert_array_equal(text.starts(0, len(text)), begins)  # where a part begins, a document does
+    if count == 400:
+        assert np.isin(validation[np.diff(validation, prepend=-2) != 1], starts).all()
+        assert (np.diff(validation) > 1).any()  # from several parts of the file
+    assert abs(source.train.nbytes + source.validation.nbytes - nbytes.sum()) <= 2
+
+
+def test_documents_are_whole_in_either_part(tmp_path):
+    """With their bytes: where cuts stand between documents nothing is estimated."""
+    ids, starts, nbytes = random_documents(np.random.default_rng(3), 1000)
+    path = write_tokens(tmp_path / "tokens", np.arange(len(ids)), starts, nbytes, 65536)
+    source = data.find([path]).open(16)
+    for text in (source.train, source.validation):
+        mine = np.isin(starts, text.read(0, len(text)))
+        assert text.nbytes == nbytes[mine].sum()
+        ends = np.append(starts[1:], len(ids))[mine]
+        assert sum(ends - starts[mine]) == len(text)

@@ -1,0 +1,453 @@
+"""Optimizers and curves against textbook float64 versions; groups, state by names, stages of a user's own."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.gradients import fill
+from support.tolerance import close
+
+from mpipipe import Pipeline, arrays, nn, optim, schedules
+from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.job import inprocess
+
+
+def stages(dtype="float64", cuts=((0, 2), (2, 4))):
+    def layers():
+        return [nn.Linear(200, 300), nn.RMSNorm(300), nn.Linear(300, 5), nn.LayerNorm(5)]
+
+    made = [nn.Stage(layers()[a:b], dtype=dtype, first=a) for a, b in cuts]
+    for index, stage in enumerate(made):
+        stage.index = index
+    return made
+
+
+def textbook_adamw(p, gradients, lr, b1, b2, eps, decay):
+    """(parameters, sizes of what was added up to them)"""
+    m, v, size, terms = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p), np.abs(p)
+    for t, g in enumerate(gradients, 1):
+        p = p - lr * decay * p
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        p = p - lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+        size = b1 * size + (1 - b1) * np.abs(g)
+        terms = terms + lr * (size / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+    return p, terms
+
+
+def textbook_sgd(p, gradients, lr, momentum, decay):
+    """(parameters, sizes of what was added up to them)"""
+    u, size, terms = np.zeros_like(p), np.zeros_like(p), np.abs(p)
+    for g in gradients:
+        u = momentum * u + g + decay * p
+        p = p - lr * u
+        size = momentum * size + np.abs(g) + decay * terms
+        terms = terms + lr * size
+    return p, terms
+
+
+def run(made, optimizer, steps=5):
+    """The gradients of each parameter, step by step."""
+    history = {}
+    for step in range(steps):
+        fill(made, step)
+        for stage in made:
+            for name, gradient in stage.gradients.items():
+                history.setdefault(name, []).append(gradient.astype(np.float64))
+        optimizer.step()
+    assert optimizer.steps == steps
+    return history
+
+
+def check(made, before, history, textbook):
+    for stage in made:
+        for name, found in stage.parameters.items():
+            expected, size = textbook(before[name], history[name], decays=found.ndim == 2)
+            assert np.abs(expected - before[name]).max() > 1e-3
+            close(found, expected, 12 * len(history[name]), size, what=name)
+        gaps = np.ones(stage.parameters.flat.size, bool)
+        for name, array in stage.parameters.items():
+            gaps[stage.parameters.offsets[name] :][: array.size] = False
+        assert not stage.parameters.flat[gaps].any()
+
+
+def before(made):
+    return {name: array.astype(np.float64) for stage in made for name, array in stage.parameters.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_is_the_textbook_one(dtype, decay):
+    made = stages(dtype)
+    start = before(made)
+    optimizer = optim.AdamW(made, lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=decay)
+    history = run(made, optimizer)
+
+    def textbook(p, gradients, decays):
+        return textbook_adamw(p, gradients, 0.01, 0.8, 0.9, 1e-6, decay if decays else 0.0)
+
+    check(made, start, history, textbook)
+    assert [sorted(state) for state in optimizer.state] == [["first", "second"]] * 2
+    assert all(
+        a.dtype == dtype and a.size == s.parameters.flat.size for s, d in zip(made, optimizer.state) for a in d.values()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("momentum, decay", [(0.0, 0.0), (0.9, 0.0), (0.0, 0.1), (0.9, 0.1)])
+def test_sgd_is_the_textbook_one(dtype, momentum, decay):
+    made = stages(dtype)
+    start = before(made)
+    history = run(made, optim.SGD(made, lr=0.01, momentum=momentum, weight_decay=decay))
+
+    def textbook(p, gradients, decays):
+        return textbook_sgd(p, gradients, 0.01, momentum, decay if decays else 0.0)
+
+    check(made, start, history, textbook)
+
+
+@pytest.mark.parametrize("make", [lambda s: optim.SGD(s, lr=1.0), lambda s: optim.AdamW(s, lr=1.0)])
+def test_a_learning_rate_for_one_step_overrides(make):
+    one, other = stages(), stages()
+    first, second = make(one), make(other)
+    second.lr = 0.01
+    fill(one), fill(other)
+    first.step(lr=0.01)
+    second.step()
+    for a, b in zip(one, other):
+        np.testing.assert_array_equal(a.parameters.flat, b.parameters.flat)
+    gradients = [stage.gradients.flat.copy() for stage in one]
+    first.step(lr=0.0)
+    for a, b, gradient in zip(one, other, gradients):
+        np.testing.assert_array_equal(a.parameters.flat, b.parameters.flat)
+        np.testing.assert_array_equal(a.gradients.flat, gradient)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+LR, DECAY = 0.01, 0.1
+OPTIMIZERS = {
+    "AdamW": lambda stages, lr=LR, decay=DECAY, **more: optim.AdamW(stages, lr, weight_decay=decay, **more),
+    "SGD": lambda stages, lr=LR, decay=DECAY, **more: optim.SGD(stages, lr, 0.9, decay, **more),
+}
+GROUPS = [
+    optim.Group("1.*", lr=0.5),
+    optim.Group(lambda name, shape: shape == (7, 5), lr=3.0, weight_decay=0.3),
+    optim.Group("*.bias", lr=2.0, weight_decay=0.05),
+    optim.Group("2.weight", lr=100.0),  # an earlier one has it
+]
+# what each parameter is updated with: factor of the learning rate, weight decay
+EXPECTED = {
+    "0.weight": (1, DECAY), "0.bias": (2, 0.05), "1.gain": (0.5, 0), "2.weight": (3, 0.3), "2.bias": (2, 0.05),
+}  # fmt: skip
+
+
+def grouped(dtype="float64", device="cpu"):
+    return nn.Stage([nn.Linear(3, 5), nn.RMSNorm(5), nn.Linear(5, 7)], dtype, device=device)
+
+
+class Alone:
+    """One parameter, all of which decays."""
+
+    def __init__(self, name, array):
+        self.parameters, self.gradients = (nn.FlatBuffer({name: array.shape}, array.dtype) for _ in range(2))
+        self.parameters[name][...] = array
+        self.decay_ranges = [(0, self.parameters.flat.size, True)]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_each_parameter_is_updated_by_the_numbers_of_its_group(make):
+    stage = grouped()
+    alone = {name: Alone(name, array) for name, array in stage.parameters.items()}
+    ours = make([stage], groups=GROUPS)
+    theirs = {n: make([alone[n]], LR * factor, decay) for n, (factor, decay) in EXPECTED.items()}
+    for step in range(3):
+        fill([stage], step)
+        rate = LR * (step + 1)
+        ours.step(lr=rate, scale=0.5)
+        for name, (factor, _) in EXPECTED.items():
+            alone[name].gradients[name][...] = stage.gradients[name]
+            theirs[name].step(lr=rate * factor, scale=0.5)
+    for name, array in stage.parameters.items():
+        np.testing.assert_array_equal(array, alone[name].parameters[name])
+    assert {n: a.shape for n, a in next(iter(ours.named_state().values())).items()} == {
+        name: array.shape for name, array in stage.parameters.items()
+    }
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_groups_with_nothing_of_their_own_change_no_bit(make):
+    stages = [grouped(), grouped()]
+    both = make(stages[:1]), make(stages[1:], groups=[optim.Group("*.bias"), optim.Group("nothing", lr=9)])
+    for step in range(2):
+        for stage, optimizer in zip(stages, both):
+            fill([stage], step)
+            optimizer.step()
+    np.testing.assert_array_equal(stages[0].parameters.flat, stages[1].parameters.flat)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_pieces_on_the_device_are_those_on_the_host(gpu, make, dtype):
+    """With the half copy that the update rounds to."""
+    stages = [grouped(dtype), grouped(dtype, "cuda")]
+    both = [make([stage], groups=GROUPS) for stage in stages]
+    for step in range(2):
+        for stage, optimizer in zip(stages, both):
+            fill([stage], step)
+            optimizer.step()
+            stage.refresh()
+    host, device = ([arrays.download(x) for x in (s.parameters.flat, s.compute.flat)] for s in stages)
+    for one, other, bits in zip(host, device, (20, 20 if dtype == "float32" else 7)):
+        np.testing.assert_allclose(one.astype("float64"), other.astype("float64"), rtol=2.0**-bits, atol=1e-6)
+
+
+def test_a_tied_parameter_goes_by_its_tie():
+    """It has names of its own in each place, maybe on other ranks; the tie is the same."""
+    stage = nn.Stage([nn.Embedding(4, 3, tie="tokens"), nn.Linear(3, 4, bias=False, tie="tokens")], "float64")
+    before = stage.parameters["0.weight"].copy()
+    stage.gradients["0.weight"][...] = stage.gradients["1.weight"][...] = 1
+    optim.SGD([stage], LR, groups=[optim.Group("0.*", lr=5.0), optim.Group("tokens", lr=3.0)]).step()
+    np.testing.assert_allclose(stage.parameters["0.weight"], before - 3 * LR, rtol=1e-14)
+    np.testing.assert_allclose(stage.parameters["1.weight"], before - 3 * LR, rtol=1e-14)
+
+
+def test_a_function_sees_complex_parameters_in_their_own_shape():
+    shapes = {"w": (2, 3), "c": (3,)}
+
+    class Own:
+        parameters, gradients = nn.FlatBuffer(shapes, "complex64"), nn.FlatBuffer(shapes, "complex64")
+
+    seen = {}
+    optimizer = optim.SGD(
+        [Own], 1.0, groups=[optim.Group(lambda name, shape: seen.setdefault(name, shape) == (3,), lr=2)]
+    )
+    Own.gradients["w"][...] = Own.gradients["c"][...] = 1 - 2j
+    optimizer.step()
+    assert seen == shapes
+    np.testing.assert_array_equal(Own.parameters["w"], -1 + 2j)
+    np.testing.assert_array_equal(Own.parameters["c"], -2 + 4j)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: optim.Group("*", lr=-1), lambda: optim.Group("*", weight_decay=float("nan")),
+    lambda: optim.AdamW([grouped()], LR, groups=[{"lr": 2}]), lambda: optim.SGD([grouped()], LR, groups=["*"]),
+])  # fmt: skip
+def test_what_is_no_group_is_refused(make):
+    with pytest.raises(ArgumentError, match="group"):
+        make()
+
+
+# -- the state by the names of parameters -----------------------------------------------------------------------------
+
+
+def tied():
+    """Two stages on one rank that share one of their matrices."""
+    embedding, head = nn.Embedding(5, 4, tie="t"), nn.Linear(4, 5, bias=False, tie="t")
+    return [nn.Stage([embedding]), nn.Stage([nn.RMSNorm(4), head], first=1)]
+
+
+def share(stages):
+    def make(comm):
+        with Pipeline(stages, schedules.interleaved_1f1b(1, 2, 2), comm, loss=nn.softmax_cross_entropy):
+            pass
+
+    inprocess.run(1, make)
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, lambda stages, lr: optim.SGD(stages, lr, momentum=0.9)])
+@pytest.mark.parametrize("before", [False, True])  # whether the optimizer is made before parameters are shared
+def test_state_has_the_names_and_shapes_of_parameters_and_setting_it_is_felt(make, before):
+    stages = tied()
+    optimizer = make(stages, 0.1) if before else None
+    share(stages)
+    optimizer = optimizer or make(stages, 0.1)
+    shapes = {name: array.shape for stage in stages for name, array in stage.parameters.items()}
+    state = optimizer.named_state()
+    assert set(state) == set(optimizer.state[0])
+    for kind, named in state.items():
+        assert {name: array.shape for name, array in named.items()} == shapes
+        assert np.shares_memory(named["0.weight"], named["2.weight"])  # the tied ones
+        named["1.gain"][...] = 3
+        offset = stages[1].parameters.offsets["1.gain"]
+        np.testing.assert_array_equal(optimizer.state[1][kind][offset : offset + 4], 3)
+        named["2.weight"][...] = 2
+        np.testing.assert_array_equal(named["0.weight"], 2)
+    gain = stages[1].parameters["1.gain"].copy()
+    optimizer.step()
+    assert (stages[1].parameters["1.gain"] != gain).all()  # gradients are zero: what moves it is the state
+
+
+def test_names_that_are_not_those_of_one_parameter_here_are_refused():
+    assert optim.SGD(tied(), 0.1).named_state() == {}  # without momentum there is none
+    stages = [nn.Stage([nn.RMSNorm(3)]), nn.Stage([nn.RMSNorm(3)])]
+    with pytest.raises(ArgumentError, match=r"two stages of this rank have a parameter 0\.gain") as caught:
+        optim.AdamW(stages, 0.1).named_state()
+    assert "first" in caught.value.remedy
+    stages = tied()
+    share(stages)
+    with pytest.raises(ArgumentError, match=r"tied parameter 2\.weight belongs to a stage"):
+        optim.AdamW(stages[1:], 0.1).named_state()
+
+
+# -- stages of a user's own -------------------------------------------------------------------------------------------
+
+SHAPES = {"w": (5, 3), "gain": (7,), "v": (2, 2)}
+
+
+def own(dtype="float64", seed=0):
+    """A stage with buffers alone."""
+    rng = np.random.default_rng(seed)
+    stage = SimpleNamespace(parameters=nn.FlatBuffer(SHAPES, dtype), gradients=nn.FlatBuffer(SHAPES, dtype))
+    for name, shape in SHAPES.items():
+        stage.parameters[name][...], stage.gradients[name][...] = rng.normal(size=(2, *shape))
+    return stage
+
+
+def without_names(stage):
+    return SimpleNamespace(
+        parameters=SimpleNamespace(flat=stage.parameters.flat), gradients=SimpleNamespace(flat=stage.gradients.flat)
+    )
+
+
+def test_adamw_decays_matrices_and_no_vectors():
+    stage = own()
+    start = {name: array.copy() for name, array in stage.parameters.items()}
+    optimizer = optim.AdamW([stage], lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        optimizer.step()
+    for name, shape in SHAPES.items():
+        decay, gradients = 0.5 if len(shape) > 1 else 0.0, [stage.gradients[name]] * 3
+        expected, _ = textbook_adamw(start[name], gradients, 0.1, 0.9, 0.95, 1e-8, decay)
+        np.testing.assert_allclose(stage.parameters[name], expected, rtol=1e-13, atol=1e-13)  # 30 operations of 1
+    assert set(optimizer.named_state()["first"]) == {*SHAPES}
+    assert {name: array.shape for name, array in optimizer.named_state()["second"].items()} == SHAPES
+
+
+def test_sgd_without_names_decays_everything():
+    stage = own()
+    p, g = stage.parameters.flat.copy(), stage.gradients.flat.copy()
+    optimizer = optim.SGD([without_names(stage)], lr=0.5, momentum=0.5, weight_decay=0.25)
+    stage.gradients.flat[...] = 8 * g
+    optim.scaled_step(optimizer, optim.LossScaler(initial=8.0))
+    np.testing.assert_allclose(stage.parameters.flat, p - 0.5 * (g + 0.25 * p), rtol=1e-15)
+    assert set(optimizer.named_state()["momentum"]) == {"flat"}
+
+
+def test_ranges_of_decay_may_be_the_stages_own():
+    stage = own()
+    before = stage.parameters["v"].copy()
+    stage.decay_ranges = [(0, stage.parameters.flat.size, False)]
+    stage.gradients.flat[...] = 0
+    optim.AdamW([stage], lr=0.1, weight_decay=0.5).step()
+    np.testing.assert_array_equal(stage.parameters["v"], before)
+
+
+def test_the_norm_counts_users_stages_and_those_of_layers_together(pair):
+    layers = nn.Stage([nn.Linear(3, 3)], dtype="float64", first=pair.rank)
+    layers.gradients.flat[...] = 1 + pair.rank
+    mine = own(seed=pair.rank)
+    numbers = [own(seed=rank).gradients.flat for rank in range(2)]
+    square = sum(float((x**2).sum()) for x in numbers) + 12 * (1 + 4)
+    expected = math.sqrt(square)
+    assert optim.gradient_norm([layers, mine], pair) == pytest.approx(expected, rel=1e-14)
+    with optim.GlobalNorm([layers, mine], pair) as over:
+        assert optim.clip_by_global_norm([layers, mine], 1.0, over=over) == pytest.approx(expected, rel=1e-14)
+    assert optim.gradient_norm([layers, mine], pair) == pytest.approx(1.0, rel=1e-14)
+    kept = np.sqrt(sum((mine.gradients[name] ** 2).sum() for name in ("w", "v")))
+    assert optim.gradient_norm([mine], skip={"gain"}) == pytest.approx(kept, rel=1e-14)
+
+
+def test_a_gradient_that_is_no_number_is_named_with_its_stage():
+    stage = own()
+    stage.index = 3
+    stage.gradients["gain"][2] = np.nan
+    with pytest.raises(NonFiniteError, match="gain is not finite") as caught:
+        optim.clip_by_global_norm([stage], 1.0)
+    assert caught.value.stage == 3
+    with pytest.raises(NonFiniteError, match="parameter flat is"):
+        optim.clip_by_global_norm([without_names(stage)], 1.0)
+
+
+def test_a_step_is_announced_to_those_who_read():
+    stage, heard = own(), []
+    stage.before_write = [lambda: heard.append(stage.parameters.flat.copy())]
+    before = stage.parameters.flat.copy()
+    optim.AdamW([stage], lr=0.1).step()
+    np.testing.assert_array_equal(heard, [before])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_in_half_precision_are_measured_and_not_updated(dtype):
+    stage = own(dtype)
+    wide = stage.gradients.flat.astype(np.float64)
+    assert optim.gradient_norm([stage]) == pytest.approx(float(np.sqrt((wide**2).sum())), rel=1e-14)
+    for make in (optim.AdamW, optim.SGD):
+        with pytest.raises(ArgumentError, match=f"in {dtype}") as caught:
+            make([stage], lr=0.1)
+        assert "float32" in caught.value.remedy
+
+
+def test_a_stage_without_parameters_takes_part_in_nothing():
+    bare = SimpleNamespace(gradients=None)
+    optimizer = optim.AdamW([bare, own()], lr=0.1)
+    optimizer.step()
+    assert optim.gradient_norm([bare]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "stage, match",
+    [
+        (SimpleNamespace(), "without flat parameters"),
+        (SimpleNamespace(parameters=SimpleNamespace(flat=np.zeros(3)), gradients=None), "without a one-dimensional"),
+        (SimpleNamespace(parameters=None, gradients=SimpleNamespace(flat=np.zeros(3))), "without a one-dimensional"),
+    ],
+)
+def test_a_stage_that_cannot_be_updated_is_refused(stage, match):
+    with pytest.raises(ArgumentError, match=match):
+        optim.SGD([stage], lr=0.1)
+
+
+def test_a_stage_on_a_gpu_is_clipped_and_updated_there(gpu):
+    """The norm stays on the device, and the update is that of the host up to the rounding of float32."""
+    host, there = own("float32"), SimpleNamespace()
+    there.parameters, there.gradients = (nn.FlatBuffer(SHAPES, "float32", "cuda") for _ in range(2))
+    arrays.upload(host.parameters.flat, out=there.parameters.flat)
+    arrays.upload(host.gradients.flat, out=there.gradients.flat)
+    assert optim.GlobalNorm([there]).on_device and not optim.GlobalNorm([host]).on_device
+    norms = [optim.clip_by_global_norm([stage], 0.5) for stage in (host, there)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+    for stage in (host, there):
+        optimizer = optim.AdamW([stage], lr=0.1)
+        optimizer.step()
+        optimizer.step()
+    found = arrays.download(there.parameters.flat)
+    close(found, host.parameters.flat, terms=40, size=1 + np.abs(host.parameters.flat))
+
+
+# -- learning-rate curves ---------------------------------------------------------------------------------------------
+
+
+def test_warmup_cosine_rises_peaks_and_falls_to_the_floor():
+    rates = [optim.warmup_cosine(step, 100, 2.0, 10, floor=0.1) for step in range(120)]
+    close(rates[:10], np.arange(1, 11) * 0.2, 4)
+    assert max(rates) == rates[9] == 2.0
+    assert all(a > b for a, b in pairwise(rates[9:100]))
+    close(rates[54], 2.0 * (0.1 + 0.9 / 2), 8, 2.0)
+    close(rates[99:], np.full(21, 0.2), 8, 2.0)
+
+
+@pytest.mark.parametrize("steps, warmup", [(1, 0), (1, 1), (5, 5), (5, 0)])
+def test_short_curves_stay_between_floor_and_peak(steps, warmup):
+    for step in range(steps + 2):
+        assert 0.1 <= optim.warmup_cosine(step, steps, 1.0, warmup) <= 1.0
+
+
+@pytest.mark.parametrize("arguments", [(-1, 5, 1.0, 0), (0, 0, 1.0, 0), (0, 5, 1.0, 6), (0, 5, 1.0, -1)])
+def test_impossible_curves_are_refused(arguments):
+    with pytest.raises(ArgumentError):
+        optim.warmup_cosine(*arguments)

@@ -1,0 +1,361 @@
+"""Clipping, and steps with it: at once, or begun and finished without a wait in between, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.gradients import fill
+from support.tolerance import bound, close, largest, within
+
+from mpipipe import nn, optim
+from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError
+from mpipipe.job import inprocess
+from mpipipe.optim.norm import expansion
+
+OPTIMIZERS = {
+    "adamw": lambda stages: optim.AdamW(stages, lr=0.01),
+    "sgd": lambda stages: optim.SGD(stages, lr=0.1, momentum=0.9, weight_decay=0.1),
+}
+NUMBERS = st.lists(st.floats(0, 1e300), max_size=40)
+TERMS = 200 * 300 + 300 + 300 + 300 * 5 + 3 * 5  # in the gradients of `whole_model`, whose squares a norm adds up
+
+
+def whole_model(dtype="float64", cuts=((0, 2), (2, 4))):
+    """Four layers, cut into stages."""
+    layers = [nn.Linear(200, 300), nn.RMSNorm(300), nn.Linear(300, 5), nn.LayerNorm(5)]
+    stages = [nn.Stage(layers[a:b], dtype=dtype, first=a) for a, b in cuts]
+    for index, stage in enumerate(stages):
+        stage.index = index
+    return stages
+
+
+def model(rank, dtype="float32", step=0):
+    """A stage of its own for each rank, with gradients."""
+    stage = nn.Stage([nn.Linear(7, 5), nn.RMSNorm(5)], dtype, seed=rank, first=2 * rank)
+    stage.index = rank
+    draw(stage, rank, step)
+    return stage
+
+
+def draw(stage, rank, step, size=1.0):
+    rng = np.random.default_rng((rank, step))
+    stage.gradients.flat[...] = rng.normal(size=stage.gradients.flat.size) * 10.0 ** rng.integers(-3, 4) * size
+
+
+def norm_of(stages):
+    return math.sqrt(sum(float(np.sum(stage.gradients.flat.astype(np.float64) ** 2)) for stage in stages))
+
+
+# -- the norm ---------------------------------------------------------------------------------------------------------
+
+
+@given(NUMBERS)
+def test_an_expansion_is_the_exact_sum_in_few_numbers(numbers):
+    parts = expansion(numbers)
+    assert sum(map(Fraction, parts)) == sum(map(Fraction, numbers))
+    assert all(abs(small) <= math.ulp(large) / 2 for large, small in pairwise(parts))
+
+
+@given(NUMBERS, NUMBERS)
+def test_sums_of_expansions_round_as_the_sum_of_all_numbers(some, others):
+    assert math.fsum([*expansion(some), *expansion(others)]) == math.fsum([*some, *others])
+
+
+def test_the_norm_does_not_depend_on_which_rank_has_which_stage():
+    made = whole_model("float64", ((0, 1), (1, 2), (2, 3), (3, 4)))
+    for step in range(20):
+        fill(made, step, size=1 + step)
+        norms = {optim.clip_by_global_norm([made[i] for i in order], math.inf) for order in permutations(range(4))}
+        assert len(norms) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_clipping_scales_to_the_global_norm_of_the_gradients_without_their_scale(dtype):
+    stages = whole_model(dtype)
+    fill(stages)
+    norm = norm_of(stages)
+    copies = [stage.gradients.flat.copy() for stage in stages]
+    close(optim.clip_by_global_norm(stages, 2 * norm), norm, TERMS)
+    for stage, copy in zip(stages, copies):
+        np.testing.assert_array_equal(stage.gradients.flat, copy)
+    exact = optim.gradient_norm(stages)
+    assert optim.gradient_norm(stages, scale=8.0) == exact / 8
+    assert optim.clip_by_global_norm(stages, exact / 32, scale=8.0) == exact / 8
+    close(exact, norm, TERMS)
+    within(norm_of(stages), norm / 4, bound(dtype, 2, norm / 4) + bound("float64", TERMS, norm / 4))
+    for stage, copy in zip(stages, copies):
+        clipped = copy.astype(np.float64) / 4
+        within(stage.gradients.flat, clipped, bound(dtype, 2, abs(clipped)) + bound("float64", TERMS, abs(clipped)))
+
+
+def test_the_norm_of_huge_float32_gradients_does_not_overflow_and_that_of_others_is_told():
+    stages = whole_model("float32")
+    fill(stages, size=1e30)
+    assert 1e30 < optim.clip_by_global_norm(stages, 1.0) < math.inf
+    for value in (math.inf, -math.inf, math.nan):
+        stages[0].gradients["0.bias"][3] = value
+        assert not math.isfinite(optim.gradient_norm(stages, scale=4.0))
+
+
+def test_tied_copies_and_skipped_parameters_count_once():
+    made = whole_model()
+    fill(made)
+    whole = norm_of(made)
+    left_out = float(np.sum(made[0].gradients["0.weight"] ** 2))
+    made[0].tied_copies = {"0.weight"}
+    expected = math.sqrt(whole**2 - left_out)
+    close(optim.clip_by_global_norm(made, math.inf), expected, TERMS, whole**2 / expected)
+    made[0].tied_copies = set()
+    close(optim.clip_by_global_norm(made, math.inf, skip=["0.weight"]), expected, TERMS, whole**2 / expected)
+
+
+def test_clipping_over_ranks_is_clipping_of_the_whole():
+    whole = whole_model("float32")
+    fill(whole)
+    norm = optim.clip_by_global_norm(whole, 0.5)
+
+    def body(comm):
+        mine = [whole_model("float32")[comm.rank]]
+        fill(mine)
+        return optim.clip_by_global_norm(mine, 0.5, comm), mine[0].gradients.flat
+
+    for rank, (found, gradients) in enumerate(inprocess.run(2, body)):
+        assert found == norm
+        np.testing.assert_array_equal(gradients, whole[rank].gradients.flat)
+
+
+def test_an_update_does_not_depend_on_the_cut():
+    results = []
+    for cuts in [((0, 2), (2, 4)), ((0, 4),), ((0, 1), (1, 2), (2, 3), (3, 4))]:
+        stages = whole_model("float32", cuts)
+        optimizer, norms = optim.AdamW(stages, lr=0.01), []
+        for step in range(3):
+            fill(stages, step)
+            norms.append(optim.clip_by_global_norm(stages, 1.0))
+            optimizer.step()
+        parameters = {name: array.tobytes() for stage in stages for name, array in stage.parameters.items()}
+        results.append((norms, parameters))
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, math.nan])
+def test_a_wrong_limit_is_refused(max_norm):
+    optimizer = optim.SGD([model(0)], lr=0.1)
+    for call in (
+        lambda: optim.clip_by_global_norm(optimizer.stages, max_norm),
+        lambda: optim.scaled_step(optimizer, optim.LossScaler(), max_norm),
+        lambda: optim.begin_step(optimizer, max_norm),
+    ):
+        with pytest.raises(ArgumentError, match="max_norm"):
+            call()
+
+
+# -- a step at once, and one that is begun and ended ------------------------------------------------------------------
+
+
+def trained(comm, make, update, steps=4):
+    """(norms, parameters) after some steps with drawn gradients."""
+    stage = model(comm.rank)
+    optimizer, norms = make([stage]), []
+    for step in range(steps):
+        draw(stage, comm.rank, step)
+        norms.append(update(optimizer, stage, comm))
+    return norms, stage.parameters.flat.tobytes()
+
+
+def clip_and_step(optimizer, stage, comm):
+    norm = optim.clip_by_global_norm([stage], 0.7, comm)
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_begin_and_finish_have_the_bits_of_clipping_and_a_step(ranks, make):
+    begun = inprocess.run(
+        ranks, lambda comm: trained(comm, make, lambda o, s, c: optim.begin_step(o, 0.7, comm=c).wait())
+    )
+    assert begun == inprocess.run(ranks, lambda comm: trained(comm, make, clip_and_step))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("max_norm", [math.inf, 0.5])
+def test_a_scaled_step_is_clipping_and_a_step_of_the_true_gradients(make, max_norm):
+    """And without scaling it has its bits."""
+    one, other, third = (model(0) for _ in range(3))
+    first, second, last = make([one]), make([other]), make([third])
+    scaler, none = optim.LossScaler(2.0**12), optim.LossScaler(1.0, dynamic=False)
+    for step in range(3):
+        for stage, size in ((one, 1.0), (other, scaler.scale), (third, 1.0)):
+            draw(stage, 0, step, size)
+        scaled = other.gradients.flat.copy()
+        norm = optim.clip_by_global_norm([one], max_norm)
+        first.step(lr=0.02)
+        close(optim.scaled_step(second, scaler, max_norm, lr=0.02), norm, one.gradients.flat.size)
+        assert optim.scaled_step(last, none, max_norm, lr=0.02) == norm
+        # a gradient is rounded once more by one of the two; it enters this step and, by a momentum, those that follow
+        updates = 0.02 * (step + 1) ** 2 * largest(scaled) / scaler.scale
+        close(other.parameters.flat, one.parameters.flat, 12 * (step + 1), np.abs(one.parameters.flat) + updates)
+        np.testing.assert_array_equal(other.gradients.flat, scaled)
+        if step == 0:
+            np.testing.assert_array_equal(third.parameters.flat, one.parameters.flat)
+    assert scaler.good == 3 and first.steps == second.steps == 3
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("begun", [False, True], ids=["at once", "begun"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(comm, value, begun):
+    stage, scaler, history = model(comm.rank), optim.LossScaler(1024.0, interval=3), []
+    optimizer, start = optim.AdamW([stage], 0.1), stage.parameters.flat.copy()
+    for step in range(6):
+        draw(stage, comm.rank, step, scaler.scale)
+        if step in (0, 2) and comm.rank == comm.size - 1:
+            stage.gradients[f"{2 * comm.rank}.bias"][3] = value
+        if begun:
+            norm = optim.begin_step(optimizer, 1.0, scaler=scaler, comm=comm).wait()
+        else:
+            norm = optim.scaled_step(optimizer, scaler, 1.0, comm=comm)
+        history.append((norm, scaler.scale, scaler.skipped, optimizer.steps))
+        if step == 0:
+            np.testing.assert_array_equal(stage.parameters.flat, start)
+    assert [norm is None for norm, *_ in history] == [True, False, True, False, False, False]
+    assert [scale for _, scale, *_ in history] == [512, 512, 256, 256, 256, 512]
+    assert history[-1][2:] == (2, 4)
+    assert np.isfinite(stage.parameters.flat).all() and (stage.parameters[f"{2 * comm.rank}.weight"] != 0).all()
+    assert comm.allgather(history) == [history] * comm.size
+
+
+def test_begin_and_finish_have_the_bits_of_a_scaled_step_too(comm):
+    """With overflows on one rank: no rank makes the step then, and all scales shrink."""
+
+    def runs(update):
+        stage, scaler = model(comm.rank), optim.LossScaler(1024.0, interval=2)
+        optimizer, found = optim.AdamW([stage], lr=0.01), []
+        for step in range(6):
+            draw(stage, comm.rank, step)
+            if step in (1, 4) and comm.rank == comm.size - 1:
+                stage.gradients.flat[3] = np.inf
+            found.append((update(optimizer, scaler, comm), scaler.scale, scaler.skipped))
+        return found, stage.parameters.flat.tobytes(), optimizer.steps
+
+    begun = runs(lambda o, s, c: optim.begin_step(o, 0.5, scaler=s, comm=c).wait())
+    assert begun == runs(lambda o, s, c: optim.scaled_step(o, s, 0.5, comm=c))
+    assert begun[0][1][0] is None and begun[0][4][2] == 2
+
+
+def test_a_norm_over_kept_ranks_and_names_to_skip(comm):
+    stage = model(comm.rank)
+    optimizer, skip = optim.SGD([stage], lr=0.1), [f"{2 * comm.rank}.bias"]
+    norm = optim.gradient_norm([stage], comm, skip)
+    assert optim.begin_step(optimizer, 1.0, comm=comm, skip=skip).wait() == norm
+    with optim.GlobalNorm([stage], comm, skip) as over:
+        draw(stage, comm.rank, 0)
+        update = optim.begin_step(optimizer, math.inf, over=over)
+        assert update.wait() == norm and update.wait() == norm
+
+
+CALLS = {
+    "clip": lambda optimizer, comm: optim.clip_by_global_norm(optimizer.stages, 0.5, comm),
+    "begin": lambda optimizer, comm: optim.begin_step(optimizer, 1.0, comm=comm).wait(),
+    "a scale of 1": lambda optimizer, comm: optim.scaled_step(optimizer, optim.LossScaler(1.0), 1.0, comm=comm),
+    "a fixed scale": lambda optimizer, comm: optim.scaled_step(
+        optimizer, optim.LossScaler(64.0, dynamic=False), 1.0, comm=comm
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_no_step_is_made(comm, call, value):
+    stage, guilty = model(comm.rank), comm.size - 1
+    before, optimizer = stage.parameters.flat.tobytes(), optim.SGD([stage], lr=0.1)
+    if comm.rank == guilty:
+        stage.gradients[f"{2 * guilty}.bias"][2] = value
+    with pytest.raises(NonFiniteError, match=rf"rank {guilty}, stage {guilty}.*{2 * guilty}\.bias") as caught:
+        call(optimizer, comm)
+    assert (caught.value.rank, caught.value.stage) == (guilty, guilty)
+    assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
+    assert stage.parameters.flat.tobytes() == before and optimizer.steps == 0
+
+
+def test_a_dynamic_scale_gives_up_when_it_has_fallen_to_one():
+    stage, scaler = model(0), optim.LossScaler(8.0)
+    optimizer = optim.SGD([stage], 0.1)
+    stage.gradients.flat[0] = math.inf
+    assert [optim.scaled_step(optimizer, scaler) for _ in range(3)] == [None] * 3
+    assert scaler.scale == 1
+    with pytest.raises(NonFiniteError, match=r"0\.weight"):
+        optim.scaled_step(optimizer, scaler)
+
+
+def test_squares_of_all_sizes_are_gathered_where_their_sum_is_too_long(comm):
+    """One bit in each of 200 sizes: more numbers than a rank sends in a row."""
+    sizes = 2.0 ** -np.arange(0, 200.0)
+    stages = [nn.Stage([nn.Linear(1, 1, bias=False)], "float64", first=200 * comm.rank + k) for k in range(200)]
+    for stage, size in zip(stages, sizes):
+        stage.gradients.flat[...] = size * 2.0**-300 * 3.0**7
+    norm = optim.gradient_norm(stages, comm)
+    assert optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).wait() == norm > 0
+
+
+def test_without_clipping_no_rank_is_asked(comm):
+    """Rank 0 alone makes its step."""
+    stage = model(comm.rank)
+    expected = stage.parameters.flat - np.float32(0.1) * stage.gradients.flat
+    if comm.rank == 0:
+        assert optim.begin_step(optim.SGD([stage], lr=0.1), comm=comm).wait() is None
+        np.testing.assert_array_equal(stage.parameters.flat, expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_begin_waits_for_nobody(comm):
+    """By the order of events: the last rank begins when it has heard that rank 0 has begun."""
+    stage = model(comm.rank)
+    optimizer, token = optim.SGD([stage], lr=0.1), np.zeros(1)
+    optim.begin_step(optimizer, 1.0, comm=comm).wait()
+    if comm.rank == comm.size - 1:
+        comm.Recv(token, 0)
+    update = optim.begin_step(optimizer, 1.0, comm=comm)
+    if comm.rank == 0:
+        comm.Send(token, comm.size - 1)
+    assert update.wait() > 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_clips_at_once_while_others_begin(comm):
+    stage = model(comm.rank)
+    with pytest.raises((MismatchError, PeerError), match="different calls"):
+        if comm.rank == 0:
+            optim.clip_by_global_norm([stage], 1.0, comm)
+        else:
+            optim.begin_step(optim.SGD([stage], lr=0.1), 1.0, comm=comm).wait()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_stage_that_cannot_be_measured_is_an_error_everywhere(comm):
+    class Broken:
+        steps = 0
+        stages = [object()] if comm.rank == 0 else [model(comm.rank)]
+
+    with pytest.raises(ArgumentError, match="without flat parameters"):
+        optim.begin_step(Broken(), 1.0, comm=comm).wait()
+
+
+@pytest.mark.parametrize("gradient", [8.0, math.inf])
+def test_a_step_that_is_refused_leaves_the_scaler_as_it_was(gradient):
+    """What `wait` divides by is the scale that is in the gradients."""
+    stage = nn.Stage([nn.RMSNorm(4)])
+    optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(initial=8.0, interval=1)
+    stage.gradients["0.gain"][...] = gradient
+    update = optim.begin_step(optimizer, scaler=scaler)
+    with pytest.raises(ArgumentError, match="has begun, and not ended"):
+        optim.scaled_step(optimizer, scaler)
+    assert scaler.scale == 8.0
+    update.wait()
+    np.testing.assert_array_equal(stage.parameters["0.gain"], 0.5 if math.isfinite(gradient) else 1.0)

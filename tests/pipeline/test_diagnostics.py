@@ -1,0 +1,290 @@
+"""What a pipeline says of a GPU that runs out of memory within a step, and of how far it is in a step."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support import dense
+from support.small_gpt import parts_of
+
+from mpipipe import Pipeline, arrays, nn, schedules
+from mpipipe.errors import PeerError, StageError
+from mpipipe.job import inprocess
+from mpipipe.job.flight import Message
+from mpipipe.pipeline.diagnostics import _covered, held_by
+from mpipipe.schedules import gpipe
+from mpipipe.stages import StageAdapter
+
+WIDTH, ROWS, MICROBATCHES = 32, 64, 8
+ONE = ROWS * WIDTH * 4  # bytes of an activation between layers
+
+
+@pytest.fixture
+def machine(emulated_gpu):
+    return emulated_gpu.machine
+
+
+def stage_of(comm):
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Gelu(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Stage(layers, first=3 * comm.rank, device="cuda")
+
+
+def run(comm, machine, room, recompute=False):
+    """Make a step in which the last rank has `room` bytes more than after the first call; return its pipeline."""
+    schedule = gpipe(comm.size, MICROBATCHES)
+    x = np.random.default_rng(0).normal(size=(ROWS * MICROBATCHES, WIDTH)).astype(np.float32)
+    mine = dense.placed(schedule, comm.rank, x, x)
+    with Pipeline([stage_of(comm)], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
+        if comm.rank == comm.size - 1:
+            machine.memory = machine.used_bytes + room
+        pipeline.step(*mine)
+
+
+def test_a_step_without_room_names_place_bytes_and_remedies(machine, comm):
+    """Forwards of the first micro-batches fit, that of a later one does not."""
+    with pytest.raises((StageError, PeerError)) as caught:
+        run(comm, machine, 14 * ONE)
+    error, last = caught.value, comm.size - 1
+    text = str(error)
+    assert f"rank {last}, stage {last}, micro-batch" in text and "ran out of memory on the GPU" in text
+    if comm.rank == last:
+        assert error.microbatch > 1 and isinstance(error.__cause__, MemoryError)
+        found = re.fullmatch(
+            r"([\d,]+) bytes asked for, ([\d,]+) bytes free of ([\d,]+); (\d+) activations hold ([\d,]+) bytes, "
+            r"parameters and gradients ([\d,]+)", error.found)  # fmt: skip
+        asked, free, total, count, saved, parameters = (int(part.replace(",", "")) for part in found.groups())
+        assert asked == ONE > free and total == machine.memory and count == error.microbatch
+        assert parameters == 2 * 4 * 2 * (WIDTH * WIDTH + WIDTH)
+        assert count * 2 * ONE <= saved <= machine.memory
+        assert (
+            "recompute=True: about" in error.remedy and f"about {parameters // 2:,} bytes of parameters" in error.remedy
+        )
+
+
+def test_memory_beyond_the_limit_of_cupys_pool_is_not_free(machine):
+    """CUPY_GPU_MEMORY_LIMIT sets it, or the program; the device itself has plenty."""
+    pool, x = arrays.cupy().get_default_memory_pool(), arrays.empty((ONE,), np.uint8, "cuda")
+    limit = machine.used_bytes + 1000
+    pool.set_limit(size=limit)
+    with pytest.raises(MemoryError, match=f"limit set to: {limit:,} bytes") as caught:
+        arrays.empty((1001,), np.uint8, "cuda")
+    assert arrays.memory_shortage(caught.value) == (1001, limit - machine.used_bytes, limit)
+    pool.set_limit(size=0)
+    assert arrays.memory_shortage(caught.value).total == machine.memory and x.nbytes == ONE
+
+
+def test_a_step_that_does_not_fit_into_cupys_pool_names_the_same(gpu, comm):
+    """What a real GPU can be asked for: the limit of the pool takes the place of its memory."""
+    alone, pool = parts_of(comm, 1), arrays.cupy().get_default_memory_pool()
+    x = np.zeros((ROWS << 10, WIDTH), np.float32)
+    with pytest.raises(StageError, match="ran out of memory on the GPU") as caught:
+        with Pipeline([stage_of(alone)], gpipe(1, 1), alone, loss=nn.mean_squared_error) as pipeline:
+            pipeline.step(x[:1], x[:1])
+            limit = pool.total_bytes() + 3 * x.nbytes
+            pool.set_limit(size=limit)
+            try:
+                pipeline.step(x, x)
+            finally:
+                pool.set_limit(size=0)
+    assert caught.value.microbatch == 0 and f"bytes free of {limit:,}" in caught.value.found
+    gpu.expected_error()
+    alone.Free()
+
+
+def test_recomputation_fits_where_it_is_said_to(machine, comm):
+    """Its peak is lower by what the error says, up to the buffers of one micro-batch."""
+    with pytest.raises((StageError, PeerError)):
+        run(comm, machine, 22 * ONE)
+    machine.memory = 1 << 34
+    run(comm, machine, 22 * ONE, recompute=True)
+
+
+def test_with_recomputation_it_is_not_offered(machine, comm):
+    with pytest.raises((StageError, PeerError)) as caught:
+        run(comm, machine, 3 * ONE, recompute=True)
+    assert comm.rank < comm.size - 1 or "recompute=True is on already" in caught.value.remedy
+
+
+def test_a_library_that_does_not_say_how_much(machine, comm, monkeypatch):
+    """cuBLAS, cuDNN and the runtime fail in their own ways."""
+
+    def refuse(*arguments):
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    if comm.rank == 0:
+        monkeypatch.setattr(arrays.cupy().cuda.cublas, "gemmEx", refuse)
+    with pytest.raises((StageError, PeerError)) as caught:
+        run(comm, machine, 1 << 30)
+    if comm.rank == 0:
+        assert caught.value.found.startswith("an unknown number of bytes asked for")
+        assert "saves nothing here" in caught.value.remedy and "forward ran out of memory" in caught.value.message
+
+
+def test_buffers_that_are_received_into_have_no_room(machine, comm, monkeypatch):
+    """They are made at the start of a call, before any micro-batch."""
+    schedule = gpipe(comm.size, 2)
+    x = np.ones((4, WIDTH), np.float32)
+    with pytest.raises((StageError, PeerError)) as caught:
+        with Pipeline([stage_of(comm)], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            begin = pipeline.engine.messages.begin
+            asks = lambda *given: begin(*given) or arrays.empty((1 << 40,), "uint8", "cuda")  # noqa: E731
+            monkeypatch.setattr(pipeline.engine.messages, "begin", asks if comm.rank == 0 else begin)
+            pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+    if comm.rank == 0:
+        assert str(caught.value).startswith("rank 0: the start of step ran out of memory on the GPU")
+        assert caught.value.found.startswith(f"{1 << 40:,} bytes asked for")
+
+
+def test_another_error_is_what_it_was(machine, comm, monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+
+    monkeypatch.setattr(arrays.cupy().cuda.cublas, "gemmEx", refuse)
+    with pytest.raises((StageError, PeerError)) as caught:
+        run(comm, machine, 1 << 30)
+    assert "memory" not in str(caught.value) and "CUBLAS_STATUS_EXECUTION_FAILED" in str(caught.value)
+
+
+@dataclass
+class Saved:
+    x: object
+    note: str = "seen"
+
+
+def test_memory_that_is_held_twice_is_counted_once(machine):
+    model = nn.Stage([nn.Linear(4, 4)], dtype="bfloat16", device="cuda")
+    x, y = arrays.zeros((10, 4), "float32", "cuda"), arrays.zeros((10, 4), "float32", "cuda")
+    state = SimpleNamespace(
+        saved={(0, 0): ((x, [x[2:5], Saved(x)], {"y": y, "host": np.ones(9)}, model.parameters.flat), []),
+               (1, 0): ((x[:3], None), [([], (y, y))])},
+        pending={(0, 1): (Saved(y), ())},
+        inputs=SimpleNamespace(inputs=[x]),
+    )  # fmt: skip
+    held = held_by([SimpleNamespace(models=[model])], state)
+    flats = model.parameters.flat.nbytes + model.gradients.flat.nbytes + model.compute.flat.nbytes
+    assert held == (flats, 0, 3, 320, 320) and held.freed_by_recomputation == 0
+    assert _covered([(50, 120), (0, 100), (10, 20), (200, 201)]) == 121
+    assert held._replace(saved=1000, activations=4).freed_by_recomputation == 1000 - 320 - 250
+    assert held_by([SimpleNamespace(models=[model])], None) == (flats, 0, 0, 0, 0)
+
+
+def test_what_places_of_a_shared_parameter_give_up_is_counted(machine, comm):
+    """It stays allocated: a matrix and its half-precision copy. The memory of its gradient is that of a part."""
+    alone, before = parts_of(comm, 1), machine.used_bytes
+    shape = (WIDTH, WIDTH)
+    stage = nn.Stage([nn.Linear(*shape, bias=False, tie="w") for _ in range(2)], "bfloat16", device="cuda")
+    made, idle = machine.used_bytes - before, WIDTH * WIDTH * (4 + 2)
+    assert held_by([StageAdapter(stage)], None) == (made, 0, 0, 0, 0)
+    x = np.ones((ROWS, WIDTH), stage.dtype)
+    with pytest.raises(StageError) as caught:
+        with Pipeline([stage], gpipe(1, 1), alone, loss=nn.mean_squared_error) as pipeline:
+            assert machine.used_bytes - before == made
+            assert held_by([StageAdapter(stage)], None) == (made, idle, 0, 0, 0)
+            machine.memory = machine.used_bytes + 1
+            pipeline.step(x, x)
+    assert f"parameters and gradients {made:,} ({idle:,} of them unused: places of a tied" in caught.value.found
+    alone.Free()
+
+
+JOB = """
+import numpy as np
+import mpipipe
+from mpipipe import Pipeline, nn, schedules
+from mpipipe.job import runtime
+comm = runtime.world()
+mpipipe.select_device("cuda", comm)
+stage = nn.Stage([nn.Linear(64, 64), nn.Gelu(), nn.Linear(64, 64)], first=3 * comm.rank, device="cuda")
+x = np.ones((512, 64), np.float32)
+first, last = comm.rank == 0, comm.rank == comm.size - 1
+with Pipeline([stage], schedules.gpipe(comm.size, 8), comm, loss=nn.mean_squared_error) as pipeline:
+    pipeline.step(x if first else None, x if last else None)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_job_ends_with_one_report(launch, emulated_gpu, tmp_path, ranks):
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    env = {**emulated_gpu.environment, "MPIPIPE_TEST_GPU_MEMORY": str(300_000)}
+    job = launch(ranks, ["-m", "mpipipe", "run", str(script)], env=env)
+    assert job.returncode not in (0, None), job.stdout
+    assert job.stderr.count("mpipipe: stopped:" if ranks == 1 else "job ended by rank") == 1, job.stderr
+    assert re.search(r"rank \d+, stage \d+, micro-batch [1-9]: [a-z ]+ ran out of memory on the GPU", job.stderr), (
+        job.stderr
+    )
+    assert "bytes asked for" in job.stderr and "recompute=True" in job.stderr
+
+
+# -- What the flight recorder tells of a pipeline, while a step runs and after it --------------------------------------
+
+
+SMALL, FEW = 8, 4
+
+
+def accounts_of(comm, device="cpu"):
+    """This rank's account in the forward of micro-batch 1 of the second step, and after that step."""
+    stage = nn.Stage([nn.Linear(SMALL, SMALL)], first=comm.rank, device=device)
+    schedule = schedules.one_f_one_b(comm.size, 2)
+    forward, found = stage.forward, []
+    mine = dense.placed(schedule, comm.rank, *np.ones((2, 2 * FEW, SMALL), np.float32))
+    with Pipeline([stage], schedule, comm, nn.mean_squared_error) as pipeline:
+
+        def look(x):
+            found.append(pipeline.engine.flight.snapshot())
+            return forward(x)
+
+        stage.forward = look
+        for _ in range(2):
+            pipeline.step(*mine)
+        found.append(pipeline.engine.flight.snapshot())
+    return found[3], found[4]
+
+
+def check(rank, during, after):
+    assert (during.stage, during.microbatch, during.computes) == (rank, 1, True)
+    assert during.doing == f"forward of stage {rank}, micro-batch 1, in step (call 2) of pipeline 1 (one_f_one_b)"
+    sent = during.sent[0]
+    if rank == 0:
+        assert sent == Message((1, 0, 0), "the activation of micro-batch 0 over edge 1", 1, (0, 1), 4 * FEW * SMALL)
+    else:
+        assert sent == Message((1, 0, 1), "the gradient of micro-batch 0 over edge 1", 0, (0, 3), 4 * FEW * SMALL)
+    assert (len(during.sent), during.skipped, during.expects) == (1, (), None)
+    assert (after.doing, after.sent, after.skipped) == ("", (), ())
+    assert after.key == during.key
+    lines = [line.split(":")[0].strip() for line in after.operations]
+    expected = ["0F0", "0F1", "0B0", "0B1"] if rank == 0 else ["1F0", "1B0", "1F1", "1B1"]
+    assert lines == ["step (call 1) of pipeline 1 (one_f_one_b)", *expected, lines[0].replace("1", "2", 1), *expected]
+
+
+def test_an_account_names_the_action_and_what_was_sent():
+    found = inprocess.run(2, accounts_of)
+    for rank, (during, after) in enumerate(found):
+        check(rank, during, after)
+    assert found[0][0].key == found[1][0].key
+    line = found[0][1].operations[1]
+    assert line.startswith("  0F0: done ") and line.endswith(" s ago; sent to rank 1 (channel 0, tag 1, 128 bytes)")
+
+
+def test_a_device_has_the_same_account_without_times(gpu):
+    found = inprocess.run(2, lambda comm: accounts_of(comm, "cuda"))
+    for rank, (during, after) in enumerate(found):
+        check(rank, during, after)
+    assert found[0][1].operations[1] == "  0F0: done; sent to rank 1 (channel 0, tag 1, 128 bytes)"
+
+
+def test_a_pipeline_that_failed_is_in_no_action():
+    def job(comm):
+        stage = nn.Stage([nn.Linear(SMALL, SMALL)], first=comm.rank)
+        pipeline = Pipeline([stage], schedules.one_f_one_b(comm.size, 2), comm, nn.mean_squared_error)
+        stage.forward = None
+        x = np.ones((2 * FEW, SMALL), np.float32)
+        with pytest.raises(StageError):
+            pipeline.step(x, x)
+        return pipeline.engine.flight.snapshot()
+
+    (account,) = inprocess.run(1, job)
+    assert (account.doing, account.computes) == ("", False)

@@ -1,0 +1,359 @@
+"""Plans from measurements: what is counted, what a training makes of them, and what is refused; no time is asserted."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpipipe import Mesh, nn
+from mpipipe.bench import train as bench
+from mpipipe.cli.plan import check_new, make_plans, show, write
+from mpipipe.errors import ConfigError, MpipipeError
+from mpipipe.job import inprocess
+from mpipipe.language.models import GPT
+from mpipipe.language.models.fine_tuning import FineTuning
+from mpipipe.language.task import TextTask
+from mpipipe.planning import Choice, links, probe
+from mpipipe.planning import find as finding
+from mpipipe.planning.find import find_plan
+from mpipipe.planning.probe import METHODS, Stopwatch, array_bytes
+from mpipipe.train import TrainConfig, train
+from mpipipe.train.config import read_keys
+from mpipipe.train.planned import measured_ranks
+
+SMALL = dict(
+    dim=16, layers=2, heads=2, hidden=32, seq_len=8, batch=4, steps=2, warmup=1, eval_every=2, eval_batches=1,
+    sample_bytes=0, device="cpu", plan="auto",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    """As few measurements as there can be."""
+    for module in (probe, links):
+        monkeypatch.setattr(module, "SECONDS", 0)
+        monkeypatch.setattr(module, "REPEATS", (1, 1))
+    monkeypatch.setattr(probe, "ROUNDS", 1)
+    monkeypatch.setattr(probe, "TURNS", 1)
+    monkeypatch.setattr(links, "MANY", 2)
+    monkeypatch.setattr(links, "WARMUP", 0)
+    monkeypatch.setattr(finding, "STEPS", 1)
+
+
+def measured_on(comm, architecture=GPT, pipe=None, **keys):
+    config = TrainConfig.load(**{**SMALL, **keys})
+    mesh = Mesh(comm, pipe=pipe or comm.size // config.seq, seq=config.seq)
+    return measured_ranks(config, TextTask(config, architecture, tuning=FineTuning(config.freeze)), mesh)
+
+
+def plans_on(ranks, architecture=GPT, pipe=None, **keys):
+    def on_each_rank(comm):
+        measured = measured_on(comm, architecture, pipe, **keys)
+        with measured.mesh:
+            return find_plan(measured, "cpu")
+
+    return inprocess.run(ranks, on_each_rank)
+
+
+@pytest.mark.parametrize(("ranks", "keys"), [(1, {}), (2, {}), (3, {"fixed": ("schedule",)}), (2, {"seq": 2}),
+                                             (2, {"pipe": 1, "tied": True}), (2, {"packing": "segments"})])  # fmt: skip
+def test_a_plan_is_made_on_any_mesh(ranks, keys):
+    found = plans_on(ranks, **keys)
+    first = found[0]
+    assert first.choice == first.plans[0].choice and {each.choice for each in found} == {first.choice}
+    pipe = keys.get("pipe", ranks // keys.get("seq", 1))
+    assert first.profile.ranks == pipe and sum(first.choice.partition) == 6
+    assert len(first.choice.partition) == pipe * first.choice.chunks
+    seconds = [plan.prediction.seconds for plan in first.plans]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert not any(each.plans for each in found[1:])
+
+
+def test_a_plan_is_made_over_mpi(comm):
+    measured = measured_on(comm, fixed=("schedule", "microbatches"), microbatches=2, layers=4)
+    with measured.mesh:
+        found = find_plan(measured, "cpu")
+    assert sum(found.choice.partition) == 10 and found.choice.schedule == "one_f_one_b"
+    assert found.profile.ranks == comm.size and (comm.rank == 0) == bool(found.plans)
+
+
+def test_the_kinds_of_layers():
+    (found,) = inprocess.run(1, lambda comm: measured_on(comm).problem.kinds)
+    assert found == (0, 1, 2, 1, 2, 3)
+    assert probe._picked((0, 1, 2, 1, 2, 1, 2, 3)) == [0, 1, 2, 3, 4, 7]
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 1.0), (2, 0.4), (4, 0.1)])
+def test_what_ranks_save_alone_is_measured_with_every_other_one_idle(ranks, expected):
+    """Of four ranks one of the three others is at work all the same: two thirds of what there is to save are seen."""
+
+    def on_each_rank(comm):
+        tried = probe.Probe(measured_on(comm), comm, [0], 4)
+        calls = iter([1.0, 1.0, 0.4])  # before; with all others; without every other one
+
+        @contextmanager
+        def steps(way, replicas):
+            assert (way, replicas) == ("whole", None)  # replicas that wait for each other would hang
+            yield lambda: next(calls)
+
+        tried._pipeline = steps
+        return tried.alone()
+
+    assert inprocess.run(ranks, on_each_rank) == [pytest.approx(expected)] * ranks
+
+
+def test_frozen_parameters_make_another_kind_and_have_no_state():
+    plain, frozen = (
+        inprocess.run(1, lambda comm, freeze=freeze: measured_on(comm, freeze=freeze).problem)[0]
+        for freeze in ((), ("1.*",))
+    )
+    assert frozen.kinds == (0, 1, 2, 3, 2, 4)
+    count = plain.trained_counts[1]
+    assert frozen.trained_counts[1] == 0
+    assert plain.states[1] == 16 * count and frozen.states[1] == 4 * count  # parameter, gradient, two of AdamW
+    assert plain.states[0] == 16 * 256 * 16
+
+
+class Saves(nn.Layer):
+    """Leaves `count` arrays like its input for the backward, and one more between both halves of that."""
+
+    def __init__(self, count):
+        self.count = count
+        self.declared = {"gain": nn.Parameter((1,), lambda generator, shape: np.ones(shape))}
+
+    def forward(self, x):
+        return x * self.gain, [x.copy() for _ in range(self.count)]
+
+    def backward_input(self, dy, saved):
+        return dy * self.gain, (dy.copy(), saved)
+
+    def backward_weight(self, pending):
+        self.gain_grad += pending[0].sum()
+
+
+def test_bytes_of_activations_are_those_of_the_arrays_that_are_kept():
+    class Known(GPT):
+        def build(self, attend, positions=None):
+            made = super().build(attend, positions)
+            return [*made[:1], Saves(3), *made[2:]]
+
+    (found,) = plans_on(1, Known, schedule="gpipe", microbatches=2, chunks=1)
+    profile = found.profile
+    sizes = profile.sizes[2]
+    one = 2 * 8 * 16 * 4  # two sequences of 8 positions, 16 wide, in float32
+    assert sizes.message == one
+    assert sizes.activation[profile.kinds[1]] == 3 * one
+    assert sizes.split[profile.kinds[1]] == 4 * one
+    assert sizes.loss == 2 * 8 * 256 * 4  # of logits
+
+
+def test_buffers_count_memory_once():
+    whole = np.zeros(10)
+    thing = SimpleNamespace(a=whole, b=[whole[2:5], {"c": np.zeros(3, np.float32)}], d=nn.Linear(2, 2))
+    assert sorted(array_bytes(thing).values()) == [12, 80]
+
+
+def test_the_stopwatch_counts_the_outer_call_alone():
+    class Thing(nn.Layer):
+        def forward(self, x):
+            return x, None
+
+        def backward_input(self, dy, saved):
+            return dy, None
+
+    thing, watch = Thing(), Stopwatch()
+    watch.watch("thing", thing, METHODS)
+    thing.forward(1)
+    thing.backward(1, None)  # which calls backward_input and backward_weight
+    assert {key: len(seconds) for key, seconds in watch.seconds.items()} == {("thing", "F"): 1, ("thing", "B"): 1}
+    assert watch.median("thing", "W") == 0
+
+
+def test_delays_by_other_processes_are_no_cost_of_an_action():
+    """Two of three forwards met a delay, each in another layer, so that no layer but most stages met one."""
+
+    def on_each_rank(comm):
+        tried = probe.Probe(measured_on(comm), comm, [0, 1], 4)
+        first, second = [1.0, 50.0, 1.0], [2.0, 2.0, 50.0]
+        whole = [a + b + 0.25 for a, b in zip(first, second)]
+        tried.watches["whole"].seconds.update({(0, "F"): first, (1, "F"): second, ("stage", "F"): whole})
+        tried.watches["again"].seconds.update({(place, "F"): [0.0] * 4 for place in (0, 1)})
+        return tried.costs()
+
+    (costs,) = inprocess.run(1, on_each_rank)
+    assert [layer.forward for layer in costs.layers] == [1.0, 2.0]
+    assert costs.action == 0.25
+
+
+@pytest.mark.parametrize("ranks", range(1, 8))
+def test_the_phases_have_all_links_of_the_ring_and_no_rank_twice(ranks):
+    phases = links._phases(ranks)
+    expected = [] if ranks == 1 else [0] if ranks == 2 else list(range(ranks))
+    assert sorted(itertools.chain(*phases)) == expected
+    for phase in phases:
+        busy = [rank for link in phase for rank in (link, (link + 1) % ranks)]
+        assert len(set(busy)) == len(busy)
+
+
+def test_links_are_found_from_the_three_chains(monkeypatch):
+    action, message, transfer, step = 1.0, 0.25, 3.0, 10.0
+
+    def seconds(comm, schedule, array):
+        if schedule.ranks == 1:
+            return step + 2 * schedule.microbatches * action
+        if schedule.stages == 4:
+            return step + 8 * action + 12 * message + 6 * transfer
+        if schedule.ranks == 3:
+            return step + 6 * action + 8 * message + 4 * transfer
+        return step + 2 * (schedule.microbatches + 1) * (action + message) + 2 * transfer
+
+    monkeypatch.setattr(links, "_seconds", seconds)
+
+    def on_each_rank(comm):
+        measured = measured_on(comm)
+        with measured.mesh:
+            found = links.measure_links(measured, links.measure_action(measured))
+            return links.measure_action(measured), found, links.measure_step(measured, action, found)
+
+    for seconds_of_action, found, rest in inprocess.run(3, on_each_rank):
+        assert seconds_of_action == action and rest == pytest.approx(step)
+        for of_size in found.values():
+            assert len(of_size) == 3
+            assert all(link.message == message and link.transfer == transfer for link in of_size)
+
+
+def test_a_training_takes_the_plan_and_says_so(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one two three\n" * 200)
+    keys = dict(data=[str(tmp_path / "text.txt")], schedule="gpipe", recompute=True, microbatches=2)
+    config = TrainConfig.load(**{**SMALL, **keys, "out": str(tmp_path / "run"), "memory_limit": "1G"})
+    assert config.fixed == ("schedule", "microbatches", "recompute")
+    records = inprocess.run(2, lambda comm: train(config, GPT, comm))
+    said = capsys.readouterr().out
+    assert "mpipipe: plan: gpipe, 1 chunk, 2 micro-batches, layers " in said and "forwards run again: all" in said
+    again = TrainConfig.load(str(tmp_path / "run" / "config.toml"))  # which has the plan, and makes no other one
+    assert (again.plan, again.memory_limit, again.fixed) == ("no", None, ())
+    assert f"layers {','.join(map(str, again.partition))}, " in said and again.recompute
+    plain = TrainConfig.load(**{**SMALL, **keys, "out": str(tmp_path / "plain"), "plan": "no"})
+    assert inprocess.run(2, lambda comm: train(plain, GPT, comm))[0].loss == pytest.approx(records[0].loss, rel=1e-5)
+
+
+def test_what_is_written_is_a_configuration_with_the_choice(tmp_path, capsys):
+    choice = Choice("v_half", 2, 4, (2, 1, 1, 2), recompute_limit=3)
+    given = {"dim": 16, "preempt_grace": float("inf"), "data": ['a "b"\n', "c\\ü"], "plan": "auto",
+             "schedule": "gpipe", "tied": True}  # fmt: skip
+    write(tmp_path / "plan.toml", {**given, "pipe": 2}, choice)
+    config = TrainConfig.load(str(tmp_path / "plan.toml"))
+    assert (config.schedule, config.chunks, config.microbatches) == ("v_half", 2, 4)
+    assert (config.partition, config.recompute_limit, config.pipe, config.plan) == ((2, 1, 1, 2), 3, 2, "no")
+    assert config.data == tuple(given["data"]) and config.tied and config.preempt_grace == float("inf")
+    with pytest.raises(ConfigError, match="no plan can be written there"):
+        check_new(tmp_path / "plan.toml")
+    with pytest.raises(ConfigError, match="no plan can be written there"):
+        check_new(tmp_path / "none" / "plan.toml")
+    assert read_keys(tmp_path / "plan.toml")["dim"] == 16
+    assert "train --config" in capsys.readouterr().out
+
+
+def test_the_command_shows_ten_plans_and_what_real_steps_say(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one two three\n" * 200)
+    config = TrainConfig.load(**SMALL, data=[str(tmp_path / "text.txt")], recompute=False, microbatches=2)
+
+    def on_each_rank(comm):
+        found, problem = make_plans(config, comm)
+        if comm.rank == 0:
+            show(found)
+        return problem.ranks, problem.replicas
+
+    assert inprocess.run(2, on_each_rank) == [(2, 1)] * 2
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split()[0] == "schedule" and len(said) >= 12
+    assert any(line.startswith("real steps take ") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "text"),
+    [
+        (2, {"memory_limit": "1K"}, "no plan keeps this memory limit"),
+        (2, {"partition": "1,2"}, "does not have the layers"),
+        (2, {"chunks": 9}, "no schedule fits"),
+        (2, {"microbatches": 5}, "fewer sequences than micro-batches"),
+        (7, {"layers": 2}, "more ranks than the model has layers"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_all_ranks(ranks, keys, text):
+    def on_each_rank(comm):
+        measured = measured_on(comm, **keys)
+        with measured.mesh, pytest.raises(ConfigError, match=text):
+            find_plan(measured, "cpu")
+
+    inprocess.run(ranks, on_each_rank)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"memory_limit": "-1"}, "memory_limit: no number of bytes"),
+        ({"memory_limit": "nan"}, "memory_limit: no number of bytes"),
+        ({"partition": "2,-1"}, "partition: no partition"),
+        ({"partition": "2,0,1"}, "partition: no partition"),
+        ({"fixed": ("dim",)}, "fixed names what no plan decides"),
+        ({"plan": "yes"}, "no or auto"),
+        ({"survive": True}, "plan = auto and survive"),
+        ({"schedule": "order.csv"}, "plan = auto and an order of a schedule"),
+        ({"schedule": "0F0,0B0\n"}, "plan = auto and an order of a schedule"),
+        ({"fixed": ("partition",)}, "fixed names partition, which has no value"),
+        ({"plan": "no", "memory_limit": "1G"}, "memory_limit without plan"),
+        ({"plan": "no", "fixed": ("chunks",)}, "fixed without plan"),
+    ],
+)
+def test_wrong_options_are_refused(keys, text):
+    with pytest.raises(ConfigError, match=text):
+        TrainConfig.load(**{**SMALL, **keys})
+
+
+def test_a_gpu_is_refused():
+    def on_each_rank(comm):
+        measured = measured_on(comm)
+        with measured.mesh, pytest.raises(ConfigError, match="a plan is made on the CPU only"):
+            find_plan(measured, "cuda")
+
+    inprocess.run(2, on_each_rank)
+
+
+@pytest.mark.parametrize("module, name", [(probe, "Loss"), (links, "_link"), (links, "TrialSteps")])
+def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, module, name):
+    real, here = getattr(module, name), threading.local()
+
+    def broken(*arguments, **named):
+        if here.rank == 1:
+            raise RuntimeError("broken on rank 1")
+        return real(*arguments, **named)
+
+    def on_each_rank(comm):
+        here.rank = comm.rank
+        find_plan(measured_on(comm), "cpu")
+
+    monkeypatch.setattr(module, name, broken)
+
+    with pytest.raises((RuntimeError, MpipipeError), match="broken on rank 1"):
+        inprocess.run(2, on_each_rank)
+
+
+def test_the_benchmark_draws_plans_that_differ_and_reports(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "PLAN_STEPS", 1)
+    monkeypatch.setattr(bench.runtime, "world", lambda: here.comm)
+    here = threading.local()
+
+    def on_each_rank(comm):
+        here.comm = comm
+        bench.run_plan(3, 1, 0, TrainConfig.load(**SMALL, microbatches=2))
+
+    inprocess.run(2, on_each_rank)
+    said = capsys.readouterr().out
+    assert said.count("error +") + said.count("error -") == 4
+    assert "plan: 4 configurations on 2 ranks: error " in said and "plan: measured " in said

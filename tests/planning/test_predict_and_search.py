@@ -1,0 +1,286 @@
+"""Predictions and the search: against closed forms, trying everything, and what a training makes of the same choice."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from support.text_plan import text_plan
+
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.planning import (
+    Choice,
+    LayerCosts,
+    Link,
+    Profile,
+    RankCosts,
+    Sizes,
+    Space,
+    find_plans,
+    parse_bytes,
+    predict,
+)
+from mpipipe.planning.find import in_words, table
+from mpipipe.planning.problem import layers_with
+from mpipipe.train import TrainConfig
+
+ROWS = 8
+
+
+def profile(ranks=2, layers=(1.0,) * 6, speeds=None, links=None, **more):
+    """A profile whose layers of cost c take c forward and 2 c backward for one sequence; each is a kind of its own."""
+    speeds = speeds or (1.0,) * ranks
+    sizes = range(1, ROWS + 1)
+
+    def costs(size, speed):
+        return RankCosts(tuple(LayerCosts(*(size * c * speed * part for part in (1, 2, 1, 1))) for c in layers))
+
+    kept = tuple(range(100, 100 + len(layers)))
+    given = dict(
+        kinds=tuple(range(len(layers))),
+        costs={size: tuple(costs(size, speed) for speed in speeds) for size in sizes},
+        links={size: links or (Link(),) * ranks for size in sizes},
+        sizes={size: Sizes(tuple(size * each for each in kept), (0,) * len(layers), 10 * size, size) for size in sizes},
+        states=(1000,) * len(layers),
+        trained=(10,) * len(layers),
+        optimizer=(0.0,) * ranks,
+        sums=(0.0,) * ranks,
+    )  # fmt: skip
+    return Profile(**{**given, **more})
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 4), (2, 4), (3, 8), (6, 8)])
+def test_a_step_of_even_stages_is_the_closed_form_of_1f1b(ranks, microbatches):
+    choice = Choice("one_f_one_b", 1, microbatches, (6 // ranks,) * ranks)
+    found = predict(profile(ranks), choice, ROWS)
+    of_one = 3 * (6 // ranks) * ROWS / microbatches  # forward and backward of a micro-batch
+    assert found.seconds == pytest.approx((microbatches + ranks - 1) * of_one)
+    assert found.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+def test_what_is_not_in_the_schedule_is_added():
+    choice = Choice("gpipe", 1, 4, (4, 2))
+    bare = predict(profile(), choice, ROWS)
+    more = predict(profile(optimizer=(0.5, 0.25), step=7.0, scale=3.0), choice, ROWS)
+    assert more.seconds == pytest.approx(7 + 3 * (bare.seconds + 40 * 0.5))
+    # the second rank ends its backwards first, so that its sums hide behind those of the first
+    ends = 4 * 3 * 2 * 4 + 2 * 2 * 3
+    assert bare.seconds == ends
+    summed = predict(profile(sums=(0.25, 0.0)), choice, ROWS)
+    assert summed.seconds == pytest.approx(ends + 40 * 0.25)
+
+
+@pytest.mark.parametrize(("again", "expected"), [(None, 1.0), (0.25, 0.25)])
+def test_a_forward_that_is_run_again_costs_what_that_adds(again, expected):
+    """The executor has one more action; neither its messages nor the loss come again."""
+    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0, again),) * 6, loss=5.0, action=7.0)
+    one = profile(1, costs={ROWS: (rank,)})
+    once, twice = (predict(one, Choice("gpipe", 1, 1, (6,), recompute=each), ROWS).seconds for each in (False, True))
+    assert twice - once == pytest.approx(6 * expected + 7)
+
+
+def test_ranks_compute_faster_while_others_are_idle():
+    """Of 5 turns of 1F1B each of two ranks waits for one; of an uneven cut the busy rank sees the other one wait."""
+    even, uneven = Choice("one_f_one_b", 1, 4, (3, 3)), Choice("gpipe", 1, 8, (5, 1))
+    for choice, idle in ((even, 1 / 5), (uneven, 1 - 8 * 3 / (8 * 15 + 3))):
+        usual, faster = (predict(profile(alone=alone), choice, ROWS).seconds for alone in (1.0, 0.7))
+        assert faster == pytest.approx(usual * (1 - 0.3 * idle))
+    assert predict(profile(1, alone=0.7), Choice("gpipe", 1, 4, (6,)), ROWS).seconds == pytest.approx(6 * 3 * ROWS)
+
+
+def test_messages_and_the_loss_cost_time():
+    links = (Link(message=0.25, transfer=2.0),) * 2
+    lossy = profile(links=links)
+    lossy = replace(lossy, costs={s: tuple(replace(r, loss=0.5, action=0.125) for r in v) for s, v in
+                                  lossy.costs.items()})  # fmt: skip
+    found = predict(lossy, Choice("gpipe", 1, 1, (3, 3)), ROWS)
+    # chain: four actions with a message each and the executor, two transfers, one loss of 8 sequences
+    assert found.seconds == pytest.approx(6 * 8 * 3 + 4 * (0.25 + 0.125) + 2 * 2.0 + 0.5)
+
+
+def played(schedule, times, action, link):
+    """Play a schedule: each action costs the executor, and a message its sender, its receiver, and the way between."""
+    last, ranks, sent = schedule.stages - 1, schedule.placement, {}
+    clocks, left = [0.0] * schedule.ranks, [list(order) for order in schedule.orders]
+    while any(left):
+        rank = next(r for r, (stage, op, m) in ((r, order[0]) for r, order in enumerate(left) if order)
+                    if op in "WR" or (op, stage) == ("F", 0) or (op in "BI" and stage == last)
+                    or (op == "F", stage, m) in sent)  # fmt: skip
+        stage, op, m = left[rank].pop(0)
+        step = 0 if op in "WR" else 1 if op == "F" else -1
+        before, after = stage - step, stage + step
+        arrived, clock = sent.get((op == "F", stage, m), 0.0) if step else 0.0, clocks[rank]
+        if step and 0 <= before <= last and ranks[before] != rank:
+            clock = max(clock, arrived) + link.message
+        clock += action + times[op]
+        if step and 0 <= after <= last:
+            away = ranks[after] != rank
+            clock += link.message * away
+            sent[op == "F", after, m] = clock + link.transfer * away
+        clocks[rank] = clock
+    return max(clocks)
+
+
+@pytest.mark.parametrize("microbatches", [4, 16, 64])
+@pytest.mark.parametrize("link", [Link(0.3, 0.0), Link(0.3, 2.5)])
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2),
+                                              ("zero_bubble_h1", 1), ("interleaved_zero_bubble", 2)])  # fmt: skip
+def test_every_action_and_message_is_charged_however_many_there_are(name, chunks, link, microbatches):
+    """Layers are as short as the messages, so that a cost that is left out would show with many micro-batches."""
+    stages, action = 2 * chunks, 0.5
+    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),) * 6, action=action)
+    slow = profile(layers=(1.0,) * stages, links=(link, link), costs={1: (rank, rank)})
+    found = predict(slow, Choice(name, chunks, microbatches, (1,) * stages), microbatches)
+    expected = played(found.schedule, {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}, action, link)
+    assert found.seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_micro_batches_of_unequal_sizes_cost_what_the_mean_one_does():
+    even = predict(profile(), Choice("gpipe", 1, 4, (3, 3)), 8)
+    odd = predict(profile(), Choice("gpipe", 1, 4, (3, 3)), 7)
+    assert odd.seconds == pytest.approx(even.seconds * 7 / 8)
+
+
+def test_memory_is_states_and_what_the_schedule_holds():
+    found = predict(profile(), Choice("one_f_one_b", 1, 8, (2, 4)), ROWS)
+    first, second = 100 + 101, 102 + 103 + 104 + 105 + 1  # of one sequence, with the gradient of the loss
+    assert found.memory == (2 * 1000 + 2 * first, 4 * 1000 + second)
+    again = predict(profile(), Choice("one_f_one_b", 1, 8, (2, 4), recompute=True), ROWS)
+    assert again.memory == (2000 + 10 + first, 4000 + second)
+    split = profile()
+    split = replace(split, sizes={s: replace(each, split=(300,) * 6) for s, each in split.sizes.items()})
+    assert predict(split, Choice("one_f_one_b", 1, 8, (2, 4)), ROWS).memory == found.memory
+    assert predict(split, Choice("zero_bubble_h1", 1, 8, (2, 4)), ROWS).memory[1] >= 4000 + 4 * 300
+
+
+@pytest.mark.parametrize("keys", [dict(schedule="interleaved_zero_bubble", chunks=2), dict(recompute_limit=1),
+                                  dict(freeze=("0.*", "1.*"))])  # fmt: skip
+def test_the_schedule_is_the_one_that_a_training_runs(keys):
+    config = TrainConfig(
+        dim=16, layers=3, heads=2, seq_len=8, batch=8, microbatches=4, partition=keys.pop("partition", None), **keys
+    )
+    from mpipipe.language.models.fine_tuning import FineTuning
+
+    tuning = FineTuning(config.freeze)
+    task, plan = text_plan(config, 2, tuning=tuning)
+    trained = layers_with(task.trained())
+    counts = tuple(stop - start for start, stop in plan.layer_ranges)
+    choice = Choice(config.schedule, config.chunks, 4, counts, recompute_limit=config.recompute_limit)
+    assert choice.build(2, trained) == plan.schedule
+    assert choice.ranges == plan.layer_ranges
+    given = replace(config, partition=counts)
+    assert text_plan(given, 2, tuning=tuning)[1] == plan
+
+
+def everything(given, space):
+    """The fastest step of all partitions into two or four stages, of all schedules."""
+    best = None
+    for (name, chunks), microbatches in itertools.product(space.forms, space.microbatches):
+        stages = chunks * space.ranks
+        for cuts in itertools.combinations(range(1, space.layers), stages - 1):
+            edges = (0, *cuts, space.layers)
+            partition = tuple(stop - start for start, stop in itertools.pairwise(edges))
+            found = predict(given, Choice(name, chunks, microbatches, partition), space.rows).seconds
+            best = found if best is None else min(best, found)
+    return best
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0)])
+@pytest.mark.parametrize("layers", [(1.0,) * 6, (0.1, 2.0, 1.0, 2.0, 1.0, 3.0)])
+def test_the_best_of_few_layers_is_the_best_of_all(layers, speeds):
+    given = profile(layers=layers, speeds=speeds, links=(Link(0.05, 0.3),) * 2)
+    space = Space(2, 6, ROWS, {"microbatches": 4})
+    assert find_plans(given, space)[0].prediction.seconds == pytest.approx(everything(given, space), rel=0.01)
+
+
+def test_a_slow_rank_gets_fewer_layers_and_a_slow_link_fewer_chunks():
+    slow = find_plans(profile(speeds=(1.0, 4.0)), Space(2, 6, ROWS, {"schedule": "one_f_one_b"}))[0].choice
+    assert slow.partition == (5, 1)
+    fixed = {"microbatches": 4, "schedule": "interleaved_1f1b"}
+    fast, far = (
+        find_plans(profile(links=(Link(0, t),) * 2), Space(2, 6, ROWS, fixed))[0].choice.chunks for t in (0, 50)
+    )
+    assert fast > far == 1
+
+
+def test_what_is_fixed_stays():
+    fixed = {"schedule": "gpipe", "microbatches": 2, "partition": (1, 5), "recompute": True}
+    plans = find_plans(profile(), Space(2, 6, ROWS, fixed))
+    assert [plan.choice for plan in plans] == [Choice("gpipe", 1, 2, (1, 5), recompute=True)]
+
+
+def test_the_limit_is_kept_by_running_forwards_again_and_the_least_one_works():
+    given, space = profile(), Space(2, 6, ROWS, {"microbatches": 4})
+    free = find_plans(given, space)
+    limit = min(plan.prediction.peak for plan in free) - 1
+    kept = find_plans(given, space, limit)
+    assert all(plan.prediction.peak <= limit for plan in kept)
+    assert any(plan.prediction.schedule.recomputed for plan in kept)
+    assert kept[0].prediction.seconds >= free[0].prediction.seconds
+    with pytest.raises(ConfigError, match="no plan keeps this memory limit") as caught:
+        find_plans(given, space, 100)
+    least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
+    assert find_plans(given, space, least)[0].prediction.peak == least
+    with pytest.raises(ConfigError, match=f"{least} bytes"):
+        find_plans(given, space, least - 1)
+
+
+def test_a_slower_cut_that_keeps_the_limit_is_taken():
+    fixed = {"schedule": "one_f_one_b", "microbatches": 4, "recompute": False}
+    given, space = profile(speeds=(1.0, 4.0)), Space(2, 6, ROWS, fixed)
+    uneven = find_plans(given, space)[0]
+    even = predict(given, Choice("one_f_one_b", 1, 4, (3, 3)), ROWS)
+    assert uneven.choice.partition == (5, 1) and even.peak < uneven.prediction.peak
+    assert find_plans(given, space, even.peak)[0].prediction.peak <= even.peak
+
+
+def test_no_two_plans_are_the_same_schedule():
+    plans = find_plans(profile(), Space(2, 6, ROWS))
+    orders = [(plan.prediction.schedule.placement, plan.prediction.schedule.orders) for plan in plans]
+    assert len(set(orders)) == len(orders)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (dict(ranks=7), "more ranks than the model has layers"),
+        (dict(fixed={"microbatches": 9}), "fewer sequences than micro-batches"),
+        (dict(fixed={"partition": (1, 2)}), "does not have the layers"),
+        (dict(fixed={"schedule": "gpipe", "chunks": 2}), "no schedule fits"),
+        (dict(fixed={"chunks": 4}), "no schedule fits"),
+        (dict(fixed={"schedule": "gpip"}), "unknown schedule(.|\n)*one of .*gpipe"),
+        (dict(fixed={"partition": (2, 2, 2)}), "no schedule fits"),
+    ],
+)
+def test_a_space_without_plans_is_refused(keys, text):
+    with pytest.raises(ConfigError, match=text):
+        Space(**{**dict(ranks=2, layers=6, rows=8), **keys})
+
+
+def test_the_numbers_of_micro_batches():
+    assert Space(2, 6, 8).microbatches == [2, 4, 8]
+    assert Space(4, 6, 3).microbatches == [3]
+    assert Space(1, 6, 7).microbatches == [1, 7]
+    many = Space(2, 6, 720).microbatches
+    assert len(many) == 5 and many[0] == 2 and all(720 % count == 0 for count in many)
+    assert Space(2, 6, 37).microbatches == [32]  # of unequal sizes: a prime number has no divisor in reach
+
+
+@pytest.mark.parametrize(("text", "count"), [("0", 0), ("900", 900), ("1.5k", 1536), ("2M", 2 << 20), ("1G", 1 << 30)])
+def test_bytes_are_read(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "G", "nan", "-1", "inf", "1 000", "5Q", "1e400", "5iB", "5 iB"])
+def test_what_is_no_number_of_bytes_is_refused(text):
+    with pytest.raises(ArgumentError, match="no number of bytes"):
+        parse_bytes(text)
+
+
+def test_the_table_has_ten_rows_and_the_best_is_not_behind_itself():
+    plans = find_plans(profile(), Space(2, 6, ROWS))
+    lines = list(table(plans))
+    assert len(lines) == 12 and lines[2].startswith(plans[0].choice.schedule)
+    assert lines[2].split()[-2] == "0.0%"
+    assert plans[0].choice.schedule in in_words(plans[0])

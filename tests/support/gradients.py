@@ -1,0 +1,28 @@
+"""Gradients that follow from the names of parameters alone, on the host or on a GPU, and all that a step may change."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe import arrays
+
+
+def fill(stages, seed=0, size=1.0, bad=None):
+    """Set gradients to numbers of this size; `bad` in one place of the last stage."""
+    for stage in stages:
+        gradients = stage.gradients
+        flat = np.zeros(gradients.flat.size, gradients.flat.dtype)
+        for name, at in gradients.offsets.items():
+            count = gradients[name].size
+            flat[at : at + count] = np.random.default_rng([seed, *name.encode()]).standard_normal(count) * size
+        if bad is not None and stage is stages[-1]:
+            flat[gradients.offsets[f"{stage.first}.bias"] + 3] = bad
+        arrays.copy_into(gradients.flat, arrays.upload(flat) if arrays.is_device(gradients.flat) else flat)
+
+
+def contents(stages, optimizer=None):
+    """Return everything that a step may change, as bytes."""
+    kept = [flat for s in stages for flat in (s.parameters.flat, s.compute.flat, s.gradients.flat)]
+    if optimizer is not None:
+        kept += [state[key] for state in optimizer.state for key in state]
+    return [array.tobytes() for array in arrays.download_all(kept)]

@@ -1,0 +1,13 @@
+"""The plan of a text training, without data and ranks."""
+
+from __future__ import annotations
+
+from mpipipe.language.models import GPT
+from mpipipe.language.task import TextTask
+from mpipipe.train.training_plan import plan_layers
+
+
+def text_plan(config, pipe=1, replicas=1, architecture=GPT, **of_task):
+    """Plan a training of text on `replicas` pipelines of `pipe` ranks; return (task, plan)."""
+    task = TextTask(config, architecture, **of_task)
+    return task, plan_layers(config, task, pipe, replicas)
