@@ -11,9 +11,8 @@ from importlib import import_module
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.attention import Ring
-    from mpipipe.comm.mesh import Mesh, select_device
-    from mpipipe.job.preemption import Preemption
-    from mpipipe.job.runtime import world
+    from mpipipe.comm import Mesh, select_device
+    from mpipipe.job import Preemption, world
     from mpipipe.pipeline import Branches, PendingStep, Pipeline, StepResult
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here

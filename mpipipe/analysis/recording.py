@@ -12,11 +12,9 @@ import numpy as np
 
 from mpipipe.analysis.records import Handed, Interval, RankRecord, StepRecord, Waited
 from mpipipe.analysis.trace import Trace, check_places
-from mpipipe.comm.mailbox import Envelope
+from mpipipe.comm import Envelope
 from mpipipe.errors import ArgumentError
-from mpipipe.job.group import Group, collect, group_of
-from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup, collect, group_of, own
 from mpipipe.pipeline import Pipeline, PlannedAction
 from mpipipe.schedules import Action
 from mpipipe.trace import Recorder, Span, Wait
@@ -247,7 +245,7 @@ class Offset(NamedTuple):
     error: float  # how far `ahead` may be off
 
 
-def clock_offset(group: Group, comm: Communicator, now: Callable[[], float]) -> Offset:
+def clock_offset(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offset:
     """Compare this rank's clock with that of rank 0; collective.
 
     group : the ranks
@@ -264,7 +262,7 @@ def clock_offset(group: Group, comm: Communicator, now: Callable[[], float]) -> 
     return Offset(now(), 0.0, 0.0)
 
 
-def _ask(group: Group, comm: Communicator, now: Callable[[], float]) -> Offset:
+def _ask(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offset:
     answer = np.empty(1)
     receive = own(comm.Irecv(answer, 0, 0))
     before = now()
@@ -275,6 +273,6 @@ def _ask(group: Group, comm: Communicator, now: Callable[[], float]) -> Offset:
     return Offset((before + after) / 2, float(answer[0]) - (before + after) / 2, (after - before) / 2)
 
 
-def _answer(group: Group, comm: Communicator, now: Callable[[], float], peer: int) -> None:
+def _answer(group: RankGroup, comm: Communicator, now: Callable[[], float], peer: int) -> None:
     group.wait(own(comm.Irecv(np.empty(1), peer, 0)), f"rank {peer}, to compare clocks", peer=peer)
     group.wait(own(comm.Isend(np.array([now()]), peer, 0)), f"rank {peer}, to compare clocks", peer=peer)

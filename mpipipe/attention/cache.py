@@ -22,7 +22,7 @@ from mpipipe.attention.decode import (
 from mpipipe.attention.kernels import KVBlock, OutLse, no_poll
 from mpipipe.attention.mask import PositionRange, Slice
 from mpipipe.errors import ArgumentError
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator
 from mpipipe.nn import Attend
 
 

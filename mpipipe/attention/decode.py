@@ -23,9 +23,7 @@ from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.mask import PositionRange
 from mpipipe.attention.merge import merge
 from mpipipe.errors import ArgumentError
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup, group_of, own
 
 
 def decode_attention(
@@ -103,7 +101,7 @@ def causal_block(
     return KVBlock(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices)
 
 
-def attend_over_ranks(group: Group | None, kernel: AttentionKernel, block: KVBlock) -> np.ndarray:
+def attend_over_ranks(group: RankGroup | None, kernel: AttentionKernel, block: KVBlock) -> np.ndarray:
     """Attend to this rank's block, and merge the results of all ranks."""
 
     def attend(result: OutLse) -> None:
@@ -115,7 +113,9 @@ def attend_over_ranks(group: Group | None, kernel: AttentionKernel, block: KVBlo
     return merged_over_ranks(group, block.q, block.v.shape[3], attend)
 
 
-def merged_over_ranks(group: Group | None, q: np.ndarray, width: int, attend: Callable[[OutLse], object]) -> np.ndarray:
+def merged_over_ranks(
+    group: RankGroup | None, q: np.ndarray, width: int, attend: Callable[[OutLse], object]
+) -> np.ndarray:
     """Let `attend` set what queries find on this rank, and merge the results of all ranks.
 
     Returns (batch, rows, heads, width) for queries (batch, rows, heads, head_dim), with the same bits on every rank.
@@ -168,7 +168,7 @@ def shared_facts(
     return facts | {"start": int(start), "window": window, "scale": scale}
 
 
-def agree_on_facts(group: Group | None, find: Callable[[], dict[str, Any]]) -> AttentionKernel:
+def agree_on_facts(group: RankGroup | None, find: Callable[[], dict[str, Any]]) -> AttentionKernel:
     """Compare the facts that `find` returns or refuses, and return this rank's kernel.
 
     An error on one rank, or a difference, raises on every rank.
@@ -190,6 +190,6 @@ def agree_on_facts(group: Group | None, find: Callable[[], dict[str, Any]]) -> A
     return kernel
 
 
-def sharing_group(comm: Communicator | None) -> Group | None:
+def sharing_group(comm: Communicator | None) -> RankGroup | None:
     """The ranks that share a cache; None if there is only this one."""
     return None if comm is None or comm.size == 1 else group_of(comm)

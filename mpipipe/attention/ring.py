@@ -17,11 +17,9 @@ from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import as_one_sequence, by_rows, documents_of_rows, like
 from mpipipe.attention.ring_pass import RingPass
 from mpipipe.attention.ring_plan import RingOptions, RingPlan, RingSaved, ring_agreement_of
-from mpipipe.comm.ring_exchange import RingExchange
+from mpipipe.comm import RingExchange
 from mpipipe.errors import ArgumentError
-from mpipipe.job import runtime, settings
-from mpipipe.job.communicators import cached
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, cached, runtime, settings
 from mpipipe.nn import Attend
 from mpipipe.text import counted
 

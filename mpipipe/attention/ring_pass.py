@@ -28,7 +28,7 @@ from mpipipe.arrays import Array, cast
 from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse
 from mpipipe.attention.kernels.interface import strided_add, strided_copy
 from mpipipe.attention.ring_plan import RingPlan
-from mpipipe.comm.ring_exchange import RingExchange
+from mpipipe.comm import RingExchange
 
 
 class RingPass:

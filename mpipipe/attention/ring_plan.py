@@ -15,12 +15,9 @@ from mpipipe.attention.kernels import AttentionKernel
 from mpipipe.attention.kernels.interface import check_arrays, strided_copy
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
-from mpipipe.comm.ring_exchange import ROTATIONS
+from mpipipe.comm import ROTATIONS
 from mpipipe.errors import ArgumentError
-from mpipipe.job.communicators import cached
-from mpipipe.job.consensus import Ballot, raise_on_all
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Ballot, Communicator, cached, group_of, raise_on_all
 from mpipipe.text import counted
 
 BYTES = np.dtype(np.uint8)
@@ -268,7 +265,7 @@ class RingAgreement:
 
     Every method is collective, and raises the same error on every rank if the ranks differ or one of them has an error.
 
-    group : the job.group.Group of the ranks
+    group : the job.group.RankGroup of the ranks
     calls : number of forwards so far
     plans : by what they are made of, at most KEPT_PLANS
     """

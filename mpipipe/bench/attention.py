@@ -20,9 +20,8 @@ from mpipipe import attention
 from mpipipe.attention import cost, kernels
 from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, no_poll
 from mpipipe.bench.timing import Call, compare, report
-from mpipipe.comm.ring_exchange import ROTATIONS
-from mpipipe.job import runtime
-from mpipipe.job.types import Communicator
+from mpipipe.comm import ROTATIONS
+from mpipipe.job import Communicator, runtime
 
 WARMUP = 1
 GOALS = {"host": "at least 0.75", "torch": "at least 0.97"}

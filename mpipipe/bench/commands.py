@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from mpipipe import processor
-from mpipipe.cli.flags import Operand
-from mpipipe.cli.output import refusing
-from mpipipe.job import inprocess
-from mpipipe.job.exit import run_or_abort
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.cli import Operand, refusing
+from mpipipe.job import Communicator, group_of, inprocess, run_or_abort
 from mpipipe.options import Option
 
 Repeats = Annotated[int, Option("measured turns of each candidate; medians are shown", least=1)]
@@ -82,7 +78,7 @@ def train(
 def dry_run(config: Annotated[Path, Operand("TOML file with keys of train")]) -> int:
     """Memory foreseen by train --dry-run against a training (mpiexec -n 4 python -m mpipipe bench dry-run job.toml)."""
     from mpipipe.bench.train import run_dry_run
-    from mpipipe.job.group import group_of
+    from mpipipe.job import group_of
     from mpipipe.train import TrainConfig
 
     def work() -> None:

@@ -16,12 +16,17 @@ from mpipipe import Mesh, Pipeline, checkpoint, nn, optim, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import compare, report
 from mpipipe.errors import BackendError
-from mpipipe.job import runtime
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
-from mpipipe.language.data.text_chunks import TextReader, chunks_of
-from mpipipe.language.data.tokenize import THREADS, batches_of, list_texts, share_threads, tokenize
-from mpipipe.language.data.tokenizer import open_tokenizer
+from mpipipe.job import Communicator, group_of, runtime
+from mpipipe.language.data import (
+    THREADS,
+    TextReader,
+    batches_of,
+    chunks_of,
+    list_texts,
+    open_tokenizer,
+    share_threads,
+    tokenize,
+)
 from mpipipe.language.models import GPT
 from mpipipe.text import counted
 

@@ -10,12 +10,9 @@ import numpy as np
 from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.arrays import Array
 from mpipipe.bench.timing import compare, report
-from mpipipe.comm.mailbox import Envelope, Mailbox
-from mpipipe.comm.transport.device import DeviceTransport
-from mpipipe.comm.transport.host import HostTransport
+from mpipipe.comm import DeviceTransport, Envelope, HostTransport, Mailbox
 from mpipipe.errors import ArgumentError
-from mpipipe.job import runtime
-from mpipipe.job.types import Communicator, MpiCommunicator
+from mpipipe.job import Communicator, MpiCommunicator, runtime
 from mpipipe.text import counted
 
 # -- `bench pipeline`: what the machinery costs, on stages so small that nothing else counts ---------------------------

@@ -12,10 +12,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 from mpipipe import schedules
-from mpipipe.cli.output import show
+from mpipipe.cli import show
 from mpipipe.pipeline import construct_on_paper
-from mpipipe.schedules import Costs, Links, Schedule
-from mpipipe.schedules.registry import names
+from mpipipe.schedules import Costs, Links, Schedule, names
 from mpipipe.text import counted
 
 # -- `bench schedules`: how long large schedules take: to build, check and simulate; and on one rank of a real job -----

@@ -13,9 +13,8 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Shape
-from mpipipe.cli.output import show
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.cli import show
+from mpipipe.job import Communicator, group_of
 from mpipipe.text import text_table
 
 Call: TypeAlias = "Callable[[], object]"  # what is measured

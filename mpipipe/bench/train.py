@@ -18,23 +18,29 @@ import numpy as np
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import compare, report
-from mpipipe.cli.output import show
-from mpipipe.comm.mesh import Mesh
+from mpipipe.cli import show
+from mpipipe.comm import Mesh
 from mpipipe.errors import BackendError
-from mpipipe.job import runtime
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, group_of, runtime
+from mpipipe.language import TextTask, estimate
 from mpipipe.language.models import GPT
-from mpipipe.language.task import TextTask, estimate
-from mpipipe.planning import Choice, Profile, Space, predict
-from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds
-from mpipipe.planning.links import TrialSteps, trial_steps
-from mpipipe.planning.memory import resident
-from mpipipe.planning.problem import MeasuredRanks
-from mpipipe.planning.search import cuts_by_time
+from mpipipe.planning import (
+    Choice,
+    MeasuredRanks,
+    PlanReport,
+    Profile,
+    Space,
+    TrialSteps,
+    cuts_by_time,
+    find_plan,
+    in_words,
+    predict,
+    resident,
+    shown_seconds,
+    trial_steps,
+)
 from mpipipe.text import counted
-from mpipipe.train import TrainConfig, train
-from mpipipe.train.planned import measured_ranks
+from mpipipe.train import TrainConfig, measured_ranks, train
 
 # -- `bench train`: the step of a GPT against what the simulation makes of its measured stages, for two schedules ------
 #

@@ -14,9 +14,9 @@ from mpipipe.checkpoint import folders
 from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
 from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
-from mpipipe.job.group import group_of
+from mpipipe.job import group_of
 from mpipipe.nn import announce_write
 from mpipipe.stages import StageAdapter
 

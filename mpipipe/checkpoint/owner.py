@@ -30,12 +30,7 @@ from pathlib import Path
 
 from mpipipe import files
 from mpipipe.errors import MpipipeError, OwnerError
-from mpipipe.job.context import current_rank, is_rank
-from mpipipe.job.exit import Stop
-from mpipipe.job.flight import Snapshot
-from mpipipe.job.group import Group
-from mpipipe.job.report import write
-from mpipipe.job.wait import wait_locally
+from mpipipe.job import RankGroup, Snapshot, Stop, current_rank, is_rank, wait_locally, write
 
 NAME, CLAIM = "owner.json", "owner.json.after-"
 MOST_BYTES = 1 << 20
@@ -108,7 +103,7 @@ class Owner:
                     # into the file that was opened: where another job has taken over, it has no name any more
                     write_over(self._descriptor, self._record.content())
 
-    def hand_on(self, group: Group, holder: int) -> None:
+    def hand_on(self, group: RankGroup, holder: int) -> None:
         """After ranks have died: let one of the ranks that are left keep the file alive; collective over them."""
         self._stop()
         processes = group.gather("the owner of a folder: its processes", this_process())
@@ -151,7 +146,7 @@ class Owner:
 
 
 @contextmanager
-def released_at_end(owner: Owner, group: Group | None) -> Iterator[None]:
+def released_at_end(owner: Owner, group: RankGroup | None) -> Iterator[None]:
     """Release a folder at the end of the block. Where a group comes to that end alike, each rank knows that it is free.
 
     `group` is None where ranks may die on the way.
@@ -192,7 +187,7 @@ def is_owner_file(name: str) -> bool:
     return name == NAME or name.startswith(CLAIM)
 
 
-def share_folder(folder: Path, group: Group, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
+def share_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
     """Take part in the ownership of a folder that this job has already, or take it; collective. See `take_folder`."""
     place = None
     if group.rank == 0:
@@ -207,7 +202,7 @@ def share_folder(folder: Path, group: Group, explain: Callable[[Path, OSError], 
     return owner
 
 
-def take_folder(folder: Path, group: Group, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
+def take_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
     """Make a folder this job's; collective.
 
     The folder is that of rank 0, made where it is missing. Raises, on every rank, OwnerError where another job keeps

@@ -20,11 +20,9 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.checkpoint.contents import Optimizer, contents_of
 from mpipipe.checkpoint.tensor_files import PIECE_BYTES
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ReplicaError
-from mpipipe.job import rank_list
-from mpipipe.job.consensus import raise_on_all
-from mpipipe.job.group import group_of
+from mpipipe.job import group_of, raise_on_all, rank_list
 from mpipipe.stages import StageAdapter
 
 WHAT = "checkpoint.check_replicas"

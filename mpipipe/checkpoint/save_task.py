@@ -26,9 +26,7 @@ from mpipipe.checkpoint.folders import Checkpoint
 from mpipipe.checkpoint.owner import owner_of
 from mpipipe.errors import ArgumentError, OwnerError
 from mpipipe.files import sync_folder
-from mpipipe.job.context import current_rank, is_rank
-from mpipipe.job.flight import Snapshot
-from mpipipe.job.wait import ThreadTask, wait_locally
+from mpipipe.job import Snapshot, ThreadTask, current_rank, is_rank, wait_locally
 
 logger = logging.getLogger("mpipipe")
 PATIENCE = 1.0  # seconds that a rank which gives a save up waits for its thread

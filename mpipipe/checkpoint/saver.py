@@ -23,12 +23,9 @@ from mpipipe.arrays import Array
 from mpipipe.checkpoint import contents, folders, owner
 from mpipipe.checkpoint.contents import Optimizer
 from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveFacts, SaveTask, logger, wait_for_given_up
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.job.consensus import raise_on_all
-from mpipipe.job.context import whoami
-from mpipipe.job.group import group_of
-from mpipipe.job.wait import wait_locally
+from mpipipe.job import group_of, raise_on_all, wait_locally, whoami
 from mpipipe.optim import duplicate_name_error
 
 

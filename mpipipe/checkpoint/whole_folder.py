@@ -22,14 +22,14 @@ from pathlib import Path
 from mpipipe import files
 from mpipipe.checkpoint import owner
 from mpipipe.errors import ArgumentError
-from mpipipe.job.group import Group
+from mpipipe.job import RankGroup
 
 FORMER = ".mpipipe-former"  # after the name of a folder that is being replaced; no folder of a user ends in it
 Explain = Callable[[Path], AbstractContextManager[None]]
 
 
 @contextmanager
-def replacing(target: Path, group: Group | None, explained: Explain, replaces: bool = True) -> Iterator[Path]:
+def replacing(target: Path, group: RankGroup | None, explained: Explain, replaces: bool = True) -> Iterator[Path]:
     """Give all ranks of a group, or one process, a folder to write into, which is called `target` at the end.
 
     Collective. `target` is on a file system that all ranks which write share. Where anything is raised, a folder that

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from mpipipe.cli.flags import Operand as Operand
+from mpipipe.cli.output import refusing as refusing
+from mpipipe.cli.output import show as show
+
 
 def main() -> None:
     """Run the command that sys.argv names, and exit with its code.

@@ -23,10 +23,7 @@ from mpipipe import __version__
 from mpipipe.cli.flags import REQUIRED, Argument, Operand, parameters_of
 from mpipipe.cli.output import WRONG_USAGE, refusing, show
 from mpipipe.errors import BackendError
-from mpipipe.job import ended, runtime, settings
-from mpipipe.job.exit import Stop, run_or_abort
-from mpipipe.job.group import group_of
-from mpipipe.job.report import INTERRUPTED, write
+from mpipipe.job import INTERRUPTED, Stop, ended, group_of, run_or_abort, runtime, settings, write
 from mpipipe.options import Option
 from mpipipe.text import as_word, near
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.train.sinks import MOST_BYTES, NAME
+from mpipipe.train import MOST_BYTES, NAME
 
 LARGEST = 1e-4  # relative difference: rounding, after a few steps
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from mpipipe.cli.flags import Operand
 from mpipipe.cli.output import check_one_process, refusing, show
-from mpipipe.language.models.conversion import convert as convert_folder
-from mpipipe.language.models.huggingface.writing import SHARD_BYTES
+from mpipipe.language.models import SHARD_BYTES
+from mpipipe.language.models import convert as convert_folder
 from mpipipe.options import Option
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mpipipe import files, pictures, schedules
-from mpipipe.analysis.written import number_in, read_trace
+from mpipipe.analysis import number_in, read_trace
 from mpipipe.cli.flags import numbers, one_or_more, parameters_of
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.options import Option
-from mpipipe.schedules import Costs, Timeline
-from mpipipe.schedules.csv_text import from_file, is_path
+from mpipipe.schedules import Costs, Timeline, from_file, is_path
 
 MILLISECONDS = 1e3  # of a second
 

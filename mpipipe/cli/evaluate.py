@@ -9,16 +9,13 @@ from typing import Annotated, Any
 
 from mpipipe import arrays, files, processor
 from mpipipe.cli.flags import Operand
-from mpipipe.comm.mesh import Mesh, select_device
+from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
-from mpipipe.job import runtime
-from mpipipe.job.cores import share_of_cores
-from mpipipe.job.exit import run_or_abort
-from mpipipe.job.group import group_of
-from mpipipe.language.inference.evaluation import Evaluation, Windows, build_evaluator, open_tokens, perplexity
-from mpipipe.language.models.model_folder import open_on_all
+from mpipipe.job import group_of, run_or_abort, runtime, share_of_cores
+from mpipipe.language.inference import Evaluation, Windows, build_evaluator, open_tokens, perplexity
+from mpipipe.language.models import open_on_all
 from mpipipe.options import Option
-from mpipipe.train.screen import SafeStream
+from mpipipe.train import SafeStream
 
 
 def evaluate(

@@ -13,25 +13,27 @@ from typing import Annotated, BinaryIO
 
 from mpipipe import files, processor
 from mpipipe.cli.flags import Operand
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import runtime
-from mpipipe.job.cores import share_of_cores
-from mpipipe.job.exit import run_or_abort
-from mpipipe.job.group import group_of
-from mpipipe.language.inference.generation import (
+from mpipipe.job import group_of, run_or_abort, runtime, share_of_cores
+from mpipipe.language.inference import (
+    Bytes,
     Drawn,
+    FolderTokenizer,
+    Prompts,
     Sampling,
+    TextStream,
     answers,
     build_decoder,
     check_prompts,
     forward_plan,
+    parse_ids,
+    read_prompts,
     shown,
 )
-from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
-from mpipipe.language.models.model_folder import ModelFolder, open_on_all
+from mpipipe.language.models import ModelFolder, open_on_all
 from mpipipe.options import Option
-from mpipipe.train.screen import SafeStream
+from mpipipe.train import SafeStream
 
 DTYPES = ("float32", "float64")
 AT_ONCE = 8  # prompts for each micro-batch in flight, by default

@@ -17,10 +17,7 @@ from mpipipe.cli import probe as probing
 from mpipipe.cli.output import show
 from mpipipe.comm import describe, mesh
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
-from mpipipe.job import inprocess, rank_list, runtime
-from mpipipe.job.cores import parse_cores
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, group_of, inprocess, parse_cores, rank_list, runtime
 from mpipipe.options import Option
 from mpipipe.text import counted
 

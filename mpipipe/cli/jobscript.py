@@ -16,7 +16,7 @@ from mpipipe.cli.jobscripts import MPIS, SCHEDULERS, Job, job_script
 from mpipipe.cli.launch import run_proven
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import BackendError
-from mpipipe.job.exit import Stop, run_or_abort
+from mpipipe.job import Stop, run_or_abort
 from mpipipe.options import Option
 
 # asks an interpreter for its MPI without initialising it: on a login node that may not be allowed

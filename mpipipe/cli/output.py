@@ -10,9 +10,7 @@ from contextlib import contextmanager
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, MpipipeError
-from mpipipe.job import settings
-from mpipipe.job.exit import Stop
-from mpipipe.job.report import AGREED, describe_error, heading
+from mpipipe.job import AGREED, Stop, describe_error, heading, settings
 from mpipipe.text import counted
 
 UNWRITTEN = 1  # exit code

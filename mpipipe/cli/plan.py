@@ -11,29 +11,29 @@ from mpipipe import files, processor
 from mpipipe.cli.flags import Argument
 from mpipipe.cli.output import check_one_process, refusing
 from mpipipe.cli.train import CONFIG, FIELDS
-from mpipipe.comm.mesh import Mesh, select_device
+from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
-from mpipipe.job import inprocess, runtime
-from mpipipe.job.context import current_rank
-from mpipipe.job.exit import run_or_abort
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, current_rank, group_of, inprocess, run_or_abort, runtime
+from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
-from mpipipe.language.task import TextTask
 from mpipipe.options import Option
-from mpipipe.planning import Choice, SavedProfile
-from mpipipe.planning.find import PlanReport, find_plan, table
-from mpipipe.planning.problem import PlanningProblem
-from mpipipe.schedules import Links
-from mpipipe.schedules.simulate import FORM
+from mpipipe.planning import Choice, PlanningProblem, PlanReport, SavedProfile, find_plan, table
+from mpipipe.schedules import FORM, Links
 from mpipipe.text import counted
-from mpipipe.train import TrainConfig
-from mpipipe.train.config import read_keys, toml_line
-from mpipipe.train.options import INSTEAD, PLANNED
-from mpipipe.train.planned import measured_ranks, mesh_of, plans_on_paper, problem_of
-from mpipipe.train.screen import SafeStream
-from mpipipe.train.setup import check_same_config
-from mpipipe.train.training_plan import pipe_of
+from mpipipe.train import (
+    INSTEAD,
+    PLANNED,
+    SafeStream,
+    TrainConfig,
+    check_same_config,
+    measured_ranks,
+    mesh_of,
+    pipe_of,
+    plans_on_paper,
+    problem_of,
+    read_keys,
+    toml_line,
+)
 
 NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 

@@ -20,12 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm.mesh import select_device
-from mpipipe.comm.transport.device import DirectTransport
-from mpipipe.job import runtime
-from mpipipe.job.exit import run_or_abort
-from mpipipe.job.types import Communicator
-from mpipipe.job.wait import wait_for
+from mpipipe.comm import DirectTransport, select_device
+from mpipipe.job import Communicator, run_or_abort, runtime, wait_for
 
 LAUNCHER = "MPIPIPE_MPIEXEC"
 STARTED, WORKS, WRONG = "mpipipe probe on rank", "device memory works", "device memory arrives wrong"

@@ -13,10 +13,7 @@ from mpipipe.cli.flags import one_or_more
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option
-from mpipipe.schedules import Costs, Links, Repetition, Schedule
-from mpipipe.schedules.csv_text import from_file, is_path
-from mpipipe.schedules.registry import names, placement_of
-from mpipipe.schedules.simulate import FORM
+from mpipipe.schedules import FORM, Costs, Links, Repetition, Schedule, from_file, is_path, names, placement_of
 from mpipipe.text import counted, text_table
 
 Number = TypeVar("Number", int, float)

@@ -7,11 +7,10 @@ from time import monotonic
 from typing import Annotated
 
 from mpipipe.cli.flags import Operand
-from mpipipe.job import runtime
-from mpipipe.job.exit import run_or_abort
-from mpipipe.language.data.tokenize import tokenize as run_tokenize
+from mpipipe.job import run_or_abort, runtime
+from mpipipe.language.data import tokenize as run_tokenize
 from mpipipe.options import Option
-from mpipipe.train.screen import SafeStream
+from mpipipe.train import SafeStream
 
 SECONDS = 5.0  # between two lines of progress
 

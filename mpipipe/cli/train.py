@@ -13,23 +13,14 @@ from mpipipe import processor, schedules
 from mpipipe.cli.flags import Argument, fields_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
-from mpipipe.job import stop_signals
-from mpipipe.job.cores import share_of_cores
-from mpipipe.job.exit import run_or_abort
-from mpipipe.job.group import group_of
-from mpipipe.job.settings import launcher_size
+from mpipipe.job import group_of, launcher_size, run_or_abort, share_of_cores, stop_signals
+from mpipipe.language import estimate
 from mpipipe.language.models import GPT
-from mpipipe.language.task import estimate
 from mpipipe.options import Option
-from mpipipe.planning import SavedProfile
-from mpipipe.planning.find import shown_seconds
-from mpipipe.planning.step_memory import RankBytes
+from mpipipe.planning import RankBytes, SavedProfile, shown_seconds
 from mpipipe.text import counted, shown_bytes, text_table
-from mpipipe.train import TrainConfig
+from mpipipe.train import INSTEAD, MemoryEstimate, TrainConfig, predicted, warn
 from mpipipe.train import train as run_training
-from mpipipe.train.options import INSTEAD
-from mpipipe.train.planned import MemoryEstimate, predicted
-from mpipipe.train.screen import warn
 
 
 def train(

@@ -9,7 +9,7 @@ by NCCL                  nccl/
 Other rooms import the names below from here. A file is imported when one of its names is first used.
 """
 
-# ruff: noqa: F401  # names of a face
+# names of a face
 from __future__ import annotations
 
 from mpipipe.faces import lazy_face

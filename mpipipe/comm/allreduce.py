@@ -21,11 +21,16 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
-from mpipipe.job import runtime
-from mpipipe.job.communicators import cached
-from mpipipe.job.context import register_progress, unregister_progress
-from mpipipe.job.requests import keep_forever, own
-from mpipipe.job.types import Communicator, Request
+from mpipipe.job import (
+    Communicator,
+    Request,
+    cached,
+    keep_forever,
+    own,
+    register_progress,
+    runtime,
+    unregister_progress,
+)
 
 BUCKET_BYTES = 32 << 20
 BUFFERS = 3  # pinned ones in use at once on one communicator: a bucket on its way out, one summed, one on its way back

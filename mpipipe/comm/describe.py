@@ -9,11 +9,7 @@ from mpipipe import arrays
 from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import BackendError
-from mpipipe.job import settings
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.runtime import mpi, tag_upper_bound
-from mpipipe.job.settings import launcher_size
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup, group_of, launcher_size, mpi, settings, tag_upper_bound
 from mpipipe.text import counted
 
 NEIGHBOURS = 4  # messages that a rank in the middle of a pipeline has under way: with two ranks, both ways
@@ -76,7 +72,7 @@ def graphs() -> str:
     return "on, for each stage whose layers can be recorded; the log of a run names the others"
 
 
-def _gpu_awareness(comm: Communicator, group: Group) -> str:
+def _gpu_awareness(comm: Communicator, group: RankGroup) -> str:
     """How device arrays would travel, and why."""
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return "no GPU"

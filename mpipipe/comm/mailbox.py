@@ -18,9 +18,7 @@ import numpy as np
 
 from mpipipe.arrays import Array, Shape, read_only
 from mpipipe.errors import ArgumentError
-from mpipipe.job.group import Group
-from mpipipe.job.requests import own
-from mpipipe.job.wait import wait_for
+from mpipipe.job import RankGroup, own, wait_for
 from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
@@ -65,7 +63,7 @@ class Mailbox:
     nothing reads the array any more.
     """
 
-    def __init__(self, transport: Any, group: Group | None = None):
+    def __init__(self, transport: Any, group: RankGroup | None = None):
         self.transport, self.group = transport, group
         self.slots: dict[Leaf, list[Buffer]] = defaultdict(list)  # (shape, dtype) -> free buffers
         self.outgoing: deque = deque()  # requests of sends, oldest first; each keeps its array alive

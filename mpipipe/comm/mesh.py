@@ -7,10 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from mpipipe import arrays
 from mpipipe.errors import ArgumentError, BackendError, MismatchError, MpipipeError
-from mpipipe.job import communicators, rank_list
-from mpipipe.job.consensus import raise_on_all
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup, communicators, group_of, raise_on_all, rank_list
 from mpipipe.text import counted
 
 __all__ = ["Coordinates", "Mesh"]
@@ -146,7 +143,7 @@ class Mesh:
             self.close()
 
 
-def _agreed_extents(group: Group, pipe: int, seq: int, data: int | None) -> Coordinates:
+def _agreed_extents(group: RankGroup, pipe: int, seq: int, data: int | None) -> Coordinates:
     """The same extents on every rank, or the same error."""
     extents, error = Coordinates(0, 0, 0), None
     try:
@@ -239,7 +236,7 @@ def _in_turn(name: str, place: int) -> str:
     return f"cuda:{place % count}" if count else name
 
 
-def _refuse(group: Group, without: list[int]) -> NoReturn:
+def _refuse(group: RankGroup, without: list[int]) -> NoReturn:
     problem = MismatchError(
         "some ranks have a GPU, and some have none",
         found=f"no GPU on {rank_list.named(without)} of {group.size}",
@@ -249,13 +246,13 @@ def _refuse(group: Group, without: list[int]) -> NoReturn:
     raise_on_all(without[0], problem, group)
 
 
-def local_rank(group: Group) -> int:
+def local_rank(group: RankGroup) -> int:
     """Position of this rank among the ranks of the group on its host; collective."""
     group.agree("finding the ranks of each host")
     return communicators.rank_on_host(group.comm)
 
 
-def describe(group: Group, device: str) -> list[str]:
+def describe(group: RankGroup, device: str) -> list[str]:
     """One line for each rank: its host, its place there, its device; the same on every rank. Collective."""
     place = device if device == "cpu" else f"cuda:{arrays.cupy().cuda.runtime.getDevice()}"
     mine = f"rank {group.rank}: {socket.gethostname()}, local rank {local_rank(group)}, {place}"

@@ -13,10 +13,7 @@ from typing import NamedTuple
 from mpipipe.arrays import Array
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness
-from mpipipe.job.flight import Message, Snapshot
-from mpipipe.job.group import group_of
-from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator, Request
+from mpipipe.job import Communicator, Message, Request, Snapshot, group_of, own
 
 ROTATIONS = ("overlap", "sendrecv")
 TAG = 1

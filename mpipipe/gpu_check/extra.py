@@ -20,10 +20,9 @@ import numpy as np
 
 from mpipipe import Pipeline, arrays, nn, optim, schedules
 from mpipipe.attention import Local
-from mpipipe.comm.nccl.channel import Channel, new_identity
+from mpipipe.comm import Channel, new_identity
 from mpipipe.errors import BackendError, StageError
-from mpipipe.job import inprocess, settings
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, inprocess, settings
 from mpipipe.language.models import GPT
 
 MODEL = GPT(vocab=8192, dim=768, layers=4, heads=12, seq=512, tied=True)

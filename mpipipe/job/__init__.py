@@ -12,7 +12,7 @@ ranks without MPI        inprocess
 Other rooms import the names below from here. A file is imported when one of its names is first used.
 """
 
-# ruff: noqa: F401  # names of a face
+# names of a face
 from __future__ import annotations
 
 from mpipipe.faces import lazy_face
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from mpipipe.job.exit import Stop, run_or_abort
     from mpipipe.job.flight import Inspectable, Message, Snapshot
-    from mpipipe.job.group import Group, collect, group_of
+    from mpipipe.job.group import RankGroup, collect, group_of
     from mpipipe.job.preemption import PREEMPTED, Preempted, Preemption, parse_duration
     from mpipipe.job.report import AGREED, INTERRUPTED, describe_error, heading, write
     from mpipipe.job.requests import keep_forever, own
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 
 _FILES = {
     "communicators": "attributes cached",
-    "consensus": "VALUES Ballot Vote agreed_by digest found_by_all raise_for_partners raise_on_all",
+    "consensus": "Ballot VALUES Vote agreed_by digest found_by_all raise_for_partners raise_on_all",
     "context": "current_rank is_rank register_progress unregister_progress whoami",
-    "cores": "cores_of cores_text fair_share fair_shares oversubscribed oversubscribed_threads own_cores parse_cores "
-    "share_of_cores",
+    "cores": "cores_of cores_text fair_share fair_shares oversubscribed oversubscribed_threads own_cores "
+    "parse_cores share_of_cores",
     "exit": "Stop run_or_abort",
     "flight": "Inspectable Message Snapshot",
-    "group": "Group collect group_of",
+    "group": "RankGroup collect group_of",
     "preemption": "PREEMPTED Preempted Preemption parse_duration",
     "report": "AGREED INTERRUPTED describe_error heading write",
     "requests": "keep_forever own",

@@ -24,7 +24,7 @@ from mpipipe.job.context import OpenGroup, register_progress
 from mpipipe.job.requests import own
 from mpipipe.job.wait import wait_for
 
-VALUES = 14  # most values of one rank in an agreement; Group.gather takes anything larger
+VALUES = 14  # most values of one rank in an agreement; RankGroup.gather takes anything larger
 REFUSED = -1  # sent by a rank that has an error, in place of the number of its facts
 Facts: TypeAlias = tuple[tuple[str, Any], ...]  # ((name, value), ...)
 
@@ -49,8 +49,8 @@ class Reason(NamedTuple):
 class Ballot:
     """One agreement, over one group or over the groups along two axes of a grid, one after the other.
 
-    Callers may give what `Group.agree` does not: the `number` of the call, if they count their calls; `where`, a text
-    that errors add to its name, such as the object that it is made on; `code`, the `digest(call, facts)` of a call that
+    Callers may give what `RankGroup.agree` does not: the `number` of the call, if they count their calls; `where`, a
+    text that errors add to its name, such as the object that it is made on; `code`, the `digest(call, facts)` of a call that
     is repeated.
     """
 
@@ -270,7 +270,7 @@ class Exchange:
 # group, and all ranks find out. While a vote is open:
 #
 # - Nothing else begins on the communicator. MPI matches collectives by their order, and ranks that disagree would begin
-#   different ones. So `Group.begin` settles the vote first.
+#   different ones. So `RankGroup.begin` settles the vote first.
 # - Every wait of this rank tests the vote (context.register_progress). If ranks disagree, the messages that this rank
 #   waits for may never come, and the other ranks wait for its part in the explanation.
 # - A failure of the group ends the vote: nobody tests it or waits for it any more.

@@ -74,7 +74,7 @@ def peer_error(failure: Failure, remedy: str | None = None) -> PeerError:
 
 
 class OpenGroup(Protocol):
-    """A group as waits, agreements and the state of a rank see it; `job.group.Group` is the one implementation."""
+    """A group as waits, agreements and the state of a rank see it; `job.group.RankGroup` is the one implementation."""
 
     comm: Communicator
     context: RankContext

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpipipe.job import rank_list
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.settings import launcher_size
 from mpipipe.text import counted
 
@@ -108,7 +108,7 @@ def share_of_cores() -> int:
     return fair_share(group_of(), mine)
 
 
-def fair_share(group: Group, cores: Collection[int]) -> int:
+def fair_share(group: RankGroup, cores: Collection[int]) -> int:
     """Return this rank's part, at least one, of the cores that it shares with other ranks of the group; collective."""
     places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
     return fair_shares(places)[group.rank]

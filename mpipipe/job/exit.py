@@ -29,7 +29,7 @@ import numpy as np
 from mpipipe.errors import ArgumentError, BackendError, LostRankError, MpipipeError
 from mpipipe.job import communicators, ended, lifeline, rank_list, report, runtime, settings, stop_signals
 from mpipipe.job.context import current_rank, is_rank
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe_error, heading, write
 from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator, Request
@@ -218,7 +218,7 @@ class ExitReport(NamedTuple):
 class JobRanks(NamedTuple):
     """All ranks of the job: their group, and a communicator for nothing but their end."""
 
-    group: Group
+    group: RankGroup
     end: MpiCommunicator
     rank: int
     size: int

@@ -24,17 +24,17 @@ from mpipipe.job.wait import wait_for
 from mpipipe.job.watch.watchdog import enrol
 
 
-def group_of(comm: Communicator | None = None) -> Group:
+def group_of(comm: Communicator | None = None) -> RankGroup:
     """The group of a user's communicator, for all calls without a group of their own; None means COMM_WORLD.
 
     Collective the first time. The group is closed when `comm` is freed. One that has failed is never made anew: ranks
     that learn of the failure in a later call than others would not come to that.
     """
     users = runtime.resolve(comm)
-    return cached(users, "group", lambda: Group(users))
+    return cached(users, "group", lambda: RankGroup(users))
 
 
-class Group:
+class RankGroup:
     """The ranks of a communicator, on a private duplicate of it.
 
     Every method but `fail` and `wait` is collective. One that raises on this rank alone, because a peer has failed for
@@ -50,7 +50,7 @@ class Group:
         self.peers = PeerStatus(self.comm, members, self.context)
         self.progress: Callable[[], str] | None = None  # how far this rank has come, for peers that will miss it
         self.closed = self.left = False
-        self.related: list[Group] = []  # others of the same object, whose failure is this one's too
+        self.related: list[RankGroup] = []  # others of the same object, whose failure is this one's too
         self.vote: Vote | None = None  # an open one: nothing else begins on `comm` before its outcome is known
         self.key = enrol(self.context, self.comm, members)  # names this group on all its ranks alike
         self.context.groups.append(self)
@@ -256,11 +256,11 @@ class _Settled:
             return self.peers.settled(self.messages)
 
 
-def collect(group: Group, comm: Communicator, value: Any) -> list[Any] | None:
+def collect(group: RankGroup, comm: Communicator, value: Any) -> list[Any] | None:
     """Return the values of all ranks in rank order on rank 0, and None on the others; collective.
 
-    Unlike those of `Group.gather`, they may be too large to be on all ranks. `comm` has the ranks of the group, and no
-    other messages are under way on it.
+    Unlike those of `RankGroup.gather`, they may be too large to be on all ranks. `comm` has the ranks of the group, and
+    no other messages are under way on it.
     """
     content = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = group.agree("collecting what all ranks have", values=[content.size])[:, 0].tolist()

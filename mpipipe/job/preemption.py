@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from mpipipe.errors import ArgumentError
 from mpipipe.job import rank_list, runtime
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import abort_job, errors_of_open_mpi, heading, write, write_past_launcher
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
@@ -38,7 +38,7 @@ STAGGER, MOST_STAGGER = 0.2, 3.0  # seconds between ranks that end the job at on
 class Preempted(SystemExit):
     """Ends the program of every rank with exit code 75, which is no failure; `agreed` are the ranks that raise it."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         super().__init__(PREEMPTED)
         self.agreed = frozenset(group.peers.members)
 

@@ -7,3 +7,8 @@ data/                   text and files of tokens, windows of them, `mpipipe toke
 models/                 GPT; folders of models, read and written; what of a model is trained
 inference/              text from a model, and its loss on a text
 """
+
+from mpipipe.language.config import TrainConfig as TrainConfig
+from mpipipe.language.task import TextTask as TextTask
+from mpipipe.language.task import estimate as estimate
+from mpipipe.language.task import train as train

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from mpipipe.errors import ConfigError
 from mpipipe.language.options import OTHER_NAMES, DataOptions, ModelOptions
 from mpipipe.options import document
-from mpipipe.train.config import TaskConfig
+from mpipipe.train import TaskConfig
 
 # what a folder says, with `from`
 FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")

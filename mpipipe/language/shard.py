@@ -26,7 +26,7 @@ from mpipipe.arrays import Array
 from mpipipe.attention import Layout, Local, Ring
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.even_split import even_split
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator
 from mpipipe.nn import Attend, Position, worth_tiles
 from mpipipe.text import counted
 

@@ -13,11 +13,9 @@ import numpy as np
 
 from mpipipe import arrays, nn
 from mpipipe.attention import Local
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import inprocess, runtime
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup, group_of, inprocess, runtime
 from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens, UserSource
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
@@ -38,16 +36,20 @@ from mpipipe.language.shard import Packing, Shard
 from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import Parameter, without_adapters
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import resident
-from mpipipe.planning.step_memory import SETTLED
+from mpipipe.planning import SETTLED, LayerPlan, resident
 from mpipipe.text import counted
-from mpipipe.train.planned import MemoryEstimate, estimate_memory
-from mpipipe.train.provenance import absolute
-from mpipipe.train.report import Record
-from mpipipe.train.screen import folded
-from mpipipe.train.setup import check_same_config, run
-from mpipipe.train.task import Pair, Task, too_few_pieces
+from mpipipe.train import (
+    MemoryEstimate,
+    Pair,
+    Record,
+    Task,
+    absolute,
+    check_same_config,
+    estimate_memory,
+    folded,
+    run,
+    too_few_pieces,
+)
 
 PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
 BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
@@ -165,7 +167,7 @@ class TextTask(Task):
 
     # -- the model, on paper ------------------------------------------------------------------------------------
 
-    def find_data(self, group: Group) -> None:
+    def find_data(self, group: RankGroup) -> None:
         self.listing = find_data(self.config, self.data, group)
         self.vocab, self.unit = self.listing.vocab, self.listing.unit
 

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpipipe.errors import BackendError, ConfigError, MismatchError
-from mpipipe.job import rank_list
-from mpipipe.job.consensus import raise_on_all
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
 from mpipipe.language.data import DataListing, Source, UserSource, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
@@ -21,7 +18,7 @@ from mpipipe.language.options import DataOptions
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
-def find_data(config: DataOptions, own: Source | None, group: Group) -> DataListing | UserSource:
+def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | UserSource:
     """Return what the data are, on every rank: those of `config.data`, or a source of the user's own.
 
     All ranks raise the same error. Rank 0 alone lists files and looks into all of them: a file system that thousands

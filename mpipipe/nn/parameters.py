@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Shape
-from mpipipe.arrays.memory import ALIGNMENT
+from mpipipe.arrays import ALIGNMENT, Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.random import initial_generator
 

@@ -21,12 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm.nccl.channel import agree_on_nccl
-from mpipipe.comm.nccl.sums import NcclRow
+from mpipipe.comm import NcclRow, agree_on_nccl
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.job.consensus import VALUES, Ballot, raise_on_all
-from mpipipe.job.group import Vote, group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import VALUES, Ballot, Communicator, Vote, group_of, raise_on_all
 from mpipipe.nn import clip_factor
 from mpipipe.stages import StageAdapter
 

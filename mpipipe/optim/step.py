@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mpipipe.arrays import DeviceArray
 from mpipipe.errors import ArgumentError
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator
 from mpipipe.nn import rescale
 from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, norm_of
 from mpipipe.optim.scaling import LossScaler

@@ -26,9 +26,7 @@ from mpipipe.pictures.sheet import (
     is_number,
     spread,
 )
-from mpipipe.schedules import Costs, Timeline, by_name, simulate
-from mpipipe.schedules.registry import ONE_STAGE, SEVERAL_STAGES, TWO_STAGES
-from mpipipe.schedules.simulate import EQUAL_COSTS
+from mpipipe.schedules import EQUAL_COSTS, ONE_STAGE, SEVERAL_STAGES, TWO_STAGES, Costs, Timeline, by_name, simulate
 from mpipipe.text import counted
 
 TOP, LEFT, PANEL, NAME, BETWEEN = 24.0, 40.0, 180.0, 20.0, 22.0  # points

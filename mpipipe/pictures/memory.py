@@ -21,8 +21,7 @@ from mpipipe.pictures.sheet import (
     name_time,
     subject,
 )
-from mpipipe.schedules import Timeline
-from mpipipe.schedules.action import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
+from mpipipe.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Timeline
 
 ROW, TOP, RIGHT = 34.0, 24.0, 54.0  # points: from one rank to the next; above the note; for the peaks
 FULL = 0.86  # of a row's height, for the largest peak of all ranks

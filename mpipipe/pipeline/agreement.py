@@ -20,8 +20,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
-from mpipipe.job.consensus import Ballot, digest
-from mpipipe.job.group import Group, Vote
+from mpipipe.job import Ballot, RankGroup, Vote, digest
 from mpipipe.pipeline.batch import ENTRIES, Agreed, BatchFacts
 from mpipipe.text import counted
 
@@ -39,7 +38,7 @@ class Agreement:
     trained : this rank's facts of the last training step, and what was agreed on for that step
     """
 
-    def __init__(self, pipe: Group, replicas: Group | None, name: str, runs_ahead: bool) -> None:
+    def __init__(self, pipe: RankGroup, replicas: RankGroup | None, name: str, runs_ahead: bool) -> None:
         self.pipe, self.replicas, self.where, self.runs_ahead = pipe, replicas, f" of {name}", runs_ahead
         self.count = 0
         self.codes: dict[tuple[str, tuple], int] = {}

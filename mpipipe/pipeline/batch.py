@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Download, Tree
-from mpipipe.arrays.trees import flatten, read_only, unflatten
-from mpipipe.comm.mailbox import Lease
-from mpipipe.comm.transport.host import check_sendable
+from mpipipe.arrays import Download, Tree, flatten, read_only, unflatten
+from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn import Position
-from mpipipe.schedules import Schedule
-from mpipipe.schedules.proof import trains
+from mpipipe.schedules import Schedule, trains
 from mpipipe.text import counted
 
 KEPT_SIGNATURES = 64

@@ -24,7 +24,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
-from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
+from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import CallInputs

@@ -12,18 +12,22 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm.tags import Tags, neighbours
+from mpipipe.comm import Tags, neighbours
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
-from mpipipe.job import runtime, settings
-from mpipipe.job.communicators import attributes
-from mpipipe.job.consensus import agreed_by, raise_for_partners, raise_on_all
-from mpipipe.job.group import Group
-from mpipipe.job.types import Communicator
+from mpipipe.job import (
+    Communicator,
+    RankGroup,
+    agreed_by,
+    attributes,
+    raise_for_partners,
+    raise_on_all,
+    runtime,
+    settings,
+)
 from mpipipe.pipeline.batch import BatchReader
 from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.pipeline.ties import TieNames, TieSite, check_ties, tie_facts
-from mpipipe.schedules import Schedule
-from mpipipe.schedules.proof import check_part, digest
+from mpipipe.schedules import Schedule, check_part, digest
 from mpipipe.stages import FlatView, StageAdapter, flat_if_any
 from mpipipe.text import counted
 
@@ -53,15 +57,15 @@ class Arguments(NamedTuple):
 class Partners(NamedTuple):
     """The ranks that a pipeline is built with, and what they have said."""
 
-    pipe: Group  # the ranks of the pipeline
-    replicas: Group | None  # the ranks with the same stages; None for a single pipeline
+    pipe: RankGroup  # the ranks of the pipeline
+    replicas: RankGroup | None  # the ranks with the same stages; None for a single pipeline
     ties: list[dict[str, list[TieSite]]]  # of each rank of the pipe
     devices: list[str]  # "cpu" or "cuda", of each rank of the pipe
     stages: list[StageAdapter]  # of this rank
     check: bool  # whether all ranks look at all arrays
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[RankGroup]:
         """All groups."""
         return [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
 
@@ -76,7 +80,7 @@ def agree_on_construction(comm: Communicator, arguments: Arguments) -> Partners:
     known = attributes(comm).get("group")
     if known is not None:  # it can say who is missing, which a new communicator cannot
         known.agree(CALL)
-    groups = [Group(comm)]
+    groups = [RankGroup(comm)]
     try:
         return _agree(groups, arguments)
     except BaseException as error:
@@ -84,7 +88,7 @@ def agree_on_construction(comm: Communicator, arguments: Arguments) -> Partners:
         raise
 
 
-def end_groups(groups: Sequence[Group], error: BaseException) -> None:
+def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
     """Free groups after an error that all their ranks raise; let the other ranks know of any other error.
 
     A rank may fail elsewhere before it comes to the close. `error` is raised all the same, for this rank may be the one
@@ -99,7 +103,7 @@ def end_groups(groups: Sequence[Group], error: BaseException) -> None:
             group.fail(error, f"a pipeline could not be built: {text}", making=True)
 
 
-def _agree(groups: list[Group], arguments: Arguments) -> Partners:
+def _agree(groups: list[RankGroup], arguments: Arguments) -> Partners:
     """Agree in the pipe, and then with the replicas; `groups` takes the group of these."""
     (pipe,) = groups
     error: MpipipeError | None = None
@@ -113,7 +117,7 @@ def _agree(groups: list[Group], arguments: Arguments) -> Partners:
     if not arguments.has_replicas:
         return partners
     assert arguments.replicas is not None
-    others = Group(arguments.replicas)
+    others = RankGroup(arguments.replicas)
     groups.insert(0, others)
     _raise_without_partners(others, error)
     error = _error_of_replicas(others, partners.stages, arguments, error)
@@ -126,7 +130,7 @@ def _agree(groups: list[Group], arguments: Arguments) -> Partners:
     return partners._replace(replicas=others)
 
 
-def _agree_in_pipe(pipe: Group, arguments: Arguments) -> Partners:
+def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
     """Check the arguments on each rank, and compare what all ranks of the pipe must have in common."""
     error: Exception | None = None
     adapters: list[StageAdapter] = []
@@ -190,7 +194,7 @@ def _check_carrier(check: bool) -> None:
 # other pipes would wait in vain. So partners first ask each other whether that is so.
 
 
-def _raise_without_partners(others: Group, error: MpipipeError | None) -> None:
+def _raise_without_partners(others: RankGroup, error: MpipipeError | None) -> None:
     """Raise where the pipe of any partner has ranks without replicas. Its own pipe learns that from this rank."""
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
     try:
@@ -205,7 +209,7 @@ def _raise_without_partners(others: Group, error: MpipipeError | None) -> None:
 
 
 def _error_of_replicas(
-    others: Group, stages: Sequence[StageAdapter], arguments: Arguments, error: MpipipeError | None
+    others: RankGroup, stages: Sequence[StageAdapter], arguments: Arguments, error: MpipipeError | None
 ) -> MpipipeError | None:
     """Return the error that all partners are to raise: of one of their pipes, or because their stages differ."""
     facts: tuple = ()

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 from mpipipe import arrays
 from mpipipe.arrays import Shortage
-from mpipipe.comm.mailbox import Envelope
+from mpipipe.comm import Envelope
 from mpipipe.errors import StageError
-from mpipipe.job.flight import Message, Snapshot
-from mpipipe.job.group import Group
+from mpipipe.job import Message, RankGroup, Snapshot
 from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.messages import StageMessages
@@ -51,7 +50,7 @@ class KeptCall(NamedTuple):
 class PipelineFlight:
     """The last calls of a pipeline on one rank. `timed` is whether marks are times of the host's clock."""
 
-    def __init__(self, group: Group, messages: StageMessages, state: PipelineState, timed: bool) -> None:
+    def __init__(self, group: RankGroup, messages: StageMessages, state: PipelineState, timed: bool) -> None:
         self.group, self.messages, self.state, self.timed = group, messages, state, timed
         self.calls: deque[KeptCall] = deque(maxlen=KEPT_CALLS)
         self.begun = 0

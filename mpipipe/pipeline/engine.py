@@ -12,16 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.nccl.channel import NcclChoice, agree_on_nccl
-from mpipipe.comm.nccl.sums import NcclSums
-from mpipipe.comm.tags import Tags, neighbours
+from mpipipe.comm import Mailbox, NcclChoice, NcclSums, Pair, Tags, agree_on_nccl, make_transport, neighbours
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.nccl import Pair
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job import runtime, settings
-from mpipipe.job.requests import own
+from mpipipe.job import own, runtime, settings
 from mpipipe.nn import Position
 from mpipipe.pipeline.agreement import TRAINS, Agreement
 from mpipipe.pipeline.batch import Agreed, Batch, BatchReader, CallInputs, CallState
@@ -36,8 +30,7 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import PendingStep, PipelineState
 from mpipipe.pipeline.plan import ActionPlan, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
-from mpipipe.schedules import Schedule
-from mpipipe.schedules.recompute import before_backwards
+from mpipipe.schedules import Schedule, before_backwards
 from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")

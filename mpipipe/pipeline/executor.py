@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from mpipipe import arrays
-from mpipipe.arrays import Tree
-from mpipipe.arrays.trees import read_only
-from mpipipe.comm.mailbox import Lease
+from mpipipe.arrays import Tree, read_only
+from mpipipe.comm import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.pipeline.batch import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock

@@ -24,12 +24,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mpipipe.arrays import Array
-from mpipipe.comm.allreduce import AllReduce
-from mpipipe.comm.mailbox import Mailbox
+from mpipipe.comm import AllReduce, Mailbox, NcclSums
 from mpipipe.comm.nccl import sums
-from mpipipe.comm.nccl.sums import NcclSums
-from mpipipe.job.group import Group
-from mpipipe.job.types import ReplicaSum
+from mpipipe.job import RankGroup, ReplicaSum
 from mpipipe.nn import GradientReady, Layer, Stage, gradient_ready
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
@@ -72,7 +69,7 @@ class GradientSums:
     underway : sums that this call has started
     """
 
-    def __init__(self, replicas: Group, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
+    def __init__(self, replicas: RankGroup, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
         self.replicas, self.nccl, self.mailbox, self.stages = replicas, nccl, mailbox, stages
         self.underway: list[ReplicaSum] = []
         self._by_layers = [None] * len(stages) if nccl is None else self._agree(nccl)

@@ -26,13 +26,10 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import flatten, unflatten
-from mpipipe.comm.allreduce import AllReduce
+from mpipipe.arrays import Array, Tree, flatten, unflatten
+from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
-from mpipipe.job.consensus import found_by_all
-from mpipipe.job.group import Group
-from mpipipe.job.requests import own
+from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, kernels
 from mpipipe.pipeline.batch import UNSAID, Agreed
 from mpipipe.stages import StageAdapter, takes_parameter
@@ -187,7 +184,7 @@ class Weighing:
     underway : losses of launched steps that have not arrived
     """
 
-    def __init__(self, pipe: Group, replicas: Group | None, root: int) -> None:
+    def __init__(self, pipe: RankGroup, replicas: RankGroup | None, root: int) -> None:
         self.pipe, self.replicas, self.root = pipe, replicas, root  # the rank of the last stage
         self.given: bool | None = None
         self.agreed: bool | None = None

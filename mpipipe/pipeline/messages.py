@@ -16,10 +16,8 @@ from typing import TypeAlias
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Branches, Structure, flatten, read_only, unflatten
-from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
-from mpipipe.comm.transport.host import check_sendable
+from mpipipe.arrays import Array, Branches, Structure, Tree, flatten, read_only, unflatten
+from mpipipe.comm import Envelope, Lease, Mailbox, check_sendable
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
 

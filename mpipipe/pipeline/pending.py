@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.job.context import is_rank, whoami
-from mpipipe.job.group import Group
+from mpipipe.job import RankGroup, is_rank, whoami
 from mpipipe.pipeline.loss import SharedLoss
 
 
@@ -114,7 +113,7 @@ class PipelineState:
     """
 
     def __init__(
-        self, name: str, rank: int, groups: Sequence[Group], where: Callable[[], str], abandon: Callable[[], object]
+        self, name: str, rank: int, groups: Sequence[RankGroup], where: Callable[[], str], abandon: Callable[[], object]
     ) -> None:
         self.name, self.rank, self.groups, self.state, self.running = name, rank, groups, "open", False
         self._where, self._abandon = where, abandon  # says where this rank is; gives up the call that has failed

@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from mpipipe.arrays import Tree
-from mpipipe.job import runtime, settings
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, runtime, settings
 from mpipipe.pipeline.batch import merge
 from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
 from mpipipe.pipeline.engine import Engine

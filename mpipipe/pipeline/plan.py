@@ -10,11 +10,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from mpipipe.comm.mailbox import Envelope
-from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
-from mpipipe.schedules import Action, Schedule, simulate
-from mpipipe.schedules.proof import logical_time_of, recomputed_on
-from mpipipe.schedules.replay import source
+from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
+from mpipipe.schedules import Action, Schedule, logical_time_of, recomputed_on, simulate, source
 
 OrderKey: TypeAlias = tuple[float, int, str, int]  # (time of the end, stage, op, micro-batch): no two are equal
 AHEAD = 8  # receives of a large schedule that are kept posted

@@ -20,12 +20,9 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
-from mpipipe.comm.mailbox import Settled
-from mpipipe.comm.transport.host import Transport
+from mpipipe.comm import Settled, Transport
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.job.group import Group
-from mpipipe.job.requests import own
-from mpipipe.job.types import Testable
+from mpipipe.job import RankGroup, Testable, own
 from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import StageAdapter
 
@@ -140,7 +137,12 @@ class Ties:
     """
 
     def __init__(
-        self, pipe: Group, transport: Transport, stages: Sequence[StageAdapter], numbers: Sequence[int], names: TieNames
+        self,
+        pipe: RankGroup,
+        transport: Transport,
+        stages: Sequence[StageAdapter],
+        numbers: Sequence[int],
+        names: TieNames,
     ) -> None:
         owner = {
             (number, inner): model for number, stage in zip(numbers, stages) for inner, model in enumerate(stage.models)
@@ -188,7 +190,7 @@ class TiedParameter:
     sums : the gradients of this rank that are to be the sum; more than one where storage could not be shared
     """
 
-    def __init__(self, pipe: Group, transport: Transport, places: list[TiedPlace], owner: Owner) -> None:
+    def __init__(self, pipe: RankGroup, transport: Transport, places: list[TiedPlace], owner: Owner) -> None:
         self.pipe, self.transport, self.places = pipe, transport, places
         self.peers = sorted({place.rank for place in places} - {pipe.rank})
         self.parts: list[Array] = []

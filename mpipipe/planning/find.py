@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mpipipe.job.group import group_of
-from mpipipe.planning import Choice, Plan, Profile, SavedProfile, find_plans
+from mpipipe.job import group_of
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_steps
+from mpipipe.planning.predict import Choice
 from mpipipe.planning.probe import MeasuredLayers, measure_layers
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem
+from mpipipe.planning.profile import Profile
+from mpipipe.planning.saved import SavedProfile
+from mpipipe.planning.search import Plan, find_plans
 from mpipipe.schedules import Links
 from mpipipe.text import counted, shown_bytes, text_table
 

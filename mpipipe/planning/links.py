@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from mpipipe import Pipeline, arrays, optim, schedules
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
-from mpipipe.planning import Choice, Link
+from mpipipe.job import Communicator, group_of
 from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.predict import Choice
 from mpipipe.planning.problem import MeasuredRanks
+from mpipipe.planning.profile import Link
 from mpipipe.schedules import Schedule
 
 SECONDS = 0.1  # for each measurement

@@ -9,9 +9,7 @@ from itertools import accumulate, pairwise
 
 from mpipipe import schedules
 from mpipipe.planning.profile import Link, Profile
-from mpipipe.schedules import Costs, Schedule, Timeline
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE
-from mpipipe.schedules.recompute import before_backwards
+from mpipipe.schedules import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, Costs, Schedule, Timeline, before_backwards
 
 
 @dataclass(frozen=True)

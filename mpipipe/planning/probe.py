@@ -15,11 +15,10 @@ import numpy as np
 
 from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.arrays import dtype as dtype_of
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Loss
-from mpipipe.planning import LayerCosts, RankCosts, Sizes
 from mpipipe.planning.problem import MeasuredRanks, declared
+from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
 
 Step: TypeAlias = "Callable[[], float]"  # returns the seconds of the pipeline
 
@@ -222,12 +221,15 @@ def _owner(array: np.ndarray) -> np.ndarray:
     return array
 
 
+OPAQUE = (nn.Layer, nn.Stage, type, str, bytes, int, float)  # what holds no arrays of a micro-batch
+
+
 def _parts(thing: Any) -> Iterator[Any]:
     if isinstance(thing, Mapping):
         yield from thing.values()
     elif isinstance(thing, (tuple, list, set)):
         yield from thing
-    elif not isinstance(thing, (nn.Layer, nn.Stage, type, str, bytes, int, float)) and not callable(thing):
+    elif not isinstance(thing, OPAQUE) and not callable(thing):
         yield from getattr(thing, "__dict__", {}).values()
         slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
         yield from (getattr(thing, name) for name in slots if hasattr(thing, name))

@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays, nn, optim
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job.cores import oversubscribed, own_cores
-from mpipipe.job.group import group_of
+from mpipipe.job import group_of, oversubscribed, own_cores
 from mpipipe.nn import Parameter
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import Choice, Space
 from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning.predict import Choice
+from mpipipe.planning.search import Space
 
 Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
 

@@ -13,7 +13,7 @@ from mpipipe import schedules
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.planning.predict import Choice, Prediction, predict
 from mpipipe.planning.profile import Profile
-from mpipipe.schedules.registry import names
+from mpipipe.schedules import names
 from mpipipe.text import counted, exact_bytes
 
 CHUNKS = 4  # most stages on a rank that are tried

@@ -24,8 +24,7 @@ from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import attentions, check_rehearsal, parameters_of
 from mpipipe.planning.problem import PlanningProblem
-from mpipipe.schedules import Schedule
-from mpipipe.schedules.recompute import before_backwards
+from mpipipe.schedules import Schedule, before_backwards
 
 # What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
 # and gaps between arrays. Measured with `bench dry-run` under MPICH 5.0 and Open MPI 5.0: 8 to 18 MB.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from mpipipe import files
 from mpipipe.errors import ConfigError
 from mpipipe.options import document, key_of, read_fields
-from mpipipe.schedules.csv_text import is_path
+from mpipipe.schedules import is_path
 from mpipipe.text import as_word, near
 from mpipipe.train.options import INSTEAD, OTHER_NAMES, PLANNED, ParallelOptions, RunOptions, is_table
 

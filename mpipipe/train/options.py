@@ -10,11 +10,10 @@ from signal import Signals
 from typing import ClassVar
 
 from mpipipe.errors import ArgumentError
-from mpipipe.job.preemption import parse_duration
-from mpipipe.job.stop_signals import parse_signals
+from mpipipe.job import parse_duration, parse_signals
 from mpipipe.options import option
 from mpipipe.planning import parse_bytes
-from mpipipe.schedules.csv_text import is_path
+from mpipipe.schedules import is_path
 from mpipipe.train.sinks import parse_names
 
 # what a plan decides

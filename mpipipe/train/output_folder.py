@@ -15,8 +15,7 @@ from pathlib import Path
 from mpipipe import files
 from mpipipe.checkpoint import Owner, is_owner_file, keep_folder, restore_folder, take_folder
 from mpipipe.errors import ConfigError
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, group_of
 
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1

@@ -6,17 +6,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
-from mpipipe.planning import Choice, Plan, Prediction, Profile, SavedProfile, find_plans, predict
-from mpipipe.planning.find import find_plan, in_words, profile_of
-from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, declared
-from mpipipe.planning.step_memory import RankBytes, StageMeter, rank_bytes
-from mpipipe.schedules import Links
-from mpipipe.schedules.csv_text import SUFFIX
+from mpipipe.job import Communicator, group_of
+from mpipipe.planning import (
+    Choice,
+    LayerPlan,
+    MeasuredRanks,
+    Plan,
+    PlanningProblem,
+    Prediction,
+    Profile,
+    RankBytes,
+    SavedProfile,
+    StageMeter,
+    declared,
+    find_plan,
+    find_plans,
+    in_words,
+    predict,
+    profile_of,
+    rank_bytes,
+)
+from mpipipe.schedules import SUFFIX, Links
 from mpipipe.text import counted
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.options import ParallelOptions

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 from mpipipe import checkpoint, optim
 from mpipipe.arrays import DeviceArray
 from mpipipe.checkpoint import Checkpoint
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
-from mpipipe.job.group import Group, group_of
+from mpipipe.job import RankGroup, group_of
 from mpipipe.nn import Stage, announce_write
 from mpipipe.pipeline import Pipeline
 from mpipipe.train.options import TrainingOptions
@@ -114,7 +114,7 @@ class StepBarrier:
     pending : function that makes the step to which all ranks may have come; None if no step is pending
     """
 
-    def __init__(self, progress: Progress, group: Group, together: bool) -> None:
+    def __init__(self, progress: Progress, group: RankGroup, together: bool) -> None:
         self.optimizer, self.scaler, self.pipeline = progress.optimizer, progress.scaler, progress.pipeline
         self.group, self.together = group, together
         self.step_begun, self.made = -1, progress.step

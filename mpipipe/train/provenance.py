@@ -17,7 +17,7 @@ from typing import Any
 
 from mpipipe import files
 from mpipipe.options import written
-from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
 from mpipipe.train.report import Reporter
 from mpipipe.train.task import Task

@@ -15,11 +15,10 @@ from typing import Any
 
 from mpipipe import checkpoint
 from mpipipe.checkpoint import Checkpoint
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, StorageError
 from mpipipe.files import PARTIAL
-from mpipipe.job.group import group_of
-from mpipipe.job.preemption import Preemption
+from mpipipe.job import Preemption, group_of
 from mpipipe.options import option_of, written
 from mpipipe.train import output_folder, provenance, sinks
 from mpipipe.train.config import TaskConfig

@@ -22,8 +22,7 @@ from time import monotonic
 from typing import TextIO
 
 from mpipipe import files
-from mpipipe.job import report
-from mpipipe.job.context import current_rank
+from mpipipe.job import current_rank, report
 from mpipipe.text import counted
 
 COLUMNS = 100  # most characters in a line of progress

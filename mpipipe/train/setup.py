@@ -10,14 +10,10 @@ from pathlib import Path
 from mpipipe import arrays, environment, optim
 from mpipipe.attention import kernels
 from mpipipe.checkpoint import Checkpoint, released_at_end
-from mpipipe.comm.mesh import Mesh, select_device
-from mpipipe.job import runtime
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.types import Communicator
-from mpipipe.job.watch.watchdog import watching
+from mpipipe.comm import Mesh, select_device
+from mpipipe.job import Communicator, RankGroup, group_of, runtime, watching
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import check_training
+from mpipipe.planning import LayerPlan, check_training
 from mpipipe.train import output_folder, provenance, resume, sinks
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.planned import best_plan, problem_of
@@ -30,7 +26,7 @@ from mpipipe.train.trainer import Trainer, may_save, preemption_of
 from mpipipe.train.training_plan import pipe_of, plan_layers, with_order
 
 
-def check_same_config(group: Group, config: TaskConfig) -> None:
+def check_same_config(group: RankGroup, config: TaskConfig) -> None:
     """Raise MismatchError on all ranks where they have different configurations."""
     group.agree(
         "train: the configuration",

@@ -25,15 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpipipe import checkpoint, optim
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import owner_of
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.job import exit, lifeline
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.preemption import PREEMPTED, Preempted
-from mpipipe.job.report import write
-from mpipipe.job.requests import own
-from mpipipe.job.stop_signals import StopSignals
-from mpipipe.job.types import Communicator
+from mpipipe.job import PREEMPTED, Communicator, Preempted, RankGroup, StopSignals, exit, group_of, lifeline, own, write
 from mpipipe.text import counted
 from mpipipe.train import resume, sinks
 from mpipipe.train.config import TaskConfig
@@ -208,7 +202,7 @@ def _arrays_of(progress: Progress) -> list[Array]:
     return arrays
 
 
-def _send(group: Group, targets: Sequence[Array], root: int) -> None:
+def _send(group: RankGroup, targets: Sequence[Array], root: int) -> None:
     for target in targets:
         what = "the state of a stage, for a rank that takes a new place"
         with group.failing(what):

@@ -12,15 +12,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import nn
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job.group import Group
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup
 from mpipipe.nn import Parameter, frozen_names
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import parameters_of
-from mpipipe.planning.problem import declared
+from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
 
 Pair: TypeAlias = "tuple[np.ndarray, np.ndarray]"  # inputs and targets
@@ -46,7 +43,7 @@ class Task:
 
     # -- the model, on paper ------------------------------------------------------------------------------------
 
-    def find_data(self, group: Group) -> None:
+    def find_data(self, group: RankGroup) -> None:
         """Find out what the data are, without opening them; collective."""
 
     def layers(self, shard: Any) -> list[nn.Layer]:

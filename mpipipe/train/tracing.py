@@ -11,13 +11,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from mpipipe.analysis import Recording, Trace
-from mpipipe.analysis.exports import library
-from mpipipe.analysis.trace import check_new
-from mpipipe.comm.mesh import Mesh
+from mpipipe.analysis import Recording, Trace, check_new, library
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Pipeline
 from mpipipe.train import output_folder
 

@@ -11,12 +11,10 @@ import numpy as np
 
 from mpipipe import checkpoint, optim, schedules
 from mpipipe.checkpoint import check_owned
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import NonFiniteError
-from mpipipe.job.consensus import agreed_by
-from mpipipe.job.group import group_of
-from mpipipe.job.preemption import Preemption
-from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.job import Preemption, agreed_by, group_of
+from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
 from mpipipe.train import resume
 from mpipipe.train.config import TaskConfig

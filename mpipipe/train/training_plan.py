@@ -10,14 +10,9 @@ from pathlib import Path
 
 from mpipipe import schedules
 from mpipipe.errors import ConfigError
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
-from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.predict import completed
-from mpipipe.planning.problem import layers_with
-from mpipipe.schedules import Schedule
-from mpipipe.schedules.csv_text import from_file, is_path
-from mpipipe.schedules.registry import WITH_COSTS
+from mpipipe.job import Communicator, group_of
+from mpipipe.planning import LayerPlan, completed, layers_with
+from mpipipe.schedules import WITH_COSTS, Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train import resume
 from mpipipe.train.config import TaskConfig

@@ -25,7 +25,7 @@ from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError, StallError
 from mpipipe.job import context, inprocess
-from mpipipe.job.group import Group
+from mpipipe.job.group import RankGroup
 from mpipipe.job.wait import wait_for
 
 MIB = 1 << 20
@@ -472,7 +472,7 @@ def test_broken_a_wait_that_drives_nothing(gpu, comm, kind_of_transport, unrecor
 
 
 def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_transport):
-    group = Group(comm)
+    group = RankGroup(comm)
     transport = kind_of_transport(comm)
     mailbox = Mailbox(transport, group)
     leaf, left = ((300_000,), np.dtype(float)), neighbours(comm)[1]

@@ -20,7 +20,7 @@ from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.nccl import NcclTransport
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.wait import wait_for
 
 STAGED = GpuAwareness(False, "for a test")
@@ -122,7 +122,7 @@ def own(comm, monkeypatch):
 
 @pytest.fixture
 def group(own, comm):
-    new = Group(comm)
+    new = RankGroup(comm)
     yield new
     new.close()
 
@@ -234,7 +234,7 @@ def alone(gpu, comm):
     except BackendError as error:
         pytest.skip(str(error))
     mine = comm.Split(comm.rank)
-    group = Group(mine)
+    group = RankGroup(mine)
     yield group
     group.close()
     mine.Free()

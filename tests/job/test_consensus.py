@@ -8,7 +8,7 @@ import pytest
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.job.consensus import VALUES, Ballot
-from mpipipe.job.group import Group, group_of
+from mpipipe.job.group import RankGroup, group_of
 
 
 def everyone_raises(comm, kind, call):
@@ -23,7 +23,7 @@ def everyone_raises(comm, kind, call):
 
 
 def test_values_of_all_ranks_come_back_in_rank_order(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     table = group.agree("a call", (("colour", "red"),), [comm.rank, -7])
     assert table.tolist() == [[rank, -7] for rank in range(comm.size)]
     group.close()
@@ -31,7 +31,7 @@ def test_values_of_all_ranks_come_back_in_rank_order(comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_fact_that_differs_is_named_with_its_ranks_and_both_values(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     last = comm.size - 1
     facts = (("colour", "red"), ("size", 3 if comm.rank == last else 2), ("name", "x"))
     text = everyone_raises(comm, MismatchError, lambda: group.agree("a call", facts))
@@ -49,7 +49,7 @@ def test_a_fact_that_differs_is_named_with_its_ranks_and_both_values(comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_calls_that_differ_are_named(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     text = everyone_raises(comm, MismatchError, lambda: group.agree("paint" if comm.rank == 1 else "dry"))
     assert "rank 1: ranks make different calls" in text
     assert "found: paint (call 1)" in text and "expected: dry (call 1), as on rank 0" in text
@@ -57,7 +57,7 @@ def test_calls_that_differ_are_named(comm):
 
 
 def test_an_error_of_one_rank_is_raised_on_all(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     last = comm.size - 1
 
     def call():
@@ -71,7 +71,7 @@ def test_an_error_of_one_rank_is_raised_on_all(comm):
 
 
 def test_an_error_that_several_ranks_have_names_them_all(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
 
     def call():
         group.agree("a call", error=ArgumentError("wet paint") if comm.rank % 2 == 0 else None)
@@ -83,7 +83,7 @@ def test_an_error_that_several_ranks_have_names_them_all(comm):
 
 
 def test_errors_with_any_content_can_be_told(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
 
     class Odd:
         def __reduce__(self):
@@ -98,7 +98,7 @@ def test_errors_with_any_content_can_be_told(comm):
 
 
 def test_objects_of_any_size_are_gathered_and_broadcast(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     mine = {"rank": comm.rank, "bytes": b"x" * (70_000 * comm.rank)}
     assert group.gather("a call", mine) == [
         {"rank": rank, "bytes": b"x" * (70_000 * rank)} for rank in range(comm.size)
@@ -110,7 +110,7 @@ def test_objects_of_any_size_are_gathered_and_broadcast(comm):
 
 
 def test_what_cannot_be_pickled_on_one_rank_is_an_error_on_all(comm):
-    group, root = Group(comm), comm.size - 1
+    group, root = RankGroup(comm), comm.size - 1
     for call in (group.gather, lambda name, value: group.broadcast(name, value, root)):
         odd = (lambda: None) if comm.rank == root else None
         everyone_raises(comm, ArgumentError, lambda call=call, odd=odd: call("a call", odd))
@@ -121,8 +121,8 @@ def test_two_axes_of_a_grid_agree_together():
     """Rank 3 of a 2 x 2 grid has an error: its row and its column know of it, and the fourth rank hears it too."""
 
     def job(comm):
-        row = Group(comm.Split(comm.rank // 2, comm.rank))
-        column = Group(comm.Split(comm.rank % 2, comm.rank))
+        row = RankGroup(comm.Split(comm.rank // 2, comm.rank))
+        column = RankGroup(comm.Split(comm.rank % 2, comm.rank))
         ballot = Ballot("a call", error=ArgumentError("wet paint") if comm.rank == 3 else None)
         seen = ballot.cast(row, [comm.rank]).tolist(), ballot.cast(column, [comm.rank]).tolist()
         with pytest.raises(ArgumentError, match="wet paint") as caught:
@@ -135,14 +135,14 @@ def test_two_axes_of_a_grid_agree_together():
 
 
 def test_more_values_than_fit_are_refused(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     with pytest.raises(ArgumentError, match="too many values"):
         group.agree("a call", values=[0] * (VALUES + 1))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_raises_on_its_own_is_told_to_those_in_the_agreement(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     if comm.rank == 0:
         with pytest.raises(ValueError):
             with group.failing("a test"):

@@ -15,7 +15,7 @@ from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StallError
 from mpipipe.job import context, inprocess, settings
 from mpipipe.job import wait as waiting
-from mpipipe.job.group import Group
+from mpipipe.job.group import RankGroup
 from mpipipe.job.wait import wait_for
 
 NEVER = Envelope(peer=1, edge=2, microbatch=3, direction=0, header=(0, 8), data=(0, 9))
@@ -32,8 +32,8 @@ def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
     """Rank 0 fails; rank 1 shares a group with it, rank 2 only with rank 1."""
 
     def job(comm):
-        pair = Group(comm.Split(0 if comm.rank < 2 else 1, comm.rank))
-        other = Group(comm.Split(0 if comm.rank > 0 else 1, comm.rank))
+        pair = RankGroup(comm.Split(0 if comm.rank < 2 else 1, comm.rank))
+        other = RankGroup(comm.Split(0 if comm.rank > 0 else 1, comm.rank))
         if comm.rank == 0:
             pair.fail(ValueError("wet paint"), "rank 0 failed: wet paint")
             return "told"
@@ -49,7 +49,7 @@ def test_a_note_ends_the_waiting_of_all_and_crosses_from_one_group_to_another():
 
 def test_a_peer_that_left_is_missed_only_in_later_calls():
     def job(comm):
-        group = Group(comm)
+        group = RankGroup(comm)
         for _ in range(3):
             group.begin()
         if comm.rank == 0:
@@ -68,19 +68,19 @@ def test_a_peer_that_left_is_missed_only_in_later_calls():
 
 def test_a_peer_that_left_is_missed_by_those_who_make_a_communicator_with_it():
     def job(comm):
-        known = Group(comm)
+        known = RankGroup(comm)
         if comm.rank == 1:
             known.leave()
             return
         with pytest.raises(PeerError, match=r"rank 1 .* left the job"):
-            Group(comm)
+            RankGroup(comm)
 
     inprocess.run(2, job)
 
 
 def test_a_peer_that_left_after_a_failure_is_missed_by_those_who_make_a_communicator_with_it():
     def job(comm):
-        known = Group(comm)
+        known = RankGroup(comm)
         if comm.rank == 1:
             known.fail(ValueError("wet paint"), "wet paint")
             known.leave()
@@ -88,7 +88,7 @@ def test_a_peer_that_left_after_a_failure_is_missed_by_those_who_make_a_communic
         with pytest.raises(PeerError, match="wet paint"):
             wait_for(Never(), group=known)
         with pytest.raises(PeerError, match=r"rank 1 .* left the job"):
-            Group(comm)
+            RankGroup(comm)
 
     with suppress(inprocess.InProcessError):  # rank 1 does not hear that rank 0 gives up
         inprocess.run(2, job)
@@ -100,14 +100,14 @@ def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_pe
     seen = {}
 
     def job(comm):
-        known, part = Group(comm), comm.Dup()
+        known, part = RankGroup(comm), comm.Dup()
         if comm.rank == 1:
             known.fail(ValueError("wet paint"), "wet paint")
             while len(seen) < ranks - 1:
                 time.sleep(1e-3)
         for _ in range(2):
             with pytest.raises(PeerError) as caught:
-                Group(part)
+                RankGroup(part)
             seen.setdefault(comm.rank, []).append(str(caught.value))
 
     with suppress(inprocess.InProcessError):  # notes that no rank has read
@@ -117,7 +117,7 @@ def test_a_rank_that_goes_on_after_its_own_failure_makes_no_communicator_with_pe
 
 
 def test_a_note_reaches_whichever_thread_of_a_rank_waits(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     if comm.rank == 0 and comm.size > 1:
         group.fail(ValueError("wet paint"), "rank 0 failed: wet paint")
         return
@@ -196,7 +196,7 @@ def test_at_the_limit_rank_0_says_who_is_missing_and_the_others_hear_it(subcomm,
     if comm is None:
         return
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "1.5")
-    group = Group(comm)
+    group = RankGroup(comm)
     if comm.rank == 1:
         comm.Barrier()  # never comes to the agreement
         return
@@ -213,7 +213,7 @@ def test_at_the_limit_the_others_say_that_rank_0_is_missing(subcomm, monkeypatch
         return
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "0.6")
     monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.2)
-    group = Group(comm)
+    group = RankGroup(comm)
     if comm.rank == 1:
         with pytest.raises(StallError, match="nothing was heard of rank 0"):
             group.agree("a test")
@@ -225,7 +225,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_told(subcomm, mo
     if comm is None:
         return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.2)
-    one, two = Group(comm), Group(comm)
+    one, two = RankGroup(comm), RankGroup(comm)
     mine = two if comm.rank == 2 else one
     with pytest.raises((MismatchError, PeerError)) as caught:
         mine.agree("a call of one" if mine is one else "a call of two")
@@ -240,7 +240,7 @@ def test_groups_used_by_two_threads_of_a_rank_in_different_orders_are_no_circle(
     if comm is None:
         return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
-    groups = [Group(comm), Group(comm)]
+    groups = [RankGroup(comm), RankGroup(comm)]
     found = []
 
     def use(group, pause):
@@ -265,7 +265,7 @@ def test_a_group_that_waited_for_long_leaves_no_note_behind(subcomm, monkeypatch
     if comm is None:
         return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
-    group = Group(comm)
+    group = RankGroup(comm)
     notes = group.peers
     for late in (0, 1, 0):
         if comm.rank == late:
@@ -285,7 +285,7 @@ def test_a_rank_that_comes_late_to_the_closing_keeps_nobody_waiting(subcomm, mon
     if comm is None:
         return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
-    group = Group(comm)
+    group = RankGroup(comm)
     if comm.rank == late:
         time.sleep(0.4)
     group.close()
@@ -297,7 +297,7 @@ def test_a_failure_in_one_thread_leaves_the_calls_of_another_alone(subcomm):
     comm = subcomm(2)
     if comm is None:
         return
-    bad, good = Group(comm), Group(comm)
+    bad, good = RankGroup(comm), RankGroup(comm)
     found = []
 
     def work():
@@ -318,7 +318,7 @@ def test_a_failure_in_one_thread_leaves_the_calls_of_another_alone(subcomm):
 
 
 def test_a_group_whose_communicator_was_freed_takes_no_call(comm):
-    group = Group(comm)
+    group = RankGroup(comm)
     group.close()
     group.close()
     with pytest.raises(ArgumentError, match="the communicator is gone"):
@@ -414,7 +414,7 @@ def test_no_note_is_sent_once_notes_are_counted(subcomm):
     comm = subcomm(2)
     if comm is None:
         return
-    group = Group(comm)
+    group = RankGroup(comm)
     group.begin()
     group.peers.closing = True
     group.peers.tell_leader("a test")

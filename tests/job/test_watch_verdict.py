@@ -16,7 +16,7 @@ from mpipipe import Pipeline, nn, schedules
 from mpipipe.errors import HangError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.job.flight import SLOTS, FlightRecorder, Message, Snapshot
-from mpipipe.job.group import Group
+from mpipipe.job.group import RankGroup
 from mpipipe.job.watch.channel import Dump, RankPlace, Seen, Waits, state_of
 from mpipipe.job.watch.verdict import Unresponsive, judge
 
@@ -202,7 +202,7 @@ def test_a_thread_that_is_busy_elsewhere_is_named_with_its_own_line(monkeypatch)
     wake = threading.Event()
 
     def job(comm):
-        group = Group(comm)
+        group = RankGroup(comm)
         if comm.rank == 1:
             wake.wait(60)
         if comm.rank < 2:
@@ -222,7 +222,7 @@ def test_threads_that_wait_for_longer_than_the_limit_while_one_goes_on_are_left_
     monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
 
     def job(comm):
-        group, alone = Group(comm), Group(comm.Split(comm.rank, 0))
+        group, alone = RankGroup(comm), RankGroup(comm.Split(comm.rank, 0))
         if comm.rank == 0:
             for _ in range(12):
                 time.sleep(0.2)
@@ -238,7 +238,7 @@ def test_a_wait_that_ends_with_the_failure_of_a_peer_is_no_hang(monkeypatch):
     monkeypatch.setenv("MPIPIPE_WATCHDOG", "1")
 
     def job(comm):
-        group = Group(comm)
+        group = RankGroup(comm)
         if comm.rank == 0:
             time.sleep(0.3)
             group.fail(ValueError("wet paint"), "wet paint")

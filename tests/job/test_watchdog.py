@@ -294,11 +294,11 @@ def test_receives_of_any_rank_and_tag_see_no_message_of_the_watchdog(play):
 import time
 from mpi4py import MPI
 from mpipipe.job import runtime
-from mpipipe.job.group import Group
+from mpipipe.job.group import RankGroup
 world = runtime.world()
 own = MPI.COMM_SELF.Dup()
 if world.rank == 1:  # makes progress, so that the rank that waits goes on after its questions
-    group = Group(own)
+    group = RankGroup(own)
     for _ in range(40):
         with group.raise_together("a call"):
             time.sleep(0.1)
@@ -306,7 +306,7 @@ if world.rank == 1:  # makes progress, so that the rank that waits goes on after
     world.send("last", 2, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
 elif world.rank == 2:
     assert [world.recv(), world.recv()] == ["result", "last"]
-Group(world)
+RankGroup(world)
 print("finished", flush=True)
 """
     job = play(script, ranks=3, watchdog=1, opening="", run=False)

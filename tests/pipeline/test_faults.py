@@ -10,7 +10,7 @@ from support.tolerance import within
 from mpipipe import Pipeline
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, ScheduleError, StageError
 from mpipipe.job import communicators, context
-from mpipipe.job.group import Group
+from mpipipe.job.group import RankGroup
 from mpipipe.schedules import Action, Schedule, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
 
 
@@ -48,7 +48,9 @@ def test_a_refused_pipeline_leaves_no_communicator_behind(comm, monkeypatch):
 
     original = communicators.duplicate
     monkeypatch.setattr(communicators, "duplicate", duplicate)
-    monkeypatch.setattr(Group, "close", lambda group, close=Group.close: freed.append(group.comm) or close(group))
+    monkeypatch.setattr(
+        RankGroup, "close", lambda group, close=RankGroup.close: freed.append(group.comm) or close(group)
+    )
     schedule = gpipe(comm.size, 2)
     for stages in ([], [None], dense.model(schedule, comm.rank) if comm.rank else [object()]):
         refuses(comm, ArgumentError, "stage", lambda stages=stages: Pipeline(stages, schedule, comm))

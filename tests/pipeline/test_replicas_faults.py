@@ -10,7 +10,7 @@ from support import dense
 
 from mpipipe import Mesh, Pipeline, nn
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
-from mpipipe.job.group import Group
+from mpipipe.job.group import RankGroup
 from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -60,8 +60,8 @@ def test_replicas_on_all_ranks_but_one(mesh):
 
 def test_a_rank_without_replicas_reports_though_the_others_have_failed_meanwhile(mesh, monkeypatch):
     """Its partner hears of a failure in the other pipeline, and does not come to close what the two agreed in."""
-    close = Group.close
-    monkeypatch.setattr(Group, "close", lambda group: sleep(0.5 if mesh.rank == 3 else 0) or close(group))
+    close = RankGroup.close
+    monkeypatch.setattr(RankGroup, "close", lambda group: sleep(0.5 if mesh.rank == 3 else 0) or close(group))
     replicas = None if mesh.rank == 3 else "mesh"
     texts = everyone_raises(mesh, lambda: build(mesh, replicas=replicas), MismatchError, PeerError)
     assert "without replicas" in texts[3]

@@ -18,8 +18,7 @@ from jax import numpy as jnp
 
 from mpipipe import arrays
 from mpipipe.adapters.trees import Structures, applied, flatten_parts, returned, unflatten_parts
-from mpipipe.arrays import Array, Event
-from mpipipe.arrays.trees import Structure, flatten
+from mpipipe.arrays import Array, Event, Structure, flatten
 from mpipipe.errors import ArgumentError
 
 OPTIONS = ("key", "training")  # parameters that a function may have

@@ -23,8 +23,7 @@ from mpipipe.adapters.trees import (
     tree_of,
     unflatten_parts,
 )
-from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Branches, Structure, flatten, unflatten
+from mpipipe.arrays import Array, Branches, Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Position, kernels
 

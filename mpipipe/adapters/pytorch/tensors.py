@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Tree
-from mpipipe.arrays.trees import Structure, flatten
+from mpipipe.arrays import Array, Structure, Tree, flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer
 

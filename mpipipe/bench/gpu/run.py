@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, NoReturn
 from mpipipe import arrays, files
 from mpipipe.bench.gpu import kernels, steps
 from mpipipe.bench.timing import Row, show_rows
-from mpipipe.comm.mesh import select_device
+from mpipipe.comm import select_device
 from mpipipe.environment import versions
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.job import runtime, settings
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, runtime, settings
 from mpipipe.text import counted
 
 

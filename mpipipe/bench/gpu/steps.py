@@ -16,14 +16,9 @@ from mpipipe.attention import Local
 from mpipipe.bench.gpu.kernels import torch_with_gpu
 from mpipipe.bench.pipeline import PingPong
 from mpipipe.bench.timing import Row, compare, normal, seconds, seconds_behind
-from mpipipe.comm.nccl.channel import agree_on_nccl
+from mpipipe.comm import GpuAwareness, agree_on_nccl, make_transport
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.gpu_aware import GpuAwareness
-from mpipipe.job import runtime, settings
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.types import Communicator
-from mpipipe.job.wait import wait_for
+from mpipipe.job import Communicator, RankGroup, group_of, runtime, settings, wait_for
 from mpipipe.language.models import GPT
 
 # -- How well the executor keeps a GPU busy, with about a millisecond of work in each action ---------------------------
@@ -251,7 +246,7 @@ def _turns(size: int) -> int:
     return max(2, min(50, (1 << 26) // size))
 
 
-def _nccl_rate(comm: Communicator, group: Group, other: GpuAwareness, size: int, repeats: int) -> float:
+def _nccl_rate(comm: Communicator, group: RankGroup, other: GpuAwareness, size: int, repeats: int) -> float:
     """Return GB/s of messages of `size` bytes by NCCL; `other` is for what it does not take."""
     transport = make_transport(comm, 1, False, "cuda", other, group, [(0, 1), (1, 0)])
     transport.begin_call(repeated=True)  # all memory is there

@@ -7,7 +7,7 @@ import unicodedata
 from dataclasses import dataclass
 
 from mpipipe.errors import ArgumentError
-from mpipipe.job.preemption import parse_duration
+from mpipipe.job import parse_duration
 
 SCHEDULERS = ("slurm", "pbs", "lsf", "flux")
 ARRAYS = ("slurm", "pbs", "lsf")  # the schedulers that have job arrays

@@ -16,12 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from mpipipe import arrays
 from mpipipe.arrays import Event
 from mpipipe.errors import BackendError, MpipipeError
-from mpipipe.job import rank_list, runtime
-from mpipipe.job.consensus import Ballot
-from mpipipe.job.group import Group
-from mpipipe.job.requests import keep_forever
-from mpipipe.job.settings import GPU_DIRECT, NCCL
-from mpipipe.job.wait import ThreadTask
+from mpipipe.job import GPU_DIRECT, NCCL, Ballot, RankGroup, ThreadTask, keep_forever, rank_list, runtime
 
 
 class Channel:
@@ -82,7 +77,7 @@ def new_identity() -> bytes:
     return bytes(arrays.nccl().get_unique_id())
 
 
-def open_together(tasks: Sequence[NcclTask[Channel]], group: Group, what: str) -> list[Channel]:
+def open_together(tasks: Sequence[NcclTask[Channel]], group: RankGroup, what: str) -> list[Channel]:
     """Wait for channels that are being opened; collective over the group; each has some of its ranks or all.
 
     Where this rank cannot open one it raises BackendError; the group ends then, and the others raise PeerError.
@@ -96,7 +91,7 @@ def open_together(tasks: Sequence[NcclTask[Channel]], group: Group, what: str) -
     return channels
 
 
-def open_channel(group: Group, first: Callable[[Any, int], object], purpose: str) -> Channel:
+def open_channel(group: RankGroup, first: Callable[[Any, int], object], purpose: str) -> Channel:
     """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors."""
     what = f"opening NCCL for {purpose}"
     identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
@@ -190,7 +185,7 @@ class NcclChoice(NamedTuple):
         return f"{' and '.join(used) or 'not used'}: {self.reason}"
 
 
-def agree_on_nccl(groups: Sequence[Group], device: str, messages: int = 0) -> NcclChoice:
+def agree_on_nccl(groups: Sequence[RankGroup], device: str, messages: int = 0) -> NcclChoice:
     """Choose for all ranks of these groups, one or those along two axes of a grid; collective over each of them.
 
     `messages` is the most that one rank may have under way at once, sent and received. All ranks raise BackendError
@@ -211,7 +206,7 @@ def agree_on_nccl(groups: Sequence[Group], device: str, messages: int = 0) -> Nc
         raise
 
 
-def facts_of(group: Group, device: str, messages: int) -> Facts:
+def facts_of(group: RankGroup, device: str, messages: int) -> Facts:
     """What this rank says of itself; the arguments are those of `choose`."""
     rank, setting = group.world_rank, os.environ.get(NCCL.name) or "auto"
     if setting == OFF:

@@ -20,9 +20,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
 from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, open_channel
-from mpipipe.job.context import register_progress, unregister_progress
-from mpipipe.job.group import Group
-from mpipipe.job.requests import keep_forever
+from mpipipe.job import RankGroup, keep_forever, register_progress, unregister_progress
 
 BUCKET_BYTES = 32 << 20
 
@@ -30,7 +28,7 @@ BUCKET_BYTES = 32 << 20
 class NcclSums:
     """The sums over the ranks of one group; the constructor and `close` are collective."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.channel = open_channel(group, self._first, "the sums over the replicas")
         # (sum, start, stop) of buckets that are not on the stream yet, in order
@@ -147,7 +145,7 @@ KIND = np.dtype(np.float64)
 class NcclRow:
     """Rows of one length over the ranks of one group; the constructor and `close` are collective."""
 
-    def __init__(self, group: Group, length: int, what: str) -> None:
+    def __init__(self, group: RankGroup, length: int, what: str) -> None:
         self.group, self.length, self.what = group, length, what
         self.channel = open_channel(group, self._first, what)
 

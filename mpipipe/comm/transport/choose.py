@@ -11,8 +11,7 @@ from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport, Transport
 from mpipipe.comm.transport.nccl import NcclTransport, Pair
 from mpipipe.comm.transport.staged import StagedTransport
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup, group_of
 
 logger = logging.getLogger("mpipipe")
 
@@ -23,7 +22,7 @@ def make_transport(
     synchronous: bool = False,
     device: str = "cpu",
     verdict: GpuAwareness | None = None,
-    group: Group | None = None,
+    group: RankGroup | None = None,
     pairs: Collection[Pair] = (),
 ) -> Transport:
     """Return the transport for arrays on this rank's device, "cpu" or "cuda"; collective. Ranks may differ.

@@ -26,10 +26,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.comm.transport.host import PIECE_BYTES, HostTransport, check_sendable, start_all
-from mpipipe.job import runtime
-from mpipipe.job.context import register_progress, unregister_progress
-from mpipipe.job.requests import keep_forever, own
-from mpipipe.job.types import Communicator, Request
+from mpipipe.job import Communicator, Request, keep_forever, own, register_progress, runtime, unregister_progress
 
 Event: TypeAlias = Any  # cupy.cuda.Event
 Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag

@@ -21,10 +21,7 @@ from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.errors import ArgumentError
-from mpipipe.job import runtime
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.settings import GPU_DIRECT
-from mpipipe.job.types import Communicator
+from mpipipe.job import GPU_DIRECT, Communicator, RankGroup, group_of, runtime
 
 OVERRIDE = GPU_DIRECT.name
 
@@ -70,7 +67,7 @@ class GpuAwareness(NamedTuple):
     reason: str
 
 
-def detect(comm: Communicator, group: Group | None = None) -> GpuAwareness:
+def detect(comm: Communicator, group: RankGroup | None = None) -> GpuAwareness:
     """The verdict for all ranks of `comm`, direct only where each rank says so; collective.
 
     The ranks agree in `group`, by default in that of `comm`.

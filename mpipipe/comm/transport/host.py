@@ -10,9 +10,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
-from mpipipe.job import communicators
-from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator, Request
+from mpipipe.job import Communicator, Request, communicators, own
 
 MPI_TYPES = "?bBhHiIlLqQfdFD"  # dtype characters that every MPI knows; others travel as bytes
 PIECE_BYTES = 1 << 30  # counts above 2^31 - 1 are refused by some MPI libraries

@@ -72,10 +72,7 @@ from mpipipe.arrays import Array, DeviceArray, Event, Shape
 from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, new_identity, open_together
 from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.host import check_sendable
-from mpipipe.job.context import register_progress, unregister_progress
-from mpipipe.job.group import Group
-from mpipipe.job.requests import keep_forever
-from mpipipe.job.types import Request
+from mpipipe.job import RankGroup, Request, keep_forever, register_progress, unregister_progress
 
 AHEAD = 1  # messages taken by the host whose data the device is still waiting for
 Pair = tuple[int, int]  # of ranks: from, to
@@ -88,7 +85,7 @@ class NcclTransport:
     takes host arrays, and all arrays of calls that are not repeated.
     """
 
-    def __init__(self, group: Group, pairs: Iterable[Pair], other: DeviceTransport) -> None:
+    def __init__(self, group: RankGroup, pairs: Iterable[Pair], other: DeviceTransport) -> None:
         self.other, self.group, self.channels = other, group, other.channels
         self.lanes = _open_lanes(group, sorted(pairs))
         # rank at the other end -> the channel of the lane
@@ -180,7 +177,7 @@ class NcclTransport:
         self.channels = []
 
 
-def _open_lanes(group: Group, pairs: list[Pair]) -> dict[Pair, Channel]:
+def _open_lanes(group: RankGroup, pairs: list[Pair]) -> dict[Pair, Channel]:
     """Return the lanes that end at this rank. Threads open them, so they need no common order."""
     what = "opening NCCL between the ranks of the pipeline"
     mine = {pair: new_identity() for pair in pairs if pair[0] == group.rank}

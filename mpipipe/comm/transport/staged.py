@@ -10,8 +10,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.comm.transport.device import DeferredMessage, DeviceMessage, DeviceTransport, Event, Name
 from mpipipe.comm.transport.host import CHUNK_BYTES
-from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator, Request
+from mpipipe.job import Communicator, Request, own
 
 RING = 8  # chunks in pinned memory and in use, each way, beyond the first one of each message
 DEPTH = 3  # chunks of one message at once: one is copied, one is on the wire, one is about to be

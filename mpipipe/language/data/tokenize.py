@@ -22,9 +22,7 @@ import numpy as np
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, DataError
-from mpipipe.job.cores import fair_share, own_cores, parse_cores
-from mpipipe.job.group import Group, group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, RankGroup, fair_share, group_of, own_cores, parse_cores
 from mpipipe.language.data.file_bytes import forget_files
 from mpipipe.language.data.listing import find_files
 from mpipipe.language.data.shard_writer import BatchCounts, ShardWriter, TokenBatch, join_shards
@@ -174,7 +172,7 @@ def batches_of(chunks: Sequence[TextChunk]) -> list[list[TextChunk]]:
     return batches
 
 
-def list_texts(texts: Sequence[str], group: Group) -> list[tuple[Path, int]]:
+def list_texts(texts: Sequence[str], group: RankGroup) -> list[tuple[Path, int]]:
     """Return (file, bytes) of all texts, as rank 0 sees them; collective."""
     entries: list[tuple[Path, int]] = []
     with group.raise_together("tokenize: listing the texts"):
@@ -195,7 +193,7 @@ def _check_new(path: Path) -> None:
         )
 
 
-def _joined(path: Path, counts: Sequence[Sequence[BatchCounts]], tokenizer: Tokenizer, group: Group) -> TokenFacts:
+def _joined(path: Path, counts: Sequence[Sequence[BatchCounts]], tokenizer: Tokenizer, group: RankGroup) -> TokenFacts:
     facts = None
     with group.raise_together("tokenize: the file of tokens"):
         if group.rank == 0:
@@ -206,7 +204,7 @@ def _joined(path: Path, counts: Sequence[Sequence[BatchCounts]], tokenizer: Toke
     return shared
 
 
-def share_threads(group: Group) -> None:
+def share_threads(group: RankGroup) -> None:
     """Let the library use this rank's share of the cores, unless the user has set a number of threads; collective.
 
     Hardware threads count as cores, as the library counts them.

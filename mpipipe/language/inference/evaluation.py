@@ -23,10 +23,10 @@ import numpy as np
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.even_split import even_split
-from mpipipe.job.group import Group, group_of
+from mpipipe.job import RankGroup, group_of
 from mpipipe.language import data
 from mpipipe.language.data import Tokens, find, glance
 from mpipipe.language.data.source import out_of_range
@@ -270,7 +270,7 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     return tokens, listing.unit
 
 
-def tokenized(files: Sequence[tuple[Path, int]], tokenizer: Tokenizer, group: Group) -> data.Array:
+def tokenized(files: Sequence[tuple[Path, int]], tokenizer: Tokenizer, group: RankGroup) -> data.Array:
     """Return the tokens of files of text on every rank; each rank has tokenized its share. Collective."""
     texts = chunks_of(files)
     part = even_split(len(texts), group.size)[group.rank]

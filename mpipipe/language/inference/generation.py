@@ -23,20 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays, nn, schedules
-from mpipipe.attention import Local
-from mpipipe.attention.cache import Piece, Pieces, SlotCache
-from mpipipe.comm.mesh import Mesh
+from mpipipe.attention import Local, Piece, Pieces, SlotCache
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
-from mpipipe.job.consensus import raise_on_all
-from mpipipe.job.group import group_of
+from mpipipe.job import group_of, raise_on_all
 from mpipipe.language.models.fine_tuning import Model
 from mpipipe.language.models.gpt import GPT, check_layers
 from mpipipe.nn import random_key
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import attentions, check_memory, parameters_of
-from mpipipe.train.training_plan import check_actions
+from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
+from mpipipe.train import check_actions
 
 MOST = 512  # tokens of a micro-batch: its activations stay small
 LEAST = 4  # fewer tokens are not cut further: a product with few rows costs as much as one with a single row

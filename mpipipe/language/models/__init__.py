@@ -8,6 +8,10 @@ pretrained.py      the model that a training begins from, and the one that it le
 conversion.py      one kind of folder into another
 """
 
+from mpipipe.language.models.conversion import convert as convert
 from mpipipe.language.models.gpt import GPT
+from mpipipe.language.models.huggingface.writing import SHARD_BYTES as SHARD_BYTES
+from mpipipe.language.models.model_folder import ModelFolder as ModelFolder
+from mpipipe.language.models.model_folder import open_on_all as open_on_all
 
 __all__ = ["GPT"]

@@ -19,8 +19,8 @@ from mpipipe.arrays import Shape
 from mpipipe.attention import Local
 from mpipipe.checkpoint import replacing
 from mpipipe.errors import ConfigError
-from mpipipe.language.models import GPT, huggingface, weights
-from mpipipe.language.models.gpt import declared_in
+from mpipipe.language.models import huggingface, weights
+from mpipipe.language.models.gpt import GPT, declared_in
 from mpipipe.language.models.huggingface import writing
 from mpipipe.language.models.model_folder import HuggingFaceFolder, ModelFolder, open_model
 

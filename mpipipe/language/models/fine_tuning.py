@@ -11,12 +11,11 @@ from mpipipe import nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
 from mpipipe.checkpoint import standing_folder
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
-from mpipipe.language.models import GPT, huggingface
-from mpipipe.language.models.gpt import declared_in
+from mpipipe.job import Communicator, group_of
+from mpipipe.language.models import huggingface
+from mpipipe.language.models.gpt import GPT, declared_in
 from mpipipe.language.models.huggingface.adapter import (
     AdapterFolder,
     adapter_parts,
@@ -28,7 +27,7 @@ from mpipipe.language.models.huggingface.adapter import (
 from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.options import ModelOptions
 from mpipipe.nn import Parameter, announce_write, frozen_names, is_adapter, is_frozen
-from mpipipe.train.output_folder import shared_path
+from mpipipe.train import shared_path
 
 INSIDE = "adapter"  # the folder in which a training leaves its adapters
 FORM = "rank,alpha,target,target,... such as 8,16,q_proj,v_proj, or the folder of an adapter"

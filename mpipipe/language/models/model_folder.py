@@ -21,12 +21,12 @@ from typing import Any, ClassVar
 from mpipipe import checkpoint, files, nn
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import NAMES, PARAMETERS, check_same_folder, folder_identity, read_arrays, standing_folder
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, group_of
 from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
-from mpipipe.language.models import GPT, huggingface, weights
+from mpipipe.language.models import huggingface, weights
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.adapter import (
     ADAPTER_CONFIG,
     AdapterFolder,
@@ -38,7 +38,7 @@ from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn import announce_write, is_adapter
-from mpipipe.train.output_folder import shared_path
+from mpipipe.train import shared_path
 
 INSIDE = "huggingface"  # the folder in which a training leaves one
 BASE = "base_model_name_or_path"  # of an adapter

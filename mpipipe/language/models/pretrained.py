@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from mpipipe import nn
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job.group import group_of
-from mpipipe.job.types import Communicator
+from mpipipe.job import Communicator, group_of
 from mpipipe.language.config import FROM_FOLDER, TrainConfig
-from mpipipe.language.models import GPT, huggingface, weights
+from mpipipe.language.models import huggingface, weights
 from mpipipe.language.models.fine_tuning import Architecture, FineTuning, Model
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.model_folder import INSIDE, ModelFolder, open_on_all
 from mpipipe.language.options import DataOptions
 from mpipipe.nn import without_adapters

@@ -25,9 +25,9 @@ import numpy as np
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_tensors
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.job.group import group_of
+from mpipipe.job import group_of
 from mpipipe.language.models.fine_tuning import Model
 from mpipipe.language.models.huggingface.folder import Origin
 from mpipipe.nn import FlatBuffer, announce_write

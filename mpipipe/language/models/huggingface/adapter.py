@@ -22,9 +22,9 @@ from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.attention import Local
 from mpipipe.checkpoint import Planned, TensorFile, header_of, replacing
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
-from mpipipe.job.group import group_of
+from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT, declared_in, layers_in
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, opened

@@ -26,9 +26,9 @@ import numpy as np
 from mpipipe import arrays, files
 from mpipipe.arrays import Array, Shape
 from mpipipe.checkpoint import Planned, replacing, write_tensors
-from mpipipe.comm.mesh import Mesh
+from mpipipe.comm import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
-from mpipipe.job.group import group_of
+from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
 from mpipipe.language.models.huggingface.folder import INDEX, Origin

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.cuda import BLOCK, Launch, Packed, grid, over, scalar_type, vector_width
-from mpipipe.arrays.strided import strided_copy
+from mpipipe.arrays import BLOCK, DeviceArray, Launch, Packed, grid, over, scalar_type, strided_copy, vector_width
 from mpipipe.errors import ArgumentError
 
 ELEMENTWISE, SWIGLU, CAST = (Path(__file__).with_name(f"{name}.cu") for name in ("elementwise", "swiglu", "cast"))

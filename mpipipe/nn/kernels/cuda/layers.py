@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, grid, over, scalar_type, vector_width
-from mpipipe.arrays.products import gemm
-from mpipipe.arrays.strided import element_strides
+from mpipipe.arrays import (
+    BLOCK,
+    WORD,
+    DeviceArray,
+    Launch,
+    Packed,
+    bitwise_or,
+    element_strides,
+    gemm,
+    grid,
+    over,
+    scalar_type,
+    vector_width,
+)
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, check_ids, check_matrices
 from mpipipe.nn.rope import RopeScaling, angles
 

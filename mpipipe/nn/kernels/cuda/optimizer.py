@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import DeviceArray
-from mpipipe.arrays.cuda import WORD, bitwise_or, launch, vector_width
+from mpipipe.arrays import WORD, DeviceArray, bitwise_or, launch, vector_width
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipipe.arrays.half_precision import upcast, upcast_halves
+from mpipipe.arrays import upcast, upcast_halves
 from mpipipe.nn.kernels.host import blocks, full_precision
 from mpipipe.nn.kernels.host.full_precision import cross_entropy_block
 
