@@ -6,6 +6,7 @@ rooms are imported when they are first used, so that a command which computes no
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 TYPE_CHECKING = False
@@ -27,6 +28,13 @@ _NAMES = {
     "select_device": "comm.mesh",
     "world": "job.runtime",
 }
+_MOVED = {  # names that the API page had before they moved
+    "mpipipe.comm.inprocess": "mpipipe.job.inprocess",
+    "mpipipe.comm.runtime": "mpipipe.world",
+    "mpipipe.models": "mpipipe.language.models",
+    "mpipipe.site": "mpipipe.cli.jobscripts",
+    "mpipipe.train.data": "mpipipe.language.data",
+}
 _ROOMS = "adapters analysis attention checkpoint errors language nn optim pictures planning schedules train".split()
 __all__ = ["Branches", "Mesh", "PendingStep", "Pipeline", "Preemption", "Ring", "StepResult", "select_device", "world"]
 
@@ -46,7 +54,21 @@ if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an ob
             except ModuleNotFoundError as error:
                 if error.name != room:
                     raise
+                if room in _MOVED:
+                    raise AttributeError(str(error)) from None
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Moved:
+    """Says of a module that is not found where it is now; the last that an import asks."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name in _MOVED:
+            raise ModuleNotFoundError(f"{name} is now {_MOVED[name]}", name=name)
+
+
+sys.meta_path.append(_Moved)
 
 
 def __dir__() -> list[str]:

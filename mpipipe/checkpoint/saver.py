@@ -25,10 +25,12 @@ from mpipipe.checkpoint.contents import Optimizer
 from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveFacts, SaveTask, logger, wait_for_given_up
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
+from mpipipe.faces import renamed
 from mpipipe.job import group_of, raise_on_all, wait_locally, whoami
 from mpipipe.optim import duplicate_name_error
 
 
+@renamed(finish="wait()")
 class Saver:
     """Saves checkpoints of one training while it goes on.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.faces import renamed
 from mpipipe.job import RankGroup, is_rank, whoami
 from mpipipe.pipeline.loss import SharedLoss
 
@@ -32,6 +33,7 @@ class StepResult:
     input_grads: list | None
 
 
+@renamed(result="wait()")
 class PendingStep:
     """What `Pipeline.launch` returns: the step, whose loss may still be on its way to this rank.
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from mpipipe.arrays import Tree
+from mpipipe.faces import renamed
 from mpipipe.job import Communicator, runtime, settings
 from mpipipe.pipeline.batch import merge
 from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
@@ -18,6 +19,7 @@ from mpipipe.text import counted
 Batched: TypeAlias = "Tree | list[Tree] | None"  # a batch, its micro-batches, or nothing on this rank
 
 
+@renamed(recorder="analysis.recording(pipeline)")
 class Pipeline:
     """Stages on the ranks of a communicator, run by a schedule.
 

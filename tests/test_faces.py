@@ -1,0 +1,55 @@
+"""What the package shows of itself, and what it says of names that have changed."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import mpipipe
+from mpipipe import nn
+
+
+def test_the_face_of_the_package_is_what_a_first_example_needs():
+    assert {"Pipeline", "Mesh", "Ring", "world", "nn", "optim", "schedules"} <= set(dir(mpipipe))
+    assert all(hasattr(mpipipe, name) for name in dir(mpipipe))
+    assert not [name for name in dir(mpipipe) if name.startswith("_") and name != "__version__"]
+
+
+def test_the_package_starts_without_numpy_and_mpi():
+    program = "import sys, mpipipe; print([name for name in ('numpy', 'mpi4py', 'cupy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("mpipipe.models", "mpipipe.language.models"),
+        ("mpipipe.site", "mpipipe.cli.jobscripts"),
+        ("mpipipe.train.data", "mpipipe.language.data"),
+        ("mpipipe.comm.inprocess", "mpipipe.job.inprocess"),
+    ],
+)
+def test_a_module_that_has_moved_says_where_it_is(old, new):
+    with pytest.raises(ModuleNotFoundError, match=f"^{old} is now {new}$"):
+        importlib.import_module(old)
+    importlib.import_module(new)
+
+
+def test_a_module_that_never_was_is_not_found_as_usual():
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'mpipipe\.nothing'$"):
+        importlib.import_module("mpipipe.nothing")
+    with pytest.raises(AttributeError, match=r"^mpipipe\.models is now mpipipe\.language\.models$"):
+        _ = mpipipe.models
+
+
+def test_a_member_with_a_new_name_says_so():
+    stage = nn.Stage([nn.Gelu()])
+    with pytest.raises(
+        AttributeError, match=r"'Stage' object has no attribute 'keep_compute'; it is now optimizer_writes"
+    ):
+        stage.keep_compute()
+    assert not hasattr(stage, "nothing")
