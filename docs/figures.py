@@ -70,9 +70,9 @@ def floors() -> str:
     """The rooms of the package by floor."""
     rows = [
         ("9", [("cli", "commands"), ("bench", "measurements"), ("gpu_check", "checks of a GPU")]),
-        ("8", [("train", "config, data, loop, generation")]),
-        ("7", [("models", "GPT")]),
-        ("6", [("analysis", "where the time went")]),
+        ("8", [("language", "tokens: models, data, text")]),
+        ("7", [("train", "any model: loop, run folder")]),
+        ("6", [("planning", "the fastest plan"), ("analysis", "where the time went")]),
         ("5", [("pipeline", "plan, executor, Pipeline"), ("checkpoint", "state as files")]),
         (
             "4",
@@ -81,7 +81,6 @@ def floors() -> str:
                 ("attention", "layouts, ring"),
                 ("adapters", "PyTorch, JAX"),
                 ("pictures", "by matplotlib"),
-                ("site", "job scripts"),
             ],
         ),
         ("3", [("schedules", "pure Python"), ("comm", "messages of arrays"), ("nn", "layers, stages, losses")]),
@@ -91,7 +90,7 @@ def floors() -> str:
             "0",
             [
                 ("errors", "one family"),
-                ("even_split", "equal parts"),
+                ("options", "described once"),
                 ("files", "whole or absent"),
                 ("processor", "threads"),
                 ("trace", "spans"),

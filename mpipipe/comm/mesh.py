@@ -92,6 +92,10 @@ class Mesh:
         self.replicas = self._along("replicas", color=p)
         self._closed = False
 
+    def __repr__(self) -> str:
+        pipe, data, seq = self.shape
+        return f"<Mesh of pipe {pipe} x data {data} x seq {seq}: rank {self.rank} at {tuple(self.coords)}>"
+
     def coords_of(self, rank: int) -> Coordinates:
         """Return the grid coordinates of a rank of the mesh.
 
