@@ -326,6 +326,9 @@ def _open_facts(path: Path) -> tuple[TokenFacts, Documents]:
         facts = TokenFacts(**values)
     if written != checksum:
         raise _damaged(place, f"checksum {checksum}", f"{written!r:.80}")
+    numbers = facts.vocab, facts.tokens, facts.documents, facts.nbytes, 0 if facts.end is None else facts.end
+    if not all(isinstance(number, int) and number >= 0 for number in numbers) or numbers[-1] >= facts.vocab:
+        raise _damaged(place, f"{values!r:.300}", "numbers of at least 0, and an end that is an id of the vocabulary")
     index, shape = _open_npy(rows, axes=2, exact=True)
     content = blake2b(digest_size=16)
     for _, block in index.blocks():

@@ -111,6 +111,9 @@ DAMAGE = {
     "no facts": (FACTS, lambda path: beside(path, FACTS).write_text("{}")),
     "facts that are no object": (FACTS, lambda path: beside(path, FACTS).write_text("[5]")),
     "a fact that nobody knows": (FACTS, lambda path: rewrite(path, other=5)),
+    "no vocabulary": (FACTS, lambda path: rewrite(path, vocab=0)),
+    "an end of text that is no id": (FACTS, lambda path: rewrite(path, end=50)),
+    "bytes that are no number": (FACTS, lambda path: rewrite(path, nbytes="7")),
     "no index": (DOCUMENTS, lambda path: beside(path, DOCUMENTS).unlink()),
     "another number of documents": (DOCUMENTS, lambda path: rewrite(path, documents=9)),
     "an index of another shape": (
