@@ -70,6 +70,16 @@ def test_lengths_on_real_ranks(comm, layout, seq):
     agrees(through_ring(comm, whole, layout=layout)[0], dense(*whole))
 
 
+@pytest.mark.long
+@pytest.mark.slow
+def test_4096_positions(comm):
+    """Blocks of several tiles of keys each, on several ranks too."""
+    whole = arrays(4096, batch=1, heads=1, kv_heads=1, dim=64)
+    found, _ = through_ring(comm, whole)
+    if comm.rank == 0:  # the reference takes its time
+        agrees(found, dense(*whole))
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_half_precision_does_not_suffer_from_the_ring(comm, kind):
     """Sums over blocks are float32, so results are those of one rank but for the last bits before the one rounding."""

@@ -146,6 +146,7 @@ def test_generate_writes_the_same_text_on_any_number_of_ranks_and_refuses_with_o
     [
         ('{"model": {"width": 3}, "dtype": "float32", "stages": 1}', "not those of a GPT"),
         ('{"model": {"dim": 16}, "dtype": "float32", "stages": 1}', "a file of weights cannot be read"),
+        ('{"model": {"dim": 16}, "dtype": "float99", "stages": 1}', "unknown dtype"),
     ],
 )
 def test_generate_without_usable_weights_ends_with_one_report(mpipipe, tmp_path, description, match):

@@ -266,7 +266,7 @@ def gpt(device, dtype, dropout=0.1):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(gpu, dtype):
-    """In each training step, with one download for the loss and one in the norm."""
+    """Forward, loss and backward wait for nothing, and the loss stays on the device."""
     text = np.random.default_rng(0).integers(0, SMALL["vocab"], (2, SMALL["seq"] + 1))
     exact, device = gpt("cpu", "float64", dropout=0.2), gpt("cuda", dtype, dropout=0.2)
     losses = []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from support.random_schedules import runnable_schedules
 
 from mpipipe.errors import ScheduleError
-from mpipipe.schedules import Action, check, from_csv
+from mpipipe.schedules import Action, check, forward_only, from_csv
 
 
 def test_empty_cells_are_idle_slots_and_spaces_do_not_count():
@@ -33,6 +33,7 @@ def test_a_pair_that_overlaps_in_pytorch_is_two_actions_in_that_order():
 
 
 @given(schedule=runnable_schedules())
+@example(schedule=forward_only(2, 2, 3))
 def test_what_was_written_is_read_back(schedule):
     again = from_csv(schedule.to_csv())
     assert (again.placement, again.microbatches, again.orders) == (

@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_refused_as_configuration(pipe, replicas, keys, mat
         (9, {"layers": 3}, "3 layers are 8 pieces (2 x 3 + 2) and cannot fill 9 stages", 4),
         (12, {"layers": 4}, "4 layers are 10 pieces (2 x 4 + 2) and cannot fill 12 stages", 5),
         (2, {"layers": 3, "chunks": 5, "schedule": "interleaved_1f1b"}, "cannot fill 10 stages", 4),
+        (18, {"layers": 1}, "1 layer is 4 pieces (2 x 1 + 2) and cannot fill 18 stages", 8),
     ],
 )
 def test_too_few_layers_are_told_in_pieces_with_how_many_would_do(pipe, keys, found, layers):
