@@ -171,6 +171,7 @@ def whole_source(source: str, constants: dict) -> str:
     return "\n".join([cuda.COMMON.read_text(), *arrays.cuda_declarations(constants), (PACKAGE / source).read_text()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_for_a_gpu(source, kind):
@@ -178,6 +179,7 @@ def test_compiles_for_a_gpu(source, kind):
         assert compile_for_gpu(whole_source(source, constants)) == "", (constants, "in the table of this test")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_compiles_for_gpus_before_and_after(source, architecture):

@@ -318,6 +318,7 @@ def test_deterministic_backward(gpu, library, monkeypatch):
 # -- sizes of models
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seq, dim", [(128, 64), (1024, 64), (128, 128), (1024, 128)])
 def test_sizes_of_models_are_done_by_cudnn(gpu, library, seq, dim):
     """No refusal here, on whatever device."""

@@ -190,6 +190,7 @@ RINGS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options, sizes", RINGS, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -201,6 +202,7 @@ def test_rings_in_one_process(gpu, ranks, options, sizes, dtype):
         agrees(found[0], reference(whole, **options), dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("seq, dim", [(256, 64), (1024, 128)])
 def test_a_ring_of_the_sizes_of_models(gpu, layout, seq, dim):

@@ -71,7 +71,6 @@ def test_lengths_on_real_ranks(comm, layout, seq):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_4096_positions(comm):
     """Blocks of several tiles of keys each, on several ranks too."""
     whole = arrays(4096, batch=1, heads=1, kv_heads=1, dim=64)
@@ -243,6 +242,7 @@ def peaks(comm, local, rotation):
     return np.max(comm.allgather((forward, backward)), axis=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rotation", ["overlap", "sendrecv"])
 def test_memory_is_linear_in_the_local_length(comm, rotation):
     """With the same bound for rings of any size: the sequence is as many times as long as there are ranks."""

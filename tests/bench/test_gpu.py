@@ -276,6 +276,7 @@ def test_quick_sizes_are_parameters(part):
     assert "repeats" in part.quick and set(part.quick) <= set(signature(part.measure).parameters)
 
 
+@pytest.mark.long
 def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "mpi", lambda: pytest.fail("asked for MPI"))
     row, *_ = inprocess.run(1, lambda comm: list(steps.measure_step(1, TINY, 2, 2, peers=False, comm=comm)))[0]

@@ -64,6 +64,7 @@ def play(launch, root, body, ranks=2, env=None):
     return job, time.monotonic() - start
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stuck", ["read", "force"])
 @pytest.mark.parametrize("how", ENDS)
 def test_a_job_that_ends_while_a_thread_hangs_leaves_nothing_behind(launch, tmp_path, how, stuck):
@@ -76,6 +77,7 @@ def test_a_job_that_ends_while_a_thread_hangs_leaves_nothing_behind(launch, tmp_
     ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stuck", ["read", "force"])
 def test_a_program_that_closes_no_saver_ends_and_leaves_no_half_checkpoint(launch, tmp_path, stuck):
     body = f"    hang('{stuck}')\n    saver.save(2)\n    entered.wait()\n    comm.Barrier()"
@@ -84,6 +86,7 @@ def test_a_program_that_closes_no_saver_ends_and_leaves_no_half_checkpoint(launc
     assert os.listdir(tmp_path / "run") == ["step-00000001"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", ["optimizer.step()", "saver.wait()"])
 def test_the_watchdog_names_the_rank_whose_disk_hangs_and_what_it_waits_for(launch, tmp_path, wait):
     body = f"    hang('read') if comm.rank == 1 else None\n    saver.save(2)\n    {wait}\n    saver.wait()"
@@ -97,7 +100,7 @@ def test_the_watchdog_names_the_rank_whose_disk_hangs_and_what_it_waits_for(laun
     ), job.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_disk_that_is_slow_and_goes_on_is_no_hang(launch, tmp_path):
     """Each piece takes half of what the watchdog allows, and all of them far more."""
     body = """

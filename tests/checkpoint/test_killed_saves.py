@@ -84,7 +84,7 @@ print("moments", moment, "steps", *seen)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(launch):
     job = launch(0, SCRIPT)
     assert job.returncode == 0, job.stderr

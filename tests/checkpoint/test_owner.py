@@ -202,6 +202,7 @@ def test_a_file_system_that_hangs_makes_no_owner_stale(tmp_path, monkeypatch):
     os.close(taking.descriptor)
 
 
+@pytest.mark.long
 def test_of_many_jobs_that_take_over_at_once_one_wins(tmp_path, quick):
     """Processes of their own, again and again; each says by its exit code whether it owns the folder."""
     for turn in range(5):

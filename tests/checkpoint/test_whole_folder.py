@@ -109,7 +109,7 @@ def dying_at(moment, work):
     return ended == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("save", "value_of"),
     [(save_weights, value_of_model), (save_huggingface, value_of_model), (write_adapter, value_of_adapter)],

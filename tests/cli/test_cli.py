@@ -68,6 +68,7 @@ def test_train_makes_a_new_folder_where_none_is_named(mpipipe, small):
     assert re.search(r"metrics in /.*/runs/\d{8}-\d{6}$", job.stdout, re.MULTILINE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "match", "code"),
     [
@@ -117,7 +118,6 @@ def test_data_that_are_cut_short_end_the_job_with_one_report(launch, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_generate_writes_the_same_text_on_any_number_of_ranks_and_refuses_with_one_report(mpipipe, small, tmp_path):
     out = str(tmp_path / "run")
     job = mpipipe(4, "train", "--config", small, "--out", out, "--pipe", "2", "--tied", "--dtype", "float64")
@@ -141,6 +141,7 @@ def test_generate_writes_the_same_text_on_any_number_of_ranks_and_refuses_with_o
         assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("description", "match"),
     [
@@ -212,6 +213,7 @@ except mpipipe.errors.BackendError as error:
 """
 
 
+@pytest.mark.long
 def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_cupy, tmp_path):
     job = launch(0, USES_CUPY, env=without_cupy)
     assert job.returncode == 0, job.stderr
@@ -226,6 +228,7 @@ def test_everything_but_gpus_works_without_cupy(mpipipe, launch, small, without_
     assert job.returncode == 0, job.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", ["train --device cuda", "bench gpu"])
 def test_a_gpu_that_is_not_there_ends_the_job_with_one_report(mpipipe, arguments):
     job = mpipipe(2, *arguments.split(), env=WITHOUT_GPU)

@@ -132,6 +132,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("what", ["FIFO", "device", "a long name"])
 def test_a_command_waits_for_no_fifo_and_reads_no_device(refused, tmp_path, command, what):

@@ -55,6 +55,7 @@ def test_a_dry_run_needs_no_mpi_and_writes_nothing(launch, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_a_dry_run_under_a_launcher_is_of_its_ranks_and_shown_once(launch):
     job = launch(2, ["-m", "mpipipe", "train", "--dry-run", *FLAGS])
     assert job.returncode == 0, job.stderr
@@ -76,6 +77,7 @@ def test_what_cannot_be_foreseen_is_one_error(monkeypatch, flags, text):
     assert ended.code == 2 and ended.report.count(text) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "flags", "text"),
     [

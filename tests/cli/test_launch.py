@@ -86,6 +86,7 @@ def ranks_of(folder, ranks, script, *words):
     return [mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpipipe", "run", "job.py", *words]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4] if AT_LENGTH else [1, 2, 3])
 @pytest.mark.parametrize("how", ["exit", "_exit"])
 def test_a_rank_that_c_code_ends_is_never_a_success(tmp_path, ranks, how):
@@ -106,7 +107,6 @@ def test_a_good_job_is_a_success_and_nothing_is_added(tmp_path, ranks):
 
 
 @only_at_length
-@pytest.mark.slow(seconds=100)
 def test_a_hundred_good_jobs_are_a_hundred_successes(tmp_path, allow_seconds):
     allow_seconds(900)
     command = ranks_of(tmp_path, 2, EXIT, "none")
@@ -185,6 +185,7 @@ def test_two_jobs_below_one_launch_are_refused(tmp_path):
     assert job.returncode == 2 and "another job has begun under the same `mpipipe launch`" in job.stderr
 
 
+@pytest.mark.long
 def test_processes_that_do_not_see_each_other_say_so_and_prove_nothing(tmp_path):
     """As under the mpiexec of another MPI: each is alone in COMM_WORLD."""
 
@@ -313,6 +314,7 @@ def test_a_launcher_or_proxy_that_is_killed_is_no_success(tmp_path):
         job.end()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["launcher", "rank", "mpiexec"])
 def test_a_job_that_is_stopped_and_goes_on_is_a_success(tmp_path, to):
     job = started(tmp_path, *ranks_of(tmp_path, 2, WAITING + "time.sleep(1.5)"))

@@ -42,7 +42,6 @@ def refused(job, match):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_prompts_of_a_file_are_answered_as_one_by_one(mpipipe, model, tmp_path):
     prompts = ["a", "gr\u00fc\u00df dich", "import os, sys"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
@@ -62,7 +61,6 @@ def test_prompts_of_a_file_are_answered_as_one_by_one(mpipipe, model, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_ids_of_a_model_without_a_tokenizer_are_the_last_line(mpipipe, other):
     config, tokens = OTHER, [5, 17, 9]
     tensors = reference.tensors_of(config)
@@ -77,7 +75,6 @@ def test_ids_of_a_model_without_a_tokenizer_are_the_last_line(mpipipe, other):
     assert whole(stopped).splitlines()[-1] == "mpipipe: tokens " + ",".join(map(str, tokens[: first + 1]))
 
 
-@pytest.mark.slow
 def test_what_cannot_be_continued_is_one_report(mpipipe, model, other, tmp_path):
     cases = [
         (other, ["--prompt", "a"], "the model has no tokenizer"),
@@ -104,7 +101,7 @@ def written_out(config, ids, length, short=False):
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_evaluation_says_the_loss_in_its_last_line(mpipipe, model, tmp_path):
     text = np.random.default_rng(0).integers(32, 127, 203).astype(np.uint8)
     (tmp_path / "a.txt").write_bytes(text.tobytes())
@@ -122,7 +119,6 @@ def test_an_evaluation_says_the_loss_in_its_last_line(mpipipe, model, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_documents_are_reported_each(mpipipe, model, tmp_path):
     for name, length in (("a.txt", 31), ("b.txt", 9)):
         (tmp_path / name).write_bytes(bytes(range(40, 40 + length)))
@@ -135,7 +131,6 @@ def test_documents_are_reported_each(mpipipe, model, tmp_path):
     assert abs(nats / 38 - lines[2]["loss"]) < 1e-12
 
 
-@pytest.mark.slow
 def test_what_cannot_be_evaluated_is_one_report(mpipipe, model, other, tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(40, 60)))
     np.save(tmp_path / "ids.npy", np.array([1, 2, 48, 3] * 30))
@@ -175,7 +170,7 @@ def made(tmp_path):
     return folder, config, library
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_prompt_of_text_is_continued_in_text(mpipipe, made):
     folder, config, library = made
     prompt = "gr\u00fc\u00df the cat"
@@ -190,7 +185,7 @@ def test_a_prompt_of_text_is_continued_in_text(mpipipe, made):
     assert text == "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in expected) + "\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_text_and_its_file_of_tokens_have_the_loss_of_the_tokens(mpipipe, made, tmp_path):
     folder, config, library = made
     losses = []
@@ -243,6 +238,7 @@ def test_convert_is_refused_in_one_report(monkeypatch, tmp_path, source, ranks, 
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.long
 def test_train_from_a_folder_leaves_one_that_is_generated_from(mpipipe, tmp_path, source):
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text("one two three four " * 100)

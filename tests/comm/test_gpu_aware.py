@@ -253,6 +253,7 @@ def test_the_probe_moves_device_memory_in_a_job_of_its_own(outside):
         assert result.works, result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text, outcome",
     [

@@ -10,13 +10,14 @@ from support.pages import RUN, SHOWN, Block, Reader, blocks_of, read_page
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if any(block.language not in SHOWN for block in blocks_of(page))]
-COMMAND = re.compile(r"^ *(?:mpiexec|python -m mpipipe|bash jobs)", re.MULTILINE)
 
 
-def with_seconds(page):
-    """The page as a parameter, and about how long a reader takes for it."""
-    commands = sum(len(COMMAND.findall(block.text)) for block in blocks_of(page) if block.language == "bash")
-    return pytest.param(page, id=page.stem, marks=pytest.mark.slow(seconds=2 + 2.5 * commands))
+QUICK = ("README", "stages")
+
+
+def with_marks(page):
+    """The page as a parameter; the pages are long but for two."""
+    return pytest.param(page, id=page.stem, marks=() if page.stem in QUICK else pytest.mark.long)
 
 
 def test_readme_and_the_guide_have_code():
@@ -24,7 +25,7 @@ def test_readme_and_the_guide_have_code():
     assert {"README", "start", "schedules", "ring-attention", "stages", "failures", "CONTRIBUTING"} <= names
 
 
-@pytest.mark.parametrize("page", [with_seconds(page) for page in WITH_CODE])
+@pytest.mark.parametrize("page", [with_marks(page) for page in WITH_CODE])
 def test_blocks_run_in_order(allow_seconds, tmp_path, page):
     allow_seconds(300)
     assert read_page(page, tmp_path / "checkout") > 0

@@ -36,6 +36,7 @@ def to_be_run(path):
     return pytest.param(path, marks=[pytest.mark.judges] if libraries(path) else [], id=path.stem)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [to_be_run(path) for path in EXAMPLES])
 def test_example_prints_what_its_head_says(launch, path):
     for name in libraries(path):

@@ -11,27 +11,26 @@ from faults.play import PASSED, play
 VENDOR = {"MPICH": "mpich", "Open MPI": "openmpi"}.get(MPI.get_vendor()[0], "another")
 
 
-LONG = (  # whose sentence a quicker test proves as well, of this table or of tests/job, tests/pipeline and tests/cli
-    "good program: a training",
-    "never joins: the last rank exits with 0",
-    "exit: all ranks exit with 75",
-    "mismatch: schedule of rank 3",
-    "misuse: wrong dtype of the inputs",
-    "misuse: a loss that is not a number",
-    "hang:",
-    "settings: MPIPIPE_TAG_UB=-1",
-    "launcher: a lone process where OMPI",
-    "launcher: a lone process where SLURM",
+QUICK = (  # one of each kind that others do not show in less; the rest is long
+    "exception: traceback of a backward",
+    "exception: in a ring, caught, and all make a cache",
+    "never joins: rank last exits with 0",
+    "exit: rank 2 exits with 3",
+    "vanishes:",
+    "signal:",
+    "mismatch: micro-batches of rank 1",
+    "misuse: missing targets",
+    "settings: MPIPIPE_TIMEOUT=abc",
+    "launcher: a lone process where PMI_SIZE",
     "usage: an unknown flag [",
-    "checkpoint: an exception in an optimizer",
-    "checkpoint: a parameter of one replica",
+    "thread:",
+    "hang: a sleep in a backward",
+    "checkpoint: a disk that is full",
 )
 
 
 def _marks(case):
-    if str(case).startswith(LONG):
-        return [pytest.mark.long]
-    return [pytest.mark.slow] if str(case).startswith("loop:") else []  # the others must hear nothing for some seconds
+    return [] if str(case).startswith(QUICK) else [pytest.mark.long]
 
 
 CASES = [pytest.param(case, id=str(case), marks=_marks(case)) for case in quick_cases(VENDOR)]

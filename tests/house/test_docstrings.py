@@ -96,6 +96,7 @@ def test_public_docstrings_are_complete(room):
     assert not wrong, "\n".join(f"{name}: {'; '.join(found)}" for name, found in wrong.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", ROOMS)
 def test_examples_run_as_written(room):
     """In a process of its own, without a launcher, as a reader runs them."""

@@ -43,7 +43,7 @@ def outcomes(job):
     return {name: [outcome for outcome, other in lines if other == name] for _, name in lines}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_ranks_passing_make_one_green_report(session):
     job = session("""
 def test_sum(comm):
@@ -123,6 +123,7 @@ def test_next(comm):
     assert "failed on rank(s) 1, 2 of 3; above: rank 1" in job.stdout
 
 
+@pytest.mark.long
 def test_leaked_message_fails_the_test_that_sent_it_and_no_other(session):
     job = session("""
 def test_leak(comm):
@@ -147,6 +148,7 @@ def test_next(comm):
     assert "rank 0: unreceived message from rank 1 with tag 8" in job.stdout
 
 
+@pytest.mark.long
 def test_skip_and_expected_failure_must_be_agreed(session):
     job = session("""
 def test_skipped_by_one(comm):
@@ -170,7 +172,7 @@ def test_expected_on_one(comm):
     assert "2 skipped" in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_failing_example_stops_all_ranks_alike(session):
     job = session("""
 @given(st.integers(0, 1000))
@@ -187,7 +189,7 @@ def test_next(comm):
     assert "too large here" in job.stdout and "Flaky" not in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pure_tests_run_on_one_rank_each_and_count_on_all(session):
     job = session("""
 @pytest.mark.parametrize("n", range(6))
@@ -205,6 +207,7 @@ def test_wrong():
     assert job.stdout.count("AssertionError: seen by 0") >= 1
 
 
+@pytest.mark.long
 def test_stop_at_first_failure_holds_for_all_ranks(session):
     job = session("""
 def test_wrong_on_one(comm):
@@ -220,6 +223,7 @@ def test_pure():
     assert outcomes(job) == {"test_wrong_on_one": ["FAILED"]}
 
 
+@pytest.mark.long
 def test_rank_that_fails_while_its_peers_wait_ends_the_job_with_its_text_and_their_stacks(session):
     job = session("""
 def wait_for_ever(comm):
@@ -235,7 +239,7 @@ def test_hang(comm):
     assert job.stderr.count("in wait_for_ever") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_job_that_hangs_on_all_ranks_ends_with_the_stack_of_each(session):
     job = session("""
 def test_hang(comm):
@@ -257,6 +261,7 @@ def test_interrupted(comm):
     assert "[rank 2] stopped: KeyboardInterrupt" in job.stderr, job
 
 
+@pytest.mark.long
 def test_ranks_that_collect_different_tests_are_refused(session):
     job = session("""
 if RANK == 1:

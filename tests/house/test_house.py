@@ -146,7 +146,6 @@ def test_no_call_has_more_than_seven_positional_arguments():
     refuse(findings(lambda tree: (f"{line} ({count} arguments)" for line, count in positional_calls(tree))))
 
 
-@pytest.mark.slow
 def test_imports_form_no_circle():
     """Not even one hidden in functions, or for types alone, below `if TYPE_CHECKING`."""
     graph = import_graph(dict(sources()))

@@ -248,7 +248,7 @@ with Preemption(comm, say=lambda text: seen.append((time.monotonic(), text))) as
     assert "rank 0 due True" in job.stdout and "rank 1 due True" in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "code", "says"),
     [

@@ -134,6 +134,7 @@ def test_a_report_is_read_before_the_job_ends():
     assert aborted > read
 
 
+@pytest.mark.long
 def test_a_launcher_that_never_reads_is_not_waited_for():
     aborted, read = outcome(report.TAKEN_SECONDS + 3.0)
     assert aborted < read
@@ -197,6 +198,7 @@ abort.run_or_abort(program)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["raise ValueError('wet paint')", "os._exit(3)"])
 def test_what_is_aborted_is_comm_world_and_no_duplicate_of_it(launch, end):
     """MPICH's launcher may return 0 for a job whose duplicate of COMM_WORLD is aborted."""

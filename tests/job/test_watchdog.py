@@ -99,6 +99,7 @@ def breaking(pipeline):
     ), report
 
 
+@pytest.mark.long
 def test_a_rank_in_an_endless_loop_outside_of_any_call_is_named_with_its_line(play):
     body = "def breaking(_):\n    while rank == 0: pass" + TWO_STEPS
     report = report_of(play(body, run=False))
@@ -106,7 +107,7 @@ def test_a_rank_in_an_endless_loop_outside_of_any_call_is_named_with_its_line(pl
     assert re.search(r"\n  rank 1 waits for step \(call 2\) of pipeline 1", report), report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_is_stopped_for_good_is_silent(play):
     body = "def breaking(_):\n    if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)" + TWO_STEPS
     report = report_of(play(body, ranks=3))
@@ -115,7 +116,7 @@ def test_a_rank_that_is_stopped_for_good_is_silent(play):
     ), report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="stacks of others are read from /proc")
 def test_a_rank_whose_interpreter_is_busy_is_silent_and_its_stack_is_read_from_outside(play, tmp_path):
     body = "import re\ndef breaking(_):\n    if rank == 1: re.match('(a+)+$', 'a' * 60 + 'b')" + TWO_STEPS
@@ -140,7 +141,7 @@ def test_a_rank_that_is_stopped_for_a_while_goes_on(play):
     healthy(play(body, watchdog=3))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_that_is_stopped_as_a_whole_goes_on(play):
     def stop_and_go_on(job):
         deadline = time.monotonic() + 30
@@ -162,7 +163,7 @@ def breaking(_):
     healthy(play(body + TWO_STEPS, watchdog=3, meanwhile=stop_and_go_on))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_actions_that_are_longer_than_the_limit_and_poll_between_layers_are_no_hang(play):
     """Each forward takes 2.4 s, each layer 0.3 s, and the limit is 1 s."""
     body = """
@@ -179,6 +180,7 @@ print("finished", flush=True)
     healthy(play(body, watchdog=1))
 
 
+@pytest.mark.long
 def test_a_message_of_another_tag_in_a_ring_is_named(play):
     body = """
 from mpipipe.comm import ring_exchange
@@ -199,6 +201,7 @@ print("finished", flush=True)
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_computes_in_a_ring_alone_is_told_from_those_that_wait_for_it(play):
     """A ring without a pipeline, and without the runner."""
     body = """
@@ -221,6 +224,7 @@ print("finished", flush=True)
     assert report.count("computing") == 1, report
 
 
+@pytest.mark.long
 def test_ranks_with_a_communicator_of_their_own_watch_over_each_other(play):
     """Rank 0 is in no group, and so nobody waits for it."""
     body = """
@@ -240,6 +244,7 @@ else:
     assert "from rank 1 (channel 0, tag 3), which is rank 2 of the job, in backward of stage 0" in report
 
 
+@pytest.mark.long
 def test_the_report_of_a_training_lies_in_its_folder(play, tmp_path):
     body = """
 from mpipipe.language.models import GPT
@@ -262,7 +267,7 @@ train(config, GPT)
     assert "rank-0.txt" in files_of(tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_mpi_takes_one_thread_only_the_waits_watch(play):
     opening = "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n" + OPENING
     body = "def breaking(_):\n    if rank == 1: breaks('forward', lambda: time.sleep(1000))" + TWO_STEPS
@@ -289,6 +294,7 @@ def test_a_watchdog_that_is_switched_off_has_no_thread(play):
     healthy(play(body, watchdog=0, run=False))
 
 
+@pytest.mark.long
 def test_receives_of_any_rank_and_tag_see_no_message_of_the_watchdog(play):
     script = """
 import time

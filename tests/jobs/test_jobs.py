@@ -154,7 +154,7 @@ def test_test_job_ends_with_its_verdict_and_the_status_of_pytest(checkout, mpi, 
     result = run(["bash", "jobs/test.sh", "-k", "one"], checkout, MPI=mpi, RANKS="2", STATUS=str(status))
     assert result.returncode == status, result
     lines = result.stdout.splitlines()
-    assert f"{venv}/bin -n 2 {venv}/bin/python -m pytest -k one" in lines
+    assert f"{venv}/bin -n 2 {venv}/bin/python -m pytest -m not long -k one" in lines
     assert lines[-1] == f"mpipipe: tests {verdict} mpi={mpi} ranks=2 exit={status}"
 
 
@@ -414,7 +414,7 @@ def test_gpu_check_without_an_mpi_that_works_skips_what_needs_ranks(gpu_check):
     assert set(skipped.values()) == {"no mpiexec starts ranks that see each other"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("slow", "found", "status"), [("2", "passed", "cut"), ("1", "passed", "cut"),
                                                       ("1", "failed", "failed")])  # fmt: skip
 def test_gpu_check_ends_in_time_and_says_what_was_left_out(gpu_check, slow, found, status):
@@ -428,7 +428,7 @@ def test_gpu_check_ends_in_time_and_says_what_was_left_out(gpu_check, slow, foun
     assert result.returncode == (1 if status == "failed" else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("found", "status", "code"), [("passed", "cut", 0), ("failed", "failed", 1)])
 def test_gpu_check_cuts_a_part_that_runs_past_its_own_limit(gpu_check, checkout, monkeypatch, found, status, code):
     """It has not failed either, unless a test had failed before."""

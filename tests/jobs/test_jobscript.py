@@ -85,6 +85,7 @@ def test_each_script_of_jobs_has_a_counterpart():
     assert {path.stem for path in (ROOT / "jobs").glob("*.sbatch")} == set(COUNTERPARTS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COUNTERPARTS)
 def test_a_script_of_jobs_asks_for_the_same_and_starts_the_same_as_the_printed_one(tmp_path, python, name):
     of_jobs, printed = ROOT / "jobs" / f"{name}.sbatch", tmp_path / "printed.sbatch"
@@ -126,6 +127,7 @@ def test_bash_and_shellcheck_find_nothing(tmp_path):
     assert found.returncode == 0, found.stdout[:2000]
 
 
+@pytest.mark.long
 @pytest.mark.jobs
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks are bound to a core each")
 @pytest.mark.parametrize("scheduler", ["pbs", "lsf"])
@@ -145,6 +147,7 @@ def test_a_printed_script_starts_ranks_by_mpiexec_and_a_finished_chain_ends_at_o
     assert again.returncode == 0 and again.stdout == f"mpipipe: job 17 has nothing to do: {out} is finished\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scheduler", "ended", "code", "said"),
     [("lsf", 75, 75, "requeued exit=75"), ("lsf", 9, 75, "requeued exit=9"), ("lsf", 2, 2, "failed exit=2"),

@@ -70,7 +70,6 @@ def stand_ins(tmp_path_factory):
         (STAND_INS / name).chmod(0o755)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("kind", ["options", "script"])
 @settings(max_examples=400 if AT_LENGTH else 8, deadline=None, database=None)

@@ -113,7 +113,6 @@ def test_the_package_of_spack_has_every_dependency_with_its_lower_bound(monkeypa
     assert variants - {"cuda"} <= set(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.slow
 @pytest.mark.jobs
 def test_reframe_runs_its_checks_and_finds_tokens_per_second(tmp_path):
     path = os.pathsep.join([str(Path(mpiexec()).parent), os.environ["PATH"]])

@@ -16,7 +16,6 @@ from support.launch import ROOT, job_environment
 from train.test_kills import outcome
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.jobs,
     pytest.mark.skipif(shutil.which("slurmctld") is None, reason="needs SLURM: bash jobs/test_slurm.sh installs it"),
     pytest.mark.skipif(os.geteuid() != 0, reason="jobs/slurm_local.sh needs root"),

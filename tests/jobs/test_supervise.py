@@ -43,17 +43,20 @@ def fake(tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_failures_with_progress_are_followed_by_another_start(fake):
     result, starts = fake(["1", "2", "3", ""], ["137", "1", "124", "0"], MPIPIPE_RESTARTS="1")
     assert result.returncode == 0 and starts == 4, result
     assert "exit code 137; start 2 goes on from step-00000001" in result.stderr
 
 
+@pytest.mark.long
 def test_a_new_checkpoint_forgives_the_starts_before_it(fake):
     result, starts = fake(["1", "", "2", "", "3"], ["9", "9", "9", "9", "0"], MPIPIPE_RESTARTS="2")
     assert result.returncode == 0 and starts == 5, result
 
 
+@pytest.mark.long
 def test_a_job_without_progress_is_given_up(fake):
     result, starts = fake(["1", "", "", "", ""], ["9"] * 5)
     assert result.returncode == 9 and starts == 4, result
@@ -88,6 +91,7 @@ def test_a_command_is_not_run_to_find_out_what_it_is(tmp_path):
     assert (tmp_path / "starts").read_text() == "--resume auto --out run\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "beside", "code"),
     [("mpiexec", "prterun", 12), ("mpiexec", "hydra", 15), ("mpirun.openmpi", "x", 12), ("srun", "prterun", 15)],

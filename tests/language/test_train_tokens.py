@@ -121,6 +121,7 @@ def test_learned_positions_are_refused_where_documents_are_packed(comm, config):
     train(config(steps=1), learned, comm)
 
 
+@pytest.mark.long
 def test_packed_trainings_of_all_cuts_agree_to_rounding(comm, config):
     """1F1B has several micro-batches in flight, and recomputes; a ring shares each row."""
     cuts = [

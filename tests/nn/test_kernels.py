@@ -40,7 +40,7 @@ def test_kernels_are_chosen_by_device_and_dtype():
 # -- Pieces that fit in a core's cache --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.integers(0, 4 * ELEMENTS), st.integers(0, 2 * ELEMENTS))
 def test_blocks_cut_all_rows_in_order_and_none_is_too_large(count, width):
     cut = blocks(count, width)

@@ -24,6 +24,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DRAWN)
 def test_no_text_lies_on_another_or_beyond_the_edge(kind, tmp_path, monkeypatch):
     from matplotlib.text import Text

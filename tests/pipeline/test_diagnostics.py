@@ -205,6 +205,7 @@ with Pipeline([stage], schedules.gpipe(comm.size, 8), comm, loss=nn.mean_squared
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_job_ends_with_one_report(launch, emulated_gpu, tmp_path, ranks):
     script = tmp_path / "job.py"

@@ -119,6 +119,7 @@ def test_weights_correct_what_was_summed_by_layers(mesh):
 ONE_QUEUE = ["1F1B", "tied over two chunks", "split backward"]  # the orders of launches among these cases
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "own, case",
     [(queue, case) for queue in (False, True) for case in (ONE_QUEUE if queue else CASES)],
@@ -313,6 +314,7 @@ class User:
 # -- rings and failures ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_rings_of_attention_between_the_ranks_of_a_sum(own, comm, monkeypatch):
     """Layers that are still to come exchange messages with the ranks for which buckets on the device wait."""
     with Mesh(comm, pipe=1, seq=comm.size) as mesh:
@@ -405,6 +407,7 @@ class Slow(nn.Layer):
         return dy, None
 
 
+@pytest.mark.long
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("by_layers", [False, True])
 def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch, by_layers):

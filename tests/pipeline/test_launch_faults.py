@@ -291,7 +291,6 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "act, max_norm, says",
     [

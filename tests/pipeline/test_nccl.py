@@ -88,6 +88,7 @@ def same_bits(first, second):
 STREAMS, ONE_QUEUE = False, True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "own, name, chunks",
     [
@@ -387,6 +388,7 @@ sys.exit(run_or_abort(main))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "act, says",
     [

@@ -429,6 +429,7 @@ def start(request, launch):
     return job
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("guilty", ["0", "last"])

@@ -60,6 +60,7 @@ def plans_on(ranks, architecture=GPT, pipe=None, **keys):
     return inprocess.run(ranks, on_each_rank)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "keys"), [(1, {}), (2, {}), (3, {"fixed": ("schedule",)}), (2, {"seq": 2}),
                                              (2, {"pipe": 1, "tied": True}), (2, {"packing": "segments"})])  # fmt: skip
 def test_a_plan_is_made_on_any_mesh(ranks, keys):

@@ -62,6 +62,7 @@ def allocated(config):
     return peaks[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_arrays_are_foreseen_as_a_step_allocates_them(shape):
     config = TrainConfig(**SIZES, **SHAPES[shape])

@@ -55,6 +55,7 @@ def fastest_time(ranks, microbatches, costs, limit):
     return least((0.0,) * ranks, ((0, 0, 0),) * ranks, (((), ()),) * ranks)
 
 
+@pytest.mark.long
 @settings(max_examples=10)
 @given(costs=COSTS, limit=st.integers(1, 3))
 def test_no_order_of_two_ranks_beats_the_bound(costs, limit):

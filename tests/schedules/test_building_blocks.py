@@ -114,6 +114,7 @@ def built(name, ranks, microbatches, costs, kept):
     return schedules.zero_bubble_2p(ranks, microbatches, costs, limit, kept)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_rate_is_that_of_the_paper_or_better(model, name):

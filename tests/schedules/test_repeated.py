@@ -18,6 +18,7 @@ times = st.integers(0, 9)
 links = st.builds(Links, times, st.just(1), st.sampled_from([1, 2, 4]), st.integers(0, 3), st.just(4))
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(
     name=st.sampled_from([*ONE, *SEVERAL, "dualpipe_v"]),

@@ -85,9 +85,6 @@ def _estimate(item, known) -> float:
     """Seconds that a test may take: what it took before, or else a guess."""
     if item.nodeid in known:
         return known[item.nodeid]
-    slow = item.get_closest_marker("slow")
-    if slow is not None:
-        return slow.kwargs.get("seconds", 8.0)
     return 2.0 if starts_jobs(item) else 0.1
 
 

@@ -168,6 +168,7 @@ def test_an_optimizer_that_writes_the_half_copy_trains_as_a_cast_at_each_call(
         assert casts[1] - casts[0] == 5 + 2 - 1
 
 
+@pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("pipe", [2, 1])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

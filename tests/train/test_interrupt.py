@@ -24,6 +24,7 @@ def test_an_interrupt_says_where_and_other_exceptions_stay_what_they_are():
         raise ValueError("wet")
 
 
+@pytest.mark.long
 @pytest.mark.jobs
 @pytest.mark.parametrize("to", ["launcher", "group"])
 def test_ctrl_c_leaves_at_most_six_lines_below_the_last_loss(tmp_path, to):

@@ -108,7 +108,6 @@ def check_kills(train, folder, kills, ranks, pipe):
 
 
 @pytest.mark.long
-@pytest.mark.slow(seconds=12)
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_three_kills_change_nothing(train, tmp_path, pipe):
     check_kills(train, tmp_path, 3, 2, pipe)

@@ -46,6 +46,7 @@ def rank_of(job, rank):
     raise AssertionError(job.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.jobs
 @pytest.mark.parametrize("pipe", ["1", "2"])
 def test_a_signal_to_one_rank_saves_and_the_end_is_bit_by_bit_that_of_a_training_without(tmp_path, launch, pipe):

@@ -59,6 +59,7 @@ def test_memory_is_flat_after_step_20(comm):
     assert memory[-1] - memory[19] < 1 << 20, f"grew by {memory[-1] - memory[19]} bytes"
 
 
+@pytest.mark.long
 @pytest.mark.mpi(min_size=4)
 def test_loss_curve_of_pipe_2_x_data_2_is_that_of_one_process(comm):
     with Mesh(comm, pipe=1, data=comm.size) as alone:

@@ -131,6 +131,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_generate_finds_the_folder_that_a_training_with_other_working_folders_made(launch, tmp_path):
     text, script = tmp_path / "text.txt", tmp_path / "script.py"
     text.write_text("one two three four\n" * 100)

@@ -159,6 +159,7 @@ def test_a_checkpoint_of_the_host_is_resumed_on_a_gpu(gpu, comm, config, cut_sho
     close_records(records(other), records(whole))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_on_a_gpu_is_resumed_to_the_bit(gpu, comm, config, cut_short, dtype):
     whole, parts = (config(name, dtype=dtype, device="cuda", resume="auto") for name in ("whole", "parts"))

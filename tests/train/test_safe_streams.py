@@ -67,6 +67,7 @@ def train(launch, tmp_path):
     return start
 
 
+@pytest.mark.long
 def test_a_training_whose_output_is_closed_saves_its_weights(train):
     job, out = train("closed")
     assert job.returncode == 0, job.stderr
@@ -190,6 +191,7 @@ def test_a_reporter_without_an_output_still_writes_metrics(tmp_path, monkeypatch
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("environment", [{}, C_LOCALE], ids=["UTF-8", "C"])
 def test_names_that_are_no_text_do_not_end_a_training(launch, tmp_path, environment):
     """In the C locale no letter outside of ASCII is text."""

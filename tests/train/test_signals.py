@@ -49,7 +49,6 @@ def seconds_of_a_training(folder):
 
 
 @pytest.mark.long
-@pytest.mark.slow(seconds=400 if AT_LENGTH else 40)
 def test_the_exit_code_says_what_was_done_at_whatever_moment_a_signal_comes(tmp_path, allow_seconds):
     allow_seconds(60 * JOBS)
     draw, length = random.Random(7), seconds_of_a_training(tmp_path)
@@ -123,6 +122,7 @@ PLACES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_a_signal_just_before(launch, tmp_path, place):
     (text, code), number = PLACES[place], list(PLACES).index(place)
@@ -139,6 +139,7 @@ def test_a_signal_just_before(launch, tmp_path, place):
         assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", ["option", "file"])
 def test_a_signal_that_is_not_among_those_configured_ends_the_job(launch, tmp_path, given):
     """Also where it comes before the file with the configuration is read."""

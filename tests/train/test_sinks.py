@@ -114,6 +114,7 @@ opened.close()
 """
 
 
+@pytest.mark.long
 def test_wandb_writes_offline_without_network_and_account(tmp_path):
     """In a process of its own, with nothing of the user's, and a proxy that would refuse whatever it sends."""
     pytest.importorskip("wandb")

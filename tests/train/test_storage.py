@@ -120,7 +120,7 @@ def same(out, whole):
     assert arrays_of(out) == arrays_of(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("trouble", ["full", "read-only", "vanishes"])
 def test_storage_that_fails_ends_the_training_and_the_last_checkpoint_is_gone_on_with(train, trouble):
     _, whole = train("whole")
@@ -143,7 +143,6 @@ def test_storage_that_fails_ends_the_training_and_the_last_checkpoint_is_gone_on
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["full", "read-only", "vanishes"])
 def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on(train, trouble):
     _, whole = train("whole")
@@ -160,7 +159,6 @@ def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on(trai
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_slow_disk_changes_nothing_but_the_time(train):
     _, whole = train("whole")
     job, out = train("run", "slow")

@@ -164,7 +164,6 @@ def check_kills(train, folder, count):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @has_ulfm
 def test_two_kills_lose_a_step_and_nothing_else(train, tmp_path):
     check_kills(train, tmp_path, 2)

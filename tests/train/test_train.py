@@ -105,6 +105,7 @@ def test_learning_rate_and_clipping_reach_the_optimizer(comm, config, optimizer)
     assert min(abs(np.diff(losses))) > 1e-3  # the model hardly moves, so these are different batches
 
 
+@pytest.mark.long
 def test_memory_stays_flat_over_hundreds_of_steps(comm, config, monkeypatch):
     pages = []
 
@@ -258,6 +259,7 @@ def test_sharing_sequences_does_not_change_the_training(comm, config, layout):
         close_curves(*([entry[key] for entry in entries if key in entry] for entries in both))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw"), ("float16", "adamw"), ("float16", "sgd")])
 def test_half_precision_reaches_about_the_loss_of_single(comm, config, dtype, optimizer):
     keys = dict(steps=60, log_every=20, eval_every=60, optimizer=optimizer, pipe=max(1, comm.size // 2))

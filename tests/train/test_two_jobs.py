@@ -116,7 +116,6 @@ def rank_of(env):
 
 @pytest.mark.jobs
 @pytest.mark.long
-@pytest.mark.slow(seconds=30)
 def test_one_job_at_a_time_trains_in_a_folder(start, tmp_path, allow_seconds):
     allow_seconds(300)
     check_pairs(start, tmp_path, KINDS)
@@ -131,7 +130,6 @@ def test_fifty_pairs_of_jobs_harm_no_training(start, tmp_path, allow_seconds):
 
 @pytest.mark.jobs
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_job_that_was_stopped_for_long_ends_when_it_wakes_up(start, tmp_path, allow_seconds):
     """Another job has taken over, as it does on another host: nothing of the first one's is written any more."""
     allow_seconds(300)

@@ -67,6 +67,7 @@ def test_fingerprint_tells_other_names_sizes_and_contents_apart_but_not_other_fo
     assert prints[0] == prints[1] and len(set(prints)) == len(prints) - 1
 
 
+@pytest.mark.long
 def test_fingerprint_reads_little_of_big_files_and_of_many(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(file_bytes, "read_bytes", lambda path, start, count: read.append((start, count)) or b"x")
