@@ -250,11 +250,12 @@ class TextTask(Task):
 
     def shard(self, comm: Communicator, microbatches: int) -> Shard:
         config = self.config
-        return Shard(comm, config.layout, config.seq_len, Packing(microbatches) if self.everywhere else None)
+        length = -(-config.seq_len * comm.size // config.seq)  # on paper a single rank stands for one of `seq`
+        return Shard(comm, config.layout, length, Packing(microbatches) if self.everywhere else None)
 
     def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:
         """Draw token ids at random. Documents, where they count, are as long as sequences."""
-        shape = (2, rows, self.config.seq_len)
+        shape = (2, rows, shard.layout.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
         if shard.packing is not None:
             shard.packing.microbatches = microbatches
