@@ -49,6 +49,7 @@ from mpipipe.train import (
     folded,
     run,
     too_few_pieces,
+    warn,
 )
 
 PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
@@ -247,6 +248,8 @@ class TextTask(Task):
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
         folder = None if self.base is None else self.base.folder.path
         self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
+        if self.everywhere and mesh.rank == 0 and self.source is not None and self.source.train.starts(0, 1) is None:
+            warn("mpipipe: packing = segments changes nothing: the data do not say where documents begin")
 
     def shard(self, comm: Communicator, microbatches: int) -> Shard:
         config = self.config

@@ -111,6 +111,7 @@ DAMAGE = {
     "no facts": (FACTS, lambda path: beside(path, FACTS).write_text("{}")),
     "facts that are no object": (FACTS, lambda path: beside(path, FACTS).write_text("[5]")),
     "a fact that nobody knows": (FACTS, lambda path: rewrite(path, other=5)),
+    "facts that are gone": (FACTS, lambda path: beside(path, FACTS).unlink()),
     "no index": (DOCUMENTS, lambda path: beside(path, DOCUMENTS).unlink()),
     "another number of documents": (DOCUMENTS, lambda path: rewrite(path, documents=9)),
     "an index of another shape": (
