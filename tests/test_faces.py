@@ -46,6 +46,23 @@ def test_a_module_that_never_was_is_not_found_as_usual():
         _ = mpipipe.models
 
 
+def test_threads_that_ask_for_the_training_at_once_all_get_it():
+    program = """
+import threading, mpipipe.train
+names, found = ("train", "TrainConfig"), {}
+together = threading.Barrier(2)
+def ask(name):
+    together.wait()
+    found[name] = getattr(mpipipe.train, name)
+threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(sorted(found))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "['TrainConfig', 'train']\n", done.stderr
+
+
 def test_a_member_with_a_new_name_says_so():
     stage = nn.Stage([nn.Gelu()])
     with pytest.raises(AttributeError, match=r"no attribute 'keep_compute'; it is now optimizer_writes_compute"):

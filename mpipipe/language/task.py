@@ -49,6 +49,7 @@ from mpipipe.train import (
     folded,
     run,
     too_few_pieces,
+    warn,
 )
 
 PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
@@ -247,14 +248,17 @@ class TextTask(Task):
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
         folder = None if self.base is None else self.base.folder.path
         self.source, self.tokens = open_data(self.config, mesh.comm, listing, reads, folder)
+        if self.everywhere and mesh.rank == 0 and self.source is not None and self.source.train.starts(0, 1) is None:
+            warn("mpipipe: packing = segments changes nothing: the data do not say where documents begin")
 
     def shard(self, comm: Communicator, microbatches: int) -> Shard:
         config = self.config
-        return Shard(comm, config.layout, config.seq_len, Packing(microbatches) if self.everywhere else None)
+        length = -(-config.seq_len * comm.size // config.seq)  # on paper a single rank stands for one of `seq`
+        return Shard(comm, config.layout, length, Packing(microbatches) if self.everywhere else None)
 
     def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:
         """Draw token ids at random. Documents, where they count, are as long as sequences."""
-        shape = (2, rows, self.config.seq_len)
+        shape = (2, rows, shard.layout.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
         if shard.packing is not None:
             shard.packing.microbatches = microbatches

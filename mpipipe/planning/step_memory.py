@@ -130,7 +130,7 @@ class StageMeter:
         behind = start + run.start + run.period * run.times
         cuts = [[*range(start, start + run.start + run.period * count), *range(behind, stop)] for count in times]
         if not self._known:  # what the first use of anything leaves behind is no part of a stage
-            self._measure(cuts[0], x[:1], targets[:1], ends)
+            self._measure(cuts[0], x, targets, ends)
         (short, shape), *more = [self._measure(cut, x, targets, ends) for cut in cuts]
         self._known[key] = (short.longer(more[0][0], run.times - 1) if more else short), shape
         return self._known[key]

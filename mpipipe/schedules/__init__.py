@@ -9,7 +9,6 @@ from mpipipe.schedules.action import Action
 from mpipipe.schedules.bounds import Gap, gap, lower_bound
 from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
-from mpipipe.schedules.csv_text import SUFFIX as SUFFIX
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.csv_text import from_file as from_file
 from mpipipe.schedules.csv_text import is_path as is_path

@@ -70,9 +70,9 @@ _LATER = {
     "read_keys": "mpipipe.train.config",
     "Task": "mpipipe.train.task",
     "TaskConfig": "mpipipe.train.config",
-    "TrainConfig": "mpipipe.language.config",
+    "TrainConfig": "mpipipe.language",
     "run": "mpipipe.train.setup",
-    "train": "mpipipe.language.task",
+    "train": "mpipipe.language",
 }
 
 

@@ -125,7 +125,6 @@ def _check_together(config: TaskConfig) -> None:
             expected="one of them: recompute runs all forwards again, recompute_limit some",
         )
     _check_plan(config)
-    _check_plan(config)
 
 
 def _check_plan(config: TaskConfig) -> None:
@@ -134,7 +133,7 @@ def _check_plan(config: TaskConfig) -> None:
     if strange:
         raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
     if config.plan != "auto":
-        alone = [name for name in ("memory_limit", "fixed") if getattr(config, name)]
+        alone = [name for name in ("memory_limit", "fixed") if getattr(config, name) not in (None, ())]
         if alone:
             raise ConfigError(
                 f"{alone[0]} without plan = auto",

@@ -64,7 +64,7 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> O
 
     `replaced` are folders in it that are replaced as a whole. For `path` see `shared_path`.
 
-    Raises what `owner.take` raises; ConfigError for a folder that cannot be used.
+    Raises what `take_folder` raises; ConfigError for a folder that cannot be used.
     """
     group, out = group_of(comm), Path(shared_path(comm, path))
     owned = take_folder(out, group, unusable)

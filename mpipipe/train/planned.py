@@ -28,10 +28,10 @@ from mpipipe.planning import (
     profile_of,
     rank_bytes,
 )
-from mpipipe.schedules import SUFFIX, Links
+from mpipipe.schedules import Links
 from mpipipe.text import counted
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import ParallelOptions
+from mpipipe.train.options import ParallelOptions, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.task import Task
 from mpipipe.train.training_plan import pipe_of, plan_layers, rows_of, with_order
@@ -187,10 +187,10 @@ def plans_on_paper(
 def predicted(estimate: MemoryEstimate, saved: SavedProfile) -> Prediction:
     """Predict the steps of a training whose memory was estimated."""
     config, plan, problem = estimate.config, estimate.plan, estimate.problem
-    if config.schedule.endswith(SUFFIX):
+    if is_table(config.schedule):
         raise ConfigError(
             "a profile does not predict an order from a file",
-            found=f"schedule = {config.schedule}",
+            found=plan.schedule.name,
             expected="a schedule by its name",
             remedy="leave out --profile, or compare with `mpipipe simulate --csv FILE`",
         )

@@ -96,6 +96,16 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(comm, config, tokens
     close(metrics(chosen)[0]["validation"], loss_of(rows, pieces), path(SMALL, 16 * SMALL.seq))
 
 
+def test_packing_without_documents_is_a_warning(comm, config, mpi_tmp_path, capsys):
+    if comm.rank == 0:
+        np.save(mpi_tmp_path / "ids.npy", np.arange(2000) % VOCAB)
+    comm.Barrier()
+    train(config("plain", data=[str(mpi_tmp_path / "ids.npy")], packing="segments", steps=1), GPT, comm)
+    assert capsys.readouterr().err.count("packing = segments changes nothing") == (comm.rank == 0)
+    train(config("documents", packing="segments", steps=1), GPT, comm)
+    assert "changes nothing" not in capsys.readouterr().err
+
+
 def test_packed_documents_keep_the_window_of_each_layer():
     model = GPT(vocab=VOCAB, dim=16, layers=3, heads=2, hidden=32, seq=16, windows=(3, None, 5))
     packing = Packing(microbatches=2)

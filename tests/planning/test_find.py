@@ -309,6 +309,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks, keys, text):
         ({"schedule": "0F0,0B0\n"}, "plan = auto and an order of a schedule"),
         ({"fixed": ("partition",)}, "fixed names partition, which has no value"),
         ({"plan": "no", "memory_limit": "1G"}, "memory_limit without plan"),
+        ({"plan": "no", "memory_limit": "0"}, "memory_limit without plan"),
         ({"plan": "no", "fixed": ("chunks",)}, "fixed without plan"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mpipipe import schedules
 from mpipipe.cli import train
 from mpipipe.cli.plan import check_outputs, make_plans, plan
 from mpipipe.cli.train import train as command_train
@@ -53,6 +54,9 @@ def test_measurements_of_two_ranks_plan_for_others(tmp_path, capsys, monkeypatch
     assert read_keys(out)["pipe"] == 2 and len(read_keys(out)["partition"].split(",")) % 2 == 0
     assert command_train(str(out), dry_run=True, ranks=4, profile=file) == 0
     assert f"tokens/s, by {file} (measured on a pipeline of 2 ranks)" in capsys.readouterr().out
+    (tmp_path / "order.csv").write_text(schedules.gpipe(2, 2).to_csv())
+    with pytest.raises(Stop, match="a profile does not predict an order from a file"):
+        command_train(dry_run=True, ranks=2, profile=file, schedule=str(tmp_path / "order.csv"), **small)
     for wrong in ({"seq_len": 16}, {"dim": 32}):
         with pytest.raises(Stop, match=r"expected: seq_len = 16|a layer of this model was not measured"):
             plan(profile=file, ranks=4, **{**deeper, **wrong})

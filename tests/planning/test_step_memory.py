@@ -148,3 +148,10 @@ def test_replicas_and_rings_divide_the_ranks():
     assert found.plan.rows == 4
     with pytest.raises(ConfigError, match="the mesh does not fit the ranks"):
         estimate(TrainConfig(**SIZES, pipe=3), GPT, 4)
+
+
+@pytest.mark.parametrize("packing", ["none", "segments"])
+def test_a_rank_of_a_ring_takes_its_share_of_each_sequence(packing):
+    alone, ring = (estimate(TrainConfig(**SIZES, seq=seq, packing=packing), GPT, seq).ranks[0] for seq in (1, 4))
+    assert ring.batch == alone.batch // 4
+    assert ring.activations < alone.activations / 2

@@ -1,11 +1,10 @@
 """How the bytes of an array reach another rank.
 
-    interface.py     what a transport can do; what a message means is the mailbox's business
-    host.py          numpy arrays
-    direct.py        device arrays, whose addresses go to a GPU-aware MPI
+    host.py          what a transport can do; numpy arrays
+    device.py        device arrays, whose addresses go to a GPU-aware MPI
     staged.py        device arrays, through pinned host memory
     nccl.py          device arrays, by NCCL, in the order of streams
-    choose.py        which of these, on the evidence of gpu_aware.py, and by the choice of nccl/choice.py
+    choose.py        which of these, on the evidence of gpu_aware.py, and by the choice of nccl/channel.py
 
 All ranks of a communicator cut long arrays in the same way, so a rank that computes on the host and one that computes
 on a GPU understand each other.

@@ -23,7 +23,7 @@ streams but that what was issued first may have to end first. The rules:
    that come before a send or a bucket are issued before it (Mailbox.start_before).
 2. What an operation waits for on its own device was issued before it: producers, the last readers of a buffer.
 3. The host waits for the device only for messages that it has taken before, in the one loop of wait.py.
-4. NCCL's kernels that can wait at once take less than half of a GPU (nccl/choice.py).
+4. NCCL's kernels that can wait at once take less than half of a GPU (nccl/channel.py).
 5. Connections of NCCL are made beforehand. Calls whose kernels may still have to be compiled or loaded, or memory be
    allocated, do without NCCL (`begin_call`) until their last message has ended; then come their sums. So do calls whose
    messages travel in another way (pipeline/gradient_sums.py).

@@ -259,7 +259,7 @@ def open_tokens(path: Path) -> OpenedTokens:
             expected=f"a .npy file with {path.name}{FACTS} beside it",
             remedy="tokenize the text again: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE",
         )
-    if files.exists(beside(path, FACTS)):
+    if any(files.exists(beside(path, end)) for end in (FACTS, DOCUMENTS)):  # a copy may lack one of them
         facts, documents = _open_facts(path)
         return OpenedTokens(_open_ids(path, facts), documents, facts, (path, beside(path, DOCUMENTS)))
     return OpenedTokens(_open_ids(path), None, None, (path,))

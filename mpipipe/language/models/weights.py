@@ -15,7 +15,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -175,25 +175,31 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
     """
     folder = Path(folder)
     description = describe(folder)
-    with ExitStack() as opened:
-        places: dict[str, TensorFile] = {}
-        for number in range(description.stages):
-            path = folder / file_of(number)
-            file = opened.enter_context(open_tensors(path, "a file of weights", "the safetensors format", COPY_AGAIN))
-            places.update(dict.fromkeys(file.arrays, file))
-        for name, array in parameters.items():
-            if name not in places:
-                raise ArgumentError(
-                    f"the weights have no parameter {name}",
-                    found=f"{len(places)} others in {folder}",
-                    expected=f"{array.dtype.name}{list(array.shape)}",
-                    remedy=REMEDY,
-                )
-            values = _read_one(places[name], name, array, description.checksums)
-            if arrays.is_device(array):
-                arrays.upload(values, out=array)
-            else:
-                array[...] = values
+    places: dict[str, Path] = {}
+    for number in range(description.stages):
+        with _opened(folder / file_of(number)) as file:
+            places.update(dict.fromkeys(file.arrays, file.path))
+    for name, array in parameters.items():
+        if name not in places:
+            raise ArgumentError(
+                f"the weights have no parameter {name}",
+                found=f"{len(places)} others in {folder}",
+                expected=f"{array.dtype.name}{list(array.shape)}",
+                remedy=REMEDY,
+            )
+    for path in dict.fromkeys(places[name] for name in parameters):  # one at a time: an error names the file it is of
+        with _opened(path) as file:
+            for name, array in parameters.items():
+                if places[name] == path:
+                    values = _read_one(file, name, array, description.checksums)
+                    if arrays.is_device(array):
+                        arrays.upload(values, out=array)
+                    else:
+                        array[...] = values
+
+
+def _opened(path: Path) -> AbstractContextManager[TensorFile]:
+    return open_tensors(path, "a file of weights", "the safetensors format", COPY_AGAIN)
 
 
 def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str] | None) -> np.ndarray:

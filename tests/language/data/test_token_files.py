@@ -114,6 +114,7 @@ DAMAGE = {
     "no vocabulary": (FACTS, lambda path: rewrite(path, vocab=0)),
     "an end of text that is no id": (FACTS, lambda path: rewrite(path, end=50)),
     "bytes that are no number": (FACTS, lambda path: rewrite(path, nbytes="7")),
+    "facts that are gone": (FACTS, lambda path: beside(path, FACTS).unlink()),
     "no index": (DOCUMENTS, lambda path: beside(path, DOCUMENTS).unlink()),
     "another number of documents": (DOCUMENTS, lambda path: rewrite(path, documents=9)),
     "an index of another shape": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from support.windows import generate, validation_batch
 
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
+from mpipipe.checkpoint import TensorFile
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.language.data import find
 from mpipipe.language.inference.generation import build_decoder, readable
@@ -219,6 +221,21 @@ def test_weights_load_into_stages_of_another_dtype(comm, mpi_tmp_path):
     weights.load(mpi_tmp_path, [stage])
     for name, array in expected.items():
         np.testing.assert_array_equal(stage.parameters[name], array.astype(np.float64))
+
+
+def test_a_file_that_cannot_be_read_any_more_is_the_one_that_is_named(comm, mpi_tmp_path, monkeypatch):
+    saved(comm, mpi_tmp_path, 1, chunks=2)
+    whole = TensorFile.read_into
+
+    def read_into(self, *arguments):
+        if self.path.name == "stage-0.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        whole(self, *arguments)
+
+    monkeypatch.setattr(TensorFile, "read_into", read_into)
+    with pytest.raises(ArgumentError, match="cannot be read: Input/output error") as caught:
+        weights.load(mpi_tmp_path, cut(1, [0]))
+    assert "stage-0.safetensors" in caught.value.found
 
 
 def test_a_flipped_bit_in_a_part_that_is_not_loaded_is_no_matter(comm, mpi_tmp_path):
