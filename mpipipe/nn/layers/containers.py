@@ -40,6 +40,8 @@ class Sequential(Layer):
         return (y if rest is None else self.stage.kernels.add(y, rest)), saved
 
     def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
+        if more is not None and not self.layers:
+            x, more = self.stage.kernels.add(x, more), None
         total, saved, poll = x, [], self.stage.poll
         for place, layer in enumerate(self.layers):
             if poll is not None and place:
