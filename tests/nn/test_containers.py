@@ -47,6 +47,21 @@ def test_an_empty_sequential_is_the_identity():
     np.testing.assert_array_equal(stage.backward(x, saved), x)
 
 
+@pytest.mark.parametrize("last", ["norm", "recomputed"])
+def test_an_empty_sequential_takes_the_whole_sum_that_a_residual_leaves(last):
+    def stage(residual):
+        f = (nn.Sequential([]), nn.Linear(3, 3))
+        end = residual(*f) if last == "norm" else nn.Recompute(nn.Sequential(f))
+        return nn.Stage([residual(nn.RMSNorm(3), nn.Linear(3, 3)), end], dtype="float64")
+
+    x, dy = RANDOM.standard_normal((2, 4, 3))
+    left, summed = stage(nn.PreNormResidual), stage(lambda *f: nn.Residual(nn.Sequential(f)))
+    (y, saved), (expected, expected_saved) = left.forward(x), summed.forward(x)
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(left.backward(dy, saved), summed.backward(dy, expected_saved))
+    np.testing.assert_array_equal(left.gradients.flat, summed.gradients.flat)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_recompute_gives_the_same_bits_and_keeps_only_the_input(dtype):
     plain = nn.Stage(block(), dtype=dtype)

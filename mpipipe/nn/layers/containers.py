@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
-from mpipipe.nn.layers.layer import Layer, Position, forward_unadded
+from mpipipe.nn.layers.layer import Layer, Position, forward_unadded, has_unadded
 from mpipipe.nn.layers.norm import LayerNorm, RMSNorm
 
 
@@ -34,25 +34,32 @@ class Sequential(Layer):
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
+        self._unadded = tuple(map(has_unadded, self.layers))
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         _, y, rest, saved = self._forward_unadded(x, None)
         return (y if rest is None else self.stage.kernels.add(y, rest)), saved
 
     def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        total, saved, poll = x, [], self.stage.poll
-        for place, layer in enumerate(self.layers):
+        add, poll, saved = self.stage.kernels.add, self.stage.poll, []
+        if more is not None and not self.layers:
+            x, more = add(x, more), None
+        total = x
+        for place, (layer, unadded) in enumerate(zip(self.layers, self._unadded)):
             if poll is not None and place:
                 poll()
-            if place:
-                x, more, kept = forward_unadded(layer, x, more)[1:]
+            if unadded:
+                whole, x, more, kept = layer._forward_unadded(x, more)  # type: ignore[attr-defined]
             else:
-                total, x, more, kept = forward_unadded(layer, x, more)
+                whole = x if more is None else add(x, more)
+                (x, kept), more = layer.forward(whole), None
+            if not place:
+                total = whole
             saved.append(kept if place >= self.lowest else None)
         return total, x, more, saved
 
-    def _backwards(self) -> tuple[Layer, ...]:
-        return self.layers[self.lowest :][::-1]
+    def _backwards(self) -> Iterable[Layer]:
+        return self.layers[self.lowest :][::-1] if self.lowest else reversed(self.layers)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
         pending: list = []

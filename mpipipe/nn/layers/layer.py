@@ -313,7 +313,7 @@ class Layer(ABC):
 
     def _add(self, key: str, kernel: Callable[..., None], *parts: Array) -> None:
         """Add to a gradient by a kernel that takes it last, unless it is frozen or there is no such parameter."""
-        gradient = getattr(self, f"{key}_grad", None)
+        gradient = self.__dict__.get(f"{key}_grad")  # where `bind` has put it
         if gradient is not None:
             kernel(*parts, gradient)
 
@@ -326,8 +326,9 @@ class Layer(ABC):
 
         Of an adapter: dB = scale dy^T (x A^T), dA = scale (dy B)^T x, with the columns of dy that it stands for.
         """
-        kernels = self.stage.kernels
-        self._add(key, kernels.linear_backward_weight, dy, x)
+        kernels, gradient = self.stage.kernels, self.__dict__[f"{key}_grad"]
+        if gradient is not None:
+            kernels.linear_backward_weight(dy, x, gradient)
         for target, start, stop, scale in self.adapters.get(key, ()):
             a, b, da, db = (
                 getattr(self, f"{target}.{part}{grad}") for grad in ("", "_grad") for part in (LORA_A, LORA_B)
@@ -342,6 +343,11 @@ class Layer(ABC):
             kernels.linear_backward_weight(kernels.scale(inner, scale, inner), x, da)
 
 
+def has_unadded(layer: Layer) -> bool:
+    """Return whether the class of a layer has `_forward_unadded` of its own, as `forward_unadded` asks."""
+    return "_forward_unadded" in vars(type(layer))
+
+
 def forward_unadded(layer: Layer, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
     """Run a layer on x + more: return (the whole input, y, rest, saved), where y + rest is the output.
 
@@ -349,7 +355,7 @@ def forward_unadded(layer: Layer, x: Array, more: Array | None) -> tuple[Array, 
     `_forward_unadded`, which leaves the sum to the next layer, or takes it in its own pass. The bits are those of two
     passes. The method is not inherited: a class derived from a norm may redefine `forward`.
     """
-    if "_forward_unadded" in vars(type(layer)):
+    if has_unadded(layer):
         results: tuple[Array, Array, Array | None, Any] = layer._forward_unadded(x, more)  # type: ignore[attr-defined]
         return results
     total = x if more is None else layer.stage.kernels.add(x, more)
