@@ -171,7 +171,7 @@ class StageAdapter:
     @property
     def before_write(self) -> list[Callable[[], object]]:
         """Functions to be called before anything writes to the parameters (nn.write_hooks)."""
-        return getattr(self.given, "before_write", [])
+        return getattr(self.given, "before_write", None) or []
 
     # -- what a checkpoint holds ------------------------------------------------------------------------------------
 
