@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from zlib import crc32
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # before numpy is imported: the ranks share the cores
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from gpu_emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402
 from hypothesis import HealthCheck, Phase, settings  # noqa: E402
@@ -49,6 +51,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker("ranks")
         if harness.starts_jobs(item):
             item.add_marker("jobs")
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers(request):
+    """Let each test draw numbers of its own from the RANDOM of its module, whatever tests this rank has run before."""
+    random = getattr(request.module, "RANDOM", None)
+    if random is not None:
+        random.bit_generator.state = np.random.default_rng(crc32(request.node.nodeid.encode())).bit_generator.state
 
 
 @pytest.fixture

@@ -197,6 +197,7 @@ def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtyp
     assert flat.size < 10 or not (flat == arrays.download(timing.normal(shape, dtype, 4)).reshape(-1)).all()
 
 
+@pytest.mark.long
 def test_a_training_step_is_counted_in_tokens(gpu):
     with arrays.own_stream():
         rows = checked(steps.measure_step(1, model=TINY, rows=2, microbatches=2, peers=False), 4)
@@ -284,6 +285,7 @@ def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
     assert row.value > 0 and rate.value > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", ["", "2"])
 def test_a_process_without_mpi_measures_alone_unless_it_is_one_of_several(monkeypatch, capsys, job):
     monkeypatch.setitem(sys.modules, "mpi4py", None)

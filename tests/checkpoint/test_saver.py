@@ -148,6 +148,7 @@ def check_bits(comm, root, kind, **more):
                 np.testing.assert_array_equal(got[name], arrays.download(array), name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_has_the_bits_of_the_moment_of_its_save_whenever_the_optimizer_comes(
     comm, mpi_tmp_path, slow_reads, kind
@@ -342,6 +343,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_on_all_ranks(comm, mpi_tmp_
         assert names_in(mpi_tmp_path) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stuck", ["reading", "forcing"])
 def test_an_error_of_the_training_leaves_nothing_of_the_save_in_flight(comm, mpi_tmp_path, request, stuck):
     """Also where the thread hangs: its file is gone, and cannot get its name later."""
@@ -515,6 +517,7 @@ def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path
     assert ("No space left on device" in caplog.text) == (comm.rank == 0)
 
 
+@pytest.mark.long
 def test_a_save_into_the_folder_of_one_that_was_given_up_waits_for_its_thread(comm, mpi_tmp_path, monkeypatch):
     """As where a rank dies behind the last step: the others save it again."""
     original, opened, threads = os.fsync, threading.Event(), []

@@ -98,6 +98,7 @@ def test_a_rank_that_c_code_ends_is_never_a_success(tmp_path, ranks, how):
             assert f"found: {ranks} rank{'s' * (ranks > 1)} on " in job.stderr, job.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_good_job_is_a_success_and_nothing_is_added(tmp_path, ranks):
     job = run(*ranks_of(tmp_path, ranks, EXIT, "none"), folder=tmp_path)
@@ -170,6 +171,7 @@ def test_a_launch_without_stdin_or_stdout_starts_its_command(tmp_path, closed):
     assert job.returncode == 3 and job.stderr == "started\n", job
 
 
+@pytest.mark.long
 def test_each_command_of_one_process_leaves_a_proof_also_below_two_launches(tmp_path):
     assert run(*ON_PAPER, folder=tmp_path).returncode == 0
     assert run(*LAUNCH, "--", *ON_PAPER, folder=tmp_path).returncode == 0
@@ -301,6 +303,7 @@ def test_ctrl_c_ends_the_shell_script_around_it_too(tmp_path, handler):
 WAITING = "import time\nfrom mpipipe.job import runtime\nruntime.world().Barrier()\nprint('up', flush=True)\n"
 
 
+@pytest.mark.long
 def test_a_launcher_or_proxy_that_is_killed_is_no_success(tmp_path):
     """That of MPICH notices a dead proxy when the ranks have ended."""
     job = started(tmp_path, *ranks_of(tmp_path, 2, WAITING + "time.sleep(2)"))

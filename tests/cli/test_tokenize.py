@@ -63,6 +63,7 @@ def test_a_line_without_text_is_one_report_and_leaves_no_file(mpipipe, folder):
     assert not [name for name in os.listdir(folder) if name.startswith("tokens")]
 
 
+@pytest.mark.long
 def test_an_id_out_of_range_ends_a_training_on_all_ranks_with_one_report(mpipipe, folder):
     ids, starts, nbytes = random_documents(np.random.default_rng(0), 200)
     ids[:] = 50

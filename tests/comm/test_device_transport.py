@@ -109,6 +109,7 @@ def test_every_dtype_and_shape_goes_round_the_ring(gpu, comm, kind_of_transport,
     transport.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nbytes", [2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 9 * MIB + 13])
 def test_long_arrays(gpu, comm, kind_of_transport, nbytes):
     transport = kind_of_transport(comm)
@@ -193,6 +194,7 @@ def test_messages_of_one_name_keep_their_order_whichever_event_is_done_first(gpu
     transport.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 3, 9])
 @pytest.mark.parametrize("count", [10, 300_000])
 def test_messages_sent_in_another_order_arrive_under_their_names(gpu, comm, kind_of_transport, window, count):
@@ -457,6 +459,7 @@ def test_any_wait_drives_what_is_held_back(gpu, comm, kind_of_transport):
     transport.close()
 
 
+@pytest.mark.long
 def test_broken_a_wait_that_drives_nothing(gpu, comm, kind_of_transport, unrecorded, monkeypatch):
     transport = kind_of_transport(comm)
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "1")

@@ -87,6 +87,7 @@ def test_the_glossary_is_sorted_and_has_each_word_once():
     assert [word.lower() for word in words] == sorted({word.lower() for word in words})
 
 
+@pytest.mark.long
 def test_pictures_are_those_of_the_code(tmp_path):
     spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
     figures = importlib.util.module_from_spec(spec)

@@ -48,6 +48,7 @@ def test_a_job_that_hangs_is_ended():
     assert "here" in verdict.output
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_what_a_job_leaves_behind_is_found():
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"

@@ -131,6 +131,7 @@ def test_what_is_wrong_with_them_fails_and_the_others_go_on(emulated_gpu, small,
     assert len(lines) == len(starts) and all(line.startswith(start) for line, start in zip(lines, starts)), lines
 
 
+@pytest.mark.long
 def test_graphs_that_were_not_recorded_are_wrong_and_a_missing_nccl_is_not(emulated_gpu, small, capsys, monkeypatch):
     small.setattr(extra, "SCHEDULES", extra.SCHEDULES[:1])
     monkeypatch.setattr(arrays.cupy().cuda.Stream, "begin_capture", lambda stream, mode=None: 1 / 0)

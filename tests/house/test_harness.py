@@ -250,6 +250,7 @@ def test_hang(comm):
     assert job.stderr.count("in test_hang") == RANKS
 
 
+@pytest.mark.long
 def test_rank_that_leaves_pytest_ends_the_job(session):
     job = session("""
 def test_interrupted(comm):
@@ -275,6 +276,7 @@ def test_any(comm):
     assert "No module named 'no_such_module'" in job.stdout
 
 
+@pytest.mark.long
 def test_job_that_does_not_end_is_stopped_and_shown(launch):
     with pytest.raises(AssertionError, match="still running after 3 s\nstarted"):
         launch(2, "import time; print('started', flush=True); time.sleep(60)", timeout=3)

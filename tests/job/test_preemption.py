@@ -296,6 +296,7 @@ with Preemption(comm) as second:
     assert job.returncode == 75 and "SIGUSR2 on all 2 ranks: left in order" in job.stderr, job.stderr
 
 
+@pytest.mark.long
 def test_a_rank_whose_neighbour_has_died_does_not_wait_for_the_end_of_grace(launch):
     """As under srun, which tells the others of it by SIGTERM."""
     script = """

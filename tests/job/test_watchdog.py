@@ -79,6 +79,7 @@ def test_a_rank_that_sleeps_in_a_forward_is_named_as_computing(play, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_skips_a_send_has_diverged(play):
     breaking = """
 def breaking(pipeline):
@@ -127,12 +128,14 @@ def test_a_rank_whose_interpreter_is_busy_is_silent_and_its_stack_is_read_from_o
     assert re.search(r"job.py\", line \d+ in breaking\n", files_of(tmp_path)["rank-1.txt"])
 
 
+@pytest.mark.long
 def test_a_rank_in_a_blocking_call_of_mpi_is_named_with_its_line(play):
     body = "def breaking(_):\n    if rank == 1: comm.Barrier()" + TWO_STEPS
     report = report_of(play(body, run=False))
     assert re.search(r"\n  rank 1 on \S+ has been busy elsewhere for \d+ s, at \S+job.py:\d+ in breaking\n", report)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_for_a_while_goes_on(play):
     stop = (
         "subprocess.Popen(['sh', '-c', f'sleep 1.5; kill -CONT {os.getpid()}']); os.kill(os.getpid(), signal.SIGSTOP)"
@@ -289,6 +292,7 @@ assert 'mpipipe watchdog' not in names(), names()
     healthy(play(body, watchdog=1, run=False))
 
 
+@pytest.mark.long
 def test_a_watchdog_that_is_switched_off_has_no_thread(play):
     body = "def breaking(_): assert threading.active_count() == 1\n" + on("0", "time.sleep(2)") + TWO_STEPS
     healthy(play(body, watchdog=0, run=False))

@@ -326,6 +326,7 @@ def test_a_number_of_restarts_that_is_none_is_refused_before_anything_starts(tmp
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.long
 @pytest.mark.jobs
 @pytest.mark.parametrize("ends", ["sys.exit(0)", "ctypes.CDLL(None)._exit(0)"])
 def test_a_script_of_ones_own_is_started_and_its_end_proven(tmp_path, ends):

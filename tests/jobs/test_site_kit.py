@@ -37,6 +37,7 @@ print(json.dumps([whole.name, whole.version, whole.easyblock, dict(whole.toolcha
 """
 
 
+@pytest.mark.long
 def test_easybuild_reads_the_easyconfig_and_it_has_every_dependency(tmp_path):
     if importlib.util.find_spec("easybuild") is None:
         pytest.skip("needs EasyBuild, of the extras [test] and [site]")

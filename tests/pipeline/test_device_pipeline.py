@@ -71,6 +71,7 @@ def test_gradients_on_the_device_equal_those_on_the_host(gpu, sending, comm, nam
     near(found, expected)
 
 
+@pytest.mark.long
 def test_recomputation_and_two_runs_have_the_same_bits_on_the_device(gpu, sending, comm):
     schedule = dense.build("one_f_one_b", comm.size, 1, 4)
     first, _ = gradients(comm, schedule, dtype="float32", dropout=0.25)
@@ -390,6 +391,7 @@ class Through:
         return dy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage, width",
     [(lambda: nn.Stage([nn.Dropout(0.5)], device="cuda"), 600_000), (Through, 16)],

@@ -87,6 +87,7 @@ def test_gradients_equal_those_of_the_host(emulated_gpu, comm, monkeypatch, name
         near(gradients(comm, name, "cuda", recompute), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("one_queue", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize("name", NAMES)
 def test_messages_over_skips_keep_the_order_of_nccl(comm, monkeypatch, name, one_queue):

@@ -98,6 +98,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 def test_weights_correct_what_was_summed_by_layers(mesh):
     """Each replica has a weight of its own; on the host the sums begin when a stage has ended."""
     schedule = dense.build("zero_bubble_h1", mesh.pipe.size, 1, 4)
@@ -137,6 +138,7 @@ def test_sums_by_layers_have_the_bits_of_sums_at_the_end(mesh, monkeypatch, case
     assert found == expected
 
 
+@pytest.mark.long
 @pytest.mark.mpi(min_size=4)
 def test_four_replicas(own, comm, subcomm, monkeypatch):
     four = subcomm(4)
@@ -178,6 +180,7 @@ def mark(monkeypatch, machine, stage, method):
         monkeypatch.setattr(layer, method, partial(marked, f"layer {place}", getattr(layer, method)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, method", [("one_f_one_b", "backward"), ("zero_bubble_h1", "backward_weight")])
 def test_buckets_are_put_while_earlier_layers_are_still_to_come(own, mesh, monkeypatch, name, method):
     schedule = dense.build(name, mesh.pipe.size, 1, 4)
@@ -281,6 +284,7 @@ def launched_behind(own, mesh, monkeypatch, pipeline, stage, batch):
     return "ncclAllReduce" in log and log.index("ncclAllReduce") > len(log) - log[::-1].index("layer") - 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own", [False], indirect=True)
 @pytest.mark.parametrize(
     "which", ["a class of the user's", "on one replica", "a layer of the user's", "a user's stage"]
@@ -346,6 +350,7 @@ def all_aborted(machine):
     wait_for(Aborted(), "aborts")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("guilty", ["first", "last"])
 def test_a_layer_that_raises_behind_a_bucket_ends_all_ranks(own, mesh, comm, monkeypatch, guilty):
     """The bucket's kernel waits on the other replica, or this one's does, and nobody will come."""
@@ -478,6 +483,7 @@ def test_nothing_is_no_bucket():
 PIECES = some.lists(some.tuples(some.integers(1, 50), some.integers(0, 5)), max_size=20)
 
 
+@pytest.mark.long
 @given(some.lists(PIECES, max_size=3), some.integers(1, 60))
 def test_buckets_hold_every_element_once_and_wait_for_all_its_writers(arrays, count):
     given, writers = [], []

@@ -96,6 +96,7 @@ def test_graphs_give_the_same_bits(gpu, comm, monkeypatch, name, chunks, recompu
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_v", 2)])
 def test_a_slot_is_free_until_the_forward_is_run_again(gpu, comm, monkeypatch, name, chunks):
     """Some forwards are run again, ahead of their backwards where costs are uneven; a graph repeats each of them."""
@@ -122,6 +123,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS)
 def test_graphs_record_the_options_of_a_gpt(gpu, comm, monkeypatch, options):
     schedule = dense.build("zero_bubble_h1", comm.size, 1, 3)
@@ -130,6 +132,7 @@ def test_graphs_record_the_options_of_a_gpt(gpu, comm, monkeypatch, options):
         assert set(recorded(each)) >= {"forward", "backward_input", "backward_weight"}
 
 
+@pytest.mark.long
 def test_a_slot_for_each_activation_alive(gpu, comm, monkeypatch):
     """As many as the schedule holds at once, all of them free after the call."""
     schedule = one_f_one_b(comm.size, 6)
@@ -138,12 +141,14 @@ def test_a_slot_for_each_activation_alive(gpu, comm, monkeypatch):
     assert len(kind.free) == min(comm.size - comm.rank, 6)
 
 
+@pytest.mark.long
 def test_micro_batches_of_several_shapes(gpu, comm, monkeypatch):
     """6 rows in 4 micro-batches: of 2 and of 1."""
     for found in compare(comm, gpipe(comm.size, 4), monkeypatch, rows=6):
         assert len(found._kinds) == 2 and not found.reason
 
 
+@pytest.mark.long
 def test_more_shapes_than_are_recorded(gpu, comm, monkeypatch):
     def between(pipeline, step):
         rows = 4 * (2 + step)
@@ -155,6 +160,7 @@ def test_more_shapes_than_are_recorded(gpu, comm, monkeypatch):
         assert len(found._kinds) == 2
 
 
+@pytest.mark.long
 def test_calls_without_backward_have_the_same_bits(emulated_gpu, comm, monkeypatch):
     def between(pipeline, step):
         inputs, targets = dense.placed(schedule, comm.rank, *text(4, seed=9))
@@ -165,6 +171,7 @@ def test_calls_without_backward_have_the_same_bits(emulated_gpu, comm, monkeypat
     compare(comm, schedule, monkeypatch, between=between)
 
 
+@pytest.mark.long
 def test_tables_that_graphs_use_live_as_long_as_they_do(gpu, comm, monkeypatch):
     """Sequences of many other lengths between two steps take the places of the rotary tables."""
 
@@ -179,6 +186,7 @@ def test_tables_that_graphs_use_live_as_long_as_they_do(gpu, comm, monkeypatch):
     compare(comm, schedule, monkeypatch, dict(stages=stages, between=between))
 
 
+@pytest.mark.long
 def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, comm, monkeypatch):
     """Copies in and out, the graph, the loss; without graphs there are tens for each layer."""
     counts, alone = {}, parts_of(comm, 1)
@@ -196,6 +204,7 @@ def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, comm, monkeypat
     assert counts[True] < counts[False] / 5 and counts[True] <= 8 * 3 + 4 * 8, counts
 
 
+@pytest.mark.long
 def test_dropout_cannot_be_recorded(gpu, comm, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="mpipipe"):
         for found in compare(comm, gpipe(comm.size, 4), monkeypatch, dropout=0.25):
@@ -342,6 +351,7 @@ def test_replicas_with_different_settings_are_told(gpu, comm, monkeypatch):
     alone.Free()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [False, True])
 def test_a_closed_pipeline_keeps_no_memory(emulated_gpu, comm, monkeypatch, replicas):
     """Though its stages live on, which let messages of the pipeline advance."""

@@ -203,6 +203,7 @@ def test_a_pipeline_within_its_own_step(comm):
     assert set(asked[1:]) <= {expected}
 
 
+@pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("odd", [0, -1])
 def test_a_rank_that_leaves_the_optimizer_out(comm, odd):

@@ -135,6 +135,7 @@ def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, n
     assert crossed <= (2 if comm.size == 1 else 1) * tokens + 4 * 8, "inputs and targets, and losses"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("looped_bfs", 2)])
 def test_gradients_of_tied_parameters_go_by_nccl_too(own, comm, monkeypatch, name, chunks):
     schedule = dense.build(name, comm.size, chunks, 4)
@@ -186,6 +187,7 @@ def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):
     assert (sent(own.machine) > comm.size) == (comm.size > 1)
 
 
+@pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -314,6 +316,7 @@ def all_aborted(machine):
     wait_for(Aborted(), "aborts")
 
 
+@pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("guilty", ["first", "last"])
 def test_a_stage_that_raises_in_mid_step_ends_all_ranks(own, comm, guilty):

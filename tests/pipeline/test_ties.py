@@ -306,6 +306,7 @@ def sending(request, gpu, comm, monkeypatch):
     return request.param
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("looped_bfs", 2)])
 def test_nothing_but_inputs_losses_and_messages_crosses_to_the_host(gpu, sending, comm, name, chunks):
     microbatches = 3
@@ -437,6 +438,7 @@ def test_a_killed_rank_ends_the_job(start, ranks, guilty, device):
     assert start(ranks, KILL, guilty, device).stderr.count(HEADING) <= 1  # the launcher may be faster than a report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("act, says", [(RAISE, "wet paint"), (LEAVE, "os._exit(3) was called")], ids=["raise", "leave"])

@@ -150,6 +150,7 @@ def test_replicas_and_rings_divide_the_ranks():
         estimate(TrainConfig(**SIZES, pipe=3), GPT, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packing", ["none", "segments"])
 def test_a_rank_of_a_ring_takes_its_share_of_each_sequence(packing):
     alone, ring = (estimate(TrainConfig(**SIZES, seq=seq, packing=packing), GPT, seq).ranks[0] for seq in (1, 4))

@@ -90,6 +90,7 @@ def test_a_rank_without_the_kernel_that_was_asked_for_stops_all_before_the_first
     assert not Path(chosen.out).exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seq", [1, 2])
 def test_a_training_leaves_the_null_stream_alone(gpu, comm, config, seq):
     """Kernels, copies and sums of all ranks are on streams of their own, whatever else the process does."""
@@ -101,6 +102,7 @@ def test_a_training_leaves_the_null_stream_alone(gpu, comm, config, seq):
     assert arrays.stream() == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config, dtype):
     chosen = config(device="cuda", dtype=dtype, pipe=comm.size)
@@ -122,6 +124,7 @@ def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config,
     assert len({float(np.abs(values).sum()) for values in there.values()}) > 2
 
 
+@pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 def test_sequences_shared_by_ranks_train_alike_on_the_gpu(gpu, comm, config):
     curves = []
@@ -149,6 +152,7 @@ def test_the_loss_of_an_uneven_shard_is_that_of_the_host(gpu, comm, dtype):
     assert loss.mean_over_entries
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_optimizer_that_writes_the_half_copy_trains_as_a_cast_at_each_call(

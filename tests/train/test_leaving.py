@@ -77,6 +77,7 @@ def test_a_signal_to_one_rank_saves_and_the_end_is_bit_by_bit_that_of_a_training
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_training_whose_time_is_over_makes_a_step_and_leaves(launch, tmp_path):
     again = [*TRAIN, "--time-limit", "0.5", "--resume", "auto", "--out", str(tmp_path / "run")]
     for step in (1, 2):

@@ -107,6 +107,7 @@ def test_this_machine_says_how_much_memory_it_has():
     assert memory.machine_memory() > 1 << 28
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "arguments", "match"),
     [({"layers": 10**8}, [], "too many layers"), ({"dim": 16}, ["--bytes", str(10**12)], "does not fit into memory")],

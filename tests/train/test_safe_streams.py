@@ -77,6 +77,7 @@ def test_a_training_whose_output_is_closed_saves_its_weights(train):
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 9
 
 
+@pytest.mark.long
 def test_a_training_whose_disk_is_full_for_a_while_loses_no_line(train):
     job, out = train("full")
     assert job.returncode == 0, job.stderr

@@ -152,6 +152,7 @@ def test_a_signal_that_is_not_among_those_configured_ends_the_job(launch, tmp_pa
         assert ("left before step 1" in job.stdout) != dies
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_a_training_that_cannot_be_set_up(launch, tmp_path):
     place = "import time\nfrom mpipipe.job import runtime\n"
     place += "runtime.mpi = lambda: (send(), time.sleep(2.5), send(), time.sleep(30))"

@@ -48,6 +48,7 @@ def alone(tmp_path_factory):
     return trained(1, TrainConfig(**KEYS, out=str(tmp_path_factory.mktemp("alone") / "run")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "keys"), [(2, {}), (4, {"pipe": 2}), (2, {"plan": "auto"})])
 def test_it_learns_the_same_on_any_mesh(tmp_path, capsys, alone, ranks, keys):
     out = tmp_path / "run"

@@ -35,6 +35,7 @@ def greedy(family):
     return found, ahead
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pipe", "seq"), CUTS)
 @pytest.mark.parametrize("family", list(reference.CONFIGS))
 def test_a_folder_of_each_family_continues_prompts_as_numpy_does(comm, mpi_tmp_path, family, pipe, seq):

@@ -111,6 +111,7 @@ OPTIONS = dict(
 CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]  # pipe x seq
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pipe", "seq"), CUTS)
 @pytest.mark.parametrize(
     ("options", "temperature"),
