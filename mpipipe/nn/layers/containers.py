@@ -135,7 +135,7 @@ class PreNormResidual(Layer):
 
     The sum is left to the layer that follows. Where that is another PreNormResidual, or begins with a norm, one kernel
     adds and normalises; another one does both in the backward. The bits are those of `Residual`. Parameters are named
-    as those of Residual(Sequential([norm, *layers])), such as "3.layer.0.gain".
+    as those of ``Residual(Sequential([norm, *layers]))``, such as "3.layer.0.gain".
 
     Parameters
     ----------
