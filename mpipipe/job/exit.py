@@ -161,18 +161,22 @@ def _watch_os_exit(world: JobRanks) -> Callable[[], None]:
 
     Without it the other ranks would wait for ever, and some launchers would call the job a success.
     """
-    original = os._exit
+    original, leaving = os._exit, threading.Event()
 
     def exit_rank(status: int) -> NoReturn:
         if is_rank() and not runtime.finalized(world.end):
+            leaving.set()
             write(f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
+            report.wait_for_launcher()  # a program that ends meanwhile waits in `restore`
             abort_job(runtime.world(), status & 0xFF or 1)
         original(status)
 
     os._exit = exit_rank
 
     def restore() -> None:
+        if leaving.is_set():  # by another thread, which ends the job
+            time.sleep(report.TAKEN_SECONDS + GRACE)
         os._exit = original
 
     return restore

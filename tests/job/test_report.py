@@ -161,22 +161,23 @@ def test_nothing_is_waited_for_once_all_is_read(monkeypatch):
 
 
 THREAD = """
-import os, threading, time
+import os, sys, threading, time
 from mpipipe.job import runtime
 from mpipipe.job.exit import run_or_abort
 
 def program():
     runtime.world().Barrier()
     if runtime.world().rank == 1:
-        threading.Thread(target=os._exit, args=[3]).start()
-    time.sleep(0.2)
+        threading.Thread(target=os._exit, args=[3], daemon=True).start()
+    END
 
 run_or_abort(program)
 """
 
 
-def test_a_thread_that_leaves_by_os_exit_ends_the_job_before_the_program_ends(launch):
-    job = launch(2, THREAD)
+@pytest.mark.parametrize("end", ["time.sleep(0.2)", "time.sleep(1e-3); sys.exit(0)"])
+def test_a_thread_that_leaves_by_os_exit_ends_the_job_before_the_program_ends(launch, end):
+    job = launch(2, THREAD.replace("END", end))
     assert job.returncode != 0 and "os._exit(3) was called" in job.stderr, job
 
 
