@@ -44,26 +44,13 @@ class Saver:
 
     Parameters
     ----------
-    root : str or Path
-        As for `save`, like all others.
-    mesh : Mesh
-        All ranks of the training.
-    stages : sequence of stages
-        This rank's stages.
-    optimizer : AdamW, SGD or alike, optional
-        Whose state is saved.
-    keep : int, optional
-        How many of the newest checkpoints stay.
+    root, mesh, stages, optimizer, keep : see `save`
+        What is saved, and where.
 
     Attributes
     ----------
     waited, seconds : float
         For how long this rank has waited until arrays were read. On rank 0: what the newest whole checkpoint took.
-
-    Raises
-    ------
-    ArgumentError
-        `keep` is not at least 1.
 
     Examples
     --------
@@ -119,10 +106,8 @@ class Saver:
 
         Parameters
         ----------
-        step : int
-            Number of steps made, the same on all ranks.
-        state : dict, optional
-            What else the training has to remember, as for `checkpoint.save`.
+        step, state : see `checkpoint.save`
+            What the training has to remember. What that raises is raised here, too.
         beforehand : callable, optional
             Called on rank 0, in a thread, before the manifest is written: to force to the disk what must not be older
             than the checkpoint.
@@ -131,13 +116,6 @@ class Saver:
         -------
         Path
             The folder of the checkpoint. It is one only once `poll`, `wait` or `close` has said so.
-
-        Raises
-        ------
-        StorageError
-            On every rank: an earlier save in flight, or the folder for this one, cannot be written.
-        ArgumentError, MismatchError, OwnerError
-            As for `checkpoint.save`.
         """
         self.wait(room_for=step)
         wait_for_given_up()
@@ -151,7 +129,11 @@ class Saver:
         self._compare_names(held)
         if not self._owners:
             self._owners.append(owner.share_folder(self.root, group, folders.unwritable))
-        path = self._open_folder(step)
+        folder = None
+        with group.raise_together("checkpoint.save: its folder"):
+            if rank == 0:
+                folder = folders.open_folder(self.root.absolute(), step)
+        path: Path = group.broadcast("checkpoint.save: the folder", folder)
         share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
         self._saving = SaveTask(SaveFacts(path, rank, step, plain, steps), share, self.keep, beforehand)
         if not self._announced:
@@ -174,18 +156,6 @@ class Saver:
             if len(ranks) > 1:
                 raise_on_all(ranks[1], duplicate_name_error(name.split("/", 1)[1], ranks), self._group)
         self._compared = True
-
-    def _open_folder(self, step: int) -> Path:
-        """Make the folder of a checkpoint on rank 0; raises StorageError on all ranks; collective."""
-        folder = None
-        with self._group.raise_together("checkpoint.save: its folder"):
-            if self.mesh.rank == 0:
-                folder = folders.folder_of(self.root.absolute(), step)
-                owner.check_owned(folder)
-                with folders.offering(folder), folders.explained(folder):
-                    folders.open_folder(folder)
-        path: Path = self._group.broadcast("checkpoint.save: the folder", folder)
-        return path
 
     def poll(self) -> Path | None:
         """Look how far all ranks are, without waiting for a disk; collective over the mesh, and cheap.
@@ -255,24 +225,16 @@ class Saver:
         Returns
         -------
         Path or None
-            The newest of those that have become whole meanwhile; None if none has.
-
-        Raises
-        ------
-        StorageError
-            As for `poll`.
+            The newest of those that have become whole meanwhile; None if none has. Raises as `poll` does.
         """
         whole = None
-        while self._saving is not None or self._is_in_the_way(room_for):
-            oldest = self._sealing or self._saving
-            if oldest is not None:
-                wait_locally(oldest.work.wait, oldest)
+        while (oldest := self._sealing or self._saving) is not None:
+            # a save of the same step as the one that gets its manifest, or of an earlier one, would remove its files
+            if self._saving is None and room_for is not None and oldest.facts.step < room_for:
+                break
+            wait_locally(oldest.work.wait, oldest)
             whole = self.poll() or whole
         return whole
-
-    def _is_in_the_way(self, step: int | None) -> bool:
-        sealing = self._sealing  # a later save of the same step, or an earlier one, would remove its files
-        return sealing is not None and (step is None or sealing.facts.step >= step)
 
     def wait_until_read(self) -> None:
         """Return once this rank has read all arrays of the save in flight: optimizers call this before they write."""
@@ -284,13 +246,7 @@ class Saver:
         self.waited += perf_counter() - start
 
     def close(self) -> None:
-        """Finish what is in flight, and let go of stages and optimizer; collective, may be called twice.
-
-        Raises
-        ------
-        StorageError
-            As for `poll`.
-        """
+        """Finish what is in flight, and let go of stages and optimizer; collective, may be called twice."""
         try:
             self.wait()
         finally:
@@ -375,16 +331,12 @@ def save(
 
     Raises
     ------
-    StorageError
-        On every rank: a file cannot be written. What was written of this checkpoint is removed, and older ones stay as
-        they are.
-    ArgumentError
+    StorageError, OwnerError
+        On every rank: a file cannot be written, and older checkpoints stay as they are; another job saves into `root`,
+        or has taken it from this one.
+    ArgumentError, MismatchError
         On every rank: two stages, on whichever ranks, have a parameter of the same name; `state` is not plain; `keep`
-        is not at least 1.
-    MismatchError
-        On every rank: ranks differ in `step` or in the steps of the optimizer.
-    OwnerError
-        On every rank: another job saves into `root`, or has taken it from this one.
+        is not at least 1; ranks differ in `step` or in the steps of the optimizer.
 
     Examples
     --------
