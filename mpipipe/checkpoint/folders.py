@@ -214,10 +214,12 @@ class Checkpoint:
     ----------
     path : Path
         The folder.
-    step, optimizer_steps : int
-        Steps that the training and the optimizer had made; the second is None if no optimizer was saved.
+    step : int
+        Steps that the training had made.
     state : dict
         What was given to `save` as `state`.
+    optimizer_steps : int or None
+        Steps that the optimizer had made; None if none was saved.
     library : str
         The version of mpipipe that wrote it.
     files : dict

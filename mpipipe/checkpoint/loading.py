@@ -47,9 +47,9 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     Raises
     ------
     ArgumentError
-        On every rank, with the name of the file: there is no checkpoint, it is damaged or of a newer format, or its
-        arrays are not those of the model or of the optimizer. The newest whole checkpoint next to it is named. After an
-        error the stages hold values of no use.
+        On every rank, with the name of the file and of the newest whole checkpoint next to it: there is none, it is
+        damaged or of a newer format, or its arrays are not those of the model or of the optimizer. After an error the
+        stages hold values of no use.
     """
     group, adapters, saved = group_of(mesh.comm), StageAdapter.of(stages), None
     with group.raise_together("checkpoint.load: the manifest"):
@@ -88,12 +88,7 @@ def read(path: str | Path) -> Checkpoint:
     Returns
     -------
     Checkpoint
-        Its step, the state that was saved with it, and its files.
-
-    Raises
-    ------
-    ArgumentError
-        There is no checkpoint, or its manifest is damaged or of a newer format.
+        Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
     """
     path = Path(path).absolute()
     folder = path if files.exists(path / MANIFEST) else folders.newest(path)

@@ -51,7 +51,7 @@ class SaveFacts(NamedTuple):
 
 
 class SaveTask:
-    """A checkpoint of which this rank writes the arrays of its `share`, in a thread.
+    """A checkpoint on its way: this rank writes the arrays of its `share`, in a thread.
 
     work : what the thread of this rank does, or did last
     read : set once no array is read any more: until then they must not change

@@ -8,8 +8,8 @@
 
 Parameters and moments change in an optimizer's step alone, so nothing is copied. An optimizer that comes before its own
 rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
-far all ranks are, and lets rank 0 write the manifest once all files have their names. While
-the arrays of one checkpoint are on their way, the manifest of the one before may be written; no more is in flight.
+far all ranks are, and lets rank 0 write the manifest once all files have their names. While the arrays of one
+checkpoint are on their way, the manifest of the one before may be written; no more is in flight.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Saver:
 
     Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
     package, `checkpoint.load` and `weights.load` wait for that by themselves. Where a write could go unnoticed (the
-    optimizer does not have a stage, or that has no list `before_write`), `save` returns only once everything has been
-    read.
+    optimizer does not have a stage, or that has no list `before_write`), `save` returns only once everything is read.
 
     A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
     ranks raise alike. After any other error that save is given up, and what this rank has written of it is removed.
@@ -51,23 +50,6 @@ class Saver:
     ----------
     waited, seconds : float
         For how long this rank has waited until arrays were read. On rank 0: what the newest whole checkpoint took.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from mpipipe import Mesh, checkpoint, nn, optim
-    >>> from mpipipe.job import inprocess
-    >>> folder = tempfile.mkdtemp()
-    >>> def train(comm):
-    ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1, first=comm.rank)
-    ...     optimizer = optim.AdamW([stage], lr=0.01)
-    ...     with Mesh(comm, pipe=2) as mesh, checkpoint.Saver(folder, mesh, [stage], optimizer, keep=2) as saver:
-    ...         for step in range(1, 4):
-    ...             optimizer.step()
-    ...             saver.save(step)
-    >>> _ = inprocess.run(2, train)
-    >>> checkpoint.newest(folder).name
-    'step-00000003'
     """
 
     def __init__(
@@ -141,10 +123,7 @@ class Saver:
         return path
 
     def _compare_names(self, held: Mapping[str, Array]) -> None:
-        """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective.
-
-        Such a checkpoint could be written, and not be read.
-        """
+        """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective."""
         if self._compared:
             return
         own = sorted(held) if self.mesh.replicas.rank == 0 else []
@@ -163,13 +142,8 @@ class Saver:
         Returns
         -------
         Path or None
-            The checkpoint that is whole from now on; None if none is in flight, or it is not whole yet.
-
-        Raises
-        ------
-        StorageError
-            On every rank: one of them cannot write. This checkpoint is given up and its files are removed; older ones
-            stay as they are, and one in flight has become whole before.
+            The checkpoint that is whole from now on; None if none is in flight, or it is not whole yet. Raises
+            StorageError on every rank where one of them cannot write: its files are removed, and older ones stay.
         """
         if not self.in_flight:
             return None
@@ -321,8 +295,8 @@ def save(
         What else the training has to remember, small and plain: strings, numbers, booleans, None, lists and dicts of
         them. That of rank 0 is saved. For dropout it should have `pipeline.steps_taken`.
     keep : int, optional
-        Afterwards all but this many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
-        cannot be removed are named in a warning.
+        How many of the newest checkpoints in `root` stay, all by default. Old ones that cannot be removed are named in
+        a warning.
 
     Returns
     -------
@@ -340,6 +314,8 @@ def save(
 
     Examples
     --------
+    Two ranks train; `save` in place of the saver would wait for the disk. One rank loads what they have saved.
+
     >>> import tempfile
     >>> from mpipipe import Mesh, checkpoint, nn, optim
     >>> from mpipipe.job import inprocess
@@ -347,8 +323,10 @@ def save(
     >>> def train(comm):
     ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1, first=comm.rank)
     ...     optimizer = optim.AdamW([stage], lr=0.01)
-    ...     with Mesh(comm, pipe=2) as mesh:
-    ...         checkpoint.save(folder, mesh, [stage], optimizer, step=3, state={"loss": 2.5})
+    ...     with Mesh(comm, pipe=2) as mesh, checkpoint.Saver(folder, mesh, [stage], optimizer, keep=2) as saver:
+    ...         for step in range(1, 4):
+    ...             optimizer.step()
+    ...             saver.save(step, {"loss": 2.5})
     >>> _ = inprocess.run(2, train)
     >>> def go_on(comm):
     ...     stages = [nn.Stage([nn.Linear(4, 4)], seed=2, first=number) for number in range(2)]

@@ -204,6 +204,12 @@ class ClusterOptions:
 class RunOptions(ClusterOptions, OutputOptions, TrainingOptions):
     """The run: its steps, what it writes and shows, and what keeps it safe."""
 
+    @property
+    def may_save(self) -> bool:
+        """Whether a checkpoint may be saved: at steps that are configured, or where the training has to leave."""
+        limited = self.time_limit is None or self.time_limit > 0  # None: SLURM may set a limit
+        return self.save_every > 0 or bool(self.preempt_signals) or limited
+
 
 # -- What other programs call these options: for the question what a user may have meant ------------------------------
 
