@@ -92,7 +92,7 @@ def give_name(partial: Path, target: Path) -> None:
 
 
 def restore_folder(target: Path) -> None:
-    """Give a folder its name again that lost it to one that never came, and remove what else was left. Raises OSError."""
+    """Give a folder its name again that lost it to one that never came, and remove leftovers. Raises OSError."""
     owner.check_owned(target)
     target = _place(target)
     former = _former(target)
