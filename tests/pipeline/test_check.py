@@ -23,7 +23,7 @@ def write(array, value=0.0):
     array[0, 0] = value
 
 
-class Mine:
+class Mine(dense.Halves):
     """y = x * w with one factor for each column; `plant(event, micro-batch, arrays)` may do what is forbidden."""
 
     def __init__(self, number, plant=None, dim=DIM):
@@ -51,11 +51,6 @@ class Mine:
         m, pending = kept
         self.g += pending
         self.plant("weight", m)
-
-    def backward(self, dy, kept):
-        dx, pending = self.backward_input(dy, kept)
-        self.backward_weight(pending)
-        return dx
 
 
 def at(event, action, microbatch=AT):

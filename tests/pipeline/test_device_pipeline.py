@@ -7,13 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from support import dense
-from support.received_inputs import check_weight_gradients_from_received_inputs
+from support.device_pipelines import check_weight_gradients_from_received_inputs
 from support.small_gpt import MODEL, build, gradients, parts_of, text
 from support.tolerance import close, close_norm, largest
 from support.training_tolerance import curve, path, roundings
 
 from mpipipe import Mesh, Pipeline, analysis, arrays, nn, optim
-from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
@@ -23,15 +22,6 @@ SMALL = dict(layers=3)
 MODEL_OF_DEVICES = GPT(**{**MODEL, **SMALL})
 OPERATIONS = path(MODEL_OF_DEVICES, 6 * MODEL["seq"])
 ON_DEVICE = dict(**SMALL, device="cuda")
-
-
-@pytest.fixture(params=["direct", "staged"])
-def sending(request, gpu, comm, monkeypatch):
-    """Both ways that device memory travels; the emulated device's memory can be handed to any MPI."""
-    if request.param == "direct" and gpu.real and not gpu_aware.detect(comm).direct:
-        pytest.skip("this MPI does not take device memory")
-    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1" if request.param == "direct" else "0")
-    return request.param
 
 
 def near(found, expected, dtype="float64"):

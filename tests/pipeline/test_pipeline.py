@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import dense
-from support.received_inputs import check_weight_gradients_from_received_inputs
+from support.device_pipelines import check_weight_gradients_from_received_inputs
 from support.tolerance import close, largest, within
 
 from mpipipe import Pipeline, analysis

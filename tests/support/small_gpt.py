@@ -19,10 +19,10 @@ def text(rows, seed=1):
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
-def build(schedule, rank, dtype="float64", attend=None, positions=None, device="cpu", kind=nn.Stage, **sizes):
+def build(schedule, rank, dtype="float64", attend=None, token_positions=None, device="cpu", kind=nn.Stage, **sizes):
     """This rank's stages; `sizes` are those of the model that differ from MODEL."""
     model = GPT(**{**MODEL, **sizes})
-    layers = model.build(attend or Local(causal=True), positions)
+    layers = model.build(attend or Local(causal=True), token_positions)
     parts = partition(model.costs(), schedule.stages)
     cuts = [parts[number] for number in schedule.stages_of(rank)]
     return [kind(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
