@@ -40,7 +40,7 @@ class Preempted(SystemExit):
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(PREEMPTED)
-        self.agreed = frozenset(group.peers.members)
+        self.agreed = frozenset(group.members)
 
 
 class Preemption:
