@@ -50,9 +50,8 @@ class Reason(NamedTuple):
 class Ballot:
     """One agreement, over one group or over the groups along two axes of a grid, one after the other.
 
-    Callers may give what `RankGroup.agree` does not: the `number` of the call, if they count their calls; `where`, a
-    text that errors add to its name, such as the object that it is made on; `code`, the `digest(call, facts)` of a
-    call that is repeated.
+    Beyond those of `RankGroup.agree`: the `number` of the call, for callers that count; `where`, a text that errors add
+    to its name; `code`, the `digest(call, facts)` of a call that is repeated.
     """
 
     def __init__(
