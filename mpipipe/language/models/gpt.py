@@ -56,8 +56,8 @@ class GPT:
         Rows of the learned table, at least `seq`, which is the default. None for rotary positions.
     rope_scaling : RopeScaling, optional
         `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as `dataclasses.asdict` makes one.
-    qkv_bias, out_bias, feed_forward_bias : bool
-        Whether the products to queries, keys and values, after attention, and of the feed-forward layers have a bias.
+    qkv_bias, out_bias : bool
+        Whether the products to queries, keys and values have a bias, and the one after attention.
     qk_norm : bool
         Whether each head of queries and of keys is normalised (`nn.RMSNorm`, with a gain of its own each) before it is
         turned (Dehghani et al., "Scaling vision transformers to 22 billion parameters", 2023).
@@ -65,6 +65,8 @@ class GPT:
         For each layer how many positions a query sees, itself included; None: all before it.
     feed_forward : str
         "swiglu": `nn.SwiGLU`. "gelu": `nn.FeedForward`, with GELU in its tanh form.
+    feed_forward_bias : bool
+        Whether the products of the feed-forward layers have a bias.
     embedding_scale : float
         Factor on the rows of the embedding, not on learned positions, and not on a tied head.
 
