@@ -18,7 +18,7 @@ from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
 from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, resume, train
+from mpipipe.train import resume, train
 from mpipipe.train.trainer import Trainer
 
 LossScaler = optim.LossScaler
@@ -397,17 +397,3 @@ def test_a_training_begins_with_the_weights_of_another_one(comm, config, source)
     found = records(chosen)
     assert [line["step"] for line in found] == [0, 1, 2]
     assert found[0]["validation"] == validation and found[1]["lr"] == 1e-2
-
-
-@pytest.mark.parametrize(
-    ("keys", "match"),
-    [
-        (dict(keep=0), "keep"),
-        (dict(save_every=-1), "save_every"),
-        (dict(resume="auto"), "resume = auto without out"),
-        (dict(resume="a", init="b"), "resume and init are both given"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(keys, match):
-    with pytest.raises(ConfigError, match=match):
-        TrainConfig(**keys)
