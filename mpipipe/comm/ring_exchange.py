@@ -89,7 +89,7 @@ class RingExchange:
     def snapshot(self) -> Snapshot:
         """The exchange under way, and the last ones."""
         last, pending = tuple(self.last), len(self.pending)
-        members = self.group.peers.members
+        members = self.group.members
         expects = None
         if pending == 2:
             now = last[-1]

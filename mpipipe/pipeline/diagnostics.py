@@ -101,7 +101,7 @@ class PipelineFlight:
         )
 
     def _message(self, envelope: Envelope) -> Message:
-        peer = self.group.peers.members[envelope.peer]
+        peer = self.group.members[envelope.peer]
         return Message(envelope.name, envelope.subject, peer, envelope.data, self.messages.bytes_of(envelope))
 
     def _operations(self, call: KeptCall) -> Iterator[str]:

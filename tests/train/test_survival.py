@@ -22,8 +22,8 @@ FT = ("--with-ft", "ulfm")
 TRAINING = """
 import json, os, signal, sys, time
 from mpipipe.job import runtime
+from mpipipe.job.consensus import Exchange
 from mpipipe.job.exit import run_or_abort
-from mpipipe.job.group import RankGroup
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.language.models import GPT
 from mpipipe.optim import AdamW
@@ -54,7 +54,7 @@ def watched(function):
         return found
     return call
 
-for owner, name in ((RankGroup, "exchange"), (Mailbox, "poll"), (AdamW, "step"), (Trainer, "validate")):
+for owner, name in ((Exchange, "result"), (Mailbox, "poll"), (AdamW, "step"), (Trainer, "validate")):
     setattr(owner, name, watched(getattr(owner, name)))
 whole, written = Trainer.step, survival.write
 
