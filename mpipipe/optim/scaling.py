@@ -38,15 +38,8 @@ class LossScaler:
     ----------
     scale : float
         The scale for the next step.
-    good : int
-        Steps in a row without overflow at this scale.
-    skipped : int
-        Steps with overflow so far.
-
-    Raises
-    ------
-    ArgumentError
-        A parameter is out of its range.
+    good, skipped : int
+        Steps in a row without overflow at this scale, and steps with overflow so far.
 
     Examples
     --------

@@ -32,18 +32,14 @@ def clip_by_global_norm(
 ) -> float:
     """Scale the gradients in place so that their norm is at most `max_norm`.
 
-    The norm is that of `gradient_norm`.
-
     Parameters
     ----------
     stages : sequence of stages
         The stages of this rank, as for an optimizer.
     max_norm : float
         Above 0; infinity only measures.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count.
+    comm, skip : communicator or None, collection of str
+        As for `gradient_norm`, whose norm this is.
     scale : float
         Factor that the gradients carry, and go on carrying. Both norms are those of gradients / scale.
     over : GlobalNorm, optional
@@ -163,20 +159,14 @@ def scaled_step(
 
     Parameters
     ----------
-    optimizer : SGD or AdamW
-        The optimizer of this rank's stages.
-    scaler : LossScaler
-        Equal on all ranks.
+    optimizer, scaler : SGD or AdamW, LossScaler
+        The optimizer of this rank's stages; the scaler is equal on all ranks.
     max_norm : float
-        Above 0: larger gradients are clipped to it, as by `clip_by_global_norm`, but without a pass of their own.
+        Above 0: larger gradients are clipped to it, without a pass of their own.
     lr : float, optional
         Overrides the learning rate for this step.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count in the norm.
-    over : GlobalNorm, optional
-        In place of `comm` and `skip`: the ranks may keep the norm on their GPUs.
+    comm, skip, over : optional
+        As for `clip_by_global_norm`.
 
     Returns
     -------
@@ -189,8 +179,8 @@ def scaled_step(
         A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not dynamic. All ranks
         raise it, and it names rank, stage and parameter.
     ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
-        these stages has not ended (see `begin_step`). The scaler is as it was.
+        As `clip_by_global_norm`; or another step of these stages has not ended (see `begin_step`). The scaler is as it
+        was.
 
     Examples
     --------
@@ -233,25 +223,13 @@ def begin_step(
         Above 0: larger gradients are clipped to it; infinity for the norm alone.
     scaler : LossScaler, optional
         Equal on all ranks; its scale is in the gradients.
-    lr : float, optional
-        Overrides the learning rate for this step.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count in the norm.
-    over : GlobalNorm, optional
-        In place of `comm` and `skip`. Where the ranks keep the norm on their GPUs, all is done in `wait`.
+    lr, comm, skip, over : optional
+        As for `scaled_step`. Where `over` keeps the norm on the GPUs, all is done in `wait`.
 
     Returns
     -------
     PendingUpdate
         Whose `wait()` makes the step.
-
-    Raises
-    ------
-    ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
-        these stages has not ended.
 
     Examples
     --------
@@ -285,10 +263,9 @@ class PendingUpdate:
 
     Parameters
     ----------
-    end : callable
-        Waits for the norm, makes the step, and returns the norm.
-    stages : sequence
-        Stages of the optimizer. Until the end no training step and no other optimizer step of them may begin.
+    end, stages : callable, sequence of stages
+        What waits for the norm, makes the step, and returns the norm; and stages, whose next steps may not begin
+        until then.
     """
 
     def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:

@@ -27,18 +27,7 @@ Function: TypeAlias = Callable[[PlannedAction, CallState], None]
 
 
 class Executor:
-    """The actions of one rank.
-
-    rank, stages : of this rank
-    messages : activations and gradients from and to other ranks
-    loss, weighing : the loss of the last stage, or None; and the shares of the micro-batches in it
-    recompute : whether every forward with a backward is run again, for errors
-    sums : of gradients over the replicas, or None
-    state : of the call under way, or of one that has failed: kernels and messages may still touch its arrays
-    peaks : most (stage, micro-batch) activations alive at once in the last training step, whole ones and all
-    clock : how long the actions took
-    place : where this rank is, for the report of an interruption
-    """
+    """The actions of one rank. With `recompute` every forward that has a backward is run again, for errors."""
 
     def __init__(
         self,
@@ -53,7 +42,7 @@ class Executor:
         device: str,
     ):
         self.rank, self.stages, self.messages, self.sums = rank, stages, messages, sums
-        self.loss, self.weighing, self.recompute = loss, weighing, recompute
+        self.loss, self.weighing, self.recompute = loss, weighing, recompute  # the shares of micro-batches in the loss
         self.functions: dict[str, Function] = {
             "F": self._forward,
             "B": self._backward,
@@ -63,11 +52,10 @@ class Executor:
         }
         self.clock = DeviceClock() if device == "cuda" else HostClock()
         self.now = self.clock.now
-        self.place = f"rank {rank}"
-        self.peaks = 0, 0
+        self.place = f"rank {rank}"  # for the report of an interruption
+        self.peaks = 0, 0  # most activations alive at once in the last training step, whole ones and all
+        # of the call under way, or of one that has failed: kernels and messages may still touch its arrays
         self.state: CallState | None = None
-
-    # -- one call -----------------------------------------------------------------------------------------------
 
     def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
         """Begin a call, whose messages are known."""
@@ -106,12 +94,9 @@ class Executor:
         if state.inputs.training:
             self.peaks = state.peak, state.peak_under_way
 
-    def end(self) -> None:
-        """Let go of the arrays of the call."""
-        self.state = None
-
-    def abandon(self) -> None:
-        """Give up messages and sums of a call that has failed. Its state is kept: they may still touch its arrays."""
+    def abandon(self, recorders: set[Recorder]) -> None:
+        """Give up a call that has failed: its messages, its sums, and its recording, since the step never ends."""
+        recorders.discard(self.clock.recorder)
         self.messages.mailbox.cancel()
         if self.sums is not None:
             self.sums.cancel()
@@ -134,18 +119,19 @@ class Executor:
         return memory_error(what, error, self.stages, self.state, self.recompute)
 
     def _complete(self, action: PlannedAction) -> None:
-        """End the gradients of a stage, and start their sums over the replicas."""
-        self.stages[action.chunk].end_gradients()
+        """Start the sums over the replicas of the gradients of a stage."""
+        self.stages[action.chunk].check_gradients()  # no later action adds to them
         if self.sums is not None:
             start = self.clock.host_seconds()
             self.sums.complete(action)
             self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
 
     def _stage_error(self, what: str, action: PlannedAction, error: Exception) -> StageError:
-        short = self.memory_error(what, error)
-        stage_error = short or StageError(f"{what} raised {type(error).__name__}: {error}", remedy=remedy_of(error))
-        self._locate(stage_error, action)
-        return stage_error
+        found = self.memory_error(what, error)
+        if found is None:
+            found = StageError(f"{what} raised {type(error).__name__}: {error}", remedy=remedy_of(error))
+        self._locate(found, action)
+        return found
 
     def _locate(self, error: MpipipeError, action: PlannedAction) -> None:
         """Add where it happened, as far as the error does not say that itself."""

@@ -15,7 +15,6 @@ with the exit code 75 (PREEMPTED), for a start from the newest checkpoint.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,9 +51,7 @@ class ElasticRun:
             if comm.size != len(self.line.places):
                 raise ArgumentError("train: --survive on a part of the job", found=counted(comm.size, "rank"))
             # between two meshes, and on a rank that waits for a place, a signal ends nothing; the next mesh hears of it
-            self._signals = StopSignals(
-                config.preempt_signals, math.inf, lambda name: None, lambda text, code: None, lambda: False
-            )
+            self._signals = StopSignals(config.preempt_signals)
         self.config, self.pipe, self.out = config, pipe, out
         self.everyone, self.active = comm, comm
         self.takes_part, self.first, self.goes_on = True, 0, False

@@ -251,7 +251,7 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
     bias, hbias = device(draw(width), kind)
     y, hscale, normal = normalised(hx, hgain, hbias * centred, 1e-5, centred)
     name, more = ("layer_norm", (bias,)) if centred else ("rms_norm", ())
-    found, scale = getattr(cuda, name)(x, gain, *more, 1e-5)
+    _, found, scale = getattr(cuda, name)(x, gain, *more, 1e-5)
     terms = hscale[:, None] * (np.abs(hx) + np.abs(hx).mean(1, keepdims=True) * centred)  # of a normalised number
     check(found, y, kind, 2 * width + 8, np.abs(hgain) * terms + np.abs(hbias) * centred)
     check(scale, hscale, scale.dtype, 2 * width + 8, hscale * (1 + terms.max(1, initial=0)))
@@ -297,7 +297,7 @@ def test_a_nan_stays_in_its_row(cuda, kind):
     values[3, 5] = np.nan
     x, _ = device(values, kind)
     gain, bias = device(np.ones(32), kind)[0], device(np.zeros(32), kind)[0]
-    for y, scale in (cuda.rms_norm(x, gain, 1e-5), cuda.layer_norm(x, gain, bias, 1e-5)):
+    for _, y, scale in (cuda.rms_norm(x, gain, 1e-5), cuda.layer_norm(x, gain, bias, 1e-5)):
         bad = np.isnan(arrays.download(y).astype(np.float64))
         assert bad[3].all() and bad.sum() == 32 and np.isnan(arrays.download(scale)).sum() == 1
 
@@ -505,8 +505,8 @@ def test_adamw(cuda, draw, name, size, skew):
     kind = arrays.dtype(name)
     (p, hp), (g, hg), (m, hm) = (device(draw(size), kind, skew) for _ in range(3))
     v, hv = device(draw(size) ** 2, kind, skew)
-    numbers = dict(b1=0.9, b2=0.95, eps=1e-6, rate=0.1, correction1=0.3, correction2=0.2, shrink=0.99, g_scale=0.5)
-    cuda.adamw(p, g, m, v, **numbers)
+    numbers = nn.kernels.AdamWNumbers(0.9, 0.95, 1e-6, rate=0.1, correction1=0.3, correction2=0.2, shrink=0.99)
+    cuda.adamw(p, g, m, v, numbers, nn.kernels.Update(0.5))
     m2, v2 = 0.9 * hm + (1 - 0.9) * 0.5 * hg, 0.95 * hv + (1 - 0.95) * 0.25 * hg * hg
     check(m, m2, kind, 4, np.abs(hm) + np.abs(hg))
     check(v, v2, kind, 4)
@@ -522,10 +522,10 @@ def test_sgd(cuda, draw, name, size, skew):
     kind = arrays.dtype(name)
     (p, hp), (g, hg), (u, hu) = (device(draw(size), kind, skew) for _ in range(3))
     size = np.abs(hp) + np.abs(hg) + np.abs(hu)
-    cuda.sgd(p, g, None, momentum=0.0, decay=0.1, rate=0.2, g_scale=0.5)
+    cuda.sgd(p, g, None, 0.0, 0.1, 0.2, nn.kernels.Update(0.5))
     hp = hp - 0.2 * (0.5 * hg + 0.1 * hp)
     check(p, hp, kind, 8, size)
-    cuda.sgd(p, g, u, momentum=0.9, decay=0.1, rate=0.2, g_scale=0.5)
+    cuda.sgd(p, g, u, 0.9, 0.1, 0.2, nn.kernels.Update(0.5))
     hu = 0.9 * hu + 0.5 * hg + 0.1 * hp
     check(u, hu, kind, 8, size)
     check(p, hp - 0.2 * hu, kind, 8, size)
@@ -563,7 +563,7 @@ def test_nothing_waits_for_the_device(cuda, gpu, draw):
     flat, _ = device(draw(64), arrays.dtype("float32"))
     grad = arrays.zeros((32, 32), flat.dtype, "cuda")
     gpu.reset()
-    y, scale = cuda.rms_norm(x, gain, 1e-5)
+    _, y, scale = cuda.rms_norm(x, gain, 1e-5)
     cuda.rms_norm_backward(y, x, scale, gain)
     cuda.softmax_cross_entropy(y, ids)
     cuda.embed_backward(y, ids, grad)

@@ -164,7 +164,7 @@ def check_sharded(mesh, kind, expected, loss, rows=9):
     schedule = dense.build("interleaved_1f1b", mesh.pipe.size, 2, 3)
     layout = Layout(kind, mesh.seq.size, MODEL["seq"])
     ring = Ring(mesh.seq, layout=kind)
-    stages = build(schedule, mesh.pipe.rank, attend=ring, positions=layout.positions(mesh.seq.rank))
+    stages = build(schedule, mesh.pipe.rank, attend=ring, token_positions=layout.positions(mesh.seq.rank))
     share = rows // mesh.data.size
     mine = [
         layout.shard(array[mesh.data.rank * share : (mesh.data.rank + 1) * share], mesh.seq.rank)

@@ -179,7 +179,7 @@ def test_shards_of_unequal_length_need_no_weight_with_the_losses_of_nn(comm, lay
 
     def run(group, ring, positions):
         cut = Layout(layout, group.size, length)
-        stages = build(gpipe(1, 2), 0, attend=ring, positions=positions, seq=length)
+        stages = build(gpipe(1, 2), 0, attend=ring, token_positions=positions, seq=length)
         batch = [cut.shard(part, group.rank) for part in (whole[:, :-1], whole[:, 1:])]
         with Pipeline(stages, gpipe(1, 2), alone, nn.softmax_cross_entropy, replicas=group) as pipeline:
             return pipeline.evaluate(*batch), pipeline.step(*batch).loss, stages[0].gradients.flat
@@ -241,36 +241,52 @@ def fails(mesh, pipeline, batch, match):
     assert (ArgumentError, True) in kinds and (ArgumentError, False) not in kinds
 
 
-@pytest.mark.parametrize("weight", [-1, -0.5, np.nan, np.inf, 10**400, None, "3", True, [1.0], np.ones(2), 1j])
-def test_a_weight_is_a_finite_number_of_at_least_zero(comm, weight):
+def always(weight):
+    """A loss that has this weight for each micro-batch."""
+    return lambda output, target: (*nn.mean_squared_error(output, target), weight)
+
+
+class SomeWeights:
+    """A loss with a weight for each second micro-batch."""
+
+    def __init__(self, first):
+        self.calls = first
+
+    def __call__(self, output, target):
+        self.calls += 1
+        return (1.0, output, 2.0) if self.calls % 2 else (1.0, output)
+
+
+def twice(output, target):
+    """Says what it is a mean over, and returns a weight."""
+    return (*nn.mean_squared_error(output, target), target.size)
+
+
+twice.mean_over_entries = True
+NO_WEIGHTS = [-1, -0.5, np.nan, np.inf, 10**400, None, "3", True, [1.0], np.ones(2), 1j]
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        *((lambda weight=weight: always(weight), "the weight of a loss") for weight in NO_WEIGHTS),
+        *((lambda first=first: SomeWeights(first), "for some micro-batches only") for first in (0, 1)),
+        (lambda: twice, "returns a weight as well"),
+    ],
+)
+def test_weights_that_make_no_sense_are_refused(comm, make, match):
     mesh = mesh_of(comm)
-    schedule, pipeline = pipeline_of(mesh, lambda output, target: (1.0, output, weight))
-    fails(mesh, pipeline, batch_of(mesh, schedule), "the weight of a loss")
+    schedule, pipeline = pipeline_of(mesh, make())
+    fails(mesh, pipeline, batch_of(mesh, schedule), match)
 
 
 @pytest.mark.parametrize("weight", [3, 3.0, np.int32(3), np.float32(3), np.array(3.0)])
 def test_kinds_of_numbers(comm, weight):
-    def loss(output, target):
-        return (*nn.mean_squared_error(output, target), weight)
-
     with mesh_of(comm) as mesh:
-        schedule, pipeline = pipeline_of(mesh, loss)
+        schedule, pipeline = pipeline_of(mesh, always(weight))
         with pipeline:
             batch = batch_of(mesh, schedule)
             assert pipeline.step(*batch).loss == pytest.approx(pipeline.evaluate(*batch), rel=1e-15)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_weights_of_some_micro_batches_only(comm, first):
-    calls = []
-
-    def loss(output, target):
-        calls.append(1)
-        return (1.0, output, 2.0) if len(calls) % 2 == first else (1.0, output)
-
-    mesh = mesh_of(comm)
-    schedule, pipeline = pipeline_of(mesh, loss)
-    fails(mesh, pipeline, batch_of(mesh, schedule), "for some micro-batches only")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -333,12 +349,8 @@ def test_a_loss_that_does_not_say_what_it_is_a_mean_over(comm, lengths):
         pytest.skip("needs replicas")
     schedule, pipeline = pipeline_of(mesh, mean_of_squares)
     pipeline.evaluate(*batch_of(mesh, schedule))
-    fails(
-        mesh,
-        pipeline,
-        batch_of(mesh, schedule, 1 + mesh.data.rank if lengths == "by replica" else lengths),
-        "more target",
-    )
+    lengths = 1 + mesh.data.rank if lengths == "by replica" else lengths
+    fails(mesh, pipeline, batch_of(mesh, schedule, lengths), "more target")
 
 
 @pytest.mark.parametrize("loss, shares", [(nn.mean_squared_error, [1, 3]), (by_rows, [1, 1])])
@@ -348,16 +360,6 @@ def test_a_loss_that_says_what_it_is_a_mean_over(comm, loss, shares):
         with pipeline:
             result = pipeline.step(*batch_of(mesh, schedule, [1, 3]))
         assert result.loss == pytest.approx(np.average(result.losses, weights=shares), rel=1e-15)
-
-
-def test_a_loss_that_says_it_twice(comm):
-    def loss(output, target):
-        return (*nn.mean_squared_error(output, target), target.size)
-
-    loss.mean_over_entries = True
-    mesh = mesh_of(comm)
-    schedule, pipeline = pipeline_of(mesh, loss)
-    fails(mesh, pipeline, batch_of(mesh, schedule), "returns a weight as well")
 
 
 @pytest.mark.mpi(min_size=2)

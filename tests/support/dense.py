@@ -8,7 +8,16 @@ from mpipipe import schedules
 from support.tolerance import bound
 
 
-class TanhStage:
+class Halves:
+    """A stage that says its backward in two halves; the whole one is both."""
+
+    def backward(self, dy, saved):
+        dx, pending = self.backward_input(dy, saved)
+        self.backward_weight(pending)
+        return dx
+
+
+class TanhStage(Halves):
     """y = tanh(x W), with W (inputs, outputs) in float64 drawn from the stage's number."""
 
     def __init__(self, number, inputs, outputs):
@@ -27,11 +36,6 @@ class TanhStage:
     def backward_weight(self, pending):
         x, inner = pending
         self.gradient += x.reshape(-1, x.shape[-1]).T @ inner.reshape(-1, inner.shape[-1])
-
-    def backward(self, dy, saved):
-        dx, pending = self.backward_input(dy, saved)
-        self.backward_weight(pending)
-        return dx
 
 
 def mean_squared(output, target):

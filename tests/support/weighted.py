@@ -6,33 +6,17 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from support import dense
+
 WIDTH = 3
 
 
-class Tanh:
+class Tanh(dense.TanhStage):
     """y = tanh(x W), in float64, which shows its gradients."""
 
     def __init__(self, number):
-        self.weight = np.random.default_rng(1000 + number).normal(size=(WIDTH, WIDTH))
-        self.gradients = SimpleNamespace(flat=np.zeros(WIDTH * WIDTH))
-
-    def forward(self, x):
-        y = np.tanh(x @ self.weight)
-        return y, (x, y)
-
-    def backward_input(self, dy, saved):
-        x, y = saved
-        inner = dy * (1 - y * y)
-        return inner @ self.weight.T, (x, inner)
-
-    def backward_weight(self, pending):
-        x, inner = pending
-        self.gradients.flat += (x.reshape(-1, WIDTH).T @ inner.reshape(-1, WIDTH)).reshape(-1)
-
-    def backward(self, dy, saved):
-        dx, pending = self.backward_input(dy, saved)
-        self.backward_weight(pending)
-        return dx
+        super().__init__(number, WIDTH, WIDTH)
+        self.gradients = SimpleNamespace(flat=self.gradient.reshape(-1))
 
 
 def masked(unit=1.0):

@@ -22,7 +22,7 @@ has_ulfm = pytest.mark.skipif(
 FT = ("--with-ft", "ulfm")
 # each victim dies at its n-th event behind a step: an agreement, a poll, a step of the optimizer, before or after it
 TRAINING = """
-from mpipipe.job.group import RankGroup
+from mpipipe.job.consensus import Exchange
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.optim import AdamW
 from mpipipe.train.progress import StepBarrier
@@ -48,7 +48,7 @@ def watched(function):
         return found
     return call
 
-for owner, name in ((RankGroup, "exchange"), (Mailbox, "poll"), (AdamW, "step"), (Trainer, "validate")):
+for owner, name in ((Exchange, "result"), (Mailbox, "poll"), (AdamW, "step"), (Trainer, "validate")):
     setattr(owner, name, watched(getattr(owner, name)))
 whole, written = Trainer.step, survival.write
 

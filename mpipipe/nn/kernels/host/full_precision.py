@@ -9,9 +9,10 @@ import math
 
 import numpy as np
 
-from mpipipe.nn.kernels.host import ELEMENTS, blocks
+from mpipipe.nn.kernels.host import blocks
 from mpipipe.nn.kernels.host.optimizer import adamw as adamw
 from mpipipe.nn.kernels.host.optimizer import sgd as sgd
+from mpipipe.nn.kernels.host.optimizer import sum_of_squares
 from mpipipe.nn.kernels.host.optimizer import sums_of_squares as sums_of_squares
 from mpipipe.nn.random import random_bits
 from mpipipe.nn.rope import RopeScaling, angles
@@ -274,23 +275,18 @@ def _swiglu_backward_block(both: np.ndarray, dboth: np.ndarray, inner: np.ndarra
 # Gradients of vectors are returned as matrices of one row, which add_parts adds to the gradient.
 
 
-def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return (y, scale)."""
+def rms_norm(
+    x: np.ndarray, gain: np.ndarray, eps: float, more: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x + more, y, scale)."""
+    total = x if more is None else np.add(x, more)
     y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
     for at in blocks(*x.shape):
-        part = x[at]
+        part = total[at]
         _inverse_root(part, eps, scale[at])
         out = np.multiply(part, scale[at, None], out=y[at])
         np.multiply(out, gain, out=out)
-    return y, scale
-
-
-def add_rms_norm(
-    x: np.ndarray, more: np.ndarray, gain: np.ndarray, eps: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (x + more, y, scale)."""
-    total = np.add(x, more)
-    return (total, *rms_norm(total, gain, eps))
+    return total, y, scale
 
 
 def rms_norm_backward(
@@ -306,24 +302,19 @@ def rms_norm_backward(
     return dx, dgain[None]
 
 
-def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return (y, scale)."""
+def layer_norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, more: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x + more, y, scale)."""
+    total = x if more is None else np.add(x, more)
     y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
     for at in blocks(*x.shape):
-        out = _centred(x[at], y[at])
+        out = _centred(total[at], y[at])
         _inverse_root(out, eps, scale[at])
         np.multiply(out, scale[at, None], out=out)
         np.multiply(out, gain, out=out)
         np.add(out, bias, out=out)
-    return y, scale
-
-
-def add_layer_norm(
-    x: np.ndarray, more: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (x + more, y, scale)."""
-    total = np.add(x, more)
-    return (total, *layer_norm(total, gain, bias, eps))
+    return total, y, scale
 
 
 def layer_norm_backward(
@@ -385,17 +376,9 @@ def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1
         difference = output - target
     else:
         difference = np.subtract(output, target, out=np.empty(output.shape, output.dtype), casting="same_kind")
-    size, flat = difference.size, difference.reshape(-1)
-    if size <= ELEMENTS:
-        part = flat.astype(np.float64)
-        total = float(part.dot(part))
-    else:
-        total = 0.0
-        for at in blocks(size):
-            part = flat[at].astype(np.float64)
-            total += float(part.dot(part))
-    difference *= 2 / size * factor
-    return total / size, difference
+    total = sum_of_squares(difference.reshape(-1))
+    difference *= 2 / output.size * factor
+    return total / output.size, difference
 
 
 def softmax_cross_entropy(

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
 
 import numpy as np
 
 from mpipipe.nn.kernels.host import blocks
+from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 
-Ranges: TypeAlias = "Sequence[tuple[int, int, bool]] | None"  # (start, stop, whether weight decay applies)
+WHOLE = Update()
 
 
 def adamw(
-    p: np.ndarray,
-    g: np.ndarray,
-    m: np.ndarray,
-    v: np.ndarray,
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    rate: float,
-    correction1: float,
-    correction2: float,
-    shrink: float,
-    g_scale: float,
-    ranges: Ranges = None,
-    copy: np.ndarray | None = None,
+    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: AdamWNumbers, update: Update = WHOLE
 ) -> None:
     """Make one step of AdamW, in place."""
+    b1, b2, eps, rate, correction1, correction2, shrink = numbers
     step, root = rate / correction1, 1 / math.sqrt(correction2)
-    for at, decays in _pieces(p.size, ranges):
-        part, grad, first, second = p[at], _scaled(g[at], g_scale), m[at], v[at]
+    for at, part, grad, decays in _pieces(p, g, update):
+        first, second = m[at], v[at]
         work = np.multiply(grad, 1 - b1)
         np.multiply(first, b1, out=first)
         np.add(first, work, out=first)
@@ -49,60 +36,50 @@ def adamw(
         if decays and shrink != 1:
             np.multiply(part, shrink, out=part)
         np.subtract(part, work, out=part)
-        if copy is not None:
-            _round(part, copy[at])
 
 
 def sgd(
     p: np.ndarray,
     g: np.ndarray,
     u: np.ndarray | None,
-    *,
     momentum: float,
     decay: float,
     rate: float,
-    g_scale: float,
-    ranges: Ranges = None,
-    copy: np.ndarray | None = None,
+    update: Update = WHOLE,
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
-    for at, decays in _pieces(p.size, ranges):
-        part, update = p[at], _scaled(g[at], g_scale)
-        if decays and decay:
-            update = update + part * decay
+    for at, part, grad, decays in _pieces(p, g, update):
+        change = grad + part * decay if decays and decay else grad
         if u is not None:
             kept = u[at]
             np.multiply(kept, momentum, out=kept)
-            update = np.add(kept, update, out=kept)
-        np.subtract(part, update * rate, out=part)
-        if copy is not None:
-            _round(part, copy[at])
+            change = np.add(kept, change, out=kept)
+        np.subtract(part, change * rate, out=part)
 
 
-def _pieces(size: int, ranges: Ranges) -> Iterator[tuple[slice, bool]]:
-    """Yield the pieces that stay in cache, none across two ranges, and whether weight decay applies to them."""
-    for start, stop, decays in [(0, size, True)] if ranges is None else ranges:
-        for at in blocks(stop - start):
-            yield slice(start + at.start, min(stop, start + at.stop)), decays
+def _pieces(p: np.ndarray, g: np.ndarray, update: Update) -> Iterator[tuple[slice, np.ndarray, np.ndarray, bool]]:
+    """Yield (piece, parameters, scaled gradients, whether they decay), none across ranges; round each when it is done.
 
-
-def _round(part: np.ndarray, copy: np.ndarray) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        copy[...] = part
-
-
-def _scaled(g: np.ndarray, factor: float) -> np.ndarray:
-    return g if factor == 1 else np.multiply(g, factor)
+    Pieces stay in cache from the first pass to the last.
+    """
+    for start, stop, decays in [(0, p.size, True)] if update.ranges is None else update.ranges:
+        for block in blocks(stop - start):
+            at = slice(start + block.start, min(stop, start + block.stop))
+            yield at, p[at], g[at] if update.g_scale == 1 else np.multiply(g[at], update.g_scale), decays
+            if update.copy is not None:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    update.copy[at] = p[at]
 
 
 def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None) -> np.ndarray:
     """Return the sum of flat[start:stop]^2 for each (start, stop), in float64; in `out` where that is given."""
     out = np.empty(len(offsets)) if out is None else out
-    out[:] = [_sum_of_squares(flat[start:stop]) for start, stop in offsets]
+    out[:] = [sum_of_squares(flat[start:stop]) for start, stop in offsets]
     return out
 
 
-def _sum_of_squares(flat: np.ndarray) -> float:
+def sum_of_squares(flat: np.ndarray) -> float:
+    """Return the sum of flat^2, in float64."""
     total = 0.0
     for at in blocks(flat.size):
         wide = flat[at].astype(np.float64, copy=False)
