@@ -314,7 +314,8 @@ def test_recorded_products_are_those_of_cublas(gpu, kind):
 
 def test_what_cublas_refuses_in_a_recording_is_told(emulated_gpu, monkeypatch):
     x = arrays.zeros((2, 2), "float32", "cuda")
-    monkeypatch.setattr(products, "_prepare_handle", lambda handle: None)
+    call = products._call_cublas  # without stream and workspace
+    monkeypatch.setattr(products, "_call_cublas", lambda name, *given: "Set" in name or call(name, *given))
     with pytest.raises(BackendError, match="cublasGemmEx has failed"):
         arrays.record_graph(lambda: products.gemm(x, x, x))
 

@@ -13,42 +13,13 @@ from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
 
 
-def run(comm, schedule, rows, steps=1, **options):
-    """`steps` steps of the dense model; checks everything against the reference and returns (pipeline facts)."""
-    inputs, targets = dense.batch(rows, schedule.stages)
-    loss, gradients, dx, output = dense.reference(schedule.stages, inputs, targets)
-    allowed = dense.bounds(schedule.stages, inputs, targets)
-    stages = dense.model(schedule, comm.rank)
-    mine = dense.placed(schedule, comm.rank, inputs, targets)
-    with Pipeline(stages, schedule, comm, loss=dense.mean_squared, **options) as pipeline:
-        for _ in range(steps):
-            for stage in stages:
-                stage.gradient.fill(0)
-            result = pipeline.step(*mine)
-            within(result.loss, loss, allowed[0], "loss")
-            for stage, number in zip(stages, schedule.stages_of(comm.rank)):
-                within(stage.gradient, gradients[number], allowed[1][number], f"gradient of stage {number}")
-        if mine[0] is not None:
-            within(np.concatenate(result.input_grads), dx, allowed[2], "input gradient")
-        else:
-            assert result.input_grads is None
-        assert len(result.losses) == schedule.microbatches
-        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
-        produced = pipeline.forward(mine[0])
-        if mine[1] is not None:
-            within(produced, output, allowed[3], "output")
-        else:
-            assert produced is None
-        return pipeline.peak_activations
-
-
 @pytest.mark.parametrize("synchronous", [0, 1])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("name, chunks", dense.CASES)
 def test_every_schedule_equals_the_dense_model(comm, monkeypatch, name, chunks, microbatches, synchronous):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
     schedule = dense.build(name, comm.size, chunks, microbatches)
-    peak = run(comm, schedule, rows=11, steps=2)
+    peak = dense.check(comm, schedule, rows=11, steps=2).peak_activations
     assert peak == simulate(schedule).peak_activations[comm.rank]
 
 
@@ -57,9 +28,12 @@ def test_measured_peaks_are_the_published_ones(subcomm):
     comm = subcomm(4)
     if comm is None:
         return
-    assert comm.allgather(run(comm, one_f_one_b(4, 8), rows=8)) == [4, 3, 2, 1]
-    assert comm.allgather(run(comm, interleaved_1f1b(4, 2, 8), rows=8)) == [11, 9, 7, 5]
-    assert comm.allgather(run(comm, gpipe(4, 8), rows=8)) == [8, 8, 8, 8]
+    for schedule, peaks in (
+        (one_f_one_b(4, 8), [4, 3, 2, 1]),
+        (interleaved_1f1b(4, 2, 8), [11, 9, 7, 5]),
+        (gpipe(4, 8), [8, 8, 8, 8]),
+    ):
+        assert comm.allgather(dense.check(comm, schedule, rows=8).peak_activations) == peaks
 
 
 @pytest.mark.mpi(min_size=2)
@@ -71,7 +45,7 @@ def test_v_shaped_placement_runs(subcomm):
     rows = ["0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1", "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1"]
     schedule = from_csv("\n".join(rows) + "\n")
     assert schedule.placement == (0, 1, 1, 0)
-    run(comm, schedule, rows=5)
+    dense.check(comm, schedule, rows=5)
 
 
 @pytest.mark.parametrize("name, chunks", dense.CASES)
@@ -79,7 +53,7 @@ def test_messages_of_a_megabyte_and_artificial_tag_limits(comm, monkeypatch, nam
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
     monkeypatch.setenv("MPIPIPE_TAG_UB", "7")  # several channels
     schedule = dense.build(name, comm.size, chunks, 4)
-    run(comm, schedule, rows=4 * 40_000)
+    dense.check(comm, schedule, rows=4 * 40_000)
 
 
 def test_two_pipelines_and_user_traffic_on_one_communicator(comm):
@@ -110,9 +84,9 @@ def test_disjoint_subcommunicators_run_different_pipelines(comm):
     """Even and odd ranks form pipelines of different schedules and sizes at the same time."""
     half = comm.Split(comm.rank % 2, comm.rank)
     if comm.rank % 2:
-        run(half, gpipe(half.size, 2), rows=4)
+        dense.check(half, gpipe(half.size, 2), rows=4)
     else:
-        run(half, interleaved_1f1b(half.size, 2, 3), rows=9)
+        dense.check(half, interleaved_1f1b(half.size, 2, 3), rows=9)
     half.Free()
 
 

@@ -129,18 +129,6 @@ def test_nothing_touches_what_places_have_given_up(gpu, comm, make):
     assert found[0] == found[1]
 
 
-def test_a_second_pipeline_shares_the_same_arrays(comm):
-    alone = parts_of(comm, 1)
-    schedule, stages = two_chunks()
-    gradients = []
-    for _ in range(2):
-        with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
-            pipeline.step(*text(6))
-        gradients.append(stages[1].gradients[HEAD].tobytes())
-    assert gradients[0] == gradients[1] and stages[1].gradients[HEAD] is stages[0].gradients["0.weight"]
-    alone.Free()
-
-
 def test_a_stage_whose_parameter_lies_in_an_absent_one_is_refused_with_what_helps(comm):
     alone = parts_of(comm, 1)
     tied = lambda first: nn.Stage([nn.Linear(4, 4, bias=False, tie="w")], "float64", 1, first=first)  # noqa: E731
