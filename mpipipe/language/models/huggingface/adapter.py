@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,8 +124,17 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]
 
 def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart]:
     """Return all tensors of an adapter of this model. Raises ConfigError for a target that the family does not have."""
-    found = list(_parts(lora, family, model))
-    missing = set(lora.targets) - {part.theirs.split(".")[-3] for part in found}
+    declared, missing = declared_in(lora.apply(model.build(Local()))), set(lora.targets)
+    found: list[AdapterPart] = []
+    for theirs, matrix, tensor in parts_of(family.table, model):
+        module, _, kind = theirs.rpartition(".")
+        target = module.rpartition(".")[2]
+        if kind == "weight" and target in lora.targets:
+            missing.discard(target)
+            ours = f"{matrix.rpartition('.')[0]}.{target}"
+            for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
+                rows, columns = declared[f"{ours}.{name}"].shape
+                found.append(AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned))
     if missing:
         raise ConfigError(
             f"{family.architecture} has no module {sorted(missing)[0]}",
@@ -134,18 +143,6 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart
             remedy=REMEDY,
         )
     return found
-
-
-def _parts(lora: nn.LoRA, family: Family, model: GPT) -> Iterator[AdapterPart]:
-    declared = declared_in(lora.apply(model.build(Local())))
-    for theirs, matrix, tensor in parts_of(family.table, model):
-        module, _, kind = theirs.rpartition(".")
-        target = module.rpartition(".")[2]
-        if kind == "weight" and target in lora.targets:
-            ours = f"{matrix.rpartition('.')[0]}.{target}"
-            for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
-                rows, columns = declared[f"{ours}.{name}"].shape
-                yield AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned)
 
 
 def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
