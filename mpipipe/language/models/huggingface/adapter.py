@@ -25,7 +25,7 @@ from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT, declared_in, layers_in
 from mpipipe.language.models.huggingface.families import Family, expressed
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, opened
+from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, count_not_finite, opened
 from mpipipe.language.models.huggingface.names import parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS
@@ -175,10 +175,10 @@ def _set(target: Array, part: AdapterPart, file: TensorFile, model: GPT) -> None
     values = np.empty(part.shape, file.arrays[part.theirs].kind)
     file.read_into(part.theirs, values)
     wide = values.astype(target.dtype)
-    if not np.isfinite(wide).all():
+    if count := count_not_finite(wide):
         raise NonFiniteError(
             f"the tensor {part.theirs} of an adapter is not finite",
-            found=f"{np.count_nonzero(~np.isfinite(wide))} of {wide.size} values are NaN or infinite in {file.path}",
+            found=f"{count} of {wide.size} values are NaN or infinite in {file.path}",
             expected="finite numbers",
             remedy=COPY_AGAIN,
         )
@@ -235,7 +235,7 @@ def _write(path: Path, tensors: Mapping[str, tuple[Planned, int]]) -> None:
     with path.open("r+b") as file:
         for name, (planned, start) in tensors.items():
             values = planned.make()
-            if not np.isfinite(values).all():
+            if count_not_finite(values):
                 raise NonFiniteError(f"parameter {name} is not finite", found=str(path), expected="finite numbers")
             file.seek(start)
             file.write(values.reshape(-1).view(np.uint8).data)
