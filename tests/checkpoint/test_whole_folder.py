@@ -14,7 +14,7 @@ from mpipipe.checkpoint import whole_folder
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT, huggingface, weights
-from mpipipe.language.models.conversion import convert
+from mpipipe.language.models.model_folder import convert
 from mpipipe.language.models.huggingface.adapter import open_adapter, read_adapter, save_adapter
 from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.model_folder import open_model

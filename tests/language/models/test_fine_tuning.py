@@ -17,9 +17,8 @@ from mpipipe import nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models import GPT
-from mpipipe.language.models.conversion import convert
 from mpipipe.language.models.fine_tuning import FineTuning, parse_lora
-from mpipipe.language.models.model_folder import open_model
+from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.nn.loss import TILE_BYTES
 from mpipipe.planning.problem import layers_with
 from mpipipe.train import TrainConfig, train

@@ -19,8 +19,7 @@ from mpipipe import Mesh, checkpoint, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError, StorageError
 from mpipipe.language.models import GPT, huggingface
-from mpipipe.language.models.conversion import convert
-from mpipipe.language.models.model_folder import open_model
+from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.language.models.weights import own_arrays
 
 CHANGES = {
