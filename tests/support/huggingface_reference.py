@@ -10,7 +10,7 @@ import json
 from math import ceil, floor, log, pi
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 _DECODER = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -242,3 +242,8 @@ def _yarn_amplitude(scaling):
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return growth(scaling["mscale"]) / growth(scaling["mscale_all_dim"])
     return growth(1)
+
+
+def tensors_in(folder):
+    """All tensors in the files of a folder."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
