@@ -6,14 +6,12 @@ Large arrays are worked on in pieces that stay in a core's cache from the first 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mpipipe.nn.kernels.host import blocks
-from mpipipe.nn.kernels.host.optimizer import adamw as adamw
-from mpipipe.nn.kernels.host.optimizer import sgd as sgd
-from mpipipe.nn.kernels.host.optimizer import sum_of_squares
-from mpipipe.nn.kernels.host.optimizer import sums_of_squares as sums_of_squares
+from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 from mpipipe.nn.random import random_bits
 from mpipipe.nn.rope import RopeScaling, angles
 
@@ -236,10 +234,23 @@ def swiglu(both: np.ndarray) -> np.ndarray:
 
 
 def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (gradient of both, silu(gate) * up); the latter overwrites `dinner`."""
-    dboth = np.empty_like(both)
+    """Return (gradient of both, h = silu(gate) * up); the latter overwrites `dinner`, which is dh.
+
+    With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s).
+    """
+    hidden, dboth = dinner.shape[1], np.empty_like(both)
     for at in blocks(*dinner.shape):
-        _swiglu_backward_block(both[at], dboth[at], dinner[at])
+        gate, up, inner = both[at, :hidden], both[at, hidden:], dinner[at]  # which holds dh, and in the end h
+        dgate, dup = dboth[at, :hidden], dboth[at, hidden:]
+        s = _sigmoid(gate, np.empty(inner.shape, inner.dtype))
+        a = np.multiply(gate, s)
+        np.multiply(a, s, out=dup)
+        np.add(s, a, out=s)
+        np.subtract(s, dup, out=s)
+        np.multiply(s, up, out=s)
+        np.multiply(s, inner, out=dgate)
+        np.multiply(a, inner, out=dup)
+        np.multiply(a, up, out=inner)
     return dboth, dinner
 
 
@@ -249,25 +260,6 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     np.tanh(out, out=out)
     np.multiply(out, 0.5, out=out)
     return np.add(out, 0.5, out=out)
-
-
-def _swiglu_backward_block(both: np.ndarray, dboth: np.ndarray, inner: np.ndarray) -> None:
-    """Dboth = gradients of gate and up, where `inner` holds the gradient of h = silu(gate) * up.
-
-    With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s). Leaves h in `inner`.
-    """
-    hidden = inner.shape[1]
-    gate, up = both[:, :hidden], both[:, hidden:]
-    dgate, dup = dboth[:, :hidden], dboth[:, hidden:]
-    s = _sigmoid(gate, np.empty(inner.shape, inner.dtype))
-    a = np.multiply(gate, s)
-    np.multiply(a, s, out=dup)
-    np.add(s, a, out=s)
-    np.subtract(s, dup, out=s)
-    np.multiply(s, up, out=s)
-    np.multiply(s, inner, out=dgate)
-    np.multiply(a, inner, out=dup)
-    np.multiply(a, up, out=inner)
 
 
 # -- Normalisation of rows; nn/layers/norm.py has the formulas --------------------------------------------------------
@@ -404,3 +396,83 @@ def cross_entropy_block(logits: np.ndarray, ids: np.ndarray, count: float, out: 
     np.divide(out, sums, out=out)
     out[picks, ids] -= 1 / count
     return value
+
+
+# -- Optimizers: updates of flat buffers, in place and in pieces that stay in cache -----------------------------------
+
+
+WHOLE = Update()
+
+
+def adamw(
+    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: AdamWNumbers, update: Update = WHOLE
+) -> None:
+    """Make one step of AdamW, in place."""
+    b1, b2, eps, rate, correction1, correction2, shrink = numbers
+    step, root = rate / correction1, 1 / math.sqrt(correction2)
+    for at, part, grad, decays in _pieces(p, g, update):
+        first, second = m[at], v[at]
+        work = np.multiply(grad, 1 - b1)
+        np.multiply(first, b1, out=first)
+        np.add(first, work, out=first)
+        np.multiply(grad, grad, out=work)
+        np.multiply(work, 1 - b2, out=work)
+        np.multiply(second, b2, out=second)
+        np.add(second, work, out=second)
+        np.sqrt(second, out=work)
+        np.multiply(work, root, out=work)
+        np.add(work, eps, out=work)
+        np.divide(first, work, out=work)
+        np.multiply(work, step, out=work)
+        if decays and shrink != 1:
+            np.multiply(part, shrink, out=part)
+        np.subtract(part, work, out=part)
+
+
+def sgd(
+    p: np.ndarray,
+    g: np.ndarray,
+    u: np.ndarray | None,
+    momentum: float,
+    decay: float,
+    rate: float,
+    update: Update = WHOLE,
+) -> None:
+    """Make one step of gradient descent, in place; u is None without momentum."""
+    for at, part, grad, decays in _pieces(p, g, update):
+        change = grad + part * decay if decays and decay else grad
+        if u is not None:
+            kept = u[at]
+            np.multiply(kept, momentum, out=kept)
+            change = np.add(kept, change, out=kept)
+        np.subtract(part, change * rate, out=part)
+
+
+def _pieces(p: np.ndarray, g: np.ndarray, update: Update) -> Iterator[tuple[slice, np.ndarray, np.ndarray, bool]]:
+    """Yield (piece, parameters, scaled gradients, whether they decay), none across ranges; round each when it is done.
+
+    Pieces stay in cache from the first pass to the last.
+    """
+    for start, stop, decays in [(0, p.size, True)] if update.ranges is None else update.ranges:
+        for block in blocks(stop - start):
+            at = slice(start + block.start, min(stop, start + block.stop))
+            yield at, p[at], g[at] if update.g_scale == 1 else np.multiply(g[at], update.g_scale), decays
+            if update.copy is not None:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    update.copy[at] = p[at]
+
+
+def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None) -> np.ndarray:
+    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64; in `out` where that is given."""
+    out = np.empty(len(offsets)) if out is None else out
+    out[:] = [sum_of_squares(flat[start:stop]) for start, stop in offsets]
+    return out
+
+
+def sum_of_squares(flat: np.ndarray) -> float:
+    """Return the sum of flat^2, in float64."""
+    total = 0.0
+    for at in blocks(flat.size):
+        wide = flat[at].astype(np.float64, copy=False)
+        total += float(np.dot(wide, wide))
+    return total
