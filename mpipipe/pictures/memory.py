@@ -39,26 +39,7 @@ def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     timeline : Timeline
         What `schedules.simulate` returns.
     path : str or path
-        A file that ends in .png or .svg. One that is there is replaced.
-
-    Raises
-    ------
-    ArgumentError
-        The name of the file ends otherwise, or there are more actions than a picture can show.
-    BackendError
-        Matplotlib (extra ``[plot]``) is not installed.
-    StorageError
-        The file cannot be written.
-
-    Examples
-    --------
-    >>> import os, tempfile
-    >>> from mpipipe import pictures, schedules
-    >>> timeline = schedules.simulate(schedules.gpipe(ranks=2, microbatches=3))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pictures.draw_memory(timeline, f"{folder}/memory.png")
-    ...     os.listdir(folder)
-    ['memory.png']
+        As for `draw_timeline`, and the same errors.
     """
     check_boxes(sum(map(len, timeline.spans)))
     draw(path, lambda: _sheet(timeline))

@@ -54,12 +54,6 @@ class Measured(NamedTuple):
         Logical stage and micro-batch; None for what belongs to none.
     start, end : float
         Times in the unit of the costs, on one clock for all ranks.
-
-    Examples
-    --------
-    >>> from mpipipe import pictures
-    >>> pictures.Measured("F", stage=0, microbatch=3, start=0.5, end=1.5).microbatch
-    3
     """
 
     op: str
@@ -97,13 +91,9 @@ def draw_timeline(
 
     Raises
     ------
-    ArgumentError
-        The name of the file ends otherwise, there are more boxes than a picture can show, or `measured` has another
-        number of ranks, or times that are no numbers or run backwards.
-    BackendError
-        Matplotlib (extra ``[plot]``) is not installed.
-    StorageError
-        The file cannot be written.
+    ArgumentError, BackendError, StorageError
+        The data or the name of the file do not fit, matplotlib (extra ``[plot]``) is not installed, or the file cannot
+        be written.
 
     Examples
     --------

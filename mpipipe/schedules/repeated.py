@@ -84,12 +84,8 @@ def simulate_repeated(
     ----------
     name : str
         A schedule of `by_name` whose order does not depend on costs.
-    ranks : int
-        P, at least 1.
-    chunks : int, optional
-        V, stages per rank.
-    microbatches : int
-        M, at least 1.
+    ranks, chunks, microbatches : int
+        P, V stages per rank, and M.
     costs : Costs, optional
         Times of the actions. Each is one number, the same for all stages.
     links : Links, optional

@@ -51,25 +51,16 @@ def search_with_recompute(
 
     Parameters
     ----------
-    placement : int or sequence of int
-        The number of ranks P, or the rank of each stage, as for `search`.
-    microbatches : int
-        M, at least 1.
-    costs : Costs, optional
-        Times of the stages; by default one unit for each of F, I and W. R takes as long as F.
+    placement, microbatches, costs : as for `search`
+        R takes as long as F.
     memory_limit : float
         What a rank may hold at once, in activations, as `peak_memory` counts it. It may be too small for any schedule
         that runs nothing again.
-    chunks : int, optional
-        V, stages per rank, where `placement` is a number of ranks.
+    chunks : as for `search`
     kept_input : float or sequence of float, optional
         The share of an activation that stays where its forward is run again, 0 to 1: the input of the stage.
-    seconds : float, optional
-        Time to search, on one core; what `with_recompute` takes is not counted.
-    steps : int, optional
-        Orders to try; where these end before the time, the result is the same on every machine.
-    seed : int, optional
-        Where the changes begin that are drawn at random.
+    seconds, steps, seed : as for `search`
+        What `with_recompute` takes is not counted.
 
     Returns
     -------
@@ -79,7 +70,7 @@ def search_with_recompute(
     Raises
     ------
     ArgumentError
-        A count is below 1, a cost or size does not fit, no choice keeps the limit, or there is no time.
+        An argument does not fit, or no choice keeps the limit.
 
     Examples
     --------
