@@ -10,19 +10,18 @@ from typing import Any, NamedTuple
 
 from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
+from mpipipe.language.config import DataOptions
 from mpipipe.language.data import DataListing, Source, UserSource, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
-from mpipipe.language.options import DataOptions
 
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
 def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | UserSource:
-    """Return what the data are, on every rank: those of `config.data`, or a source of the user's own.
+    """Return what the data are, on every rank: those of `config.data`, or a source of the user's own; collective.
 
-    All ranks raise the same error. Rank 0 alone lists files and looks into all of them: a file system that thousands
-    of ranks share is slow.
+    Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share is slow.
     """
     listing = None
     with group.raise_together("train: the data"):
@@ -45,10 +44,9 @@ def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> Data
 def open_data(
     config: DataOptions, comm: Communicator, found: DataListing | UserSource, reads: bool, model: Path | None
 ) -> tuple[Source | None, TokenUnits]:
-    """Return (source, units). `source` is None on ranks that do not read data.
+    """Return (source, units), after a glance at the files that rank 0 has listed; collective.
 
-    A rank that reads checks that a few of its files are the files that rank 0 has listed. `model` is the folder of the
-    model that the training begins from. All ranks raise the same error.
+    `source` is None on ranks that do not read data. `model` is the folder of the model that the training begins from.
     """
     tokenizer = None
     source = seen = None
@@ -120,13 +118,10 @@ class TokenUnits:
 
 
 def find_tokenizer(found: DataListing | UserSource, named: str | None, model: Path | None) -> Tokenizer | None:
-    """Return the tokenizer of the data, None if there is none; one rank calls this.
+    """Return the tokenizer of the data, that in the folder `named` or else `model`; one rank calls this.
 
-    Raises ConfigError if the data are not of this tokenizer, DataError if it cannot be read. Without the library
-    BackendError is raised where the tokenizer was named; that of a model is then used for its name alone.
-
-    `named` is the folder of a tokenizer that the user has named, `model` that of the model that the training begins
-    from, which may have one.
+    Without the library BackendError is raised where the tokenizer was named; that of a model is used for its name
+    alone.
     """
     folder = named if named is not None else model
     own = None if folder is None else hash_of(folder)

@@ -72,7 +72,7 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     Returns
     -------
     Prediction
-        ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
+        Its time and memory; ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
 
     Examples
     --------
@@ -234,13 +234,13 @@ class Choice:
         Returns
         -------
         Schedule
-            ArgumentError where the numbers do not fit, or no recomputation keeps the limit.
+            What runs; ArgumentError where the numbers do not fit, or no recomputation keeps the limit.
         """
         made = self.schedule_of(ranks, trained)
         return before_backwards(made) if self.recompute else made
 
     def schedule_of(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
-        """Build as `build` does for a Pipeline that takes `recompute` itself: without the forwards it runs again.
+        """Build the schedule without the forwards that `recompute` runs again: for a Pipeline that takes it by itself.
 
         Parameters
         ----------

@@ -18,11 +18,12 @@ class Action(NamedTuple):
     Parameters
     ----------
     stage : int
-        Logical stage; 0 is the first.
+        Logical stage.
     op : str
         ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the weights; B = I + W. ``R``
         is the forward once more: its F kept the input of the stage alone, from which R makes what the backward needs.
     microbatch : int
+        Its index; 0 is the first.
     """
 
     stage: int

@@ -31,7 +31,7 @@ from mpipipe.planning import (
 from mpipipe.schedules import Links
 from mpipipe.text import counted
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import ParallelOptions, is_table
+from mpipipe.train.options import PLANNED, ParallelOptions, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.task import Task
 from mpipipe.train.training_plan import pipe_of, plan_layers, rows_of, with_order
@@ -81,27 +81,15 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> MeasuredRanks:
 
 def planned(config: TaskConfig, choice: Choice) -> TaskConfig:
     """Return the configuration with this choice, which leaves nothing to plan."""
-    return replace(
-        config,
-        plan="no",
-        memory_limit=None,
-        fixed=(),
-        schedule=choice.schedule,
-        chunks=choice.chunks,
-        microbatches=choice.microbatches,
-        partition=choice.partition,
-        recompute=choice.recompute,
-        recompute_limit=choice.recompute_limit,
-    )
+    chosen = {name: getattr(choice, name) for name in PLANNED}
+    return replace(config, plan="no", memory_limit=None, fixed=(), **chosen)
 
 
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
     """Return the configuration with the best plan, and in a line what it is; collective over all ranks."""
     report = find_plan(measured_ranks(config, task, mesh), device)
-    line = ""
-    if report.plans:
-        rough = f" ({report.oversubscribed})" if report.oversubscribed else ""
-        line = f"mpipipe: plan: {in_words(report.plans[0])}{rough}"
+    rough = f" ({report.oversubscribed})" if report.oversubscribed else ""
+    line = f"mpipipe: plan: {in_words(report.plans[0])}{rough}" if report.plans else ""
     return planned(config, report.choice), line
 
 
@@ -144,12 +132,10 @@ def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
 
 
 def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
-    """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`.
+    """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`; raises as that would.
 
     `process` are the bytes of this process without the training. One micro-batch runs on the processor, on stages with
     at most two repetitions of the layers that repeat.
-
-    Raises ConfigError, DataError or ArgumentError, as the training would.
     """
     if config.plan == "auto":
         raise ConfigError(
@@ -162,8 +148,7 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
     pipe, replicas = mesh_of(config, ranks)
     plan = plan_layers(config, task, pipe, replicas)
     problem = problem_of(config, task, pipe, replicas)
-    shard = task.shard(comm, plan.schedule.microbatches)
-    rows = plan.microbatch_rows
+    shard, rows = task.shard(comm, plan.schedule.microbatches), plan.microbatch_rows
     meter = StageMeter(
         lambda: task.layers(shard), config.dtype, task.freeze, lambda stage: task.loss_for(stage, rows, shard)
     )

@@ -47,15 +47,11 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> Lay
     """Plan a training on `replicas` pipelines of `pipe` ranks.
 
     Stages in which nothing is trained have no weight gradients in the schedule, and no backward if nothing before them
-    is trained either.
-
-    Raises ConfigError or ArgumentError if the configuration does not fit these numbers. For a schedule that nobody can
-    mean that happens before anything is built.
+    is trained either. Raises ConfigError or ArgumentError if the configuration does not fit these numbers; for a
+    schedule that nobody can mean before anything is built.
     """
-    rows = rows_of(config, replicas)
-    order = None
-    if is_table(config.schedule):
-        order = fitting(config.schedule, pipe, config.chunks, config.microbatches)
+    rows, table = rows_of(config, replicas), config.schedule
+    order = fitting(table, pipe, config.chunks, config.microbatches) if is_table(table) else None
     microbatches = config.microbatches if order is None else order.microbatches
     if microbatches is None:
         microbatches = min(rows, schedules.advise(pipe, config.chunks).microbatches)
@@ -96,9 +92,9 @@ def check_actions(name: str, ranks: int, chunks: int, microbatches: int) -> None
 
 def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tuple[int, int]]:
     """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it does not."""
-    if config.partition is None:
-        return []
     counts = config.partition
+    if counts is None:
+        return []
     if len(counts) != stages or sum(counts) != layers:
         raise ConfigError(
             "the partition does not fit",
@@ -115,21 +111,16 @@ def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tupl
 # checkpoint, and a training that is resumed finds it there where the file is gone.
 
 
-def named(table: str) -> Schedule:
-    """Read a table, and prove it; its name says which one it is."""
-    schedule = schedules.from_csv(table)
-    schedules.check(schedule)
-    return replace(schedule, name=f"order {fingerprint(table)}")
-
-
 def fingerprint(table: str) -> str:
     """Return eight digits that tell two tables apart."""
     return f"{schedules.from_csv(table).fingerprint:016x}"[:8]
 
 
 def fitting(table: str, pipe: int, chunks: int, microbatches: int | None) -> Schedule:
-    """Read a table for pipelines of `pipe` ranks; raises ConfigError if it is of other sizes."""
-    schedule = named(table)
+    """Read a table for pipelines of `pipe` ranks, and prove it; raises ConfigError if it is of other sizes."""
+    schedule = schedules.from_csv(table)
+    schedules.check(schedule)
+    schedule = replace(schedule, name=f"order {fingerprint(table)}")
     stages = set(Counter(schedule.placement).values())
     for key, there, wanted in (
         ("pipe", schedule.ranks, pipe),
@@ -157,35 +148,28 @@ def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
     """
     if not is_path(config.schedule):
         return config
-    group, table = group_of(comm), None
-    with group.raise_together("train: the order of the schedule"):
+    group, table, call = group_of(comm), None, "train: the order of the schedule"
+    with group.raise_together(call):
         if comm.rank == 0:
             table = _read(config, out)
-    return replace(config, schedule=group.broadcast("train: the order of the schedule", table))
+    return replace(config, schedule=group.broadcast(call, table))
 
 
 def _read(config: TaskConfig, out: Path) -> str:
-    saved = _saved(config, out)
+    """Read the table of the file; where that is gone, of the checkpoint after which the training continues."""
+    name, checkpoint = config.schedule, resume.checkpoint_of(config, out)
+    configuration = None if checkpoint is None else checkpoint.state.get("configuration")
+    saved = configuration.get("schedule") if isinstance(configuration, dict) else None
+    if not isinstance(saved, str) or not is_table(saved):
+        saved = None
     try:
-        table = from_file(config.schedule).to_csv()
+        table = from_file(name).to_csv()
     except ConfigError as error:
         if isinstance(error.__cause__, FileNotFoundError) and saved is not None:
-            logger.warning("%s is gone: order %s of the checkpoint is taken", config.schedule, fingerprint(saved))
+            logger.warning("%s is gone: order %s of the checkpoint is taken", name, fingerprint(saved))
             return saved
         raise
     if saved is not None and saved != table:
-        logger.warning(
-            "%s is now order %s; the checkpoint was made with %s",
-            config.schedule,
-            fingerprint(table),
-            fingerprint(saved),
-        )
+        orders = fingerprint(table), fingerprint(saved)
+        logger.warning("%s is now order %s; the checkpoint was made with %s", name, *orders)
     return table
-
-
-def _saved(config: TaskConfig, out: Path) -> str | None:
-    """Return the table in the checkpoint after which the training continues, None if there is none."""
-    checkpoint = resume.checkpoint_of(config, out)
-    configuration = None if checkpoint is None else checkpoint.state.get("configuration")
-    schedule = configuration.get("schedule") if isinstance(configuration, dict) else None
-    return schedule if isinstance(schedule, str) and is_table(schedule) else None

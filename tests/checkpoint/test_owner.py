@@ -172,18 +172,16 @@ def test_an_owner_of_another_user_whose_processes_are_hidden_is_not_taken_for_de
     assert token_in(tmp_path) == "f" * 16
 
 
-def test_an_owner_on_another_host_is_dead_once_its_file_stays_as_it_is(tmp_path, quick, capfd):
-    leave(tmp_path, record(machine="another"))
+def test_an_owner_on_another_host_that_renews_its_file_is_alive_and_dead_once_that_stays_as_it_is(
+    tmp_path, quick, capfd
+):
+    with renewing(tmp_path, record(machine="another")), pytest.raises(OwnerError, match="another job owns"):
+        taken(tmp_path)
+    assert token_in(tmp_path) == DEAD
     start = time.monotonic()
     taken(tmp_path)
     assert time.monotonic() - start >= 0.4 and token_in(tmp_path) == "f" * 16
     assert "looks for 0.4 s whether it is alive" in capfd.readouterr().err
-
-
-def test_an_owner_on_another_host_that_renews_its_file_is_alive(tmp_path, quick):
-    with renewing(tmp_path, record(machine="another")), pytest.raises(OwnerError, match="another job owns"):
-        taken(tmp_path)
-    assert token_in(tmp_path) == DEAD
 
 
 def test_a_file_system_that_hangs_makes_no_owner_stale(tmp_path, monkeypatch):
@@ -239,23 +237,24 @@ def test_an_earlier_start_of_the_same_job_is_waited_for_longer_and_may_be_tried_
         taken(tmp_path, replace(again, starts="0"))
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
+def test_the_job_of_the_scheduler():
+    for environment, expected in (
         ({}, ("", "")),
         ({"SLURM_JOB_ID": "17"}, ("SLURM_JOB_ID 17", "0")),
         ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, ("SLURM_JOB_ID 17", "2")),
         ({"PBS_JOBID": "17.server"}, ("PBS_JOBID 17.server", "")),
         ({"LSB_JOBID": "17", "LSB_JOBINDEX": "3"}, ("LSB_JOBID 17[3]", "")),
         ({"LSB_JOBID": "17", "LSB_JOBINDEX": "0"}, ("LSB_JOBID 17", "")),
-    ],
-)
-def test_the_job_of_the_scheduler(environment, expected):
-    assert owner._job(environment) == expected
+    ):
+        assert owner._job(environment) == expected
 
 
-def failed(folder, error):
-    return StorageError(f"{folder}: {error}")
+@contextmanager
+def failed(folder):
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{folder}: {error}") from error
 
 
 def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
@@ -275,14 +274,13 @@ def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
     assert os.listdir(mpi_tmp_path) == [] and owner.owner_of(folder) is None
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(comm, mpi_tmp_path):
+def test_a_folder_that_cannot_be_made_or_is_another_jobs_is_an_error_on_all_ranks(
+    comm, mpi_tmp_path, quick, monkeypatch
+):
     if comm.rank == 0:
         (mpi_tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/run: "):
         owner.take_folder(mpi_tmp_path / "file" / "run", group_of(comm), failed)
-
-
-def test_a_job_that_is_refused_is_told_on_all_ranks(comm, mpi_tmp_path, quick, monkeypatch):
     if comm.rank == 0:
         leave(mpi_tmp_path, record(process=os.getppid(), job="SLURM_JOB_ID 17", starts="0"))
     comm.Barrier()

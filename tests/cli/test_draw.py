@@ -14,6 +14,8 @@ from support.svg import texts
 from mpipipe import schedules
 from mpipipe.job import settings
 
+pytest.importorskip("matplotlib")
+
 TWO = ["--ranks", "2", "--microbatches", "3"]
 
 

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import communicators, inprocess, runtime
 from mpipipe.job.communicators import attributes, cached
+from mpipipe.job.context import finalized
 
 
 def test_a_duplicate_has_the_same_ranks_and_other_messages(comm):
@@ -56,7 +57,7 @@ def test_what_stands_behind_a_communicator(comm):
     assert not runtime.in_process(comm) and runtime.library_of(comm) is MPI
     assert inprocess.run(2, runtime.in_process) == [True, True]
     assert inprocess.run(2, runtime.library_of) == [inprocess, inprocess]
-    assert inprocess.run(2, runtime.finalized) == [False, False] and not runtime.finalized(comm)
+    assert inprocess.run(2, lambda _: finalized()) == [False, False] and not finalized()
 
 
 def test_each_library_has_the_names_that_are_asked_for():

@@ -84,7 +84,7 @@ def test_a_job_leaves_while_one_step_more_and_a_save_still_fit(clock):
 
 def test_a_save_under_way_beside_the_steps_needs_time_of_its_own_before_the_last_one(clock):
     limit = TimeLimit(100.0, margin=2.0)
-    limit.save_took(20.0)
+    limit.last_save = 20.0
     clock[0] += 60  # 20 + 2 of the 40 that are left
     assert not limit.is_over() and limit.is_over(saving=True)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import rank_list
-from mpipipe.job.context import PeerStatus
+from mpipipe.job.context import OpenGroup
 from mpipipe.job.group import group_of
 from mpipipe.job.inprocess import run
 
@@ -74,5 +74,5 @@ def test_the_ranks_that_miss_a_call_are_named_in_short():
         rank=0, size=9, calls=3, waiting={5: (3, "painting"), 7: (2, "painting")}, members=range(9),
         _who_waits_elsewhere=lambda: elsewhere,
     )  # fmt: skip
-    text = PeerStatus.describe_missing(group)
+    text = OpenGroup.describe_missing(group)
     assert text == "missing: ranks 1, 3, 7-8, rank 2 (waits for a sum), ranks 4, 6 (wait for its input)"

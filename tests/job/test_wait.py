@@ -266,7 +266,7 @@ def test_a_group_that_waited_for_long_leaves_no_note_behind(subcomm, monkeypatch
         return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
     group = RankGroup(comm)
-    notes = group.peers
+    notes = group
     for late in (0, 1, 0):
         if comm.rank == late:
             time.sleep(0.3)
@@ -289,8 +289,8 @@ def test_a_rank_that_comes_late_to_the_closing_keeps_nobody_waiting(subcomm, mon
     if comm.rank == late:
         time.sleep(0.4)
     group.close()
-    assert group.closed and group.peers.answers == group.peers.sent
-    assert sum(comm.allgather(group.peers.sent)) == (2 if late == 0 else 1)
+    assert group.closed and group.answers == group.sent
+    assert sum(comm.allgather(group.sent)) == (2 if late == 0 else 1)
 
 
 def test_a_failure_in_one_thread_leaves_the_calls_of_another_alone(subcomm):
@@ -416,8 +416,8 @@ def test_no_note_is_sent_once_notes_are_counted(subcomm):
         return
     group = RankGroup(comm)
     group.begin()
-    group.peers.closing = True
-    group.peers.tell_leader("a test")
-    assert group.peers.sent == 0
-    group.peers.closing = False
+    group.closing = True
+    group.tell_leader("a test")
+    assert group.sent == 0
+    group.closing = False
     group.close()

@@ -141,22 +141,9 @@ def test_no_rows_are_no_problem(gpu, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_masks_are_those_of_the_host(gpu, dtype):
-    host, device = twins(LAYERS["Dropout"], dtype)
-    for shape in [(5,), (3, 7), (130, 1031)]:
-        x = np.ones(shape, host.dtype)
-        (y, saved), (y_there, saved_there) = host.forward(x), device.forward(x)
-        np.testing.assert_array_equal(arrays.download(y_there), y)
-        np.testing.assert_array_equal(arrays.download(device.backward(y_there, saved_there)), host.backward(y, saved))
-    device.position = nn.Position(training=False)
-    here = arrays.upload(x)
-    assert device.forward(here)[0] is here
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["uint8", "int32", "int64"])
 def test_embedding_takes_ids_from_either_side(gpu, kind, dtype):
-    host, device = twins(lambda: [nn.Embedding(50, DIM)], dtype)
+    host, device = twins(lambda: [nn.Embedding(50, DIM, scale=3.0)], dtype)
     ids = np.random.default_rng(3).integers(0, 50, (4, 300)).astype(kind)
     y, saved = host.forward(ids)
     dy = numbers(y.shape, dtype, 2)

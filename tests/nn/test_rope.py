@@ -77,15 +77,6 @@ def test_frequencies_and_amplitude_are_the_formulas(scaling, head_dim, base):
     assert (found < reference_rope.frequencies(head_dim, base)[0]).any() or head_dim < 64
 
 
-def test_each_scaling_keeps_fast_pairs_and_divides_slow_ones_but_linear_divides_all():
-    plain = 1e6 ** (-np.arange(0, 128, 2) / 128)
-    ratios = {scaling.kind: scaling.scaled(plain, 1e6) / plain for scaling in SCALINGS[:4]}
-    close(ratios["linear"], np.full(64, 1 / 2.5), 3)
-    for kind, factor in (("llama3", 32.0), ("yarn", 4.0)):
-        ratio = ratios[kind]
-        assert ratio[0] == 1 and ratio[-1] == pytest.approx(1 / factor) and (np.diff(ratio) <= 1e-12).all()
-
-
 @pytest.mark.parametrize("scaling", [None, *SCALINGS], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_tables_on_host_and_device_have_scaled_angles_and_amplitude(gpu, scaling, dtype):

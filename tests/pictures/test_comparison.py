@@ -11,6 +11,8 @@ from mpipipe import pictures, schedules
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs
 
+pytest.importorskip("matplotlib")
+
 
 def test_every_schedule_has_the_same_work_on_a_rank():
     costs = Costs(3, 2, 1, 0.5)

@@ -13,6 +13,8 @@ from mpipipe import pictures, schedules
 from mpipipe.pictures.memory import profile
 from mpipipe.schedules import Costs
 
+pytest.importorskip("matplotlib")
+
 NAMES = {"gpipe": 1, "one_f_one_b": 1, "zero_bubble_h1": 1, "zero_bubble_2p": 1, "interleaved_1f1b": 3, "looped_bfs": 2,
          "interleaved_zero_bubble": 2, "zero_bubble_v": 2, "dualpipe_v": 2, "v_half": 2, "v_min": 2,
          "forward_only": 2}  # fmt: skip

@@ -14,6 +14,8 @@ from mpipipe import files, pictures, schedules
 from mpipipe.errors import ArgumentError, BackendError, StorageError
 from mpipipe.pictures.sheet import OPS, ink_on, looks_of_series, shade
 
+pytest.importorskip("matplotlib")
+
 HALF = schedules.Costs(0.5, 0.5, 0.5)
 PARTS = ["compute", "bubble", "imbalance", "late sender", "transfer", "sums", "optimizer", "overhead"]
 DRAWN = {

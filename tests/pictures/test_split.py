@@ -12,6 +12,8 @@ from mpipipe import pictures
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures.sheet import spread
 
+pytest.importorskip("matplotlib")
+
 ROWS = [{"compute": 3.0, "bubble": 1.0, "sums": 0.02}, {"compute": 2.0, "bubble": 1.5, "transfer": 0.1}]
 
 

@@ -12,6 +12,8 @@ from mpipipe.errors import ArgumentError
 from mpipipe.pictures import Measured
 from mpipipe.schedules import Costs
 
+pytest.importorskip("matplotlib")
+
 # Okabe and Ito's colours; the second chunk has 55 % of white in its own
 FIRST = {"F": "#56b4e9", "B": "#009e73", "I": "#cc79a7", "W": "#e69f00"}
 SECOND = {"F": "#b3ddf5", "B": "#8cd3c0", "I": "#e8c3d7", "W": "#f4d48c"}

@@ -11,7 +11,7 @@ from mpipipe import Pipeline
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, ScheduleError, StageError
 from mpipipe.job import communicators, context
 from mpipipe.job.group import RankGroup
-from mpipipe.schedules import Action, Schedule, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
+from mpipipe.schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
 
 
 def make(comm, schedule, **options):
@@ -70,28 +70,27 @@ def test_stage_without_the_methods_that_the_schedule_needs(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("other", [lambda p: gpipe(p, 4), lambda p: one_f_one_b(p, 3)])
-def test_ranks_with_different_schedules_or_micro_batches(comm, other):
-    schedule = other(comm.size) if comm.rank == 1 else one_f_one_b(comm.size, 4)
-    refuses(comm, MismatchError, "different pipelines", lambda: make(comm, schedule))
+@pytest.mark.parametrize(
+    "match, schedule, options",
+    [
+        ("different pipelines", lambda p: gpipe(p, 4), {}),
+        ("different pipelines", lambda p: one_f_one_b(p, 3), {}),
+        ("recompute True", lambda p: one_f_one_b(p, 4), {"recompute": True}),
+    ],
+)
+def test_ranks_with_different_pipelines(comm, match, schedule, options):
+    odd = comm.rank == 1
+    schedule = schedule(comm.size) if odd else one_f_one_b(comm.size, 4)
+    refuses(comm, MismatchError, match, lambda: make(comm, schedule, **(options if odd else {})))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_differ_in_recomputation(comm):
-    refuses(comm, MismatchError, "recompute True", lambda: make(comm, gpipe(comm.size, 2), recompute=comm.rank == 1))
-
-
-def test_schedule_that_would_deadlock_is_refused_with_the_grid(comm):
-    good = one_f_one_b(comm.size, 2)
-    swapped = tuple(order[::-1] for order in good.orders)
-    refuses(comm, ScheduleError, "0B1", lambda: make(comm, Schedule("backwards", good.placement, 2, swapped)))
-
-
-def test_schedule_with_a_missing_action(comm):
+@pytest.mark.parametrize("name, orders", [
+    ("backwards", lambda good: [order[::-1] for order in good]), ("short", lambda good: [good[0][:-1], *good[1:]]),
+])  # fmt: skip
+def test_a_schedule_that_cannot_run_is_refused_with_the_grid(comm, name, orders):
     good = gpipe(comm.size, 2)
-    orders = (good.orders[0][:-1], *good.orders[1:])
-    refuses(comm, ScheduleError, "0B1", lambda: make(comm, Schedule("short", good.placement, 2, orders)))
-    assert str(Action(0, "B", 1)) == "0B1"
+    wrong = Schedule(name, good.placement, 2, tuple(orders(good.orders)))
+    refuses(comm, ScheduleError, "0B1", lambda: make(comm, wrong))
 
 
 WRONG_CALLS = [
@@ -137,30 +136,28 @@ def test_an_error_of_all_ranks_that_only_some_handle_leaves_nobody_waiting(comm)
     comm.Barrier()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_inputs_on_the_wrong_rank(comm):
-    schedule = one_f_one_b(comm.size, 3)
-    x, t = dense.batch(6, schedule.stages)
-    with make(comm, schedule) as pipeline:
-        last = comm.rank == comm.size - 1
-        refuses(comm, ArgumentError, "wrong rank", lambda: pipeline.step(x, t if last else None))
-
-
-def test_no_loss_on_the_last_rank(comm):
+@pytest.mark.parametrize("scale", [0, float("inf"), float("nan"), None, "2"])
+def test_a_scale_that_is_no_scale_and_no_loss(comm, scale):
     schedule = gpipe(comm.size, 2)
-    x, t = dense.batch(2, schedule.stages)
+    mine = dense.placed(schedule, comm.rank, *dense.batch(2, schedule.stages))
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm) as pipeline:
-        refuses(comm, ArgumentError, "no loss", lambda: pipeline.step(*dense.placed(schedule, comm.rank, x, t)))
+        refuses(comm, ArgumentError, "no loss", lambda: pipeline.step(*mine))
+    with make(comm, schedule) as pipeline:
+        refuses(comm, ArgumentError, "scale", lambda: pipeline.step(*mine, scale=scale))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_call_different_methods(comm):
-    schedule = gpipe(comm.size, 2)
+def test_calls_that_differ_from_rank_to_rank(comm):
+    schedule, odd = gpipe(comm.size, 2), comm.rank == 1
     x, t = dense.batch(2, schedule.stages)
     with make(comm, schedule) as pipeline:
         mine = dense.placed(schedule, comm.rank, x, t)
-        call = pipeline.evaluate if comm.rank == 1 else pipeline.step
+        call = pipeline.evaluate if odd else pipeline.step
         refuses(comm, MismatchError, "different methods", lambda: call(*mine))
+        scale = 2.0 if odd else 1.0
+        refuses(comm, MismatchError, r"scale 2\.0", lambda: pipeline.step(*mine, scale=scale))
+        refuses(comm, ArgumentError, "wrong rank", lambda: pipeline.step(x, mine[1]))
+        pipeline.step(*mine, scale=2.0)
 
 
 class Fails(dense.TanhStage):

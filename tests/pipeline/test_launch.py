@@ -183,13 +183,6 @@ def test_a_launched_step_is_recorded_like_any_other(comm):
         assert len([span for span in record.spans if span.name.split()[0][-2] in "FB"]) == 12
 
 
-def test_schedules_that_do_not_train_cannot_launch(comm):
-    schedule = schedules.forward_only(comm.size, 1, 2)
-    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, dense.mean_squared) as pipeline:
-        with pytest.raises(ArgumentError, match="cannot train"):
-            pipeline.launch(*dense.placed(schedule, comm.rank, *dense.batch(4, schedule.stages)))
-
-
 def test_no_training_step_begins_before_the_update_of_the_last_one_has_ended(comm):
     """Its gradients would be of two steps; a validation may."""
     schedule = dense.build("one_f_one_b", comm.size, 1, MICROBATCHES)

@@ -29,14 +29,11 @@ from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, K
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
 
-# -- Half precision for kernels that compute in float32 or float64: upcast the arguments once, round the results once
-
-
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
 def upcast_forward(forward: Function) -> Function:
-    """Let a kernel's `forward` for host arrays take half precision."""
+    """Let a kernel's `forward` for host arrays take half precision: it upcasts once and rounds once."""
 
     @wraps(forward)
     def wide(block: KVBlock, result: OutLse, overwrite: bool) -> None:
@@ -49,27 +46,27 @@ def upcast_forward(forward: Function) -> Function:
     return cast(Function, wide)
 
 
-def upcast_backward(backward: Function) -> Function:
-    """Let a kernel's `backward` for host arrays take half precision."""
+def upcast_backward(backward: Callable[[KVBlock, np.ndarray, OutLse, Gradients], None]) -> Callable[..., None]:
+    """Make a kernel's `backward` for host arrays, half precision included, of one that adds to gradients."""
 
     @wraps(backward)
     def wide(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
-        if not is_half(block.q.dtype):
-            return backward(block, dout, result, gradients, overwrite)
-        sums = Gradients(*map(float32_like, gradients))
-        result = result._replace(out=upcast(result.out))
-        backward(_wide_block(block), upcast(dout), result, sums, overwrite)
+        half = is_half(block.q.dtype)
+        sums = Gradients(*map(float32_like, gradients)) if half else gradients
+        if overwrite:
+            for each in sums:
+                each.fill(0)
+        if not half:
+            return backward(block, dout, result, gradients)
+        backward(_wide_block(block), upcast(dout), result._replace(out=upcast(result.out)), sums)
         for values, target in zip(sums, gradients):
             round_into(target, values)
 
-    return cast(Function, wide)
+    return wide
 
 
 def _wide_block(block: KVBlock) -> KVBlock:
     return replace(block, q=upcast(block.q), k=upcast(block.k), v=upcast(block.v))
-
-
-# -- Exact attention on the host, in tiles that stay in cache ---------------------------------------------------------
 
 
 ROWS = 128  # of one tile of scores
@@ -103,16 +100,14 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
 
 
 @upcast_backward
-def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients) -> None:
     """As `AttentionKernel.backward`."""
     (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
-    if overwrite:
-        for gradient in gradients:
-            gradient.fill(0)
     for part, b, h, own, rows, keys in _problems(block):
-        delta = np.vecdot(dout[b, rows, own], out[b, rows, own])
+        delta, row_lse = np.vecdot(dout[b, rows, own], out[b, rows, own]), lse[b, own, rows]
+        hidden = np.where(np.isneginf(row_lse), row_lse, -row_lse)  # a row that sees nothing has probabilities of 0
         factors = _Factors(
-            _with_column(q[b, rows, own], block.scale, _hidden_if_empty(lse[b, own, rows]).T),
+            _with_column(q[b, rows, own], block.scale, hidden.T),
             _with_column(dout[b, rows, own], 1, -delta),
             _with_column(k[b, keys, h, None], 1, 1),
             _with_column(v[b, keys, h, None], 1, 1),
@@ -122,11 +117,6 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
 
 
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
-
-
-def _hidden_if_empty(lse: np.ndarray) -> np.ndarray:
-    """-lse, and -inf for a row that sees nothing, whose probabilities are then 0."""
-    return np.where(np.isneginf(lse), lse, -lse)
 
 
 class _Rows(NamedTuple):

@@ -53,11 +53,11 @@ def _layers(rows: int, width: int, dtype: str) -> Iterator[Kernel]:
     x, dy, more = (normal((rows, width), dtype, seed) for seed in (1, 2, 4))
     gain = normal((width,), dtype)
     shape, one = f"{dtype} {rows} x {width}", x.nbytes
-    scale = kernels.rms_norm(x, gain, 1e-5)[1]
+    scale = kernels.rms_norm(x, gain, 1e-5)[2]
     yield f"rms_norm, {shape}", lambda: kernels.rms_norm(x, gain, 1e-5), 2 * one
     yield f"rms_norm_backward, {shape}", lambda: kernels.rms_norm_backward(dy, x, scale, gain), 3 * one
     yield f"add, {shape}", lambda: kernels.add(x, dy), 3 * one
-    yield f"add_rms_norm, {shape}", lambda: kernels.add_rms_norm(x, more, gain, 1e-5), 4 * one
+    yield f"add_rms_norm, {shape}", lambda: kernels.rms_norm(x, gain, 1e-5, more), 4 * one
     yield f"rms_norm_backward with a sum, {shape}", lambda: kernels.rms_norm_backward(dy, x, scale, gain, more), 4 * one
     half = normal((rows, width // 2), dtype, 3)
     yield f"swiglu, {shape}", lambda: kernels.swiglu(x), one + half.nbytes
@@ -80,13 +80,12 @@ def _optimizer(count: int) -> Iterator[Kernel]:
     kernels = nn.kernels.of("cuda")
     p, g, m, v = (normal((count,), "float32", seed) for seed in range(4))
     arrays.set_zero(v)
-    facts: dict[str, Any] = dict(
-        b1=0.9, b2=0.95, eps=1e-8, rate=1e-6, correction1=1.0, correction2=1.0, shrink=1.0, g_scale=1.0
-    )
-    yield f"adamw, float32 {count}", lambda: kernels.adamw(p, g, m, v, **facts), 7 * p.nbytes
+    numbers = nn.kernels.AdamWNumbers(0.9, 0.95, 1e-8, 1e-6, correction1=1.0, correction2=1.0, shrink=1.0)
+    yield f"adamw, float32 {count}", lambda: kernels.adamw(p, g, m, v, numbers), 7 * p.nbytes
     copy = arrays.empty((count,), arrays.dtype("bfloat16"), "cuda")
+    update = nn.kernels.Update(copy=copy)
     name = f"adamw with a copy in {copy.dtype.name}, float32 {count}"
-    yield name, lambda: kernels.adamw(p, g, m, v, copy=copy, **facts), 7 * p.nbytes + copy.nbytes
+    yield name, lambda: kernels.adamw(p, g, m, v, numbers, update), 7 * p.nbytes + copy.nbytes
     yield f"accumulate (sum of tied gradients), float32 {count}", lambda: kernels.accumulate(m, g), 3 * p.nbytes
     pieces = [(0, count)]
     yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, pieces), g.nbytes

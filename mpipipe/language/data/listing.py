@@ -3,9 +3,8 @@
     a text file   |=================train=================|-val-|            the last 5 % of its bytes
     tokens        |====train====|-val-|====train====|-val-|                  about the last 5 % of each section
 
-A section has at least `DOCUMENTS` documents, and there are at most `SECTIONS` of them, so that validation comes from
-all parts of a file. Cuts are moved to the next start of a document. Where that would hold out too much or too little
-of a file, as it does where there are few documents, the last 5 % of its tokens are held out, wherever documents begin.
+Cuts between sections are moved to the next start of a document. Where that would hold out too much or too little of a
+file, as with few documents, the last 5 % of its tokens are held out.
 """
 
 from __future__ import annotations
@@ -51,13 +50,8 @@ FEWEST, MOST = 0.025, 0.1  # share that may be held out by documents
 class DataListing:
     """Data as one rank finds them and sends them to the others, which open them without looking for them again.
 
-    Attributes
-    ----------
-    entries : (path, bytes) of each file that is read
-    fingerprint : see `file_bytes.fingerprint`
-    vocab, unit, tokenizer : as of `Source`
-    token_files : the tokens of each file; none where the entries are files of text
-    default : whether the paths begin in the folder of the standard library, which may be another one on each host
+    `entries` are (path, bytes) of all files; the paths of the `default` data begin in the folder of the standard
+    library. `token_files` is empty for files of text.
     """
 
     entries: tuple[tuple[str, int], ...]
@@ -121,10 +115,7 @@ class UserSource:
 
 
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
-    """Look at the data: what kind they are, and how much. No paths stand for the source of the standard library.
-
-    Raises DataError if they cannot be used, and where their token ids do not fit into a vocabulary of this size.
-    """
+    """Look at the data: what kind they are, and how much. No paths stand for the source of the standard library."""
     forget_files()
     places = [Path(path) for path in paths]
     tokens = [path for path in places if is_token_file(path)]
@@ -219,11 +210,7 @@ def _by_documents(file: TokenFile) -> list[TokenPart]:
 
 
 def find_files(path: Path) -> list[tuple[Path, int]]:
-    """List (file, bytes) of a file, or of all text files below a folder, sorted by path.
-
-    Below a folder, hidden, empty and binary files (a NUL byte early on) are skipped. A binary file that is named itself
-    is refused.
-    """
+    """List (file, bytes) of a file, or of the text files below a folder, sorted by path; hidden and empty ones not."""
     binary = False
     try:
         if files.is_folder(path):

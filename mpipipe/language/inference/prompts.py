@@ -50,11 +50,7 @@ class Prompts:
 
 
 def read_prompts(prompt: str | None, path: str | None, ids: str | None, tokenizer: FolderTokenizer | None) -> Prompts:
-    """Return the prompts that a command line names; one rank calls this.
-
-    Raises ConfigError for more than one of the three, for text where the model has no tokenizer, and for ids that are
-    no numbers. Raises DataError for a file that cannot be read, or has a line that is no prompt.
-    """
+    """Return the prompts that a command line names, in one of three ways; one rank calls this."""
     if sum(each is not None for each in (prompt, path, ids)) > 1:
         raise ConfigError(
             "the prompt is given twice",
@@ -123,8 +119,7 @@ def _parsed(line: str, place: str) -> str | list[int]:
 class TextStream:
     """The text of tokens that come one after the other, given out in whole characters.
 
-    A token may hold a part of a character, and its text may depend on the token before it. So the last tokens are
-    decoded with and without the new one, and the difference is the new text.
+    The text of a token may depend on the one before. So the last tokens are decoded with and without the new one.
     """
 
     def __init__(self, tokenizer: FolderTokenizer) -> None:

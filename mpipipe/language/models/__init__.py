@@ -1,10 +1,9 @@
 """Models made of layers, to be cut into stages, and the folders that hold them.
 
 gpt.py             GPT, Llama and their kin from one description
-fine_tuning.py     what of a model is trained: all, a part, or adapters
+fine_tuning.py     what of a model is trained, what a training begins from, and what it leaves
 model_folder.py    the one place where a folder with a model is opened
 weights.py         the folder that a training leaves; huggingface/ those of `transformers` and PEFT
-pretrained.py      the model that a training begins from, and the one that it leaves
 conversion.py      one kind of folder into another
 """
 

@@ -1,15 +1,10 @@
-"""A model folder turned into one of another kind, by one process and without MPI.
-
-Layers are read, converted and written group by group, so a model need not fit into memory. The new folder gets its name
-when it is whole.
-"""
+"""A model folder turned into one of another kind, by one process and without MPI: layer groups one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +14,7 @@ from mpipipe.arrays import Shape
 from mpipipe.attention import Local
 from mpipipe.checkpoint import replacing
 from mpipipe.errors import ConfigError
+from mpipipe.even_split import consecutive_bins
 from mpipipe.language.models import huggingface, weights
 from mpipipe.language.models.gpt import GPT, declared_in
 from mpipipe.language.models.huggingface import writing
@@ -26,19 +22,10 @@ from mpipipe.language.models.model_folder import HuggingFaceFolder, ModelFolder,
 
 
 def convert(source: str | Path, target: str | Path, dtype: str | None = None, most: int = writing.SHARD_BYTES) -> str:
-    """Turn a folder of Hugging Face into one of this package, or the other way round; or merge an adapter.
+    """Turn a folder of Hugging Face into one of this package, or the other way round; or merge an adapter of PEFT.
 
-    Parameters
-    ----------
-    source : the folder that is read: one of Hugging Face, the weights of a training, or an adapter of PEFT, which
-        becomes a folder of Hugging Face with the whole model
-    target : the folder that is written, new or empty
-    dtype : of the new files; by default that of the old ones, and float32 for halves that become weights of this
-        package
-    most : bytes of a file; a larger layer has one for itself
-
-    Returns a line about what was done. Raises ArgumentError, ConfigError, NonFiniteError or StorageError; no folder is
-    left then.
+    `dtype` is by default that of the old files, and float32 for halves that become weights of this package. A file has
+    `most` bytes, or one layer. Returns a line about what was done. No folder is left where an error is raised.
     """
     target, folder = Path(target), open_model(source)
     ours = isinstance(folder, HuggingFaceFolder)
@@ -72,14 +59,9 @@ def read_group(folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]) -> 
 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of the parameters, in groups of whole layers of at most `most` bytes."""
-    groups: list[dict[str, Shape]] = []
-    size = 0
-    for place, top in enumerate(model.build(Local())):
-        shapes = {name: parameter.shape for name, parameter in declared_in([top], place).items()}
-        nbytes = sum(map(prod, shapes.values())) * itemsize
-        if not groups or size + nbytes > most:
-            groups.append({})
-            size = 0
-        groups[-1].update(shapes)
-        size += nbytes
-    return groups
+    layers = [declared_in([top], place) for place, top in enumerate(model.build(Local()))]
+    sized = ((layer, sum(entry.size for entry in layer.values()) * itemsize) for layer in layers)
+    return [
+        {name: entry.shape for layer in group for name, entry in layer.items()}
+        for group in consecutive_bins(sized, most)
+    ]

@@ -6,8 +6,7 @@
     manifest.json, step-.../, checkpoints/ "checkpoint": a training of mpipipe, the newest of several
     adapter_config.json                    "adapter": an adapter of PEFT, which names the folder of its model
 
-A kind is a class that finds its own folders. The kinds are asked in the order of `KINDS`. Opening reads a description
-and no parameters, so one rank opens for all.
+The kinds are asked in the order of `KINDS`. Opening reads a description and no parameters: one rank opens for all.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mpipipe.language.models.huggingface.adapter import (
     merge_adapter,
     open_adapter,
 )
-from mpipipe.language.models.huggingface.families import Family, expressed
+from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn import announce_write, is_adapter
@@ -50,8 +49,7 @@ class ModelFolder(ABC):
     """A model on a disk: plain data, which can be sent to other ranks.
 
     path : the folder that has the parameters, and the tokenizer
-    dtype : in which the parameters are stored, and in which a model that is loaded computes by default: float32 or
-        float64
+    dtype : of the parameters, and by default of what a loaded model computes: float32 or float64
     inode : of the folder when it was opened, None if it is never replaced
     """
 
@@ -80,14 +78,11 @@ class ModelFolder(ABC):
         """Set arrays by their names in the model. Raises ArgumentError or NonFiniteError with file and parameter."""
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        """Set the parameters of this rank's stages, and read no others; collective over the mesh.
-
-        Raises what `read` raises, on every rank.
-        """
+        """Set the parameters of this rank's stages, and read no others; collective over the mesh."""
         group = group_of(mesh.comm)
         with group.raise_together("loading the model"):
             announce_write(*stages)
-            self.read({name: array for stage in stages for name, array in stage.parameters.items()})
+            self.read(weights.own_arrays(stages))
             for stage in stages:
                 stage.sync_compute()
         with group.raise_together("loading the model: whether it is one"):
@@ -96,11 +91,7 @@ class ModelFolder(ABC):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens at which an answer ends, of those that there are; none where the folder does not say it.
-
-        The option eos_token_id of generation_config.json says it, or else of config.json. Raises ConfigError for a
-        file that cannot be read.
-        """
+        """Ids of the tokens at which an answer ends: eos_token_id of generation_config.json, or else of config.json."""
         path = self.path / GENERATION
         if path.exists():
             facts: Mapping[str, Any] = read_json(path, "copy the folder again, or leave that file out")
@@ -111,18 +102,29 @@ class ModelFolder(ABC):
         return tuple(end for end in several if type(end) is int and 0 <= end < self.model.vocab)
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer that is in the folder, None for a model of bytes; one rank calls this.
-
-        Raises DataError or BackendError.
-        """
+        """Return the tokenizer in the folder, None for a model of bytes; one rank calls this."""
         return open_tokenizer(self.path) if (self.path / NAME).exists() else None
 
 
 @dataclass(frozen=True)
-class WeightsFolder(ModelFolder):
-    """The weights that a training writes at its end; `sizes` are those of the model."""
+class TrainingFolder(ModelFolder):
+    """What a training of this package wrote; `sizes` are those of the model."""
 
     sizes: Mapping[str, Any]
+
+    @property
+    def model(self) -> GPT:
+        try:
+            return GPT(**self.sizes)
+        except (TypeError, ArgumentError) as error:
+            message = f"the sizes of the model are not those of a GPT: {error}"
+            raise ConfigError(message, found=str(self.path)) from error
+
+
+@dataclass(frozen=True)
+class WeightsFolder(TrainingFolder):
+    """The weights that a training writes at its end."""
+
     kind = "weights"
 
     @classmethod
@@ -135,19 +137,14 @@ class WeightsFolder(ModelFolder):
         inode, found = folder_identity(folder), weights.describe(folder)
         return cls(folder, found.dtype, inode, found.model)
 
-    @property
-    def model(self) -> GPT:
-        return _model_of(self.sizes, self.path)
-
     def read(self, parameters: Mapping[str, Array]) -> None:
         weights.read(self.path, parameters)
 
 
 @dataclass(frozen=True)
-class CheckpointFolder(ModelFolder):
-    """A checkpoint of a training; `sizes` are those of the model."""
+class CheckpointFolder(TrainingFolder):
+    """A checkpoint of a training."""
 
-    sizes: Mapping[str, Any]
     kind = "checkpoint"
 
     @classmethod
@@ -175,10 +172,6 @@ class CheckpointFolder(ModelFolder):
                 remedy="let the training end: it leaves the model with its adapters merged; or go on with --resume",
             )
         return cls(folder, NAMES[kept[0].dtype], None, sizes)
-
-    @property
-    def model(self) -> GPT:
-        return _model_of(self.sizes, self.path)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         saved = checkpoint.read(self.path)
@@ -248,14 +241,10 @@ class AdaptedFolder(ModelFolder):
     def model(self) -> GPT:
         return self.base.model
 
-    @property
-    def family(self) -> Family:
-        """The family by whose names the adapter calls its matrices."""
-        return expressed(self.model, huggingface.Origin.of(self.path).family)[0]
-
     def read(self, parameters: Mapping[str, Array]) -> None:
         self.base.read(parameters)
-        merge_adapter(self.adapter, self.family, self.model, parameters)
+        family, _ = expressed(self.model, huggingface.Origin.of(self.path).family)  # whose names the adapter has
+        merge_adapter(self.adapter, family, self.model, parameters)
 
 
 PLAIN: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)
@@ -263,10 +252,7 @@ KINDS: tuple[type[ModelFolder], ...] = (*PLAIN, AdaptedFolder)
 
 
 def open_model(path: str | Path) -> ModelFolder:
-    """Open the model at `path`; one rank calls this.
-
-    Raises ArgumentError if there is no folder with a model, or its description is damaged.
-    """
+    """Open the model at `path`; one rank calls this. Raises ArgumentError."""
     path = Path(path)
     for kind in KINDS:
         folder = kind.find(path)
@@ -281,20 +267,10 @@ def open_model(path: str | Path) -> ModelFolder:
 
 
 def open_on_all(comm: Communicator, path: str) -> ModelFolder:
-    """Return on every rank the model that rank 0 finds at `path`, seen from its working folder; collective.
-
-    Raises, on every rank, what `open_model` raises.
-    """
+    """Return on every rank the model that rank 0 finds at `path`, seen from its working folder; collective."""
     group, absolute = group_of(comm), shared_path(comm, path)
     folder: ModelFolder | None = None
     with group.raise_together("opening the model"):
         if comm.rank == 0:
             folder = open_model(absolute)
     return group.broadcast("opening the model", folder)
-
-
-def _model_of(sizes: Mapping[str, Any], place: Path) -> GPT:
-    try:
-        return GPT(**sizes)
-    except (TypeError, ArgumentError) as error:
-        raise ConfigError(f"the sizes of the model are not those of a GPT: {error}", found=str(place)) from error

@@ -56,7 +56,8 @@ def search_with_recompute(
     memory_limit : float
         What a rank may hold at once, in activations, as `peak_memory` counts it. It may be too small for any schedule
         that runs nothing again.
-    chunks : as for `search`
+    chunks : int, optional
+        As for `search`.
     kept_input : float or sequence of float, optional
         The share of an activation that stays where its forward is run again, 0 to 1: the input of the stage.
     seconds, steps, seed : as for `search`

@@ -83,17 +83,12 @@ def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, b
     assert opened.kind == "adapter" and opened.model == open_model(base).model
 
 
-def test_the_model_that_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
+def test_an_adapter_is_a_model_by_itself_and_what_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
     out = run("run", from_=str(base), lora=LORA, save_every=2, save_as="huggingface")
     assert open_model(out).path == out / "huggingface"
-    again = run("again", from_=str(out), steps=1)
-    close(validations(again)[0], validations(out)[-1], 4000, 100)
-
-
-def test_an_adapter_is_a_model_by_itself(comm, run, base):
-    out = run("run", from_=str(base), lora=LORA)
-    again = run("again", from_=str(out / "adapter"), steps=1)
-    close(validations(again)[0], validations(out)[-1], 4000, 100)
+    for name, place in (("whole", out), ("adapter", out / "adapter")):
+        again = run(name, from_=str(place), steps=1)
+        close(validations(again)[0], validations(out)[-1], 4000, 100)
     if comm.rank == 0:
         path = out / "adapter" / "adapter_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "some/name"}))

@@ -1,10 +1,8 @@
 """Low-rank adapters as the library PEFT keeps them: what is in the folder, and which of our parameters each tensor is.
 
-    adapter_config.json          r, lora_alpha, target_modules, ...; options that change the result are refused
-    adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight  (r, inputs)
-                                 base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight  (outputs, r)
-
-The rows of B are those of the matrix that it is added to, so for queries and keys they are turned as in `names`.
+adapter_model.safetensors has base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight (r, inputs) and such of
+lora_B (outputs, r). The rows of B are those of the matrix that it is added to, so for queries and keys they are turned
+as in `names`. Options of adapter_config.json that change the result are refused.
 """
 
 from __future__ import annotations
@@ -151,11 +149,7 @@ def _parts(lora: nn.LoRA, family: Family, model: GPT) -> Iterator[AdapterPart]:
 
 
 def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
-    """Set those of these parameters that belong to the adapter, on the host or on a GPU.
-
-    Raises ArgumentError for a tensor that is missing, has another shape or belongs to another model, and for a file
-    that is damaged; NonFiniteError for values that are NaN or infinite.
-    """
+    """Set those of these parameters that belong to the adapter, on the host or on a GPU."""
     parts = adapter_parts(folder.lora, family, model)
     with opened(folder.path / TENSORS) as file:
         strange = sorted(set(file.arrays) - {part.theirs for part in parts})
@@ -207,8 +201,6 @@ def save_adapter(
 
     Where each tensor lies in the file follows from the model alone, so each rank of the first replica writes its own
     into the one file. A folder that is there goes when the new one is whole.
-
-    Raises, on every rank, ConfigError if no family has the model or a target, NonFiniteError, and StorageError.
     """
     group = group_of(mesh.comm)
     with group.raise_together("saving an adapter: its parts"):
@@ -258,10 +250,7 @@ def _write(path: Path, tensors: Mapping[str, tuple[Planned, int]]) -> None:
 
 
 def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
-    """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU.
-
-    Raises what `read_adapter` does.
-    """
+    """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU."""
     projections = {
         f"{name}.{target}": (f"{name}.{place.key}", place)
         for name, layer in layers_in(model.build(Local()))

@@ -1,13 +1,7 @@
 """A folder with a model, as the library `transformers` leaves one, opened for reading.
 
-    config.json                        the architecture
-    model.safetensors                  the tensors; or, where they are many:
-    model.safetensors.index.json       which of them is in which file
-    model-00001-of-00002.safetensors   ...
-    tokenizer.json, ...                passed on as they are
-
-Opening reads the description and the names of the tensors, which are compared with those that the model has. No tensor
-is read, and files of pickled objects (.bin, .pt) never are.
+config.json has the architecture; model.safetensors the tensors, or model.safetensors.index.json names the file of each.
+Opening compares their names with those that the model has. No tensor is read, and pickled objects (.bin, .pt) never.
 """
 
 from __future__ import annotations
@@ -42,10 +36,8 @@ class Folder:
 
     Attributes
     ----------
-    path : Path
-        The folder.
-    config : dict
-        What its config.json says.
+    path, config : Path and dict
+        The folder, and what its config.json says.
     model : GPT
         The description that follows from it.
     places : dict
@@ -81,10 +73,9 @@ def open_folder(path: str | Path) -> Folder:
 
     Raises
     ------
-    ConfigError
-        config.json is missing, or has an option that is not known or not supported; the error names it.
-    ArgumentError
-        A file is missing or damaged, or a tensor is missing or unknown; the error names file and entry.
+    ConfigError, ArgumentError
+        For an option of config.json that is not supported, and for a file or tensor that is missing, damaged or
+        unknown.
     """
     folder = Path(path)
     config = read_json(folder / CONFIG, "a model folder has a config.json beside its tensors; " + COPY_AGAIN)
@@ -153,10 +144,7 @@ def _indexed(folder: Path) -> dict[str, str]:
 def _known(
     family: Family, model: GPT, stored: dict[str, str], folder: Path
 ) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
-    """Find the tensors of the model among those that are stored; and a head next to a tied one.
-
-    Raises ArgumentError if one is missing, and for one that the model has not.
-    """
+    """Find the tensors of the model among those that are stored; and a head next to a tied one."""
     bare = not any(name.startswith(family.prefix) for name in stored)  # files of the decoder without a head
     left, known = dict(stored), {}
     for part in parts_of(family.table, model):

@@ -39,14 +39,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 class Options:
-    """What a config.json, or an object in it, says; every option has to be asked for, or `finish` refuses it.
-
-    Parameters
-    ----------
-    values : the options by name
-    path : of the file, for errors
-    inside : the name of the object that holds them; "" for the whole file
-    """
+    """What a config.json, or the object `inside` it, says; every option has to be asked for, or `finish` refuses it."""
 
     def __init__(self, values: dict[str, Any], path: Path, inside: str = "") -> None:
         self.values, self.path, self.inside = values, path, inside

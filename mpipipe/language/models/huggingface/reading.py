@@ -27,8 +27,7 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
     folder : Folder
         What `open_folder` returns.
     parameters : mapping of str to array
-        Arrays by their names in the model, such as `Stage.parameters`, on the host or on a GPU. What is stored is
-        converted to their dtype.
+        Arrays by their names in the model, such as `Stage.parameters`, on the host or on a GPU, of any dtype.
 
     Returns
     -------
@@ -37,10 +36,8 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
 
     Raises
     ------
-    ArgumentError
-        A tensor has another shape or dtype than the model's, a file is damaged, or the family has no such parameter.
-    NonFiniteError
-        A value is NaN or infinite.
+    ArgumentError, NonFiniteError
+        For a tensor of another shape or dtype, a damaged file, and an unknown parameter; for NaN and infinity.
     """
     targets = _Targets(folder, parameters)
     wanted = [part for part in parts_of(folder.family.table, folder.model) if part.ours in targets.names]
@@ -145,10 +142,7 @@ def _entry(file: TensorFile, name: str) -> TensorEntry:
 
 
 def _pieces(file: TensorFile, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Read an array, which has this shape here, in pieces along its first axis: yield (start, stop, values).
-
-    Halves come as float32. A piece is gone when the next one comes.
-    """
+    """Yield (start, stop, values) along the first axis; halves as float32. A piece is gone when the next one comes."""
     entry = file.arrays[name]
     row = max(1, entry.nbytes // max(1, shape[0]))
     step = max(1, PIECE_BYTES // row)

@@ -18,6 +18,7 @@ from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.models import huggingface
 from mpipipe.language.models.huggingface.adapter import open_adapter, read_adapter, save_adapter
 from mpipipe.language.models.huggingface.families import FAMILIES
+from mpipipe.language.models.weights import own_arrays
 from mpipipe.nn.lora import without_adapters
 
 TARGETS = {
@@ -45,10 +46,6 @@ def stages_of(model, mesh, lora, seed=0):
     return [nn.Stage(layers[start:stop], "float64", seed=seed, first=start)]
 
 
-def parameters_of(stages):
-    return {name: array for stage in stages for name, array in stage.parameters.items()}
-
-
 def fill(stages):
     """Set all adapters to numbers that depend on their names alone."""
     for stage in stages:
@@ -66,14 +63,14 @@ def test_an_adapter_is_written_by_all_ranks_and_is_what_the_merged_model_has_mor
     lora, out = nn.LoRA(2, 6.0, TARGETS[family]), Path(mpi_tmp_path)
     with Mesh(comm) as mesh:
         stages = stages_of(found.model, mesh, lora)
-        huggingface.read(found, parameters_of(without_adapters(stages, merged=False)))
+        huggingface.read(found, own_arrays(without_adapters(stages, merged=False)))
         fill(stages)
         origin = huggingface.Origin.of(found.path)
-        save_adapter(out / "adapter", lora, found.model, parameters_of(stages), mesh, origin)
-        merged = parameters_of(without_adapters(stages, merged=True))
+        save_adapter(out / "adapter", lora, found.model, own_arrays(stages), mesh, origin)
+        merged = own_arrays(without_adapters(stages, merged=True))
         huggingface.save(out / "merged", found.model, merged, mesh, dtype="float64", origin=origin)
         again = stages_of(found.model, mesh, open_adapter(out / "adapter").lora, seed=5)
-        read_adapter(open_adapter(out / "adapter"), FAMILIES[family], found.model, parameters_of(again))
+        read_adapter(open_adapter(out / "adapter"), FAMILIES[family], found.model, own_arrays(again))
         for one, other in zip(stages, again):
             for name in one.gradients:
                 assert one.parameters[name].tobytes() == other.parameters[name].tobytes(), name
@@ -187,7 +184,7 @@ def test_a_save_that_fails_leaves_no_folder(comm, tmp_path):
             stages = stages_of(found.model, mesh, lora)
             stages[0].parameters["1.layer.1.q_proj.lora_A"][0, 0] = np.inf
             with pytest.raises(NonFiniteError, match="lora_A"):
-                save_adapter(Path(tmp_path, "a"), lora, found.model, parameters_of(stages), mesh, huggingface.Origin())
+                save_adapter(Path(tmp_path, "a"), lora, found.model, own_arrays(stages), mesh, huggingface.Origin())
         shutil.rmtree(found.path)
         assert not list(Path(tmp_path).iterdir())
     alone.Free()
