@@ -127,14 +127,12 @@ class Probe:
 
             step()
             self.optimizers.pop()
-            self._watch(self.watches[way], stage, pipeline)
+            watch = self.watches[way]
+            watch.watch("stage", stage, METHODS)
+            watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
+            for place, layer in zip(self.picked, stage.layers):
+                watch.watch(place, layer, METHODS)
             yield step
-
-    def _watch(self, watch: Stopwatch, stage: nn.Stage, pipeline: Pipeline) -> None:
-        watch.watch("stage", stage, METHODS)
-        watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
-        for place, layer in zip(self.picked, stage.layers):
-            watch.watch(place, layer, METHODS)
 
     def _repeats(self, steps: Iterable[Step]) -> int:
         seconds = max(self.group.gather("plan: the seconds of steps", sum(step() for step in steps)))

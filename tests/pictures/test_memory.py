@@ -10,7 +10,7 @@ import pytest
 from support.svg import texts
 
 from mpipipe import pictures, schedules
-from mpipipe.pictures.memory import profile
+from mpipipe.pictures.timeline import profile
 from mpipipe.schedules import Costs
 
 pytest.importorskip("matplotlib")
