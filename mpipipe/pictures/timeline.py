@@ -110,7 +110,9 @@ def draw_timeline(
     schedule = timeline.schedule
     panels: list[Boxes] = [[[Measured(a.op, a.stage, a.microbatch, s, e) for a, s, e in row] for row in timeline.spans]]
     if measured is not None:
-        panels.append(_from_zero(_checked(measured, schedule)))
+        panel = _checked(measured, schedule)
+        first = min(box.start for row in panel for box in row)
+        panels.append([[box._replace(start=box.start - first, end=box.end - first) for box in row] for row in panel])
     check_boxes(sum(len(row) for panel in panels for row in panel))
     draw(path, lambda: _sheet(timeline, panels, unit))
 
@@ -223,11 +225,6 @@ def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxe
             "nothing was measured", found="no box on any rank", expected="what the ranks did", remedy="leave it out"
         )
     return panel
-
-
-def _from_zero(panel: Boxes) -> Boxes:
-    first = min((box.start for row in panel for box in row), default=0.0)
-    return [[box._replace(start=box.start - first, end=box.end - first) for box in row] for row in panel]
 
 
 # -- The activations that each rank holds over time -------------------------------------------------------------------
