@@ -16,14 +16,13 @@ from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, check_training
 from mpipipe.train import output_folder, provenance, resume, sinks
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.planned import best_plan, problem_of
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
 from mpipipe.train.tracing import Tracing, trace_folder
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import pipe_of, plan_layers, with_order
+from mpipipe.train.training_plan import best_plan, pipe_of, plan_layers, problem_of, with_order
 
 
 def check_same_config(group: RankGroup, config: TaskConfig) -> None:

@@ -100,22 +100,20 @@ def preceded(monkeypatch, owner, name, what):
     monkeypatch.setattr(owner, name, lambda *arguments: (what(), original(*arguments))[1])
 
 
-@pytest.fixture
-def reading(monkeypatch):
-    """A gate before every piece that is read."""
-    gate = Gate()
-    preceded(monkeypatch, tensor_files, "crc32", gate.wait)
-    yield gate
-    gate.opened.set()
+def gate_before(owner, name):
+    """A fixture: a gate before every call of this function."""
+
+    @pytest.fixture
+    def gate(monkeypatch):
+        made = Gate()
+        preceded(monkeypatch, owner, name, made.wait)
+        yield made
+        made.opened.set()
+
+    return gate
 
 
-@pytest.fixture
-def forcing(monkeypatch):
-    """A gate before every fsync."""
-    gate = Gate()
-    preceded(monkeypatch, os, "fsync", gate.wait)
-    yield gate
-    gate.opened.set()
+reading, forcing = gate_before(tensor_files, "crc32"), gate_before(os, "fsync")
 
 
 @pytest.fixture
@@ -159,17 +157,24 @@ def test_a_checkpoint_has_the_bits_of_the_moment_of_its_save_whenever_the_optimi
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "one stage a rank, tied",
-        pytest.param("replicas of two stages", marks=pytest.mark.long),
-        pytest.param("bfloat16", marks=pytest.mark.long),
-    ],
+    ["one stage a rank, tied", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("replicas", "bfloat16"))],
 )
 def test_from_a_gpu_too_whose_work_comes_late(gpu, comm, mpi_tmp_path, slow_reads, kind):
     check_bits(comm, mpi_tmp_path, kind, device="cuda")
 
 
 def test_save_returns_before_anything_is_read_and_the_optimizer_waits_for_the_reading(comm, mpi_tmp_path, reading):
+    """Layers of half precision compute with a copy, so only the optimizer has to wait."""
+    with Mesh(comm) as mesh:
+        stage = nn.Stage([nn.Linear(8, 8)], dtype="bfloat16")
+        with checkpoint.Saver(mpi_tmp_path / "half", mesh, [stage], optim.AdamW([stage], 0.1)) as saver:
+            saver.save(1)
+            stage.refresh()
+            y, _ = stage.forward(np.ones((2, 8), arrays.dtype("bfloat16")))
+            assert not reading.opened.is_set() and y.shape == (2, 8)
+            reading.open_soon()
+    comm.Barrier()
+    reading.opened.clear()
     with saving(comm, mpi_tmp_path) as saver:
         saver.save(1)
         assert saver.poll() is None and saver.waited == 0
@@ -412,13 +417,6 @@ def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_
     assert names_in(mpi_tmp_path) == [first.name]
 
 
-def test_what_must_not_be_older_than_the_checkpoint_is_forced_to_the_disk_before_its_manifest(comm, mpi_tmp_path):
-    seen = []
-    with saving(comm, mpi_tmp_path) as saver:
-        saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
-    assert seen == ([None] if comm.rank == 0 else [])
-
-
 def test_old_checkpoints_that_cannot_be_removed_are_no_reason_to_fail(comm, mpi_tmp_path, monkeypatch, caplog):
     error = ArgumentError("an old checkpoint cannot be removed: Permission denied")
     monkeypatch.setattr(folders, "prune", lambda root, keep, **more: raising(error)())
@@ -428,24 +426,16 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_reason_to_fail(comm, mpi_
     assert checkpoint.newest(mpi_tmp_path).name == "step-00000001"
 
 
-def test_a_stage_of_half_precision_goes_on_while_its_parameters_are_saved(comm, mpi_tmp_path, reading):
-    """Layers compute with a copy; only the optimizer has to wait."""
-    with Mesh(comm) as mesh:
-        stage = nn.Stage([nn.Linear(8, 8)], dtype="bfloat16")
-        optimizer = optim.AdamW([stage], 0.1)
-        with checkpoint.Saver(mpi_tmp_path, mesh, [stage], optimizer) as saver:
-            saver.save(1)
-            stage.refresh()
-            y, _ = stage.forward(np.ones((2, 8), arrays.dtype("bfloat16")))
-            assert not reading.opened.is_set() and y.shape == (2, 8)
-            reading.open_soon()
-
-
-def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatch):
+def test_a_save_takes_as_long_as_its_slowest_rank_and_other_work_is_done_before_its_manifest(
+    comm, mpi_tmp_path, monkeypatch
+):
+    """Such as to force to the disk what must not be older than the checkpoint."""
     preceded(monkeypatch, tensor_files, "write_tensors", lambda: time.sleep(0.3 * (comm.rank == comm.size - 1)))
+    seen = []
     with saving(comm, mpi_tmp_path) as saver:
-        saver.save(1)
+        saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
         saver.wait()
+        assert seen == ([None] if comm.rank == 0 else [])
         assert comm.rank > 0 or saver.seconds > 0.3
 
 

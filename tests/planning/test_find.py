@@ -24,7 +24,7 @@ from mpipipe.planning.find import find_plan
 from mpipipe.planning.probe import METHODS, Stopwatch, array_bytes
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import read_keys
-from mpipipe.train.planned import measured_ranks
+from mpipipe.train.training_plan import measured_ranks
 
 SMALL = dict(
     dim=16, layers=2, heads=2, hidden=32, seq_len=8, batch=4, steps=2, warmup=1, eval_every=2, eval_batches=1,

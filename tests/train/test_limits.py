@@ -17,7 +17,7 @@ from mpipipe.language.models import GPT
 from mpipipe.planning import memory
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.planned import problem_of
+from mpipipe.train.training_plan import problem_of
 
 ABSURD = [
     ({"chunks": 10**6, "schedule": "interleaved_1f1b"}, "schedule would be too long"),
