@@ -312,7 +312,6 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
         except ArgumentError as error:
             error.rank, error.stage = comm.rank, number
             raise
-    device_of(adapters)
     if arguments.has_replicas:
         _check_own_gradients(numbers, adapters)
     if loss is not None and not callable(loss):

@@ -38,6 +38,16 @@ class TanhStage(Halves):
         self.gradient += x.reshape(-1, x.shape[-1]).T @ inner.reshape(-1, inner.shape[-1])
 
 
+class Identity:
+    """Hands its very input on: outputs share memory with received arrays."""
+
+    def forward(self, x):
+        return x, None
+
+    def backward(self, dy, saved):
+        return dy
+
+
 def mean_squared(output, target):
     difference = output - target
     return float(np.mean(difference**2)), 2 * difference / difference.size
