@@ -326,16 +326,6 @@ def add_rows(
     return axes
 
 
-def name_time(axes: Any, unit: str = "the unit of the costs") -> None:
-    """Name the axis of time."""
-    axes.set_xlabel(f"time, in {unit}", fontsize=TEXT, labelpad=2)
-
-
-def hide_time(axes: Any) -> None:
-    """Leave the numbers to the panel below."""
-    axes.tick_params(axis="x", labelbottom=False)
-
-
 # -- Labels in a row, each as near as can be to what it names, and none upon another ----------------------------------
 
 

@@ -175,7 +175,6 @@ class _MicroBatch:
         self.dy: Array | None = None
         self.shape: tuple[int, ...] = ()
         stage.position = Position(0, 0, 0, True)
-        self.trains = any(not layer.frozen for layer in stage.layers)
 
     def forward(self) -> tuple[Any, Array | None, int]:
         """Return (saved, gradient of the output, bytes of the output)."""
@@ -322,49 +321,38 @@ def rank_bytes(
         x = np.zeros(shape, arrays.dtype(problem.dtype))
     windows = receive_windows(schedule)
     row = (example[0].nbytes + targets.nbytes) // len(targets) * plan.rows
+    narrow = arrays.dtype(problem.dtype)
+    wide = arrays.accumulator(narrow).itemsize
     ranks = []
     for rank in range(problem.ranks):
         held = peak_of_step(schedule, rank, stages, inputs, windows)
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
         own = [stages[number] for number in schedule.stages_of(rank)]
-        ranks.append(_rank(problem, plan, rank, held, own, batch=batch, copied=copied, process=process))
+        ranges = plan.ranges_of(rank)
+        sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
+        count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
+        step = round(held.total) + batch
+        ranks.append(
+            RankBytes(
+                rank=rank,
+                stages=dict(zip(plan.schedule.stages_of(rank), ranges)),
+                count=count,
+                parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
+                gradients=trained * wide,
+                moments=trained * wide * problem.moments,
+                tables=max(0, round(sum(stage.tables for stage in own))),
+                activations=round(held.activations),
+                messages=round(held.messages),
+                scratch=round(held.scratch),
+                batch=batch,
+                start=max(0, round(max(stage.drawing for stage in own))),
+                sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if copied else 0,
+                # MPI sums with a buffer as large, where a step has been
+                sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
+                process=process,
+            )
+        )
     return ranks
-
-
-def _rank(
-    problem: PlanningProblem,
-    plan: LayerPlan,
-    rank: int,
-    held: StepBytes,
-    own: Sequence[StageBytes],
-    *,
-    batch: int,
-    copied: bool,
-    process: int,
-) -> RankBytes:
-    narrow = arrays.dtype(problem.dtype)
-    wide = arrays.accumulator(narrow).itemsize
-    sizes = [parameters_of(problem.layers[start:stop]) for start, stop in plan.ranges_of(rank)]
-    count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-    step = round(held.total) + batch
-    return RankBytes(
-        rank=rank,
-        stages=dict(zip(plan.schedule.stages_of(rank), plan.ranges_of(rank))),
-        count=count,
-        parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
-        gradients=trained * wide,
-        moments=trained * wide * problem.moments,
-        tables=max(0, round(sum(stage.tables for stage in own))),
-        activations=round(held.activations),
-        messages=round(held.messages),
-        scratch=round(held.scratch),
-        batch=batch,
-        start=max(0, round(max(stage.drawing for stage in own))),
-        sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if copied else 0,
-        # MPI sums with a buffer as large, where a step has been
-        sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
-        process=process,
-    )
 
 
 def _with_buffers(step: int, buffers: list[int]) -> int:

@@ -382,18 +382,14 @@ def _starts(problem: OrderProblem, backwards: bool) -> Ends:
             if closed > 0:
                 ends = sorted(when + seconds[other] for other in opened for when in starts[other][:k])
                 start = max(start, ends[closed - 1])
-                _count_closed(way, counts, opened, k + 1 - problem.limit)
+                if (
+                    least := k + 1 - problem.limit
+                ) > 0:  # must be closed even where other stages have closed all they can
+                    for other in {other for closing in opened for other in way.forced[closing]}:
+                        counts[other] = max(counts.get(other, 0), least)
                 start = max(start, full[problem.rank[task]].start(counts, closed))
             starts[task].append(max(start, _after_work(starts, seconds, counts)))
     return starts
-
-
-def _count_closed(way: _Direction, counts: dict[int, int], opened: list[int], least: int) -> None:
-    """Add those closings of each stage that must come even where the other stages have closed all they can."""
-    if least > 0:
-        for closing in opened:
-            for other in way.forced[closing]:
-                counts[other] = max(counts.get(other, 0), least)
 
 
 def _after_work(starts: Ends, seconds: Sequence[float], counts: dict[int, int]) -> float:
@@ -431,7 +427,7 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
     """Return the makespan of one machine that may interrupt its jobs: (head, time, tail)."""
     makespan = now = 0.0
     waiting: list[tuple[float, float]] = []  # minus the tail, the time that is left
-    arrivals = _arrivals(jobs)
+    arrivals = iter([*sorted(jobs), (NEVER, 0.0, 0.0)])
     head, time, tail = next(arrivals)
     while waiting or head < NEVER:
         if not waiting:
@@ -447,8 +443,3 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
             heappush(waiting, (after, left - (head - now)))
             now = head
     return makespan
-
-
-def _arrivals(jobs: list[tuple[float, float, float]]) -> Iterator[tuple[float, float, float]]:
-    yield from sorted(jobs)
-    yield NEVER, 0.0, 0.0

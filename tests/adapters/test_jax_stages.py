@@ -13,7 +13,7 @@ from support import dense, jax_models  # noqa: E402
 from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
 from mpipipe.adapters.jax import functions  # noqa: E402
 from mpipipe.adapters.jax.stage import of_inputs, of_parameters  # noqa: E402
-from mpipipe.errors import ArgumentError, PeerError, StageError  # noqa: E402
+from mpipipe.errors import ArgumentError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.nn import Position  # noqa: E402
 
@@ -272,20 +272,6 @@ def test_64_bits_are_refused_where_jax_would_make_32_of_them_and_parameters_of_s
             assert "jax_enable_x64" in caught.value.remedy
     finally:
         jax.config.update("jax_enable_x64", True)
-
-
-def test_an_error_in_a_function_names_rank_stage_and_micro_batch(pair):
-    def failing(parameters, x):
-        raise ValueError("no such thing")
-
-    schedule, data = schedules.one_f_one_b(2, 2), jax_models.batch()
-    (stage,) = own_stages(schedule, pair.rank, failing if pair.rank else jax_models.layer)
-    with (
-        pytest.raises((StageError, PeerError), match="no such thing") as caught,
-        Pipeline([stage], schedule, pair, loss=adapters.jax_loss(jax_models.squared_error)) as pipeline,
-    ):
-        pipeline.step(*dense.placed(schedule, pair.rank, *data))
-    assert "rank 1, stage 1, micro-batch 0" in str(caught.value)
 
 
 def test_functions_hand_data_over_skips():

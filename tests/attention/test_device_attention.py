@@ -294,7 +294,7 @@ def test_partial_results_become_one(gpu, dtype, count, dim):
         total[:, start:5] += share
         size[:, start:5] += share * np.abs(out.astype(float))
         scores = max(scores, largest(lse))
-    found, lse = arrays.download(*result.merged())
+    found, lse = arrays.download(*result.end())
     with np.errstate(divide="ignore"):
         close(lse, np.log(total[..., 0]).transpose(0, 2, 1), count + 4, 1 + scores)
     once = np.where(total == 0, 1, total)  # a log-sum-exp enters an exponential: its size is that of the weights' error

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from support.around import content, go_round, neighbours
+from support.around import check_names, content, envelopes, go_round, neighbours
 
-from mpipipe.comm.mailbox import Envelope, Mailbox
+from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.errors import ArgumentError
@@ -58,32 +58,11 @@ def test_header_describes_what_follows():
     assert [shape for shape, _ in wire.gradients] == [(2, 3), (0, 4)]
 
 
-def envelopes(comm, count):
-    """Messages 0..count-1 to the right neighbour, and from the left one."""
-
-    def names(peer):
-        return [Envelope(peer, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(count)]
-
-    return [*map(names, neighbours(comm))]
-
-
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("window", [1, 3, 9])
 def test_messages_sent_in_another_order_arrive_under_their_names(comm, window, synchronous):
     transport = HostTransport(comm, synchronous=synchronous)
-    mailbox = Mailbox(transport)
-    outgoing, incoming = envelopes(comm, 6)
-    leaf = ((20_000,), np.dtype(float))
-    for _ in range(3):
-        mailbox.begin_call(mailbox.receive_schedule(incoming, [[leaf]] * 6), window)
-        for m in (3, 0, 5, 1, 2, 4):
-            mailbox.put(outgoing[m], [np.full(20_000, 10.0 * comm.rank + m)])
-        for m in range(6):
-            (array,), lease = mailbox.take()
-            assert array[0] == array[-1] == 10.0 * ((comm.rank - 1) % comm.size) + m
-            mailbox.release(lease)
-        mailbox.flush()
-    assert len(mailbox.slots[leaf]) <= window + 1, "buffers are used again"
+    check_names(comm, transport, window, 20_000, lambda value, count: np.full(count, float(value)))
     transport.close()
 
 

@@ -165,63 +165,49 @@ class Fails(dense.TanhStage):
         raise ValueError("wet paint")
 
 
-def fails_inside(comm, schedule, kind, match, where, **options):
-    """One rank raises `kind`, the others PeerError with its text, and the pipeline refuses further work."""
-    x, t = dense.batch(40_000, schedule.stages)
-    pipeline = make(comm, schedule, **options)
-    error = None
-    try:
-        pipeline.step(*dense.placed(schedule, comm.rank, x, t))
-    except (kind, PeerError) as caught:
-        error = caught
-    assert error is not None
-    assert isinstance(error, kind if comm.rank == where else PeerError)
-    assert match in str(error)
-    assert error.reported_elsewhere is (comm.rank != where)
+class Half(dense.TanhStage):
+    def backward_input(self, dy, saved):
+        dx, pending = super().backward_input(dy, saved)
+        return dx.astype(np.float32), pending
+
+
+def no_number(output, target):
+    value, gradient = dense.mean_squared(output, target)
+    return value * np.nan, gradient
+
+
+FAILURES = {  # (stage of the guilty rank, loss, its error and the text, which rank it is)
+    "an exception in a backward": (Fails, dense.mean_squared, StageError, "ValueError: wet paint", 0.5),
+    "a loss that is no number": (dense.TanhStage, no_number, NonFiniteError, "the loss is not finite", 1),
+    "an input gradient of a wrong dtype": (Half, dense.mean_squared, ArgumentError, "float32", 1),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_inside_a_step_reaches_every_rank(comm, name):
+    """The guilty rank names the place, the others say the same, and the pipeline refuses further work."""
+    kind, loss, error, match, share = FAILURES[name]
+    if kind is Half and comm.size == 1:
+        pytest.skip("needs 2 ranks")
+    schedule, where = one_f_one_b(comm.size, 4), min(int(share * comm.size), comm.size - 1)
+    extents = dense.widths(schedule.stages)[comm.rank : comm.rank + 2]
+    stages = [(kind if comm.rank == where else dense.TanhStage)(comm.rank, *extents)]
+    pipeline = make(comm, schedule, stages=stages, loss=loss)
+    with pytest.raises((error, PeerError), match=match) as caught:
+        pipeline.step(*dense.placed(schedule, comm.rank, *dense.batch(40_000, schedule.stages)))
+    found = caught.value
+    assert isinstance(found, error if comm.rank == where else PeerError)
+    assert found.reported_elsewhere is (comm.rank != where)
     if comm.rank == where:
-        assert error.rank == where and error.stage == where and error.microbatch is not None
+        assert found.rank == where and found.stage == where and found.microbatch is not None
     with pytest.raises(ArgumentError, match="failed"):
         pipeline.step(None, None)
     pipeline.close()
 
 
-def test_exception_in_a_backward_reaches_every_rank(comm):
-    schedule = one_f_one_b(comm.size, 4)
-    where = comm.size // 2
-    extents = dense.widths(schedule.stages)
-    stages = [(Fails if comm.rank == where else dense.TanhStage)(comm.rank, *extents[comm.rank : comm.rank + 2])]
-    fails_inside(comm, schedule, StageError, "ValueError: wet paint", where, stages=stages)
-
-
-def test_loss_that_is_not_a_number_names_its_micro_batch(comm):
-    schedule = one_f_one_b(comm.size, 4)
-
-    def loss(output, target):
-        value, gradient = dense.mean_squared(output, target)
-        return value * np.nan, gradient
-
-    fails_inside(comm, schedule, NonFiniteError, "the loss is not finite", comm.size - 1, loss=loss)
-
-
-def test_input_gradient_of_a_wrong_dtype(comm):
-    schedule = one_f_one_b(comm.size, 2)
-
-    class Half(dense.TanhStage):
-        def backward_input(self, dy, saved):
-            dx, pending = super().backward_input(dy, saved)
-            return dx.astype(np.float32), pending
-
-    last = comm.size - 1
-    if last == 0:
-        pytest.skip("needs an edge")
-    extents = dense.widths(schedule.stages)
-    stages = [(Half if comm.rank == last else dense.TanhStage)(comm.rank, *extents[comm.rank : comm.rank + 2])]
-    fails_inside(comm, schedule, ArgumentError, "float32", last, stages=stages)
-
-
 def test_output_whose_shape_does_not_follow_from_the_input_shapes(comm):
     if comm.size == 1:
-        pytest.skip("needs an edge")
+        pytest.skip("needs 2 ranks")
 
     class Moody:
         calls = 0

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from support import dense
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.comm.transport.host import check_sendable
@@ -15,17 +16,7 @@ from mpipipe.schedules import looped_bfs, one_f_one_b
 ROWS, DIM = 8, 4
 
 
-class Same:
-    """A stage that hands its input on."""
-
-    def forward(self, x):
-        return x, None
-
-    def backward(self, dy, saved):
-        return dy
-
-
-class Writing(Same):
+class Writing(dense.Identity):
     """A stage that changes its input."""
 
     def forward(self, x):
@@ -41,7 +32,7 @@ def placed(comm, inputs, targets):
 def test_a_stage_that_writes_to_its_input_raises_and_the_users_array_stays(comm, shape):
     array = np.ones((ROWS, DIM))
     batch = {"array": array, "tuple": (array, array), "dict": {"x": array}, "list": [array[:4], array[4:]]}[shape]
-    stages = [Writing() if comm.rank == 0 else Same()]
+    stages = [Writing() if comm.rank == 0 else dense.Identity()]
     pipeline = Pipeline(stages, one_f_one_b(comm.size, 2), comm)
     with pytest.raises(Exception, match="read-only") as caught:
         pipeline.forward(placed(comm, batch, None)[0])
@@ -124,7 +115,7 @@ def test_an_output_with_names_keeps_them_for_the_loss(comm):
     class Output(NamedTuple):
         x: np.ndarray
 
-    class Naming(Same):
+    class Naming(dense.Identity):
         def forward(self, x):
             return Output(x * 1.0) if comm.rank == comm.size - 1 else x * 1.0, None
 
@@ -166,7 +157,7 @@ def test_subclasses_of_ndarray_train_as_arrays_do(comm, tmp_path, make, listed):
     array = np.random.default_rng(0).normal(size=(ROWS, DIM))
     kinds = []
 
-    class Looking(Same):
+    class Looking(dense.Identity):
         def forward(self, x):
             kinds.append(type(x))
             return x * np.array(2.0), None  # a matrix has another product
@@ -211,7 +202,7 @@ def test_masked_arrays_are_refused_on_every_rank(comm, where):
         targets = masked()
     else:
         inputs = [masked()[:4], masked()[4:]] if where == "list" else masked()
-    with Pipeline([Same()], one_f_one_b(comm.size, 2), comm, loss=nn.mean_squared_error) as pipeline:
+    with Pipeline([dense.Identity()], one_f_one_b(comm.size, 2), comm, loss=nn.mean_squared_error) as pipeline:
         with pytest.raises(ArgumentError, match="mask would be lost") as caught:
             pipeline.step(*placed(comm, inputs, targets))
         assert "filled" in caught.value.remedy
@@ -220,7 +211,7 @@ def test_masked_arrays_are_refused_on_every_rank(comm, where):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_masked_output_is_refused_by_the_sender_in_every_step(comm):
-    class Masking(Same):
+    class Masking(dense.Identity):
         calls = 0
 
         def forward(self, x):
@@ -239,6 +230,6 @@ def test_records_and_text_are_refused_by_the_sender(comm, kind):
     with pytest.raises(ArgumentError, match="records or text") as caught:
         check_sendable(array)
     assert str(array.dtype) in caught.value.found
-    with Pipeline([Same()], one_f_one_b(comm.size, 2), comm) as pipeline:
+    with Pipeline([dense.Identity()], one_f_one_b(comm.size, 2), comm) as pipeline:
         with pytest.raises(ArgumentError, match="records or text"):
             pipeline.forward(array if comm.rank == 0 else None)

@@ -219,16 +219,6 @@ def test_a_rank_that_leaves_the_optimizer_out(comm, odd):
     ends(comm, pipeline, act, "wait for each other|different calls", (MismatchError, PeerError))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_that_clips_at_once_while_others_begin(comm):
-    stages = [nn.Stage([nn.Linear(4, 4)], first=comm.rank)]
-    with pytest.raises((MismatchError, PeerError), match="different calls"):
-        if comm.rank == 0:
-            optim.clip_by_global_norm(stages, 1.0, comm)
-        else:
-            optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).wait()
-
-
 REPLICA_FAULTS = {
     "evaluate": ("different methods", lambda pipeline, mine: pipeline.evaluate(*mine)),
     "scale": ("scale", lambda pipeline, mine: pipeline.launch(*mine, scale=2.0)),

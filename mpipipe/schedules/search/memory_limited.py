@@ -175,7 +175,11 @@ class Annealing:
         self.schedule, self.random, self.limit = schedule, random, limit * (1 + 1e-9)
         self.whole, self.kept = sizes_per_stage(schedule, 1.0, kept_input)
         self.seconds, self.transfer = action_times(costs, schedule.stages), costs.per_stage("transfer", schedule.stages)
-        self.orders = [[half for action in order for half in _split(action)] for order in schedule.orders]
+        halves = (INPUT_GRAD, WEIGHT_GRAD)
+        self.orders = [
+            [action._replace(op=op) for action in order for op in (halves if action.op == BACKWARD else (action.op,))]
+            for order in schedule.orders
+        ]
         self.codes = [packed(order, schedule.microbatches) for order in self.orders]
         self.makespan = self._time_of(self.codes)
         single = (times for op, times in self.seconds.items() if op != BACKWARD)
@@ -229,9 +233,3 @@ class Annealing:
                     return None
         new.insert(target, action)
         return new
-
-
-def _split(action: Action) -> tuple[Action, ...]:
-    if action.op != BACKWARD:
-        return (action,)
-    return action._replace(op=INPUT_GRAD), action._replace(op=WEIGHT_GRAD)
