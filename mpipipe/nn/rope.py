@@ -250,7 +250,7 @@ class RopeTables:
         self._kept = lru_cache(maxsize=TABLES)(self._made)
 
     def of(self, positions: int | ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-        """Return the table whose i-th row turns the i-th row of the sequence: of these positions, or of so many first.
+        """Return the table whose i-th row turns the i-th row of the sequence: of these positions, or of the first ones.
 
         That of the first ones is a part of that of the next power of two. A table lives as long as a graph which is
         recorded now.
