@@ -94,15 +94,12 @@ class PackedAttend(Attend):
         self._microbatch = position.microbatch
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """As `Attend.forward`."""
         return self.inner.forward(q, k, v, segments=self.packing.of(self._microbatch))
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        """As `Attend.backward`."""
         return self.inner.backward(dout, saved)
 
     def backward_into(self, dout: Array, saved: Any, room: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """As `Attend.backward_into`."""
         return self.inner.backward_into(dout, saved, room)
 
     def with_window(self, window: int) -> PackedAttend:
@@ -112,7 +109,6 @@ class PackedAttend(Attend):
 
     @property
     def poll(self) -> Callable[[], object]:
-        """That of `inner`."""
         return self.inner.poll
 
     @poll.setter

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
@@ -15,6 +15,7 @@ from mpipipe.language.data import DataListing, Source, UserSource, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
 
+RATES = ("bits_per_byte", "validation_bits_per_byte")  # of training and validation
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
@@ -58,7 +59,8 @@ def open_data(
             seen = glance(found.files)
         if comm.rank == 0:
             tokenizer = find_tokenizer(found, config.tokenizer, model)
-    ratios = BytesPerToken() if source is None else BytesPerToken.of(source)
+    parts = () if source is None else zip(RATES, (source.train, source.validation))
+    ratios = {name: text.nbytes / len(text) for name, text in parts if text.nbytes}
     everyone = group.gather("train: the data", (seen, ratios))
     all_seen = [rank_seen for rank_seen, _ in everyone]
     others = [rank for rank, other in enumerate(all_seen) if other not in (None, all_seen[0])]
@@ -71,43 +73,33 @@ def open_data(
             "hosts have different Python versions",
         )
         raise_on_all(0, error, group)
-    known = next((of_rank for _, of_rank in everyone if of_rank.train is not None), ratios)
-    return source, TokenUnits(found.vocab, found.unit, known, tokenizer)
-
-
-class BytesPerToken(NamedTuple):
-    """Mean bytes of text of a token; None if they are not known."""
-
-    train: float | None = None
-    validation: float | None = None
-
-    @classmethod
-    def of(cls, source: Source) -> BytesPerToken:
-        """Return those of a source."""
-        pairs = [(text.nbytes, len(text)) for text in (source.train, source.validation)]
-        return cls(*(None if not nbytes else nbytes / count for nbytes, count in pairs))
+    known = next((of_rank for _, of_rank in everyone if RATES[0] in of_rank), ratios)
+    return source, TokenUnits(found.unit, known, tokenizer)
 
 
 @dataclass(frozen=True)
 class TokenUnits:
-    """What the tokens of a training are; `tokenizer` is on the rank that shows text, None for bytes and without one."""
+    """What the tokens of a training are; `tokenizer` is on the rank that shows text, None for bytes and without one.
 
-    vocab: int
+    `bytes_per_token` are means, where they are known, by the names that the rates have in a Record.
+    """
+
     unit: str
-    bytes_per_token: BytesPerToken
+    bytes_per_token: dict[str, float]
     tokenizer: Tokenizer | None = None
 
     def bits(self, loss: float | None, validation: float | None) -> dict[str, Any]:
-        """Return losses in nats per token as bits per byte of text, by the names that they have in a Record."""
-        parts = (("bits_per_byte", loss, self.bytes_per_token.train),
-                 ("validation_bits_per_byte", validation, self.bytes_per_token.validation))  # fmt: skip
+        """Return losses in nats per token as bits per byte of text."""
+        losses = dict(zip(RATES, (loss, validation)))
         return {
-            name: value / math.log(2) / ratio for name, value, ratio in parts if value is not None and ratio is not None
+            name: value / math.log(2) / ratio
+            for name, ratio in self.bytes_per_token.items()
+            if (value := losses[name]) is not None
         }
 
     def summary(self, record: Mapping[str, float]) -> str:
         """Return what the last line of a training says besides: of tokens, the validation in bits per byte."""
-        bits = record.get("validation_bits_per_byte")
+        bits = record.get(RATES[1])
         return "" if bits is None or self.unit == "bytes" else f" bits/byte={bits:.4f}"
 
     def text(self, ids: Sequence[int]) -> str:

@@ -99,7 +99,7 @@ def _train(
             task.load(stages, mesh)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
         make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-        reporter = _reporter(config, task, plan, mesh, device, make)
+        reporter = _reporter(config, task, plan, mesh, device, out, make)
         stack.enter_context(reporter)
         preemption = stack.enter_context(
             Preemption(
@@ -164,7 +164,7 @@ def make_reporter(
 
 
 def _reporter(
-    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, make: Callable[..., Reporter]
+    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, out: Path, make: Callable[..., Reporter]
 ) -> Reporter | NullReporter:
     """Make the reporter, on rank 0 by `make`, and write down what the training depends on; collective."""
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
@@ -173,7 +173,11 @@ def _reporter(
             return NullReporter()
         reporter = make(task.unit, surroundings["oversubscribed"])
         keys = provenance.resolved(config, task, plan, device, mesh.pipe.size)
-        provenance.describe(reporter, config, task, keys, surroundings)
+        try:
+            provenance.write(out, keys, surroundings, task.handed_over)
+        except OSError as error:
+            reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
+        reporter.open_sinks(config.metrics_to, keys)
         return reporter
 
 

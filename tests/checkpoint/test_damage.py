@@ -71,8 +71,11 @@ def facts_of(found):
     return replace(found, path=None)
 
 
-def check_refused_or_right(whole, folder, damage):
-    """Load a damaged copy beside a whole one: refused, with names, or all arrays are right."""
+@settings(max_examples=500 if harness.AT_LENGTH else 60)
+@given(damage=damages())
+def test_what_is_damaged_is_refused_with_names_and_what_is_taken_is_right(whole, tmp_path, damage):
+    """A damaged copy is loaded; a whole one is beside it."""
+    folder = tmp_path / "copy"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
     path = folder / "step-00000002"
@@ -94,19 +97,6 @@ def check_refused_or_right(whole, folder, damage):
 def check_right(whole, held):
     for name, array in right(whole)[1].items():
         np.testing.assert_array_equal(held[name], array, name)
-
-
-@settings(max_examples=60)
-@given(damage=damages())
-def test_what_is_damaged_is_refused_and_what_is_taken_is_right(whole, tmp_path, damage):
-    check_refused_or_right(whole, tmp_path / "copy", damage)
-
-
-@harness.only_at_length
-@settings(max_examples=500)
-@given(damage=damages())
-def test_what_is_damaged_is_refused_and_what_is_taken_is_right_more_often(whole, tmp_path, damage):
-    check_refused_or_right(whole, tmp_path / "copy", damage)
 
 
 def flipped(place):

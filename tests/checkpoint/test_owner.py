@@ -87,8 +87,19 @@ def taken(folder, own=None):
     return taking
 
 
+def record_in(folder):
+    return OwnerRecord.parse((folder / "owner.json").read_bytes())
+
+
 def token_in(folder):
-    return OwnerRecord.parse((folder / "owner.json").read_bytes()).token
+    return record_in(folder).token
+
+
+def wait_until(is_so):
+    stop = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < stop
+        time.sleep(0.01)
 
 
 def test_a_dead_owner_on_this_host_is_told_of_and_taken_over_at_once(tmp_path, capfd):
@@ -262,7 +273,7 @@ def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
     group = group_of(comm)
     owned = owner.take_folder(folder, group, failed)
     assert owner.owner_of(folder / "b") is owned and owner.owner_of(folder.parent) is None
-    assert OwnerRecord.parse((folder / "owner.json").read_bytes()).token == owned.token
+    assert token_in(folder) == owned.token
     shared = owner.share_folder(folder / "b", group, failed)
     assert shared is owned
     for _ in range(2):
@@ -301,19 +312,14 @@ def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, m
         owner, "write_over", lambda *arguments: (written.append(time.monotonic()), original(*arguments))
     )
     owned = owner.take_folder(mpi_tmp_path, group_of(comm), failed)
-    stop = time.monotonic() + 60
     if comm.rank == 0:
-        while len(written) < 3:
-            assert time.monotonic() < stop
-            time.sleep(0.01)
+        wait_until(lambda: len(written) >= 3)
         assert min(np.diff(written)) >= 0.19
-        assert int(OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes()).renewals) >= 2
+        assert int(record_in(mpi_tmp_path).renewals) >= 2
         (mpi_tmp_path / "owner.json").rename(mpi_tmp_path / "former")  # as by a job that takes over
         leave(mpi_tmp_path, record())
         seen = len(written)
-        while len(written) < seen + 2:
-            assert time.monotonic() < stop
-            time.sleep(0.01)
+        wait_until(lambda: len(written) >= seen + 2)
     comm.Barrier()
     assert token_in(mpi_tmp_path) == DEAD and (comm.rank == 0 or written == [])
     comm.Barrier()
@@ -327,12 +333,9 @@ def test_the_ranks_that_are_left_keep_the_folder(comm, mpi_tmp_path, monkeypatch
     group, last = group_of(comm), comm.size - 1
     owned = owner.take_folder(mpi_tmp_path, group, failed)
     owned.hand_on(group, last)
-    found = OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes())
+    found = record_in(mpi_tmp_path)
     assert found.token == owned.token and len(found.processes) == comm.size
-    stop = time.monotonic() + 60
-    while OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes()).renewals < f"{3:012d}":
-        assert time.monotonic() < stop
-        time.sleep(0.01)
+    wait_until(lambda: record_in(mpi_tmp_path).renewals >= f"{3:012d}")
     comm.Barrier()
     if comm.rank != last:
         owned.release()
@@ -359,6 +362,7 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
                 (theirs / f"part-{rank}.safetensors").write_text("theirs")
         comm.Barrier()
 
+    began, original = threading.Event(), tensor_files.crc32
     with Mesh(comm, pipe=comm.size) as mesh:
         stages, optimizer = trained(mesh)
         with pytest.raises(OwnerError, match="another job has taken the folder"):
@@ -368,13 +372,7 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
                 if when == "before":
                     lose()
                     saver.save(2)
-                began, original = threading.Event(), tensor_files.crc32
-
-                def crc32(*arguments):
-                    began.wait(60)
-                    return original(*arguments)
-
-                monkeypatch.setattr(tensor_files, "crc32", crc32)
+                monkeypatch.setattr(tensor_files, "crc32", lambda *some: (began.wait(60), original(*some))[1])
                 saver.save(2)
                 lose()
                 began.set()

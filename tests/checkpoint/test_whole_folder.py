@@ -15,10 +15,9 @@ from mpipipe.checkpoint import contents, tensor_files, whole_folder
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT, huggingface, weights
-from mpipipe.language.models.conversion import convert
 from mpipipe.language.models.huggingface.adapter import open_adapter, read_adapter, save_adapter
 from mpipipe.language.models.huggingface.families import expressed
-from mpipipe.language.models.model_folder import open_model
+from mpipipe.language.models.model_folder import convert, open_model
 
 MODEL = GPT(dim=8, layers=1, heads=2)
 LORA = nn.LoRA(2, 4.0, ["q_proj"])

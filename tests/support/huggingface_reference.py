@@ -11,7 +11,7 @@ from math import log, pi
 from types import SimpleNamespace
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from support.reference_rope import frequencies
 
@@ -215,3 +215,8 @@ def _angles(c, positions):
     )
     used, amplitude = frequencies(size, base, named)
     return positions[:, None] * used, amplitude
+
+
+def tensors_in(folder):
+    """All tensors in the files of a folder."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}

@@ -64,8 +64,11 @@ def sample(job):
     return job.stdout[job.stdout.index("--- sample") : job.stdout.rindex("---")]
 
 
-def check_kills(train, folder, kills, ranks, pipe):
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "pipe"), [(2, 1), (4, 2) if harness.AT_LENGTH else (2, 2)])
+def test_kills_change_nothing(train, tmp_path, ranks, pipe):
     """Kills in turn at a call, which may be one of the writer's, and at a time."""
+    folder, kills = tmp_path, 50 if harness.AT_LENGTH else 3
     steps = STEPS * kills
     right = train("whole", ranks, pipe, steps)
     assert right.returncode == 0, right.stderr
@@ -84,15 +87,3 @@ def check_kills(train, folder, kills, ranks, pipe):
     assert sample(job) == sample(right)
     left = [path.name for path in (folder / "killed").rglob("*") if "partial" in path.name or "marker" in path.name]
     assert left == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pipe", [1, 2])
-def test_three_kills_change_nothing(train, tmp_path, pipe):
-    check_kills(train, tmp_path, 3, 2, pipe)
-
-
-@harness.only_at_length
-@pytest.mark.parametrize(("ranks", "pipe"), [(2, 1), (4, 2)])
-def test_fifty_kills_change_nothing(train, tmp_path, ranks, pipe):
-    check_kills(train, tmp_path, 50, ranks, pipe)

@@ -230,18 +230,12 @@ def test_a_model_with_windows_and_a_scaling_goes_on(comm, config, cut_short):
     assert train(config(resume="auto"), architecture, comm).step == 6
 
 
-def damage_manifest(out):
-    path = out / "checkpoints" / "step-00000004" / "manifest.json"
-    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
-
-
-def damage_array(out):
-    path = out / "checkpoints" / "step-00000004" / "part-0.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
-
-
-def other_metrics(out):
-    (out / "metrics.jsonl").write_text("precious")
+MANIFEST, PART = ("checkpoints/step-00000004/" + name for name in ("manifest.json", "part-0.safetensors"))
+DAMAGE = {  # a file of a training, and what is done to its content
+    MANIFEST: lambda content: content.replace(b'"step": 4', b'"step": 5'),
+    PART: lambda content: content[:-1] + b"\x55",
+    "metrics.jsonl": lambda content: b"precious",
+}
 
 
 @pytest.mark.parametrize(
@@ -251,9 +245,9 @@ def other_metrics(out):
         (dict(resume="auto", steps=3), None, "past the end"),
         (dict(resume="no"), None, "not empty"),
         (dict(resume="absent"), None, "no checkpoint is here"),
-        (dict(resume="auto"), damage_manifest, "manifest of a checkpoint is damaged"),
-        (dict(resume="auto"), damage_array, "file of the checkpoint is damaged"),
-        (dict(resume="auto"), other_metrics, "metrics of a training to go on with cannot be used"),
+        (dict(resume="auto"), MANIFEST, "manifest of a checkpoint is damaged"),
+        (dict(resume="auto"), PART, "file of the checkpoint is damaged"),
+        (dict(resume="auto"), "metrics.jsonl", "metrics of a training to go on with cannot be used"),
         (dict(resume="checkpoint", out="elsewhere"), None, "not empty"),
         (dict(init="absent", out="new"), None, "no model is here"),
     ],
@@ -268,7 +262,8 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
         (mpi_tmp_path / "elsewhere").mkdir()
         (mpi_tmp_path / "elsewhere" / "mine").write_text("precious")
         if change is not None:
-            change(Path(first.out))
+            path = Path(first.out, change)
+            path.write_bytes(DAMAGE[change](path.read_bytes()))
     comm.Barrier()
     if keys.get("resume") == "checkpoint":
         keys = {**keys, "resume": str(checkpoint.newest(first.out))}
@@ -281,7 +276,7 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
     comm.Barrier()
     assert content(mpi_tmp_path) == before
     assert caught.value.remedy
-    if change in (damage_manifest, damage_array):
+    if change in (MANIFEST, PART):
         assert str(Path(first.out) / "checkpoints" / "step-00000002") in caught.value.remedy
 
 

@@ -61,8 +61,11 @@ def copy_of(run):
     return folder
 
 
-def check(run, name, damage):
-    folder = copy_of(run)
+@settings(max_examples=300 if harness.AT_LENGTH else 25)
+@given(damage=damages() | NONSENSE)
+def test_a_damaged_checkpoint_and_a_state_of_nonsense_are_refused_or_harmless(allow_seconds, run, damage):
+    allow_seconds(600)
+    (name, damage), folder = damage, copy_of(run)
     damage(folder / "checkpoints" / NEWEST)
     kept = [(folder / each).read_bytes() for each in KEPT]
     try:
@@ -76,20 +79,6 @@ def check(run, name, damage):
     assert record.step == 3
     if not name.startswith(SEALED):  # somebody who knows the format may say that the training was another one
         assert outcome(folder) == run[1], name
-
-
-@settings(max_examples=25)
-@given(damage=damages() | NONSENSE)
-def test_a_damaged_checkpoint_and_a_state_of_nonsense_are_refused_or_harmless(run, damage):
-    check(run, *damage)
-
-
-@harness.only_at_length
-@settings(max_examples=300)
-@given(damage=damages() | NONSENSE)
-def test_300_damaged_checkpoints_are_refused_or_harmless(allow_seconds, run, damage):
-    allow_seconds(600)
-    check(run, *damage)
 
 
 @settings(max_examples=10)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,10 +109,6 @@ def times(job):
     return named - killed, made - killed
 
 
-class Survived(SimpleNamespace):
-    """Behind which step a training went on, and the seconds of `times`."""
-
-
 def check_one_kill(train, folder, name, random):
     """Kill one rank at a random moment; all that is left is that of a run with the same sequence of meshes."""
     kill = [int(random.integers(RANKS)), int(random.integers(1, STEPS - 1)), int(random.integers(60))]
@@ -133,26 +128,17 @@ def check_one_kill(train, folder, name, random):
     print(
         f"rank {kill[0]} killed in step {kill[1]}: named after {named:.2f} s, went on behind {behind} in {made:.2f} s"
     )
-    return Survived(kill=kill, behind=behind, named=named, made=made)
-
-
-def check_kills(train, folder, count):
-    whole = train("whole", RANKS, flags=(), save_every=1)
-    assert whole.returncode == 0, whole.stderr
-    random = np.random.default_rng(count)
-    return [check_one_kill(train, folder, f"killed-{number}", random) for number in range(count)]
 
 
 @pytest.mark.long
 @has_ulfm
-def test_two_kills_lose_a_step_and_nothing_else(train, tmp_path):
-    check_kills(train, tmp_path, 2)
-
-
-@has_ulfm
-@harness.only_at_length
-def test_twenty_kills_lose_a_step_each_and_nothing_else(train, tmp_path):
-    check_kills(train, tmp_path, 20)
+def test_kills_lose_a_step_each_and_nothing_else(train, tmp_path):
+    count = 20 if harness.AT_LENGTH else 2
+    whole = train("whole", RANKS, flags=(), save_every=1)
+    assert whole.returncode == 0, whole.stderr
+    random = np.random.default_rng(count)
+    for number in range(count):
+        check_one_kill(train, tmp_path, f"killed-{number}", random)
 
 
 @has_ulfm

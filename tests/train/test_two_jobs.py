@@ -58,8 +58,12 @@ def outcome(run):
     return lines, contents, {path.name: path.read_bytes() for path in files}
 
 
-def check_pairs(start, folder, kinds):
+@pytest.mark.jobs
+@pytest.mark.long
+def test_one_job_at_a_time_trains_in_a_folder(start, tmp_path, allow_seconds):
     """Pairs of jobs in a folder of their own; in the end each folder is as after one undisturbed training."""
+    allow_seconds(3600 if harness.AT_LENGTH else 300)
+    folder, kinds = tmp_path, [KINDS[number % 3] for number in range(50 if harness.AT_LENGTH else 3)]
     right = start("right")
     assert ended(right) == 0, right.stderr
     expected = outcome(folder / "right")
@@ -94,20 +98,6 @@ def check_pairs(start, folder, kinds):
 
 def rank_of(env):
     return env.get("PMI_RANK") or env.get("OMPI_COMM_WORLD_RANK")
-
-
-@pytest.mark.jobs
-@pytest.mark.long
-def test_one_job_at_a_time_trains_in_a_folder(start, tmp_path, allow_seconds):
-    allow_seconds(300)
-    check_pairs(start, tmp_path, KINDS)
-
-
-@harness.only_at_length
-@pytest.mark.jobs
-def test_fifty_pairs_of_jobs_harm_no_training(start, tmp_path, allow_seconds):
-    allow_seconds(3600)
-    check_pairs(start, tmp_path, [KINDS[number % 3] for number in range(50)])
 
 
 @pytest.mark.jobs

@@ -53,7 +53,14 @@ class Tokenizer:
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     """Open the tokenizer in a folder, or a tokenizer.json; `end` ends a text in place of what the folder names."""
     path = path_of(folder)
-    kind = _library()
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise BackendError(
+            f"the library tokenizers cannot be imported: {error}",
+            expected="it, to read a tokenizer.json",
+            remedy=how_to_install("tokens"),
+        ) from error
     try:
         text = files.read_text(path, MOST_BYTES)
     except OSError as error:
@@ -63,7 +70,7 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     except UnicodeDecodeError as error:
         raise DataError(f"the tokenizer cannot be read: {error}", found=str(path), remedy=REMEDY) from error
     with library_errors(path, "the tokenizer cannot be read"):
-        library = kind.from_str(text)
+        library = Library.from_str(text)
         library.no_truncation()
         library.no_padding()
         vocab = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -100,18 +107,6 @@ def hash_of(folder: str | Path) -> str | None:
 
 def _hash(text: str) -> str:
     return blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _library() -> Any:
-    try:
-        from tokenizers import Tokenizer as kind
-    except ImportError as error:
-        raise BackendError(
-            f"the library tokenizers cannot be imported: {error}",
-            expected="it, to read a tokenizer.json",
-            remedy=how_to_install("tokens"),
-        ) from error
-    return kind
 
 
 def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -72,8 +72,7 @@ class WindowLosses(nn.HeadCrossEntropy):
     def __init__(self, stage: nn.Stage) -> None:
         super().__init__(stage)
         self._noted: list[tuple[int, int, Any]] = []  # (document, tokens, mean loss), in order
-        self._nats: dict[int, list[float]] = defaultdict(list)
-        self._tokens: dict[int, int] = defaultdict(int)
+        self._losses: dict[int, list[LossSum]] = defaultdict(list)
 
     def __call__(self, output: Array, target: Any, factor: float = 1.0) -> tuple[float, None]:
         """Note the losses of the windows of a micro-batch. The 0 that is returned is no loss."""
@@ -101,13 +100,12 @@ class WindowLosses(nn.HeadCrossEntropy):
                     expected="finite numbers",
                     remedy="take weights of a training whose loss is finite, or a wider dtype",
                 )
-            self._nats[document].append(mean * count)
-            self._tokens[document] += count
+            self._losses[document].append(LossSum(count, mean * count))
         self._noted.clear()
 
     def sums(self) -> dict[int, LossSum]:
         """Return the sum of each document."""
-        return {document: LossSum(self._tokens[document], math.fsum(nats)) for document, nats in self._nats.items()}
+        return {document: _total(losses) for document, losses in self._losses.items()}
 
 
 class Evaluator:
@@ -123,16 +121,14 @@ class Evaluator:
         self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
         self.positions = shard.layout.positions(shard.rank)
 
-    def run(self, tokens: Tokens | None, windows: Windows) -> Iterator[int]:
+    def run(self, tokens: Tokens, windows: Windows) -> Iterator[int]:
         """Evaluate all windows, the same on every rank; yield how many have been done after each call; collective."""
         group, at_once = group_of(self.mesh.comm), self.share * self.mesh.data.size
         for start in range(0, len(windows), at_once):
             stop = min(start + at_once, len(windows))
             own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
-            inputs, targets = None, None
             with group.raise_together("evaluate: reading the data"):
-                if tokens is not None:
-                    inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
+                inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
             self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
             with group.raise_together("evaluate: the losses"):
                 if self.losses is not None:

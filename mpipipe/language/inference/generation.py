@@ -233,7 +233,14 @@ def build_decoder(
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
-        check_positions(layers, capacity)
+        longest = longest_text(layers)
+        if longest is not None and capacity > longest:
+            raise ConfigError(
+                "the text would be longer than the model's learned positions",
+                found=f"{capacity:,} tokens in all",
+                expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at the end",
+                remedy="generate fewer tokens, or give a shorter prompt",
+            )
     with group.raise_together("generate: the stages"):
         stages = []
         for start, stop in plan.ranges_of(mesh.pipe.rank):
@@ -262,18 +269,6 @@ def longest_text(layers: Sequence[nn.Layer]) -> int | None:
     """Return how many tokens a text may have for learned positions, None for a model without; the last is not read."""
     tables = [layer.count for top in layers for _, layer in top.walk("") if isinstance(layer, nn.LearnedPositions)]
     return min(tables) + 1 if tables else None
-
-
-def check_positions(layers: Sequence[nn.Layer], capacity: int) -> None:
-    """Raise ConfigError if a text of `capacity` tokens passes a learned table."""
-    longest = longest_text(layers)
-    if longest is not None and capacity > longest:
-        raise ConfigError(
-            "the text would be longer than the model's learned positions",
-            found=f"{capacity:,} tokens in all",
-            expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at the end",
-            remedy="generate fewer tokens, or give a shorter prompt",
-        )
 
 
 def check_decoding(model: Model, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int], ranks: int) -> None:

@@ -27,7 +27,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import Model
-from mpipipe.language.models.huggingface.folder import Origin
+from mpipipe.language.models.huggingface.folder import Origin, count_not_finite
 from mpipipe.nn import FlatBuffer, announce_write
 from mpipipe.schedules import Schedule
 
@@ -208,8 +208,7 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
             expected=f"{expected}, as in {DESCRIPTION}",
             remedy=COPY_AGAIN,
         )
-    if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):  # NaN is both of them
-        count = values.size - np.count_nonzero(np.isfinite(values))
+    if count := count_not_finite(values):
         raise NonFiniteError(
             f"parameter {name} is not finite",
             found=f"{count} of {values.size} values are NaN or infinite in {file.path}",

@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from support.damage import flipped, on_bytes, on_json, on_tensors
 from support.saved_model import MODEL, cut
 from support.tolerance import close_norm
 from support.training_tolerance import path, roundings
@@ -121,67 +121,36 @@ def test_a_folder_that_cannot_be_made_is_refused_on_every_rank(comm, mpi_tmp_pat
         saved(comm, mpi_tmp_path / "file" / "weights", comm.size)
 
 
-def flipped(name):
-    """A function that changes one bit of the last byte of this file."""
-
-    def damage(folder):
-        content = bytearray((folder / name).read_bytes())
-        content[-1] ^= 1
-        (folder / name).write_bytes(content)
-
-    return damage
+ONE = "stage-0.safetensors"
 
 
-def edited(folder):
-    path = folder / "model.json"
-    path.write_text(path.read_text().replace('"rope_base": 10000.0', '"rope_base": 10001.0'))
-
-
-def of_another_training(folder):
-    path = folder / "stage-0.safetensors"
-    save_file({name: array + 1 for name, array in load_file(path).items()}, path)
-
-
-def in_float8(folder):
-    path = folder / "stage-0.safetensors"
-    save_file({name: array.astype(ml_dtypes.float8_e4m3fn) for name, array in load_file(path).items()}, path)
-
-
-def other_shape(folder):
-    path = folder / "stage-0.safetensors"
-    save_file({**load_file(path), "0.weight": np.zeros((3, 8), np.float32)}, path)
-
-
-def without_one(folder):
-    path = folder / "stage-0.safetensors"
-    save_file({name: array for name, array in load_file(path).items() if name != "0.weight"}, path)
-
-
-def half_of_it(folder):
-    path = folder / "stage-0.safetensors"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def described_as(text):
+    return lambda folder: (folder / "model.json").write_text(text)
 
 
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (other_shape, r"0\.weight does not fit the model\s+found: float32\[3, 8\].*\s+expected: float32\[256, 8\]"),
-        (without_one, r"have no parameter 0\.weight"),
-        (half_of_it, "a file of weights is damaged: it has .* is cut short"),
-        (flipped("stage-0.safetensors"), r"parameter \S+ is damaged"),
-        (of_another_training, r"parameter 0\.weight is damaged.*\s+found: checksum \w{8} in .*stage-0.safetensors"),
-        (edited, r"description is damaged"),
-        (in_float8, "a file of weights is damaged: '0.weight' has the dtype 'F8_E4M3', which is none of"),
-        (lambda folder: (folder / "stage-0.safetensors").unlink(), "cannot be read"),
+        (on_tensors(ONE, lambda tensors: tensors.update({"0.weight": np.zeros((3, 8), np.float32)})),
+         r"0\.weight does not fit the model\s+found: float32\[3, 8\].*\s+expected: float32\[256, 8\]"),
+        (on_tensors(ONE, lambda tensors: tensors.pop("0.weight")), r"have no parameter 0\.weight"),
+        (on_bytes(ONE, lambda content: content[: len(content) // 2]),
+         "a file of weights is damaged: it has .* is cut short"),
+        (on_bytes(ONE, flipped(-1)), r"parameter \S+ is damaged"),
+        (on_tensors(ONE, lambda tensors: tensors.update({name: array + 1 for name, array in tensors.items()})),
+         r"parameter 0\.weight is damaged.*\s+found: checksum \w{8} in .*stage-0.safetensors"),
+        (on_json("model.json", lambda facts: facts["model"].update(rope_base=10001.0)), r"description is damaged"),
+        (on_tensors(ONE, lambda tensors: tensors.update(
+            {name: array.astype(ml_dtypes.float8_e4m3fn) for name, array in tensors.items()})),
+         "a file of weights is damaged: '0.weight' has the dtype 'F8_E4M3', which is none of"),
+        (lambda folder: (folder / ONE).unlink(), "cannot be read"),
         (lambda folder: (folder / "model.json").unlink(), "no weights"),
-        (lambda folder: (folder / "model.json").write_text("{"), "description cannot be read"),
-        (lambda folder: (folder / "model.json").write_text("[]"), "description cannot be read"),
-        (lambda folder: (folder / "model.json").write_text('{"model": {}}'), "description cannot be read"),
-        (lambda folder: (folder / "model.json").write_text(
-            json.dumps({"model": 1, "dtype": "float32", "stages": 1})), "description is wrong"),
-        (lambda folder: (folder / "model.json").write_text(
-            json.dumps({"model": {}, "dtype": "float32", "stages": 1, "checksums": {}})), "checksums of the"),
-        (lambda folder: (folder / "model.json").write_text("[" * 100_000), "description cannot be read"),
+        (described_as("{"), "description cannot be read"),
+        (described_as("[]"), "description cannot be read"),
+        (described_as('{"model": {}}'), "description cannot be read"),
+        (described_as('{"model": 1, "dtype": "float32", "stages": 1}'), "description is wrong"),
+        (described_as('{"model": {}, "dtype": "float32", "stages": 1, "checksums": {}}'), "checksums of the"),
+        (described_as("[" * 100_000), "description cannot be read"),
     ],
 )  # fmt: skip
 def test_damaged_weights_are_refused(comm, mpi_tmp_path, damage, match):
@@ -219,7 +188,7 @@ def test_a_file_that_cannot_be_read_any_more_is_the_one_that_is_named(comm, mpi_
 def test_a_flipped_bit_in_a_part_that_is_not_loaded_is_no_matter(comm, mpi_tmp_path):
     saved(comm, mpi_tmp_path, 1)
     if comm.rank == 0:
-        flipped("stage-0.safetensors")(Path(mpi_tmp_path))
+        on_bytes(ONE, flipped(-1))(mpi_tmp_path)
     comm.Barrier()
     weights.load(mpi_tmp_path, cut(4, [0]))  # each rank looks at what it reads
 

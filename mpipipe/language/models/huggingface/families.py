@@ -64,8 +64,8 @@ def _decoder(options: Options, *required: str) -> dict[str, Any]:
     }
 
 
-def _decoder_options(model: GPT) -> dict[str, Any]:
-    """Return what all families but GPT-2 write."""
+def _decoder_options(model: GPT, **more: Any) -> dict[str, Any]:
+    """Return what all families but GPT-2 write, and more."""
     names = {"original_positions": ORIGINAL, "kind": "rope_type"}
     scaling: Any = model.rope_scaling
     return {
@@ -76,6 +76,7 @@ def _decoder_options(model: GPT) -> dict[str, Any]:
         THETA: model.rope_base,
         SCALING: scaling
         and {names.get(name, name): value for name, value in asdict(scaling).items() if value is not None},
+        **more,
     }
 
 
@@ -85,17 +86,9 @@ def _read_llama(options: Options) -> dict[str, Any]:
     return {**_decoder(options), "qkv_bias": bias, "out_bias": bias, "feed_forward_bias": mlp_bias}
 
 
-def _write_llama(model: GPT) -> dict[str, Any]:
-    return {**_decoder_options(model), "attention_bias": model.qkv_bias, "mlp_bias": model.feed_forward_bias}
-
-
 def _read_mistral(options: Options) -> dict[str, Any]:
     common, window = _decoder(options, "num_key_value_heads"), _window(options)
     return {**common, "windows": None if window is None else (window,) * common["layers"]}
-
-
-def _write_mistral(model: GPT) -> dict[str, Any]:
-    return {**_decoder_options(model), "sliding_window": (model.windows or (None,))[0]}
 
 
 def _read_qwen2(options: Options) -> dict[str, Any]:
@@ -106,18 +99,10 @@ def _read_qwen2(options: Options) -> dict[str, Any]:
     return {**common, "qkv_bias": True, "windows": read_layer_windows(options, common["layers"])}
 
 
-def _write_qwen2(model: GPT) -> dict[str, Any]:
-    return {**_decoder_options(model), **layer_window_options(model.windows)}
-
-
 def _read_qwen3(options: Options) -> dict[str, Any]:
     bias, common = options.flag("attention_bias", False), _decoder(options, "num_key_value_heads", "head_dim")
     windows = read_layer_windows(options, common["layers"])
     return {**common, "qk_norm": True, "qkv_bias": bias, "out_bias": bias, "windows": windows}
-
-
-def _write_qwen3(model: GPT) -> dict[str, Any]:
-    return {**_write_qwen2(model), "attention_bias": model.qkv_bias}
 
 
 def _read_gpt2(options: Options) -> dict[str, Any]:
@@ -150,15 +135,24 @@ _ROTARY_BUFFERS = (".rotary_emb.inv_freq",)
 _MASKS = (".attn.bias", ".attn.masked_bias")
 # In this order a model that several families can express is written as the first of them.
 FAMILIES = {
-    family.name: family
-    for family in (
-        Family("llama", "LlamaForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_llama, _write_llama),
-        Family("mistral", "MistralForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_mistral, _write_mistral),
-        Family("qwen2", "Qwen2ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen2, _write_qwen2),
-        Family("qwen3", "Qwen3ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen3, _write_qwen3),
-        Family("gpt2", "GPT2LMHeadModel", "transformer.", names.GPT2, _MASKS, _read_gpt2, _write_gpt2),
-    )
-}
+    "llama": Family(
+        "llama", "LlamaForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_llama,
+        lambda model: _decoder_options(model, attention_bias=model.qkv_bias, mlp_bias=model.feed_forward_bias),
+    ),
+    "mistral": Family(
+        "mistral", "MistralForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_mistral,
+        lambda model: _decoder_options(model, sliding_window=(model.windows or (None,))[0]),
+    ),
+    "qwen2": Family(
+        "qwen2", "Qwen2ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen2,
+        lambda model: _decoder_options(model, **layer_window_options(model.windows)),
+    ),
+    "qwen3": Family(
+        "qwen3", "Qwen3ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen3,
+        lambda model: _decoder_options(model, **layer_window_options(model.windows), attention_bias=model.qkv_bias),
+    ),
+    "gpt2": Family("gpt2", "GPT2LMHeadModel", "transformer.", names.GPT2, _MASKS, _read_gpt2, _write_gpt2),
+}  # fmt: skip
 
 
 def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str, Any]]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpipipe import files
 from mpipipe.checkpoint import TensorFile, open_tensors
 from mpipipe.errors import ArgumentError, ConfigError
@@ -172,6 +174,13 @@ def _known(
 def opened(path: Path) -> AbstractContextManager[TensorFile]:
     """Open a file of tensors; errors within become ArgumentError with its name."""
     return open_tensors(path, "a file of the model folder", "the safetensors format", COPY_AGAIN)
+
+
+def count_not_finite(values: np.ndarray) -> int:
+    """Return how many values are NaN or infinite. NaN is both the least and the largest, so finite ones pass fast."""
+    if not values.size or (np.isfinite(values.min()) and np.isfinite(values.max())):
+        return 0
+    return int(np.count_nonzero(~np.isfinite(values)))
 
 
 # -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is

@@ -23,14 +23,8 @@ REMEDY = (
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object. Raises ConfigError, which names the file, where it is missing or is none."""
     try:
-        found = json.loads(files.read_text(path, MOST_BYTES))
-    except OSError as error:
-        raise ConfigError(
-            f"{path.name} of a model folder cannot be read: {error.strerror}",
-            found=str(path),
-            expected=files.REGULAR,
-            remedy=remedy,
-        ) from error
+        with files.reading(f"{path.name} of a model folder", path, ConfigError, remedy=remedy):
+            found = json.loads(files.read_text(path, MOST_BYTES))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path.name} of a model folder is no JSON: {error}"[:300], found=str(path)) from error
     if not isinstance(found, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, opened
+from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, count_not_finite, opened
 from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
 
 PIECE_BYTES = 1 << 20  # of a tensor that are read at once: they are still in the cache when they are converted
@@ -112,10 +112,10 @@ def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarr
         )
     views = [view(part.tensor, array, folder.model) for array in ours]
     for first, stop, piece in _pieces(file, name, views[0].shape):
-        if not _is_finite(piece):
+        if count := count_not_finite(piece):
             raise NonFiniteError(
                 f"the tensor {name} is not finite",
-                found=f"{np.count_nonzero(~np.isfinite(piece))} values that are NaN or infinite in {file.path}",
+                found=f"{count} values that are NaN or infinite in {file.path}",
                 expected="finite numbers",
                 remedy=COPY_AGAIN,
             )
@@ -173,9 +173,3 @@ def _compare_head(folder: Folder, embedding: np.ndarray) -> int:
                 remedy="set tie_word_embeddings to false in config.json if the model was trained so",
             )
         return file.bytes_read
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    """Whether all are finite: NaN is both the least and the largest."""
-    bounds: Iterable[np.ndarray] = (values.min(), values.max())
-    return all(np.isfinite(bound) for bound in bounds)

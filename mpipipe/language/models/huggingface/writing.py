@@ -25,7 +25,7 @@ from mpipipe.even_split import consecutive_bins
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
-from mpipipe.language.models.huggingface.folder import INDEX, Origin
+from mpipipe.language.models.huggingface.folder import INDEX, Origin, count_not_finite
 from mpipipe.language.models.huggingface.names import Part, parts_of, shape_of, view
 from mpipipe.language.models.huggingface.options import CONFIG
 
@@ -224,10 +224,10 @@ def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarr
     with np.errstate(over="ignore"):
         values = np.ascontiguousarray(view(part.tensor, host, model), dtype=dtype)
     wide = values.astype(np.float32) if arrays.is_half(dtype) else values
-    if wide.size and not (np.isfinite(wide.min()) and np.isfinite(wide.max())):  # NaN is both of them
+    if count := count_not_finite(wide):
         raise NonFiniteError(
             f"parameter {part.ours} cannot be written as {dtype.name}",
-            found=f"{np.count_nonzero(~np.isfinite(wide))} values that are NaN or infinite, or too large for it",
+            found=f"{count} values that are NaN or infinite, or too large for it",
             expected="finite numbers",
             remedy="choose bfloat16 or float32 if they are too large for float16",
         )

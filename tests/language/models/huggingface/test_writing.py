@@ -19,8 +19,7 @@ from mpipipe import Mesh, checkpoint, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError, StorageError
 from mpipipe.language.models import GPT, huggingface
-from mpipipe.language.models.conversion import convert
-from mpipipe.language.models.model_folder import open_model
+from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.language.models.weights import own_arrays
 
 CHANGES = {
@@ -51,16 +50,12 @@ def own_stages(model, mesh, chunks=1):
     return [nn.Stage(layers[start:stop], "float64", first=start) for start, stop in spans]
 
 
-def all_tensors(folder):
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
 def check_index(folder):
     """The index names the file of each tensor, and the files have nothing else."""
     facts = json.loads((folder / "model.safetensors.index.json").read_text())
     for path in folder.glob("*.safetensors"):
         assert set(load_file(path)) == {name for name, file in facts["weight_map"].items() if file == path.name}
-    assert facts["metadata"]["total_size"] == sum(tensor.nbytes for tensor in all_tensors(folder).values())
+    assert facts["metadata"]["total_size"] == sum(tensor.nbytes for tensor in theirs.tensors_in(folder).values())
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -76,7 +71,7 @@ def test_ranks_read_their_layers_and_write_them_as_they_were(comm, mpi_tmp_path,
         found.load(stages, mesh)
         origin = huggingface.Origin.of(source)
         huggingface.save(target, found.model, own_arrays(stages), mesh, dtype="float64", origin=origin, most=4000)
-    expected, written = all_tensors(source), all_tensors(target)
+    expected, written = theirs.tensors_in(source), theirs.tensors_in(target)
     assert set(written) == set(expected)
     for name, tensor in expected.items():
         np.testing.assert_array_equal(written[name], tensor, err_msg=name)
@@ -97,7 +92,7 @@ def test_one_process_converts_there_and_back_without_a_change(tmp_path, family):
     assert "weights in float64" in said and len(list((tmp_path / "ours").glob("stage-*"))) > 2
     said = convert(tmp_path / "ours", tmp_path / "back", most=6000)
     assert f"{config['architectures'][0]} in float64" in said
-    written = all_tensors(tmp_path / "back")
+    written = theirs.tensors_in(tmp_path / "back")
     assert set(written) == set(tensors)
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(written[name], tensor, err_msg=name)
@@ -201,7 +196,7 @@ def test_a_checkpoint_is_converted(comm, mpi_tmp_path):
     parameters = {name: array for part in everywhere for name, array in part.items()}
     if comm.rank == 0:
         convert(Path(mpi_tmp_path, "run"), Path(mpi_tmp_path, "target"))
-        written = all_tensors(Path(mpi_tmp_path, "target"))
+        written = theirs.tensors_in(Path(mpi_tmp_path, "target"))
         np.testing.assert_array_equal(written["model.embed_tokens.weight"], parameters["0.weight"])
         np.testing.assert_array_equal(
             written["model.layers.1.mlp.up_proj.weight"], parameters["4.layer.1.gate_up"][12:]
