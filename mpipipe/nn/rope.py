@@ -249,18 +249,17 @@ class RopeTables:
         self.make, self.dtype, self.device = make, dtype, device
         self._kept = lru_cache(maxsize=TABLES)(self._made)
 
-    def of(self, positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-        """Return the table of any positions: its i-th row turns the i-th row of the sequence."""
-        return self._held(np.ascontiguousarray(positions, np.int64).tobytes(), head_dim, base, scaling)
+    def of(self, positions: int | ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
+        """Return the table whose i-th row turns the i-th row of the sequence: of these positions, or of so many first.
 
-    def first(self, seq: int, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-        """Return the table of the positions 0 ... seq - 1, a part of that of the next power of two."""
-        length = 1 << max(seq - 1, 0).bit_length()
-        return self._held(length, head_dim, base, scaling)[:seq]
-
-    def _held(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
-        """Return a table that is kept, and that lives as long as a graph which is recorded now."""
-        return arrays.keep_for_graph(self._kept(positions, head_dim, base, scaling))
+        That of the first ones is a part of that of the next power of two. A table lives as long as a graph which is
+        recorded now.
+        """
+        if isinstance(positions, int):
+            length = 1 << max(positions - 1, 0).bit_length()
+            return arrays.keep_for_graph(self._kept(length, head_dim, base, scaling))[:positions]
+        known = np.ascontiguousarray(positions, np.int64).tobytes()
+        return arrays.keep_for_graph(self._kept(known, head_dim, base, scaling))
 
     def _made(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
         """Make the table of the first positions, or of those whose int64 values these bytes are."""

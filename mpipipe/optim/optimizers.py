@@ -21,13 +21,16 @@ State: TypeAlias = dict[str, Array]  # of a stage, by kind
 
 
 class FlatOptimizer:
-    """What the optimizers here have in common: state buffers laid out as the parameters, and steps piece by piece."""
+    """State buffers that are laid out as the parameters, and steps piece by piece."""
 
     def __init__(
         self, stages: Sequence[Any], lr: float, weight_decay: float, groups: Sequence[Group], kinds: Sequence[str]
     ):
         self.stages, self.lr, self.weight_decay = tuple(stages), lr, weight_decay
-        self._updated, self.groups = _checked_stages(self.stages), _checked_groups(groups)
+        self._updated, self.groups = _checked_stages(self.stages), tuple(groups)
+        strange = [type(group).__name__ for group in self.groups if not isinstance(group, Group)]
+        if strange:
+            raise ArgumentError("groups of an optimizer", found=", ".join(strange), expected="a list of optim.Group")
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
@@ -57,15 +60,10 @@ class FlatOptimizer:
         for stage, state in zip(self._updated, self.state):
             parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
             for at, factor, decay, ranges in pieces(stage, self.groups):  # a pipeline may have shortened the parameters
-                self._update(
-                    stage.kernels,
-                    parameters[at],
-                    gradients[at],
-                    {kind: buffer[at] for kind, buffer in state.items()},
-                    rate * factor,
-                    self.weight_decay if decay is None else decay,
-                    Update(scale, ranges, None if copy is None else copy[at]),
-                )
+                own = {kind: buffer[at] for kind, buffer in state.items()}
+                decay = self.weight_decay if decay is None else decay
+                update = Update(scale, ranges, None if copy is None else copy[at])
+                self._update(stage.kernels, parameters[at], gradients[at], own, rate * factor, decay, update)
 
     def _update(
         self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
@@ -273,14 +271,6 @@ class GroupPiece(NamedTuple):
     ranges: list[tuple[int, int, bool]] | None  # (start, stop, decay)
 
 
-def _checked_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Return groups as a tuple; raises ArgumentError for anything else in it."""
-    strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
-    if strange:
-        raise ArgumentError("groups of an optimizer", found=", ".join(strange), expected="a list of optim.Group")
-    return tuple(groups)
-
-
 def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
     """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what is before them."""
     size = stage.parameters.flat.size
@@ -294,15 +284,11 @@ def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
         group = next((g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])), Group("*"))
         if 0 not in shape and cuts[-1][1:] != (group.lr, group.weight_decay):
             cuts = [cut for cut in cuts if cut[0] != start] + [(start, group.lr, group.weight_decay)]
-    stops = [*(start for start, _, _ in cuts[1:]), size]
-    return [
-        GroupPiece(slice(start, stop), lr, decay, _within(stage.decay_ranges, start, stop) if decay is None else None)
-        for (start, lr, decay), stop in zip(cuts, stops)
-    ]
-
-
-def _within(ranges: Sequence[tuple[int, int, bool]], start: int, stop: int) -> list[tuple[int, int, bool]]:
-    return [(max(a, start) - start, min(b, stop) - start, decay) for a, b, decay in ranges if a < stop and b > start]
+    found, all_ranges = [], stage.decay_ranges
+    for (start, lr, decay), stop in zip(cuts, [*(start for start, _, _ in cuts[1:]), size]):
+        ranges = [(max(a, start) - start, min(b, stop) - start, c) for a, b, c in all_ranges if a < stop and b > start]
+        found.append(GroupPiece(slice(start, stop), lr, decay, ranges if decay is None else None))
+    return found
 
 
 # -- The state of an optimizer by the names of the parameters that it belongs to --------------------------------------

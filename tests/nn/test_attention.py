@@ -129,10 +129,10 @@ def test_gains_begin_as_ones_and_biases_as_zeros_without_decay():
 def test_default_positions_are_the_first_ones_for_every_length():
     tables = RopeTables(any_dtype.rope_table, np.dtype("float64"), "cpu")
     for seq in (1, 2, 3, 64, 65):
-        table = tables.first(seq, 8, 10000.0)
+        table = tables.of(seq, 8, 10000.0)
         np.testing.assert_array_equal(table, any_dtype.rope_table(np.arange(seq), 8, 10000.0, np.dtype("float64")))
         np.testing.assert_array_equal(table, tables.of(range(seq), 8, 10000.0))
-    assert tables.first(33, 8, 10000.0).base is tables.first(64, 8, 10000.0).base
+    assert tables.of(33, 8, 10000.0).base is tables.of(64, 8, 10000.0).base
 
 
 def test_positions_have_gradients_and_a_wrong_shape_is_named():

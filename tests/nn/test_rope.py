@@ -33,9 +33,9 @@ def test_equal_positions_share_one_table():
     assert kept.of([1, 2], 4, 10.0) is kept.of(np.array([1, 2], np.int32), 4, 10.0)
     assert kept.of([1, 2], 4, 10.0) is not kept.of([1, 2], 4, 20.0)
     assert kept.of([1, 2], 4, 10.0) is not kept.of([2, 1], 4, 10.0)
-    both = [kept.first(5, 4, 10.0, scaling) for scaling in (None, nn.LinearScaling(2.5), nn.LinearScaling(2.5))]
+    both = [kept.of(5, 4, 10.0, scaling) for scaling in (None, nn.LinearScaling(2.5), nn.LinearScaling(2.5))]
     assert both[0].base is not both[1].base is both[2].base
-    assert len({kept.first(5, 8, 1e6, scaling).tobytes() for scaling in (None, *SCALINGS)}) == 1 + len(SCALINGS)
+    assert len({kept.of(5, 8, 1e6, scaling).tobytes() for scaling in (None, *SCALINGS)}) == 1 + len(SCALINGS)
 
 
 def test_tables_that_were_not_used_for_long_are_dropped():
@@ -51,7 +51,7 @@ def test_tables_that_were_not_used_for_long_are_dropped():
 
 def test_a_table_cannot_be_written():
     with pytest.raises(ValueError, match="read-only"):
-        tables().first(4, 4, 10.0)[...] = 0
+        tables().of(4, 4, 10.0)[...] = 0
 
 
 # -- Scalings of rotary frequencies against the formulas written out pair by pair, and numbers that make no sense -----

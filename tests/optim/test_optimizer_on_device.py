@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.gradients import contents, fill
+from support.gradients import contents, fill, watched
 
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, NonFiniteError
@@ -118,15 +118,7 @@ def test_the_host_asks_for_the_step_before_it_knows_the_norm(gpu, name, dtype):
         pytest.skip("needs the counters of the emulated device")
     stages = made(dtype)
     optimizer = OPTIMIZERS[name](stages)
-    waits = []
-    make = optimizer.step
-
-    def step(**numbers):
-        waits.append(list(gpu.synchronisations))
-        make(**numbers)
-        waits.append(list(gpu.synchronisations))
-
-    optimizer.step = step
+    waits = watched(optimizer, gpu)
     for stage in stages:
         stage.optimizer_writes_compute()
     optim.gradient_norm(stages)  # uploads its tables once

@@ -157,7 +157,7 @@ def test_tables_that_graphs_use_live_as_long_as_they_do(gpu, comm, monkeypatch):
     def between(pipeline, step):
         for stage in stages:
             for length in range(17):
-                stage.tables.first(1 << length, 4, 10000.0 + step)
+                stage.tables.of(1 << length, 4, 10000.0 + step)
         gc.collect()
 
     schedule = gpipe(comm.size, 4)

@@ -49,16 +49,9 @@ class SelfAttention(Layer):
     qkv_bias, out_bias : bool
         Whether there are parameters `qkv_bias` ((heads + 2 kv_heads) head_dim,) and `out_bias` (dim,), of zeros at the
         start.
-    qk_norm : bool
-        Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is turned; the parameters
-        `q_norm` and `k_norm`, (head_dim,), are the gains.
-    eps : float
-        Epsilon of these norms.
-
-    Raises
-    ------
-    ArgumentError
-        The sizes do not fit, or there is no `attend`.
+    qk_norm, eps : bool, float
+        Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is turned, and the epsilon
+        of these norms; the parameters `q_norm` and `k_norm`, (head_dim,), are their gains.
 
     Examples
     --------
@@ -183,9 +176,8 @@ class SelfAttention(Layer):
         table = self._rope_table(dy.shape[1])
         parts: list[Array] = []
         if self.q_norm is not None:
-            of_queries = self._normalise_backward(turned_dq, dq, plain[0], self.q_norm, table)
-            of_keys = self._normalise_backward(turned_dk, dk, plain[1], self.k_norm, table)
-            parts = [of_queries, of_keys]
+            several = (turned_dq, dq, plain[0], self.q_norm), (turned_dk, dk, plain[1], self.k_norm)
+            parts = [self._normalise_backward(*of_one, table) for of_one in several]
         elif turned_dq is dq:
             queries_and_keys = dqkv[:, :, : self.heads + self.kv_heads]
             self._turn(queries_and_keys, table, queries_and_keys, inverse=True)
@@ -249,7 +241,6 @@ class SelfAttention(Layer):
         positions = self.positions
         if positions is None:
             positions = self._attend.positions(seq)
-        tables = self.stage.tables
-        if positions is None:
-            return tables.first(seq, self.head_dim, self.rope_base, self.rope_scaling)
-        return tables.of(positions, self.head_dim, self.rope_base, self.rope_scaling)
+        return self.stage.tables.of(
+            seq if positions is None else positions, self.head_dim, self.rope_base, self.rope_scaling
+        )

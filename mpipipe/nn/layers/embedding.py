@@ -68,9 +68,6 @@ class Embedding(Layer):
         self._add("weight", kernels.embed_backward, dy if self.scale == 1 else kernels.scale(dy, self.scale), x)
 
 
-# -- Learned positions: a table of vectors, one for each place in a sequence ------------------------------------------
-
-
 NUMBERS = 16  # arrays of row numbers that a layer keeps at most, each for its own positions
 
 
@@ -93,15 +90,6 @@ class LearnedPositions(Layer):
     ------
     ArgumentError
         In `forward`: x has another shape, or a position has no row.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.LearnedPositions(16, 8)])
-    >>> y, saved = stage.forward(np.zeros((2, 5, 8), np.float32))
-    >>> bool((y[1] == stage.parameters["0.weight"][:5]).all())
-    True
     """
 
     takes_integers = False
@@ -168,9 +156,6 @@ class LearnedPositions(Layer):
             )
         whole = np.ascontiguousarray(np.broadcast_to(numbers, (batch, numbers.size)))
         return arrays.upload(whole) if self.stage.device == "cuda" else whole
-
-
-# -- The head of a language model: the product that makes logits, which a loss can take over --------------------------
 
 
 class Head(Linear):

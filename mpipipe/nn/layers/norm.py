@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ class _Norm(Layer):
     takes_integers = False
 
     gain: np.ndarray
+    _backward: attrgetter[Callable[..., tuple[Array, ...]]]  # takes the kernel of the backward from the stage's
 
     def __init__(self, dim: int, eps: float):
         check_positive(dim=dim)
@@ -36,7 +39,8 @@ class _Norm(Layer):
         return x if more is None else total.reshape(x.shape), y.reshape(x.shape), None, (total, scale)
 
     def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
-        dx, *parts = self._normalise_backward(rows(dy), *saved, self.gain, None if more is None else rows(more))
+        (x, scale), backward = saved, self._backward(self.stage.kernels)
+        dx, *parts = backward(rows(dy), x, scale, self.gain, None if more is None else rows(more))
         return dx.reshape(dy.shape), parts
 
     def backward_weight(self, pending: Any) -> None:
@@ -44,9 +48,6 @@ class _Norm(Layer):
             self._add(key, self.stage.kernels.add_parts, parts)
 
     def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
-        raise NotImplementedError
-
-    def _normalise_backward(self, *given: Any) -> tuple[Array, ...]:
         raise NotImplementedError
 
 
@@ -73,6 +74,7 @@ class RMSNorm(_Norm):
     """
 
     recordable = True
+    _backward = attrgetter("rms_norm_backward")
     _forward_unadded = _Norm._forward_unadded  # which subclasses do not inherit: see layer.forward_unadded
 
     def __init__(self, dim: int, eps: float = 1e-6):
@@ -80,9 +82,6 @@ class RMSNorm(_Norm):
 
     def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
         return self.stage.kernels.rms_norm(x, self.gain, self.eps, more)
-
-    def _normalise_backward(self, *given: Any) -> tuple[Array, ...]:
-        return self.stage.kernels.rms_norm_backward(*given)
 
 
 class LayerNorm(_Norm):
@@ -99,6 +98,7 @@ class LayerNorm(_Norm):
 
     recordable = True
     freezes_parts = True
+    _backward = attrgetter("layer_norm_backward")
     _forward_unadded = _Norm._forward_unadded
 
     bias: np.ndarray
@@ -109,9 +109,6 @@ class LayerNorm(_Norm):
 
     def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
         return self.stage.kernels.layer_norm(x, self.gain, self.bias, self.eps, more)
-
-    def _normalise_backward(self, *given: Any) -> tuple[Array, ...]:
-        return self.stage.kernels.layer_norm_backward(*given)
 
 
 # -- Dropout whose masks do not depend on where or how often they are drawn -------------------------------------------
