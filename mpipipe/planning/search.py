@@ -259,18 +259,15 @@ def _refined(profile: Profile, space: Space, plan: Plan, memory_limit: int | Non
     """Move layers between neighbouring stages, as long as that makes the step faster."""
     if "partition" in space.fixed:
         return plan
-    left, improved = MOVES, True
-    while improved and left > 0:
-        improved = False
-        for partition in _neighbours(plan.choice.partition):
-            left -= 1
-            other = _predicted(profile, space, replace(plan.choice, partition=partition))
-            keeps = other is not None and (memory_limit is None or other.prediction.peak <= memory_limit)
-            if other is not None and keeps and other.prediction.seconds < plan.prediction.seconds:
-                plan, improved = other, True
-                break
-            if left <= 0:
-                break
+    partitions = _neighbours(plan.choice.partition)
+    for _ in range(MOVES):
+        partition = next(partitions, None)
+        if partition is None:
+            break
+        other = _predicted(profile, space, replace(plan.choice, partition=partition))
+        keeps = other is not None and (memory_limit is None or other.prediction.peak <= memory_limit)
+        if other is not None and keeps and other.prediction.seconds < plan.prediction.seconds:
+            plan, partitions = other, _neighbours(partition)
     return plan
 
 

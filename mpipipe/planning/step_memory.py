@@ -407,39 +407,30 @@ def peak_of_step(
     best = StepBytes(0, 0, 0)
     activations, local, leased, buffers, leaving = 0.0, 0.0, 0, 0, 0.0
     for stage, op, microbatch in schedule.orders[rank]:
-        own = stages[stage]
-        again = (stage, microbatch) in schedule.recomputed
-        trained = schedule.has_backward(stage)
-        receives = _receives(schedule, rank, stage, op)
-        if receives:
+        own, trained = stages[stage], schedule.has_backward(stage)
+        from_here = stage > 0 and placement[stage - 1] == rank
+        from_away, to_away = stage > 0 and not from_here, stage < last and placement[stage + 1] != rank
+        if _receives(schedule, rank, stage, op):
             buffers = max(buffers, leased + min(window, waiting))
             waiting -= 1
             leased += 1
-        elif op == "F" and stage and placement[stage - 1] == rank:
+        elif op == "F" and from_here:
             local += inputs[stage]
-        scratch = {"F": own.forward, "R": own.forward, "B": own.backward, "I": own.input_grad, "W": own.weight_grad}[op]
+        stays = trained and (stage, microbatch) not in schedule.recomputed
+        scratch, more = {
+            "F": (own.forward, own.saved if stays else 0.0),
+            "R": (own.forward, own.saved),
+            "B": (own.backward, -own.saved),
+            "I": (own.input_grad, own.pending - own.saved),
+            "W": (own.weight_grad, -own.pending),
+        }[op]
         held = StepBytes(activations + local, buffers * largest, scratch + leaving)
         best = max(best, held, key=lambda bytes_: bytes_.total)
-        leaving = 0.0
-        if op == "F":
-            activations += own.saved if trained and not again else 0.0
-            leaving = own.output if stage < last and placement[stage + 1] != rank else 0.0
-        elif op == "R":
-            activations += own.saved
-        elif op == "I":
-            activations += own.pending - own.saved
-        elif op == "W":
-            activations -= own.pending
-        elif op == "B":
-            activations -= own.saved
-        if op in "BI":
-            leaving = inputs[stage] if stage and placement[stage - 1] != rank else 0.0
-        if (op in "BW") or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
-            if stage and placement[stage - 1] == rank:
-                local -= inputs[stage]
-            leased -= (stage > 0 and placement[stage - 1] != rank) + (
-                op != "F" and stage < last and placement[stage + 1] != rank
-            )
+        activations += more
+        leaving = own.output if op == "F" and to_away else inputs[stage] if op in "BI" and from_away else 0.0
+        if op in "BW" or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
+            local -= inputs[stage] if from_here else 0
+            leased -= from_away + (op != "F" and to_away)
     return best
 
 

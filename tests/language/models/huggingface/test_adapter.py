@@ -168,7 +168,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     path.unlink()
     with pytest.raises(ArgumentError, match="cannot be read"):
         read(folder, found)
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["c_attn"]}))
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["o_proj", "c_attn"]}))
     with pytest.raises(ConfigError, match="no module c_attn"):
         read(folder, found)
 
