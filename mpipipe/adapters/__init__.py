@@ -73,10 +73,6 @@ def torch_loss(function: Callable[..., Any]) -> TorchLoss:
     function : callable
         `function(output, target)` returns a tensor of one number, the mean over the micro-batch, as
         `torch.nn.functional.cross_entropy` does.
-
-    Returns
-    -------
-    TorchLoss
     """
     made: TorchLoss = _room("pytorch.stage", "torch", "PyTorch").TorchLoss(function)
     return made
@@ -137,10 +133,6 @@ def jax_loss(function: Callable[..., Any]) -> JaxLoss:
     ----------
     function : callable
         `function(output, target)` returns one number, the mean over the micro-batch. It is compiled.
-
-    Returns
-    -------
-    JaxLoss
     """
     made: JaxLoss = _room("jax.stage", "jax", "JAX").JaxLoss(function)
     return made

@@ -72,24 +72,11 @@ class Layout:
         return [[one, PositionRange(one.rows, len(last), last.start, 1)] for one, last in zip(firsts, lasts)]
 
     def length(self, rank: int) -> int:
-        """Return the number of positions that a rank holds.
-
-        Parameters
-        ----------
-        rank : int
-
-        Returns
-        -------
-        int
-        """
+        """Return the number of positions that a rank holds."""
         return sum(part.rows for part in self._ranges[rank])
 
     def weight(self, rank: int) -> int:
         """Return the weight of a rank's shard in a mean over all positions of a sequence: how many it holds.
-
-        Parameters
-        ----------
-        rank : int
 
         Returns
         -------
@@ -101,10 +88,6 @@ class Layout:
 
     def positions(self, rank: int) -> np.ndarray:
         """Return the position of each row of a rank in the whole sequence.
-
-        Parameters
-        ----------
-        rank : int
 
         Returns
         -------

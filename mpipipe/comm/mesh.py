@@ -94,16 +94,7 @@ class Mesh:
         return f"<Mesh of pipe {pipe} x data {data} x seq {seq}: rank {self.rank} at {tuple(self.coords)}>"
 
     def coords_of(self, rank: int) -> Coordinates:
-        """Return the grid coordinates of a rank of the mesh.
-
-        Parameters
-        ----------
-        rank : int
-
-        Returns
-        -------
-        Coordinates
-        """
+        """Return the grid coordinates of a rank of the mesh."""
         rest, seq = divmod(rank, self.shape.seq)
         pipe, data = divmod(rest, self.shape.data)
         return Coordinates(pipe, data, seq)
@@ -114,10 +105,6 @@ class Mesh:
         Parameters
         ----------
         pipe, data, seq : int
-
-        Returns
-        -------
-        int
         """
         return (pipe * self.shape.data + data) * self.shape.seq + seq
 

@@ -211,10 +211,6 @@ class Choice:
     def placement(self, ranks: int) -> tuple[int, ...]:
         """Look up the rank of each stage, as the schedule has it for any number of micro-batches.
 
-        Parameters
-        ----------
-        ranks : int
-
         Returns
         -------
         tuple of int
@@ -245,10 +241,6 @@ class Choice:
         Parameters
         ----------
         ranks, trained : as for `build`
-
-        Returns
-        -------
-        Schedule
         """
         made = schedules.by_name(self.schedule, ranks=ranks, chunks=self.chunks, microbatches=self.microbatches)
         return completed(made, self.ranges, trained, self.recompute_limit)

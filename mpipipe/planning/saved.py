@@ -78,10 +78,6 @@ class SavedProfile:
             What each layer of the model is; equal ones are of one kind.
         facts : mapping of str to object
         oversubscribed : str
-
-        Returns
-        -------
-        SavedProfile
         """
         real = slice(0, max(1, profile.ranks - 1))  # the link from the last rank to the first is there for chunks alone
         return cls(
@@ -178,10 +174,6 @@ class SavedProfile:
             Between ranks; by default each is like the mean of the measured ones.
         stride : int
             From a rank of the pipeline to the next, in the numbering of nodes.
-
-        Returns
-        -------
-        Profile
         """
         wanted = sorted({*sizes})
         bytes_ = {size: record_at(self.sizes, size) for size in wanted}
@@ -206,28 +198,14 @@ class SavedProfile:
         )
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all; raises ConfigError where it cannot be.
-
-        Parameters
-        ----------
-        path : Path
-        """
+        """Write the file, whole or not at all; raises ConfigError where it cannot be."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         with files.writing("the profile", path):
             files.write_whole(path, content.encode())
 
     @classmethod
     def read(cls, path: Path) -> SavedProfile:
-        """Read what `save` has written; raises ConfigError where there is no such file.
-
-        Parameters
-        ----------
-        path : Path
-
-        Returns
-        -------
-        SavedProfile
-        """
+        """Read what `save` has written; raises ConfigError where there is no such file."""
         try:
             given = json.loads(files.read_text(path, MOST))
             if given.pop("format") != FORMAT or not isinstance(given["facts"], dict):

@@ -240,10 +240,6 @@ def zero_bubble_2p(
     kept : float, optional
         Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit is concerned.
 
-    Returns
-    -------
-    Schedule
-
     Examples
     --------
     >>> from mpipipe import schedules

@@ -38,10 +38,6 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     backward : {"fifo", "lifo"}, optional
         "lifo" takes the last micro-batch first, as reverse differentiation does, and so sums gradients in reverse.
 
-    Returns
-    -------
-    Schedule
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -72,10 +68,6 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     ranks, microbatches : int
         M may be below P.
 
-    Returns
-    -------
-    Schedule
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -103,10 +95,6 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
         M is free: the groups are an even split, the bigger ones first. This keeps the bubble ideal for all M >= P and
         excludes deadlock; a short last group would not.
 
-    Returns
-    -------
-    Schedule
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -132,10 +120,6 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
     ----------
     ranks, chunks, microbatches : int
         For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds all MV activations.
-
-    Returns
-    -------
-    Schedule
     """
     ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
     sizes = ranks, chunks, microbatches
@@ -152,10 +136,6 @@ def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     ----------
     ranks, chunks, microbatches : int
         For M >= P the bubble is (P-1)f of a chunk.
-
-    Returns
-    -------
-    Schedule
     """
     ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
     sizes = ranks, chunks, microbatches

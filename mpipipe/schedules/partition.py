@@ -215,10 +215,6 @@ def advise(ranks: int, chunks: int = 1) -> Advice:
     ranks, chunks : int
         P and V, stages per rank, at least 1. Interleaving makes the bubble smaller.
 
-    Returns
-    -------
-    Advice
-
     Examples
     --------
     >>> from mpipipe.schedules import advise

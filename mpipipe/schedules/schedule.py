@@ -106,16 +106,7 @@ class Schedule:
         return [(skip.source, skip.target) for skip in self.skips]
 
     def has_backward(self, stage: int) -> bool:
-        """Tell whether a stage has backwards in a training step: not before `trained_from`.
-
-        Parameters
-        ----------
-        stage : int
-
-        Returns
-        -------
-        bool
-        """
+        """Tell whether a stage has backwards in a training step: not before `trained_from`."""
         return stage >= self.trained_from
 
     @cached_property
@@ -132,10 +123,6 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """List the logical stages that lie on `rank`, in ascending order.
-
-        Parameters
-        ----------
-        rank : int
 
         Returns
         -------

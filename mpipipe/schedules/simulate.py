@@ -65,16 +65,7 @@ class Costs:
         return one_per_stage(f"the cost {given}", given, getattr(self, given), stages)
 
     def average(self, stages: int) -> Costs:
-        """Give each cost as its mean over the stages, a number that fits any number of stages.
-
-        Parameters
-        ----------
-        stages : int
-
-        Returns
-        -------
-        Costs
-        """
+        """Give each cost as its mean over the stages, a number that fits any number of stages."""
         return Costs(*(math.fsum(self.per_stage(entry.name, stages)) / stages for entry in fields(self)))
 
 
@@ -348,10 +339,6 @@ class Links:
         ----------
         text : str
             2, 3 or 5 numbers, such as "5e-6,25e9,8"; ArgumentError if it has another form or describes no link.
-
-        Returns
-        -------
-        Links
         """
         parts = text.split(",")
         try:

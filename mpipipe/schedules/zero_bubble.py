@@ -38,10 +38,6 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     ranks, microbatches : int
         Every rank holds min(M, P) activations.
 
-    Returns
-    -------
-    Schedule
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -66,10 +62,6 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
     ranks, chunks, microbatches : int
         Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the first group of
         micro-batches (see `interleaved_1f1b`).
-
-    Returns
-    -------
-    Schedule
     """
     ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
     orders = _on_demand(ranks, chunks, microbatches, 1)
