@@ -27,12 +27,8 @@ class Recording:
 
     Parameters
     ----------
-    pipeline : Pipeline
-        Whose training steps are recorded.
-    comm : communicator, optional
-        All ranks that are recorded; by default those of the pipeline. With replicas: those of all replicas.
-    now : callable, optional
-        The clock of this rank, in seconds.
+    pipeline, comm, now : Pipeline, communicator, callable
+        As for `recording`.
 
     Attributes
     ----------

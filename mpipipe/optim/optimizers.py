@@ -175,15 +175,6 @@ class SGD(FlatOptimizer):
     ----------
     state : list of dict
         For each stage `{"momentum": flat array u}`, or `{}` without momentum; all else is as for `AdamW`.
-
-    Examples
-    --------
-    >>> from mpipipe import nn, optim
-    >>> stage = nn.Stage([nn.RMSNorm(3)])
-    >>> stage.gradients["0.gain"][...] = 1
-    >>> optim.SGD([stage], lr=0.5).step()
-    >>> stage.parameters["0.gain"]
-    array([0.5, 0.5, 0.5], dtype=float32)
     """
 
     def __init__(

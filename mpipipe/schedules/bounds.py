@@ -52,12 +52,7 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     Returns
     -------
     float
-        The bound, in the unit of the costs.
-
-    Raises
-    ------
-    ArgumentError
-        A cost does not fit, or no schedule keeps the limit.
+        The bound, in the unit of the costs; ArgumentError where a cost does not fit, or no schedule keeps the limit.
 
     Examples
     --------
@@ -133,11 +128,6 @@ def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | No
     memory_limit : float, optional
         Chunk activations that a rank may hold at once, here and in the best one; by default there is no limit.
         ``max(simulate(schedule).peak_activations)`` compares with schedules that need no more memory.
-
-    Returns
-    -------
-    Gap
-        The share, and both times.
 
     Raises
     ------

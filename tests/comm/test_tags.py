@@ -10,14 +10,7 @@ from mpipipe.comm.tags import Tags, neighbours
 from mpipipe.errors import ArgumentError
 
 
-@given(
-    ranks=st.integers(1, 6),
-    chunks=st.integers(1, 4),
-    microbatches=st.integers(1, 9),
-    tag_ub=st.integers(15, 200),
-    v_shaped=st.booleans(),
-    data=st.data(),
-)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 9), st.integers(15, 200), st.booleans(), st.data())
 def test_no_two_messages_of_a_pair_share_a_tag(ranks, chunks, microbatches, tag_ub, v_shaped, data):
     placement = []
     for chunk in range(chunks):

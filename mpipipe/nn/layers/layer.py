@@ -135,7 +135,7 @@ class Differentiable(ABC):
         Parameters
         ----------
         dy, saved : array, object
-            Gradient of the output, and what `forward` saved.
+            As for `backward_input`.
 
         Returns
         -------

@@ -66,7 +66,7 @@ def search_with_recompute(
     Returns
     -------
     Schedule
-        The fastest that was found, with the name "search".
+        As of `search`.
 
     Raises
     ------
