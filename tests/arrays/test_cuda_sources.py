@@ -218,6 +218,7 @@ def compile_for_amd(code: str) -> str:
     return once([library._name], AMD_OPTIONS, code, partial(compiled_by, "hiprtc", library))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_for_an_amd_gpu(source, kind):
