@@ -163,7 +163,8 @@ class StageAdapter:
     @property
     def contents(self) -> Mapping[str, Array]:
         """All arrays by their names in the whole model: `state_dict()` where there is one, else `parameters`."""
-        named: Mapping[str, Array] = getattr(self.given, "state_dict", lambda: self.given.parameters)()
+        give = getattr(self.given, "state_dict", None)
+        named: Mapping[str, Array] = self.given.parameters if give is None else give()
         return named
 
     def set_contents(self, values: Callable[[str], Array]) -> None:
@@ -180,7 +181,9 @@ class StageAdapter:
 
     def sync_compute(self) -> None:
         """Renew the copy of the parameters that the stage computes with, where it has one."""
-        getattr(self.given, "sync_compute", lambda: None)()
+        renew = getattr(self.given, "sync_compute", None)
+        if renew is not None:
+            renew()
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError where the stage lacks what these actions, or the replicas, need."""

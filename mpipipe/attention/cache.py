@@ -59,10 +59,8 @@ class KVCache(_CausalCache):
     comm : mpi4py.MPI.Comm, optional
         Ranks that share the cache. Each brings the same queries, keys and values, and gets the same result. The
         constructor and `forward` are collective over it. None: this rank alone.
-    window : int, optional
-        A query sees itself and the window - 1 positions before it.
-    scale : float, optional
-        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    window, scale : int and float, optional
+        As for `Local`.
 
     Attributes
     ----------

@@ -52,10 +52,8 @@ def decode_attention(
         The ranks; None: this one alone.
     start, first : int
         Position of the first query, and of this rank's first key.
-    window : int, optional
-        A query sees itself and the window - 1 positions before it.
-    scale : float, optional
-        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    window, scale : int and float, optional
+        As for `Local`.
 
     Returns
     -------

@@ -172,10 +172,8 @@ class Layout:
         ----------
         q_rank, k_rank : int
             The ranks that hold the queries and the keys.
-        causal : bool
-            A query sees no later position.
-        window : int, optional
-            A query sees itself and the window - 1 positions before it; needs `causal`.
+        causal, window : bool and int, optional
+            As for `Local`.
         documents : sequence of int, optional
             Positions at which documents begin, rising from 0, and `seq_len` at the end. A query sees its own document.
         keys : Layout, optional

@@ -41,13 +41,8 @@ class Ring(Attend):
     layout : Layout or str
         How the sequence is cut: best the `Layout` that cut it, since then its length and the positions of layers are
         compared with it. Or the name alone, "contiguous", "zigzag" or "striped".
-    window : int, optional
-        A query sees itself and the window - 1 positions before it; needs `causal`.
-    segments : array_like of int, optional
-        Documents packed into the whole sequence: the document of each position, equal numbers together, or the
-        documents' lengths.
-    scale : float, optional
-        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    window, segments, scale : int, array_like of int, float, optional
+        As for `Local`; segments are those of the whole sequence.
     seq_len : int, optional
         Length of the whole sequence of queries; default: that of the Layout, or the sum of what the ranks bring.
     rotation : str
@@ -119,23 +114,17 @@ class Ring(Attend):
 
         Parameters
         ----------
-        q : array
-            (batch, local seq, heads, head_dim), with any strides.
-        k : array
-            (batch, local keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
-        v : array
-            (batch, local keys, kv_heads, value_dim).
+        q, k, v : array
+            As for `Local.forward`, with the local rows and keys.
         segments : array of int, optional
-            (batch, seq) of the whole sequences: the document of each position of each row, equal numbers together. They
-            stand in place of those of the ring.
+            The same, (batch, seq) of the whole sequences.
 
         Returns
         -------
         out : array
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : RingSaved
-            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq); with `segments` the
-            rows stand one after the other as one sequence in it, as in all arrays of `saved`.
+            For `backward`, as that of `Local`: `saved.lse` is (batch, heads, local seq).
 
         Raises
         ------

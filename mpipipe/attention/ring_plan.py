@@ -86,17 +86,12 @@ class KVMessage:
 
     A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
     one array after the other, all C-contiguous. Either half may be missing.
-
-    shapes : of the arrays of all ranks
-    lengths : number of keys of each rank. Methods count ranks modulo the ring.
-    dtype : of keys and values
-    sum_dtype : of their gradients, which travel as sums
     """
 
     shapes: RingShapes
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # number of keys of each rank; methods count ranks modulo the ring
     dtype: np.dtype
-    sum_dtype: np.dtype
+    sum_dtype: np.dtype  # of the gradients, which travel as sums
 
     def kv_bytes(self, rank: int) -> int:
         """Bytes of the keys and values of a rank."""
@@ -136,20 +131,13 @@ class KVMessage:
 
 
 class RingPlan(NamedTuple):
-    """What one rank does in a forward or backward.
+    """What one rank does in a forward or backward."""
 
-    steps : ring steps
-    slices : for each ring step t, what this rank's queries need of the keys of rank r - t
-    overwrite : whether each row of queries lies in exactly one slice of the first step
-    message : how keys, values and their gradients travel
-    layout : of the queries
-    """
-
-    steps: int
-    slices: tuple[list[Slice], ...]
-    overwrite: bool
-    message: KVMessage
-    layout: Layout
+    steps: int  # of the ring
+    slices: tuple[list[Slice], ...]  # for each step t, what this rank's queries need of the keys of rank r - t
+    overwrite: bool  # whether each row of queries lies in exactly one slice of the first step
+    message: KVMessage  # how keys, values and their gradients travel
+    layout: Layout  # of the queries
 
 
 class RingSaved(NamedTuple):
@@ -220,16 +208,12 @@ class RingAgreement:
     """The agreements of all rings on one communicator.
 
     Every method is collective, and raises the same error on every rank if the ranks differ or one of them has an error.
-
-    group : the job.group.RankGroup of the ranks
-    calls : number of forwards so far
-    plans : by what they are made of, at most KEPT_PLANS
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.group = group_of(comm)
-        self.calls = 0
-        self.plans: dict[tuple, RingPlan] = {}
+        self.calls = 0  # number of forwards so far
+        self.plans: dict[tuple, RingPlan] = {}  # by what they are made of, at most KEPT_PLANS
 
     def agree_on_options(self, options: RingOptions) -> RingOptions:
         """Check the options of a ring, and that all ranks have the same."""

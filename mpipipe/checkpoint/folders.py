@@ -168,22 +168,17 @@ def drop(folder: Path, name: str) -> None:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Turn an OSError into the StorageError of `unwritable`."""
+    """Turn an OSError into a StorageError with the remedy."""
     try:
         yield
     except OSError as error:
         owner.check_owned(folder)  # another job may have removed what this one was writing
-        raise unwritable(folder, error) from error
-
-
-def unwritable(folder: Path, error: OSError) -> StorageError:
-    """Make the error for a folder that cannot be written to."""
-    return StorageError(
-        f"the checkpoint cannot be written: {error}",
-        found=str(folder),
-        expected="a folder with room, on a file system that all ranks share",
-        remedy="make room, or choose another folder",
-    )
+        raise StorageError(
+            f"the checkpoint cannot be written: {error}",
+            found=str(folder),
+            expected="a folder with room, on a file system that all ranks share",
+            remedy="make room, or choose another folder",
+        ) from error
 
 
 @contextmanager

@@ -23,15 +23,16 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.errors import MpipipeError, OwnerError
+from mpipipe.errors import OwnerError
 from mpipipe.job import RankGroup, Snapshot, Stop, current_rank, is_rank, wait_locally, write
 
+Explain = Callable[[Path], AbstractContextManager[None]]  # turns an OSError of a folder into an error of this package
 NAME, CLAIM = "owner.json", "owner.json.after-"
 MOST_BYTES = 1 << 20
 STALE_SECONDS = 60.0  # of looking, in which the file of an owner on another host stays as it is: the owner is dead
@@ -186,7 +187,7 @@ def is_owner_file(name: str) -> bool:
     return name == NAME or name.startswith(CLAIM)
 
 
-def share_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
+def share_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     """Take part in the ownership of a folder that this job has already, or take it; collective. See `take_folder`."""
     place = None
     if group.rank == 0:
@@ -194,31 +195,29 @@ def share_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSErro
         place = (folder.absolute(), None) if known is None else (known.folder, known.token)
     folder, token = group.broadcast("the owner of a folder", place)
     if token is None:
-        return take_folder(folder, group, explain)
+        return take_folder(folder, group, explained)
     if (owner := owner_of(folder)) is None:
         return Owner(folder, token)
     owner.users += 1
     return owner
 
 
-def take_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
+def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     """Make the folder that rank 0 names this job's, and make it where it is missing; collective.
 
     Raises, on every rank, OwnerError where another job keeps it, Stop with the code 1 where that is an earlier start of
-    this job (a later start may find it gone), and what `explain` makes of the folder and an OSError.
+    this job (a later start may find it gone), and what `explained` makes of an OSError.
     """
     processes, taken = group.gather("the owner of a folder: its processes", this_process()), None
     outcome: tuple[Path, str, list[Path], str] | None = None
     with group.raise_together("the owner of a folder"):
         if group.rank == 0:
             token = secrets.token_hex(8)
-            try:
+            with explained(folder):
                 made = [each for each in (folder, *folder.parents) if not each.exists()]
                 folder.mkdir(parents=True, exist_ok=True)
                 taken = Taking(folder, OwnerRecord.of_this_job(token, processes))
                 wait_locally(taken.ended, taken)
-            except OSError as error:
-                raise explain(folder, error) from error
             outcome = folder, token, made, taken.stop
     folder, token, made, stop = group.broadcast("the owner of a folder", outcome)
     if stop:

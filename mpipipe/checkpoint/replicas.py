@@ -74,20 +74,6 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
     ReplicaError, MismatchError
         On every rank: with the names of the arrays, the ranks that have each value, and the hosts of those that differ
         from most others; or the optimizers have made different numbers of steps.
-
-    Examples
-    --------
-    >>> from mpipipe import Mesh, checkpoint, nn
-    >>> from mpipipe.job import inprocess
-    >>> def on_each_rank(comm):
-    ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1)
-    ...     with Mesh(comm, pipe=1) as mesh:
-    ...         checkpoint.check_replicas(mesh, [stage])  # three equal replicas
-    ...         stage.parameters["0.weight"][2, 3] += comm.rank == 1
-    ...         checkpoint.check_replicas(mesh, [stage])
-    >>> inprocess.run(3, on_each_rank)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    mpipipe.errors.ReplicaError: rank 1: replicas differ in parameters/0.weight...
     """
     group = group_of(mesh.comm)
     with group.raise_together(f"{WHAT}: the hashes"):

@@ -110,7 +110,7 @@ class Saver:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
         self._compare_names(held)
         if not self._owners:
-            self._owners.append(owner.share_folder(self.root, group, folders.unwritable))
+            self._owners.append(owner.share_folder(self.root, group, folders.explained))
         folder = None
         with group.raise_together("checkpoint.save: its folder"):
             if rank == 0:

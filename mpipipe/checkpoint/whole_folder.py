@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -25,11 +25,10 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import RankGroup
 
 FORMER = ".mpipipe-former"  # after the name of a folder that is being replaced; no folder of a user ends in it
-Explain = Callable[[Path], AbstractContextManager[None]]
 
 
 @contextmanager
-def replacing(target: Path, group: RankGroup | None, explained: Explain, replaces: bool = True) -> Iterator[Path]:
+def replacing(target: Path, group: RankGroup | None, explained: owner.Explain, replaces: bool = True) -> Iterator[Path]:
     """Give all ranks of a group, or one process, a folder to write into, which is called `target` at the end.
 
     Collective. Where anything is raised, a folder that was there stays, and nothing else is left. Within `explained` an

@@ -84,8 +84,19 @@ class BatchReader:
             )
         holds_inputs = self.rank == self.first_rank
         holds_targets = self.rank == self.last_rank and call != "forward"
-        check_present("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0")
-        check_present("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage")
+        for name, value, wanted, where in (
+            ("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0"),
+            ("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage"),
+        ):
+            if wanted and value is None:
+                raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
+            if not wanted and value is not None:
+                raise ArgumentError(
+                    f"{name} on the wrong rank",
+                    found=type(value).__name__,
+                    expected=f"None here; {name} only on {where}",
+                    remedy=f"pass {name}=None on this rank",
+                )
         if holds_targets and not self.has_loss:
             raise ArgumentError(
                 "no loss on the rank of the last stage",
@@ -139,19 +150,6 @@ class BatchReader:
 def _entries(tree: Tree) -> int:
     """How many numbers the arrays of a tree have."""
     return tree.size if type(tree) is np.ndarray else sum(leaf.size for leaf in flatten(tree)[0])
-
-
-def check_present(name: str, value: Any, wanted: bool, where: str) -> None:
-    """Raise ArgumentError unless inputs, or targets, are there on one rank and nowhere else."""
-    if wanted and value is None:
-        raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
-    if not wanted and value is not None:
-        raise ArgumentError(
-            f"{name} on the wrong rank",
-            found=type(value).__name__,
-            expected=f"None here; {name} only on {where}",
-            remedy=f"pass {name}=None on this rank",
-        )
 
 
 # -- A batch cut into micro-batches, and outputs of micro-batches put together ----------------------------------------

@@ -115,7 +115,6 @@ def _agree(groups: list[RankGroup], arguments: Arguments) -> Partners:
     assert arguments.replicas is not None
     others = RankGroup(arguments.replicas)
     groups.insert(0, others)
-    _raise_without_partners(others, error)
     error = _error_of_replicas(others, partners.stages, arguments, error)
     try:
         pipe.agree(f"{CALL}: the replicas of all stages", error=error)
@@ -188,8 +187,13 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
 # other pipes would wait in vain. So partners first ask each other whether that is so.
 
 
-def _raise_without_partners(others: RankGroup, error: MpipipeError | None) -> None:
-    """Raise where the pipe of any partner has ranks without replicas. Its own pipe learns that from this rank."""
+def _error_of_replicas(
+    others: RankGroup, stages: Sequence[StageAdapter], arguments: Arguments, error: MpipipeError | None
+) -> MpipipeError | None:
+    """Return the error that all partners are to raise: of one of their pipes, or because their stages differ.
+
+    Raises where the pipe of any partner has ranks without replicas. Its own pipe learns that from this rank.
+    """
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
     try:
         apart = bool(others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any())
@@ -198,14 +202,8 @@ def _raise_without_partners(others: RankGroup, error: MpipipeError | None) -> No
             raise
         apart = True  # a partner has raised already, for what this rank has said: its own error is the one to report
     if apart:
-        problem: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
-        raise_for_partners(problem, problem.reported_elsewhere or error is None)
-
-
-def _error_of_replicas(
-    others: RankGroup, stages: Sequence[StageAdapter], arguments: Arguments, error: MpipipeError | None
-) -> MpipipeError | None:
-    """Return the error that all partners are to raise: of one of their pipes, or because their stages differ."""
+        lacking: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
+        raise_for_partners(lacking, lacking.reported_elsewhere or error is None)
     facts: tuple = ()
     problem: Exception | None = error
     if error is None:
@@ -314,7 +312,6 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
         except ArgumentError as error:
             error.rank, error.stage = comm.rank, number
             raise
-    device_of(adapters)
     if arguments.has_replicas:
         _check_own_gradients(numbers, adapters)
     if loss is not None and not callable(loss):

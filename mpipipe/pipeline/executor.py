@@ -7,7 +7,7 @@ received arrays go back to the mailbox then. Where the forward is run again, its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Tree, read_only
@@ -46,7 +46,7 @@ class Executor:
         self.functions: dict[str, Function] = {
             "F": self._forward,
             "B": self._backward,
-            "I": self._input_gradient,
+            "I": self._backward,
             "W": self._weight_gradient,
             "R": self._recompute,
         }
@@ -76,7 +76,11 @@ class Executor:
                     if sums is not None:
                         sums.watch(action)
                     functions[action.op](action, state)
-                    self._complete(action)
+                    self.stages[action.chunk].check_gradients()  # no later action adds to them
+                    if sums is not None:
+                        start = self.clock.host_seconds()
+                        sums.complete(action)
+                        self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
                 else:
                     functions[action.op](action, state)
         except PeerError:
@@ -118,14 +122,6 @@ class Executor:
         """Return the error that explains a lack of device memory; None if `error` is of another kind."""
         return memory_error(what, error, self.stages, self.state, self.recompute)
 
-    def _complete(self, action: PlannedAction) -> None:
-        """Start the sums over the replicas of the gradients of a stage."""
-        self.stages[action.chunk].check_gradients()  # no later action adds to them
-        if self.sums is not None:
-            start = self.clock.host_seconds()
-            self.sums.complete(action)
-            self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
-
     def _stage_error(self, what: str, action: PlannedAction, error: Exception) -> StageError:
         found = self.memory_error(what, error)
         if found is None:
@@ -138,8 +134,6 @@ class Executor:
         error.rank = self.rank if error.rank is None else error.rank
         error.stage = action.stage if error.stage is None else error.stage
         error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
-
-    # -- forwards -----------------------------------------------------------------------------------------------
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
         inputs, microbatch, envelope = state.inputs, action.microbatch, action.receive
@@ -232,34 +226,8 @@ class Executor:
         state.saved[key] = saved, lease
         state.count_activation()
 
-    # -- backwards ----------------------------------------------------------------------------------------------
-
     def _backward(self, action: PlannedAction, state: CallState) -> None:
-        dy, saved, leases = self._begin_backward(action, state)
-        dx = self.stages[action.chunk].computes.backward(dy, saved)
-        state.marks.append(self.now())
-        self._send_gradient(action, state, dx, leases)
-        if leases:
-            self.messages.mailbox.release(leases)
-        state.drop_activation()
-
-    def _input_gradient(self, action: PlannedAction, state: CallState) -> None:
-        dy, saved, leases = self._begin_backward(action, state)
-        dx, pending = self.stages[action.chunk].computes.backward_input(dy, saved)
-        state.marks.append(self.now())
-        self._send_gradient(action, state, dx, leases)
-        state.pending[action.stage, action.microbatch] = pending, leases
-
-    def _weight_gradient(self, action: PlannedAction, state: CallState) -> None:
-        pending, leases = state.pending.pop((action.stage, action.microbatch))
-        state.marks.append(self.now())
-        self.stages[action.chunk].computes.backward_weight(pending)
-        state.marks.append(self.now())
-        self.messages.mailbox.release(leases)
-        state.drop_activation()
-
-    def _begin_backward(self, action: PlannedAction, state: CallState) -> tuple[Tree, Any, Lease]:
-        """Return (gradient of the output, what the forward saved, leases on the arrays of both)."""
+        """Run a whole backward, or an input gradient, which keeps what its weight gradient needs."""
         microbatch, envelope = action.microbatch, action.receive
         lease: Lease = ()
         if action.last:
@@ -271,10 +239,15 @@ class Executor:
         if action.takes:
             dy, lease = self.messages.join(action, state.local, dy, lease)
         saved, kept = state.saved.pop((action.stage, microbatch))
+        leases = (*lease, *kept) if lease and kept else lease or kept
+        computes, whole = self.stages[action.chunk].computes, action.op == "B"
         state.marks.append(self.now())
-        return dy, saved, (*lease, *kept) if lease and kept else lease or kept
-
-    def _send_gradient(self, action: PlannedAction, state: CallState, dx: Tree, leases: Lease) -> None:
+        if whole:
+            dx = computes.backward(dy, saved)
+        else:
+            dx, pending = computes.backward_input(dy, saved)
+            state.pending[action.stage, microbatch] = pending, leases
+        state.marks.append(self.now())
         skips: dict[str, Tree] | None = None
         if action.gives or type(dx) is Branches:
             dx, skips = parted(dx, action.gives, NAMES[action.op])
@@ -283,11 +256,23 @@ class Executor:
         if action.send is not None:
             self.messages.send_gradient(action.send, dx)
         elif not action.ends:
-            state.local[action.stage, action.microbatch, "B"] = read_only(dx)
+            state.local[action.stage, microbatch, "B"] = read_only(dx)
         elif action.first:
-            state.input_gradients[action.microbatch] = unscaled(dx, state.inputs.scale)
+            state.input_gradients[microbatch] = unscaled(dx, state.inputs.scale)
         if skips:
             self.messages.give(action, state.local, skips, leases)
+        if whole:
+            if leases:
+                self.messages.mailbox.release(leases)
+            state.drop_activation()
+
+    def _weight_gradient(self, action: PlannedAction, state: CallState) -> None:
+        pending, leases = state.pending.pop((action.stage, action.microbatch))
+        state.marks.append(self.now())
+        self.stages[action.chunk].computes.backward_weight(pending)
+        state.marks.append(self.now())
+        self.messages.mailbox.release(leases)
+        state.drop_activation()
 
 
 def _annotated(function: Function) -> Function:

@@ -8,7 +8,7 @@ The room trains any model, and knows nothing of tokens:
     progress, resume, survival       the state of a training; checkpoints; going on when ranks die
     report, screen, sinks, tracing   what people and programs see
     output_folder, provenance        the run folder
-    training_plan, planned           layers of each rank; plans and memory, with mpipipe.planning
+    training_plan                    layers of each rank; plans and memory, with mpipipe.planning
 """
 
 from importlib import import_module
@@ -16,22 +16,23 @@ from importlib import import_module
 from mpipipe.train.config import TaskConfig, read_keys, toml_line
 from mpipipe.train.options import INSTEAD, PLANNED
 from mpipipe.train.output_folder import shared_path
-from mpipipe.train.planned import (
-    MemoryEstimate,
-    estimate_memory,
-    measured_ranks,
-    mesh_of,
-    plans_on_paper,
-    predicted,
-    problem_of,
-)
 from mpipipe.train.provenance import absolute
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
 from mpipipe.train.setup import check_same_config, run
 from mpipipe.train.sinks import MOST_BYTES, NAME
 from mpipipe.train.task import Pair, Task, too_few_pieces
-from mpipipe.train.training_plan import check_actions, pipe_of
+from mpipipe.train.training_plan import (
+    MemoryEstimate,
+    check_actions,
+    estimate_memory,
+    measured_ranks,
+    mesh_of,
+    pipe_of,
+    plans_on_paper,
+    predicted,
+    problem_of,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

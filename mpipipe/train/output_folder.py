@@ -48,15 +48,13 @@ def shared_path(comm: Communicator, path: str | None) -> str:
 def _new(path: str) -> str:
     """Make the folder `path`, or the first of path-2, path-3, ... that another job has not made in the same second."""
     numbered = path
-    try:
+    with using(Path(path)):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        for number in count(2):
-            with suppress(FileExistsError):
-                os.mkdir(numbered)
-                break
-            numbered = f"{path}-{number}"
-    except OSError as error:
-        raise unusable(Path(numbered), error) from error
+    for number in count(2):
+        with using(Path(numbered)), suppress(FileExistsError):
+            os.mkdir(numbered)
+            break
+        numbered = f"{path}-{number}"
     return numbered
 
 
@@ -68,7 +66,7 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> O
     Raises what `take_folder` raises; ConfigError for a folder that cannot be used.
     """
     group, out = group_of(comm), Path(shared_path(comm, path))
-    owned = take_folder(out, group, unusable)
+    owned = take_folder(out, group, using)
     if path is None:
         owned.made.insert(0, out)
     try:
@@ -108,17 +106,12 @@ def using(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise unusable(out, error) from error
-
-
-def unusable(out: Path, error: OSError) -> ConfigError:
-    """Make the error for a folder that cannot be used."""
-    return ConfigError(
-        f"the folder for metrics cannot be used: {error.strerror}",
-        found=str(out),
-        expected="a folder that can be made and written to",
-        remedy="choose another one with --out",
-    )
+        raise ConfigError(
+            f"the folder for metrics cannot be used: {error.strerror}",
+            found=str(out),
+            expected="a folder that can be made and written to",
+            remedy="choose another one with --out",
+        ) from error
 
 
 def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
@@ -161,7 +154,8 @@ def _sees(marker: Path, token: str) -> bool:
                 return True
         except (OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # of this process
-                raise unusable(marker.parent, error) from error
+                with using(marker.parent):
+                    raise
         if time.monotonic() > stop:
             return False
         time.sleep(PAUSE)

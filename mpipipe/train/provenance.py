@@ -21,7 +21,6 @@ from mpipipe import files
 from mpipipe.options import written
 from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
-from mpipipe.train.report import Reporter
 from mpipipe.train.task import Task
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
@@ -54,17 +53,6 @@ def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe:
 def absolute(path: str) -> str:
     """Return the path of what is there as an absolute one, and any other text as it is."""
     return os.path.abspath(path) if os.path.exists(path) else path
-
-
-def describe(
-    reporter: Reporter, config: TaskConfig, task: Task, keys: dict[str, Any], surroundings: Mapping[str, Any]
-) -> None:
-    """Write both files, and open the sinks of the reporter, on rank 0. A file that cannot be written is a warning."""
-    try:
-        write(reporter.out, keys, surroundings, task.handed_over)
-    except OSError as error:
-        reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
-    reporter.open_sinks(config.metrics_to, keys)
 
 
 def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], given: str | None = None) -> None:

@@ -16,14 +16,13 @@ from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, check_training
 from mpipipe.train import output_folder, provenance, resume, sinks
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.planned import best_plan, problem_of
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
 from mpipipe.train.tracing import Tracing, trace_folder
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import pipe_of, plan_layers, with_order
+from mpipipe.train.training_plan import best_plan, pipe_of, plan_layers, problem_of, with_order
 
 
 def check_same_config(group: RankGroup, config: TaskConfig) -> None:
@@ -100,7 +99,7 @@ def _train(
             task.load(stages, mesh)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
         make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-        reporter = _reporter(config, task, plan, mesh, device, make)
+        reporter = _reporter(config, task, plan, mesh, device, out, make)
         stack.enter_context(reporter)
         preemption = stack.enter_context(
             Preemption(
@@ -165,7 +164,7 @@ def make_reporter(
 
 
 def _reporter(
-    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, make: Callable[..., Reporter]
+    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, out: Path, make: Callable[..., Reporter]
 ) -> Reporter | NullReporter:
     """Make the reporter, on rank 0 by `make`, and write down what the training depends on; collective."""
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
@@ -174,7 +173,11 @@ def _reporter(
             return NullReporter()
         reporter = make(task.unit, surroundings["oversubscribed"])
         keys = provenance.resolved(config, task, plan, device, mesh.pipe.size)
-        provenance.describe(reporter, config, task, keys, surroundings)
+        try:
+            provenance.write(out, keys, surroundings, task.handed_over)
+        except OSError as error:
+            reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
+        reporter.open_sinks(config.metrics_to, keys)
         return reporter
 
 

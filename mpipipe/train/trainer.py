@@ -138,8 +138,14 @@ class Trainer:
         return record
 
     def whereabouts(self) -> str:
-        """Return how far this training is, and how to go on with it, for a user who interrupts it."""
-        return whereabouts(self.progress.step, self.config.steps, self.out)
+        """Return after which step this is, and in a second line how to go on: with the folder it may be long."""
+        done, steps, out = self.progress.step, self.config.steps, self.out
+        saved, place = checkpoint.newest(resume.checkpoints_of(out)), f"after step {done} of {steps}"
+        if saved is None and done == 0:
+            return f"before step 1 of {steps}; there is nothing to save\n--resume auto --out {out} begins"
+        if saved is None:
+            return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
+        return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
 
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
@@ -198,19 +204,6 @@ class Trainer:
             "bubble": 1 - sum(busy) / sum(elapsed),
             "predicted": schedules.simulate(pipeline.schedule, costs).bubble_fraction,
         }
-
-
-# -- What is said of a training: how far it is and how to go on, and at its beginning ---------------------------------
-
-
-def whereabouts(done: int, steps: int, out: Path) -> str:
-    """Return after which step the training is, and in a second line how to go on: with the folder it may be long."""
-    saved, place = checkpoint.newest(resume.checkpoints_of(out)), f"after step {done} of {steps}"
-    if saved is None and done == 0:
-        return f"before step 1 of {steps}; there is nothing to save\n--resume auto --out {out} begins"
-    if saved is None:
-        return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
-    return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
 
 
 def introduction(config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *, place: str, out: Path) -> str:

@@ -10,6 +10,8 @@ import pytest
 from support.launch import ROOT, run_job
 from support.public_face import main, members, public_face
 
+pytest.importorskip("numpydoc")
+
 # the modules whose public face is held to this
 ROOMS = [
     "mpipipe",

@@ -156,8 +156,11 @@ def test_files_that_are_missing_or_not_toml_are_refused(toml, tmp_path):
         TrainConfig.load(toml("steps: 3"))
 
 
-def check_refused_or_as_written(path, content):
-    """A config that is taken has what its file says, to the last key and type, and is within all ranges."""
+@settings(max_examples=300 if harness.AT_LENGTH else 60)
+@given(content=configurations())
+def test_a_damaged_config_is_refused_or_means_what_it_says(tmp_path, content):
+    """One that is taken has what its file says, to the last key and type, and is within all ranges."""
+    path = tmp_path / "job.toml"
     path.write_bytes(content)
     try:
         config = TrainConfig.load(str(path))
@@ -177,19 +180,6 @@ def check_refused_or_as_written(path, content):
     assert all(getattr(config, entry.name) == entry.default for entry in others)
     assert config.dim > 0 and config.steps > 0 and 0 <= config.dropout < 1 and 0 < config.lr < math.inf
     assert 0 <= config.seed < 2**63 and config.dim < 2**63 and (config.watchdog is None or config.watchdog >= 0)
-
-
-@settings(max_examples=60)
-@given(content=configurations())
-def test_a_damaged_config_is_refused_or_means_what_it_says(tmp_path, content):
-    check_refused_or_as_written(tmp_path / "job.toml", content)
-
-
-@harness.only_at_length
-@settings(max_examples=300)
-@given(content=configurations())
-def test_300_damaged_configs_are_refused_or_mean_what_they_say(tmp_path, content):
-    check_refused_or_as_written(tmp_path / "job.toml", content)
 
 
 def test_what_others_call_an_option_leads_to_one_that_exists():

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -106,7 +106,7 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
     for part, b, h, own, rows, keys in _problems(block):
         delta, row_lse = np.vecdot(dout[b, rows, own], out[b, rows, own]), lse[b, own, rows]
         hidden = np.where(np.isneginf(row_lse), row_lse, -row_lse)  # a row that sees nothing has probabilities of 0
-        factors = _Factors(
+        factors = (
             _with_column(q[b, rows, own], block.scale, hidden.T),
             _with_column(dout[b, rows, own], 1, -delta),
             _with_column(k[b, keys, h, None], 1, 1),
@@ -119,30 +119,9 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
-class _Rows(NamedTuple):
-    """Rows of queries and what the forward finds for them, relative to `row_max`."""
-
-    queries: np.ndarray  # scaled; the last column is the bound, negative
-    acc: np.ndarray  # output, not normalised
-    row_sum: np.ndarray  # of the exponentials
-    row_max: np.ndarray  # the bound, or the running maximum
-
-
-class _Keys(NamedTuple):
-    """Keys and values of one head."""
-
-    keys: np.ndarray  # the last column is 1
-    values: np.ndarray
-    ones: np.ndarray
-
-
-class _Factors(NamedTuple):
-    """Factors of the products of the backward, as rows with one more column."""
-
-    queries: np.ndarray
-    gradients: np.ndarray  # of the output
-    keys: np.ndarray
-    values: np.ndarray
+# queries, gradients of the output, keys and values of one key head, as rows with one more column
+Factors: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Keys: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _forward_head(
@@ -159,11 +138,11 @@ def _forward_head(
     np.multiply(row_max, np.sqrt(np.vecdot(k, k).max()), out=row_max)  # a bound of the maximum
     np.negative(row_max, out=queries[:, dim:])
     acc, row_sum = np.empty((seq * group, width), q.dtype), np.empty((seq * group, 1), q.dtype)
-    keys = _Keys(_with_column(k[:, None], 1, 1), np.ascontiguousarray(v), np.ones((KEYS, 1), k.dtype))
+    keys = _with_column(k[:, None], 1, 1), np.ascontiguousarray(v), np.ones((KEYS, 1), k.dtype)
     attend = _bounded if 2 * row_max.max() < _SAFE[q.dtype] else _online
     for tile in _tiles(part, group, q.dtype):
         at = tile.rows
-        attend(_Rows(queries[at], acc[at], row_sum[at], row_max[at]), keys, tile)
+        attend((queries[at], acc[at], row_sum[at], row_max[at]), keys, tile)
         poll()
     np.divide(acc, row_sum, out=acc)
     np.log(row_sum, out=row_sum)
@@ -172,17 +151,16 @@ def _forward_head(
 
 
 def _backward_head(
-    factors: _Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
+    factors: Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
 ) -> None:
     """One key head and slice: dq (seq, group, dim), dk (keys, dim), dv (keys, value_dim)."""
-    dq, dk, dv = gradients
+    (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
     seq, group, dim = dq.shape
     dqueries = np.empty((seq * group, dim), dq.dtype)
     dkeys, dvalues = np.zeros((len(dk), dim), dq.dtype), np.zeros((len(dv), dv.shape[1]), dq.dtype)
     for tile in _tiles(part, group, dq.dtype):
         at = tile.rows
-        rows = _Factors(factors.queries[at], factors.gradients[at], factors.keys, factors.values)
-        _backward_tile(rows, tile, Gradients(dqueries[at], dkeys, dvalues))
+        _backward_tile((queries[at], slopes[at], keys, values), tile, Gradients(dqueries[at], dkeys, dvalues))
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
@@ -250,8 +228,12 @@ def _tiles(part: Slice, group: int, dtype: np.dtype) -> Iterator[_Tile]:
         yield _Tile(part, group, start, min(start + step, seq), dtype)
 
 
-def _bounded(rows: _Rows, block: _Keys, tile: _Tile) -> None:
-    """Set `acc` and `row_sum`, relative to the bound in the last column of the queries."""
+def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
+    """Set the sums of rows, relative to the bound in the last column of the queries.
+
+    rows : scaled queries, their output before it is normalised, the sums of the exponentials, and the bound
+    block : keys, whose last column is 1, their values, and a column of ones
+    """
     (queries, acc, row_sum, _), (keys, values, ones) = rows, block
     for at in tile.pieces():
         scores = np.matmul(queries, keys[at].T)
@@ -265,7 +247,7 @@ def _bounded(rows: _Rows, block: _Keys, tile: _Tile) -> None:
             np.add(row_sum, np.matmul(scores, ones[: scores.shape[1]]), out=row_sum)
 
 
-def _online(rows: _Rows, block: _Keys, tile: _Tile) -> None:
+def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
     """As `_bounded`, relative to the running maximum, which ends up in `row_max`: right for scores of any size."""
     (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
     acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
@@ -284,7 +266,7 @@ def _online(rows: _Rows, block: _Keys, tile: _Tile) -> None:
         row_max[...] = high
 
 
-def _backward_tile(factors: _Factors, tile: _Tile, sums: Gradients) -> None:
+def _backward_tile(factors: Factors, tile: _Tile, sums: Gradients) -> None:
     """Set dq to dS k, and add to dk and dv."""
     (queries, gradients, keys, values), (dqueries, dkeys, dvalues) = factors, sums
     dim, width = dqueries.shape[1], dvalues.shape[1]

@@ -113,10 +113,9 @@ def judge(
 ) -> GpuAwareness:
     """Return the verdict of one rank.
 
-    `library_version` is what MPI_Get_library_version says, `maps_text` /proc/self/maps, which names the libraries that
-    are loaded, `query` what the library said about this platform, None if it was not asked, and `kinds` the value of
-    the info key mpi_memory_alloc_kinds. `async_pool`: CuPy allocates stream-ordered or managed memory, which MPI cannot
-    map.
+    `maps_text` is /proc/self/maps, which names the libraries that are loaded, `query` what the library said about this
+    platform, None if it was not asked, `kinds` the value of the info key mpi_memory_alloc_kinds, and `async_pool`
+    whether CuPy allocates stream-ordered or managed memory, which MPI cannot map.
     """
     override = environment.get(OVERRIDE)
     GPU_DIRECT.check(override)

@@ -59,7 +59,6 @@ is refused before it is sent.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -92,7 +91,7 @@ class NcclTransport(Transport):
         self.outgoing = {to: lane for (source, to), lane in self.lanes.items() if source == group.rank}
         self.incoming = {source: lane for (source, to), lane in self.lanes.items() if to == group.rank}
         # on the lanes, in the order in which it was put there
-        self.underway: deque[tuple[Event, _Message, Channel]] = deque()
+        self.underway: deque[tuple[Event, _Send, Channel]] = deque()
         self.taken: deque[Event] = deque()  # of receives that have tested true
         self.repeated = False
         register_progress(self)
@@ -121,7 +120,7 @@ class NcclTransport(Transport):
         check_sendable(array)
         return self._put(_Receive(self, array), lane, 1, self.other.free_event(array))
 
-    def _put(self, message: _Message, lane: Channel, end: int, ready: Event) -> _Message:
+    def _put(self, message: _Send, lane: Channel, end: int, ready: Event) -> _Send:
         register_progress(self)  # for the thread that uses it now
         message.event = ready
         if message.array.nbytes:
@@ -190,34 +189,26 @@ def _move(array: DeviceArray, end: int, communicator: Any, stream: int) -> None:
     move(arrays.address(array), array.nbytes, arrays.nccl().NCCL_UINT8, 1 - end, stream)
 
 
-class _Message(ABC):
-    """The request of one array on a lane; `event` is after it there."""
+class _Send:
+    """The request of one array that is sent on a lane; `event` is after it there."""
 
     event: Event
 
     def __init__(self, transport: NcclTransport, array: DeviceArray) -> None:
         self.transport, self.array, self.finished = transport, array, False
 
-    @abstractmethod
     def Test(self) -> bool:
-        """Whether it is complete for its owner."""
+        """Whether the array may change."""
+        self.finished = self.finished or arrays.is_done(self.event)
+        return self.finished
 
     def Cancel(self) -> None:
         """Nothing on a device can be withdrawn: the transport's `abort` ends it."""
         keep_forever((self, self.transport))
 
 
-class _Send(_Message):
-    """A message that is sent."""
-
-    def Test(self) -> bool:
-        """Whether the array may change."""
-        self.finished = self.finished or arrays.is_done(self.event)
-        return self.finished
-
-
-class _Receive(_Message):
-    """A message that is received."""
+class _Receive(_Send):
+    """The same of one that is received."""
 
     def Test(self) -> bool:
         """Whether its consumer may be queued: once it is true, later work on the current stream finds the data."""
