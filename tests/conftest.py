@@ -94,10 +94,16 @@ def pair(subcomm):
     return subcomm(2)
 
 
+@pytest.fixture
+def three(subcomm):
+    """A communicator of the first three ranks; the others leave the test out."""
+    return subcomm(3)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Leave a test of a pair out on the ranks that are not in it."""
-    return True if pyfuncitem.funcargs.get("pair", True) is None else None
+    """Leave a test of two or three ranks out on those that are not in it."""
+    return True if None in [pyfuncitem.funcargs.get(name, True) for name in ("pair", "three")] else None
 
 
 @pytest.fixture

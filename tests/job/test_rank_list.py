@@ -31,11 +31,13 @@ def test_ranks_that_follow_each_other_are_one_run(ranks, text):
     assert rank_list.named(ranks) == text
 
 
-def test_several_ranks_that_are_all_of_them_are_named_as_such():
+def test_ranks_that_say_the_same_are_one_text_and_several_that_are_all_of_them_are_named_as_such():
     assert rank_list.named(range(12), 12) == "all 12 ranks"
     assert rank_list.named(range(11), 12) == "ranks 0-10"
     assert rank_list.named([0], 1) == "rank 0"
     assert rank_list.grouped([(0, "lost"), (1, "lost")], 2) == ["all 2 ranks: lost"]
+    said = [(0, "done"), (1, "done"), (2, "lost"), (3, "done")]
+    assert rank_list.grouped(said) == ["ranks 0-1, 3: done", "rank 2: lost"]
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
@@ -48,11 +50,6 @@ def test_every_rank_is_written_or_counted(ranks):
     assert written <= ranks and len(ranks - written) == (int(more.split()[0]) if more else 0)
     assert all(rank > max(written) for rank in ranks - written)
     assert len(listed.split(", ")) <= rank_list.LISTED
-
-
-def test_ranks_that_say_the_same_are_told_together():
-    said = [(0, "done"), (1, "done"), (2, "lost"), (3, "done")]
-    assert rank_list.grouped(said) == ["ranks 0-1, 3: done", "rank 2: lost"]
 
 
 def test_errors_of_many_ranks_name_them_in_short():
