@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from zlib import crc32
 
+for number in (signal.SIGINT, signal.SIGQUIT):  # ignored where a script started the tests in the background
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # before numpy is imported: the ranks share the cores
 
