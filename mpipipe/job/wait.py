@@ -95,7 +95,7 @@ class LongWait:
 
     Parameters are those of `wait_for`, and: `start`, time.perf_counter() at its beginning, now by default; `absent`,
     world ranks without which this wait cannot end, and which can send nothing but word of their end; `grace`, the
-    seconds that it may still last once such a rank has left, for what the rank has sent before.
+    seconds that it may still last once such a rank has left or failed, for what the rank has sent before.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class LongWait:
         with context.lock:
             for known in (*context.groups, *context.failed):
                 known.read_messages()
-        news = context.failures[self.known :]
+        waited = time.perf_counter() - self.start
+        news = context.failures[self.known :] if waited >= self.grace else ()
         if news and (group is None or context.single_threaded):  # else those of groups concerned alone
             raise peer_error(next((failure for failure in news if failure.number > 0), news[0]))  # failed, before left
         for concerned in () if group is None else (group, *group.related):
             if concerned.failure is not None:
                 raise peer_error(concerned.failure)
-        waited = time.perf_counter() - self.start
         for rank in self.absent.intersection(context.withdrawn):
             raise peer_error(context.withdrawn[rank])
         for rank in self.absent.intersection(context.left):

@@ -9,9 +9,10 @@ import pytest
 from mpi4py import MPI
 
 from mpipipe.errors import ArgumentError, PeerError
-from mpipipe.job import communicators, inprocess, runtime
+from mpipipe.job import RankGroup, communicators, inprocess, runtime
 from mpipipe.job.communicators import attributes, cached
-from mpipipe.job.context import finalized
+from mpipipe.job.context import current_rank, finalized
+from mpipipe.job.requests import own
 
 
 def test_a_duplicate_has_the_same_ranks_and_other_messages(comm):
@@ -21,6 +22,31 @@ def test_a_duplicate_has_the_same_ranks_and_other_messages(comm):
     assert not new.Iprobe(comm.rank, 5)
     comm.Recv(np.empty(1), comm.rank, 5)
     request.Wait()
+    new.Free()
+
+
+def test_a_rank_that_has_come_and_failed_since_does_not_end_the_making_of_a_communicator(pair, monkeypatch):
+    """Rank 1 is still in the last exchange of the making when the failure of rank 0 reaches it."""
+    group, failures = RankGroup(pair), current_rank().failures
+    known, requests = len(failures), []
+
+    class Late:
+        def __init__(self, request):
+            self.request = request
+            requests.append(self)
+
+        def Test(self):
+            return self.request.Test() and (len(requests) < 2 or len(failures) > known)
+
+    if pair.rank == 1:
+        monkeypatch.setattr(communicators, "own", lambda request: Late(own(request)))
+    new = communicators.duplicate(pair)
+    if pair.rank == 0:
+        group.fail(KeyError("later"), "rank 0 failed later")
+    else:
+        with pytest.raises(PeerError, match="failed later"):
+            group.agree("a test")
+    communicators.duplicate(pair).Free()  # ranks that go on can make more of them
     new.Free()
 
 
