@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpipipe.nn.kernels.host import blocks
+from mpipipe.nn.kernels.host import ELEMENTS, blocks
 from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 from mpipipe.nn.random import random_bits
 from mpipipe.nn.rope import RopeScaling, angles
@@ -471,6 +471,9 @@ def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: n
 
 def sum_of_squares(flat: np.ndarray) -> float:
     """Return the sum of flat^2, in float64."""
+    if flat.size <= ELEMENTS:  # a small loss is asked for its sum once a micro-batch: no loop around it
+        wide = flat.astype(np.float64, copy=False)
+        return float(wide.dot(wide))
     total = 0.0
     for at in blocks(flat.size):
         wide = flat[at].astype(np.float64, copy=False)
