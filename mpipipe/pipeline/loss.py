@@ -58,6 +58,8 @@ class Loss:
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
         """Return (value, gradient, weight or None) of a result, or raise ArgumentError. Weight 0 has value NaN."""
+        if type(result) is tuple and len(result) == 2 and type(result[0]) is float and math.isfinite(result[0]):
+            return (*result, None)  # the common case, on the hot path
         if type(result) is not tuple or len(result) not in (2, 3):
             raise ArgumentError(
                 "a loss returns (value, gradient of the output), or (value, gradient of the output, weight)",
@@ -218,13 +220,6 @@ class Weighing:
                     "such as target.size; or set loss.mean_over_entries = True or False (rows)",
                 )
             return 1.0
-        if facts.mean_over != UNSAID:
-            raise ArgumentError(
-                "the loss has mean_over_entries, and returns a weight as well",
-                found=f"the weight {weight}",
-                expected="one of both",
-                remedy="leave out mean_over_entries",
-            )
         if training and facts.bare:
             raise ArgumentError(
                 "the loss returns weights, and a stage does not show its gradients, which the sum of weights divides",
