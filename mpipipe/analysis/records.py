@@ -33,7 +33,7 @@ class Waited(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step of one rank: its start and end, actions, waits, starts of sums, optimizer, messages sent."""
+    """One step of a rank: start, end, actions, waits, starts of sums, optimizer, messages sent, waits for a batch."""
 
     start: float
     end: float
@@ -42,6 +42,7 @@ class StepRecord(NamedTuple):
     sums: list[Interval]
     optimizer: list[Interval]
     sent: list[Sent]
+    read: Sequence[Interval] = ()
 
     def moved(self, clock: Callable[[float], float]) -> StepRecord:
         """The same by another clock."""
@@ -57,6 +58,7 @@ class StepRecord(NamedTuple):
             list(map(both, self.sums)),
             list(map(both, self.optimizer)),
             [sent._replace(time=clock(sent.time)) for sent in self.sent],
+            list(map(both, self.read)),
         )
 
     def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:
