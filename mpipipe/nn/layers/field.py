@@ -54,9 +54,9 @@ class Conv(Layer):
     """y[o] = sum over k of W[k] x[stride * o + k - before], where `before` = (width - 1) // 2, or 0 with "valid".
 
     x is (batch, *space, inputs) and y (batch, *space', outputs). The parameter `weight` is
-    (outputs, *width, inputs / groups). With "same" and "periodic" padding an axis of n points has ceil(n / stride) in y;
-    beyond the edges x is 0, or goes on at the other edge. With "valid" it has (n - width) // stride + 1, and no window
-    leaves the field. For an odd width "same" is the padding width // 2 of other libraries.
+    (outputs, *width, inputs / groups). With "same" and "periodic" padding an axis of n points has ceil(n / stride)
+    in y; beyond the edges x is 0, or goes on at the other edge. With "valid" it has (n - width) // stride + 1, and no
+    window leaves the field. For an odd width "same" is the padding width // 2 of other libraries.
 
     Parameters
     ----------
@@ -133,8 +133,8 @@ class Conv(Layer):
             sizes = tuple(-(-points // stride) for points in space)
         wrong = (
             min(sizes) < 1
-            or self.padding == "periodic"
-            and any(points % stride or points < size - 1 for points, size in zip(space, self.width))
+            or (self.padding == "periodic"
+            and any(points % stride or points < size - 1 for points, size in zip(space, self.width)))
         )
         if wrong:
             raise ArgumentError(

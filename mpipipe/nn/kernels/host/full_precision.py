@@ -58,12 +58,7 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
 
 
 def products(
-    a: np.ndarray,
-    b: np.ndarray,
-    c: np.ndarray,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    add: bool = False,
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, transpose_a: bool = False, transpose_b: bool = False, add: bool = False
 ) -> None:
     """C = a b or, with `add`, c += a b, for each of some problems."""
     a = a.swapaxes(1, 2) if transpose_a else a
