@@ -10,12 +10,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def prepare_process(threads: int = 1) -> None:
-    """Make the settings of this module: what `train`, `run` and `bench` do first.
-
-    Parameters
-    ----------
-    threads : for BLAS, unless the user says something else
-    """
+    """Make the settings of this module: what `train`, `run` and `bench` do first."""
     limit_blas_threads(threads)
     keep_freed_memory()
 

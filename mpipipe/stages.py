@@ -53,29 +53,23 @@ METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backwar
 
 
 class StageAdapter:
-    """A stage of any kind. Arrays are asked for each time: a stage of the user's own may exchange them.
-
-    given : the user's stage
-    name : of its type, for errors
-    models : the nn.Stage itself, or the inner stages
-    computes : what has its forward and backward: the stage itself, its CUDA graphs, or in check mode a CheckedStage
-    device, gpu : where it computes
-    number : its logical number, once it is attached to a pipeline
-    """
+    """A stage of any kind. Arrays are asked for each time: a stage of the user's own may exchange them."""
 
     def __init__(self, given: Any):
         self.given, self.name = given, type(given).__name__
         self.is_model = isinstance(given, nn.Stage)
-        inner = getattr(given, "inner_stages", ())
-        self.models: list[nn.Stage] = [given] if self.is_model else list(inner)
+        # the stage itself, or the inner stages
+        self.models: list[nn.Stage] = [given] if self.is_model else list(getattr(given, "inner_stages", ()))
         strange = [type(model).__name__ for model in self.models if not isinstance(model, nn.Stage)]
         if strange:
             raise ArgumentError("inner_stages of a stage", found=", ".join(strange), expected="a list of nn.Stage")
         first = self.models[0] if self.models else None
         self.device = str(getattr(given, "device", "cpu" if first is None else first.device))
         self._gpu: int | None = getattr(given, "gpu", None if first is None else first.gpu)
-        self.computes: Any = given
-        self.number: int | None = None
+        self.computes: Any = (
+            given  # what has its forward and backward: its CUDA graphs, or in check mode a CheckedStage
+        )
+        self.number: int | None = None  # its logical number, once it is attached to a pipeline
         self._view: tuple[tuple[int, int], FlatView] | None = None  # of the parameters, with their place in memory
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
         self._storage: tuple[Any, list[dict]] = None, []  # of gradients and tied parameters, as the pipeline found them
@@ -86,8 +80,6 @@ class StageAdapter:
         """Return the adapters of some stages; those that are adapters stay as they are."""
         return [stage if isinstance(stage, cls) else cls(stage) for stage in stages]
 
-    # -- parameters and gradients, for optimizers and norms ---------------------------------------------------------
-
     @property
     def index(self) -> int | None:
         """Logical number, as the stage itself has it; None for one that does not say."""
@@ -95,31 +87,26 @@ class StageAdapter:
 
     @property
     def parameters(self) -> FlatBuffer | FlatView:
-        """The parameters by name, with `flat`; of a user's stage a view, in which complex ones are pairs of real ones.
-
-        Raises ArgumentError where they are no such thing.
-        """
+        """The parameters by name, with `flat`; of a user's stage a view, where complex ones are pairs of real ones."""
         if self.is_model:
             buffer: FlatBuffer = self.given.parameters
             return buffer
-        flat = flat_if_any(getattr(self.given, "parameters", None))
+        holder = getattr(self.given, "parameters", None)
+        flat = flat_if_any(holder)
         key = (0, 0) if flat is None else (arrays.address(flat), flat.size)
         if self._view is None or self._view[0] != key:
-            self._view = key, self._named()
+            if holder is not None or getattr(self.given, "gradients", None) is not None:
+                self._view = key, FlatView.of(holder)
+            elif hasattr(self.given, "gradients") or hasattr(self.given, "parameters"):
+                self._view = key, FlatView(np.zeros(0, np.float32), {}, {})
+            else:
+                raise ArgumentError(
+                    "a stage without flat parameters and gradients",
+                    found=self.name,
+                    expected="attributes `parameters` and `gradients`, each None or an object with an array `flat`",
+                    remedy="make both of nn.FlatBuffer; a stage around others: give its inner_stages",
+                )
         return self._view[1]
-
-    def _named(self) -> FlatView:
-        holder = getattr(self.given, "parameters", None)
-        if holder is not None or getattr(self.given, "gradients", None) is not None:
-            return FlatView.of(holder)
-        if hasattr(self.given, "gradients") or hasattr(self.given, "parameters"):
-            return FlatView(np.zeros(0, np.float32), {}, {})
-        raise ArgumentError(
-            "a stage without flat parameters and gradients",
-            found=self.name,
-            expected="attributes `parameters` and `gradients`, each None or an object with an array `flat`",
-            remedy="make both of nn.FlatBuffer; a stage around others: give its inner_stages",
-        )
 
     @property
     def gradients(self) -> FlatBuffer | FlatView:
@@ -173,8 +160,6 @@ class StageAdapter:
         """Functions to be called before anything writes to the parameters (nn.write_hooks)."""
         return getattr(self.given, "before_write", None) or []
 
-    # -- what a checkpoint holds ------------------------------------------------------------------------------------
-
     @property
     def contents(self) -> Mapping[str, Array]:
         """All arrays by their names in the whole model: `state_dict()` where there is one, else `parameters`."""
@@ -199,8 +184,6 @@ class StageAdapter:
         renew = getattr(self.given, "sync_compute", None)
         if renew is not None:
             renew()
-
-    # -- what a pipeline asks before it is built --------------------------------------------------------------------
 
     def check(self, ops: Collection[str], has_replicas: bool) -> None:
         """Raise ArgumentError where the stage lacks what these actions, or the replicas, need."""
@@ -246,23 +229,16 @@ class StageAdapter:
 
     @property
     def gradient_arrays(self) -> list[Array]:
-        """One-dimensional arrays that hold all gradients and parts, of inner stages, too; no memory is in two of them.
-
-        The array of a user's stage may be the whole buffer of its inner stage, from before the parts left it.
-        """
+        """One-dimensional arrays with all gradients and parts, also of inner stages; no memory is in two of them."""
         holder = getattr(self.given, "gradients", None)
         flats = [model.gradients.flat for model in self.models] if holder is None else [holder.flat]
+        # the array of a user's stage may be the whole buffer of its inner stage, from before the parts left it
         parts = [part.reshape(-1) for model in self.models for part in model.parts.values()]
         flats += [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
         return [flat for flat in flats if flat.size]
 
-    # -- what a pipeline does with it -------------------------------------------------------------------------------
-
     def attach(self, number: int, poll: Callable[[], object], ends: bool) -> None:
-        """Give the stage its number and what its layers call so that messages advance.
-
-        `ends` is whether backwards end here: a stage before it exists that wants no gradient.
-        """
+        """Give the stage its number and the poll of its layers. `ends`: no stage before it wants a gradient."""
         if type(self.given) is nn.Stage:
             self.given.end_backward(ends or self.given.first_layer.uploads_integers)
         self.number, self._poll = number, poll
@@ -320,10 +296,6 @@ class StageAdapter:
         for flat in self.gradient_arrays:
             arrays.set_zero(flat)
 
-    def end_gradients(self) -> None:
-        """Raise ArgumentError where a backward has exchanged the gradients; no later action adds to them."""
-        self._check_gradients()
-
     def leave_step(self) -> None:
         """Let backwards outside of a step, or after one that has failed, add to the gradients that the stage shows."""
         for model in self.models:
@@ -333,11 +305,10 @@ class StageAdapter:
     def check_storage(self) -> None:
         """Raise ArgumentError where an optimizer step has not ended, or arrays are others than at construction.
 
-        A later pipeline may have given tied parameters another storage. A user's stage may have other gradients now:
-        what its backward adds to the old ones would be neither zeroed nor summed over the replicas.
+        What a user's backward adds to the old gradients would be neither zeroed nor summed over the replicas.
         """
         check_finished((self.given, *self.models), self.number)
-        self._check_gradients()
+        self.check_gradients()
         for model, owners in zip(self.models, self._storage[1]):
             if model.owners != owners:
                 raise ArgumentError(
@@ -348,7 +319,8 @@ class StageAdapter:
                     remedy="build this pipeline anew, or the later one of other stages",
                 )
 
-    def _check_gradients(self) -> None:
+    def check_gradients(self) -> None:
+        """Raise ArgumentError where the gradients of a user's stage are others than at construction."""
         place, before = self._place_of_gradients(), self._storage[0]
         if place != before:
             raise ArgumentError(
@@ -420,10 +392,7 @@ class FlatView(Mapping[str, Array]):
 
     @classmethod
     def of(cls, holder: Any) -> FlatView:
-        """Return the view of a user's `parameters`: an object with `flat`, and a mapping of names where it has any.
-
-        Raises ArgumentError if `flat` is no flat array, or a named array lies elsewhere.
-        """
+        """Return the view of a user's `parameters`: an object with `flat`, and a mapping of names where it has any."""
         flat = flat_of(holder, "the parameters of a stage")
         if not isinstance(holder, Mapping) or not holder:
             return cls(flat, {WHOLE: 0}, {WHOLE: flat.shape})

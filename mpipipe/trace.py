@@ -18,64 +18,36 @@ class Span(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A wait for other ranks.
+    """A wait for other ranks; times in seconds of the recorder's clock."""
 
-    what : object
-        What the rank waited for: the Envelope of a message, or a text.
-    start, end : float
-        Seconds of the recorder's clock.
-    group : tuple of int or None
-        The key of the group whose ranks all had to come; None if one rank had to.
-    """
-
-    what: object
+    what: object  # the Envelope of a message, or a text
     start: float
     end: float
-    group: tuple[int, ...] | None
+    group: tuple[int, ...] | None  # the key of the group whose ranks all had to come; None if one rank had to
 
 
 class Sent(NamedTuple):
     """A message that was handed over to be sent.
 
-    message : tuple of int
-        Its name: edge, micro-batch, and direction (0 for an activation, 1 for a gradient). Of S stages, edge e below S
-        joins stages e - 1 and e, and edge S + i is skip i of the schedule.
-    peer : int
-        The rank of the pipeline that it goes to.
-    nbytes : int
-        Its size.
-    time : float
-        Seconds of the recorder's clock.
+    Its name is edge, micro-batch, and direction (0 for an activation, 1 for a gradient). Of S stages, edge e below S
+    joins stages e - 1 and e, and edge S + i is skip i of the schedule.
     """
 
     message: tuple[int, int, int]
-    peer: int
+    peer: int  # the rank of the pipeline that it goes to
     nbytes: int
-    time: float
+    time: float  # seconds of the recorder's clock
 
 
 class Recorder:
-    """What one rank did: `pipeline.recorder = Recorder()` switches recording on, None off.
-
-    now : callable
-        The clock, in seconds.
-
-    spans : list of Span
-        Actions, starts of sums over replicas, and the optimizer, in the order in which they ended.
-    waits : list of Wait
-        Waits within steps, and within `optimizer`.
-    sent : list of Sent
-        Messages, in the order in which they were sent.
-    steps : list of Span
-        Training steps that have ended, with the optimizer after them.
-    """
+    """What one rank did, by the clock `now`, in seconds: `pipeline.recorder = Recorder()` switches it on, None off."""
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self.now = now
-        self.spans: list[Span] = []
-        self.waits: list[Wait] = []
+        self.spans: list[Span] = []  # actions, starts of sums over replicas, and the optimizer, as they ended
+        self.waits: list[Wait] = []  # within steps, and within `optimizer`
         self.sent: list[Sent] = []
-        self.steps: list[Span] = []
+        self.steps: list[Span] = []  # training steps that have ended, with the optimizer after them
         self._begun = 0.0
         self._thread: int | None = None  # the one whose waits count, while they do
 

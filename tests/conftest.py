@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from zlib import crc32
 
+for number in (signal.SIGINT, signal.SIGQUIT):  # ignored where a script started the tests in the background
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # before numpy is imported: the ranks share the cores
 
@@ -94,10 +98,16 @@ def pair(subcomm):
     return subcomm(2)
 
 
+@pytest.fixture
+def three(subcomm):
+    """A communicator of the first three ranks; the others leave the test out."""
+    return subcomm(3)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Leave a test of a pair out on the ranks that are not in it."""
-    return True if pyfuncitem.funcargs.get("pair", True) is None else None
+    """Leave a test of two or three ranks out on those that are not in it."""
+    return True if None in [pyfuncitem.funcargs.get(name, True) for name in ("pair", "three")] else None
 
 
 @pytest.fixture

@@ -39,12 +39,10 @@ def torch_stage(
     prefix : str
         In front of the names of parameters, so that they are unique in the whole model: for checkpoints.
     seed : int
-        Of the random numbers that the module draws. They depend on it, on the number of the stage, and on step,
-        micro-batch and replica.
-    gives : sequence of str
-        Names of the skips (`schedules.with_skips`) that begin here: the module returns (y, one tree for each).
-    takes : sequence of str
-        Names of the skips that end here: the module is called with one argument more for each, after those of x.
+        Of the random numbers that the module draws, which also depend on stage, step, micro-batch and replica.
+    gives, takes : sequence of str
+        Names of the skips (`schedules.with_skips`) that begin here, for which the module returns (y, one tree for
+        each); and of those that end here, for which it is called with one argument more each, after those of x.
 
     Returns
     -------
@@ -53,10 +51,8 @@ def torch_stage(
 
     Raises
     ------
-    BackendError
-        PyTorch is not installed.
-    ArgumentError
-        The module cannot be a stage; the text says why.
+    BackendError, ArgumentError
+        PyTorch is not installed; the module cannot be a stage.
 
     Examples
     --------
@@ -70,23 +66,13 @@ def torch_stage(
 
 
 def torch_loss(function: Callable[..., Any]) -> TorchLoss:
-    """Make the loss of a pipeline of a loss function of PyTorch.
+    """Make the loss of a pipeline, for a last stage of any kind, of a loss function of PyTorch.
 
     Parameters
     ----------
     function : callable
-        `function(output, target)` returns a tensor of one number, the mean over the micro-batch:
-        `torch.nn.functional.cross_entropy`, for example.
-
-    Returns
-    -------
-    TorchLoss
-        A loss for `Pipeline`, for a last stage of any kind.
-
-    Raises
-    ------
-    BackendError
-        PyTorch is not installed.
+        `function(output, target)` returns a tensor of one number, the mean over the micro-batch, as
+        `torch.nn.functional.cross_entropy` does.
     """
     made: TorchLoss = _room("pytorch.stage", "torch", "PyTorch").TorchLoss(function)
     return made
@@ -114,14 +100,8 @@ def jax_stage(
         function with a parameter `key` gets a key of `jax.random`, one with `training` whether this is a training.
     parameters : tree of arrays
         Any tree that JAX knows, of arrays of one floating or complex dtype.
-    prefix : str
-        In front of the names of parameters, so that they are unique in the whole model: for checkpoints.
-    seed : int
-        Of the keys. They depend on it, on the number of the stage, and on step, micro-batch and replica.
-    gives : sequence of str
-        Names of the skips (`schedules.with_skips`) that begin here: the function returns (y, one tree for each).
-    takes : sequence of str
-        Names of the skips that end here: the function is called with one argument more for each, after those of x.
+    prefix, seed, gives, takes : str, int and sequences of str
+        As for `torch_stage`.
 
     Returns
     -------
@@ -130,10 +110,8 @@ def jax_stage(
 
     Raises
     ------
-    BackendError
-        JAX is not installed.
-    ArgumentError
-        The parameters have several dtypes, or are of 64 bits while JAX has these switched off.
+    BackendError, ArgumentError
+        JAX is not installed; the parameters have several dtypes, or are of 64 bits while JAX has these switched off.
 
     Examples
     --------
@@ -149,22 +127,12 @@ def jax_stage(
 
 
 def jax_loss(function: Callable[..., Any]) -> JaxLoss:
-    """Make the loss of a pipeline of a loss function of JAX.
+    """Make the loss of a pipeline, for a last stage of any kind, of a loss function of JAX.
 
     Parameters
     ----------
     function : callable
         `function(output, target)` returns one number, the mean over the micro-batch. It is compiled.
-
-    Returns
-    -------
-    JaxLoss
-        A loss for `Pipeline`, for a last stage of any kind.
-
-    Raises
-    ------
-    BackendError
-        JAX is not installed.
     """
     made: JaxLoss = _room("jax.stage", "jax", "JAX").JaxLoss(function)
     return made

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.analysis.records import Handed, Interval, RankRecord, StepRecord, Waited
+from mpipipe.analysis.records import Interval, RankRecord, StepRecord, Waited
 from mpipipe.analysis.trace import Trace, check_places
 from mpipipe.comm import Envelope
 from mpipipe.errors import ArgumentError
@@ -27,12 +27,8 @@ class Recording:
 
     Parameters
     ----------
-    pipeline : Pipeline
-        Whose training steps are recorded.
-    comm : communicator, optional
-        All ranks that are recorded; by default those of the pipeline. With replicas: those of all replicas.
-    now : callable, optional
-        The clock of this rank, in seconds.
+    pipeline, comm, now : Pipeline, communicator, callable
+        As for `recording`.
 
     Attributes
     ----------
@@ -180,11 +176,7 @@ def steps_of(
         inside = [span for span in recorder.spans if step.start <= span.start <= step.end]
         actions = [(parsed, span.start, span.end) for span in inside if (parsed := _action(span)) is not None]
         waits = [_waited(wait, sums) for wait in recorder.waits if step.start <= wait.start <= step.end]
-        sent = [
-            Handed(each.message, each.peer, each.nbytes, each.time)
-            for each in recorder.sent
-            if step.start <= each.time <= step.end
-        ]
+        sent = [each for each in recorder.sent if step.start <= each.time <= step.end]
         if planned is not None:
             waits = [wait for wait in waits if wait.message is None] + _gaps(actions, planned)
             ends = {sent.name: end for each, (_, _, end) in zip(planned, actions) for sent in each.sends}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules import Action
+from mpipipe.trace import Sent
 
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
 Message: TypeAlias = tuple[int, int, int]
@@ -31,15 +32,6 @@ class Waited(NamedTuple):
     sums: bool = False  # whether it is a sum over replicas
 
 
-class Handed(NamedTuple):
-    """A message that was sent: its name, the receiver's rank in its pipeline, bytes, and when."""
-
-    message: Message
-    peer: int
-    nbytes: int
-    time: float
-
-
 class StepRecord(NamedTuple):
     """One step of one rank: its start and end, actions, waits, starts of sums, optimizer, messages sent."""
 
@@ -49,7 +41,7 @@ class StepRecord(NamedTuple):
     waits: list[Waited]
     sums: list[Interval]
     optimizer: list[Interval]
-    sent: list[Handed]
+    sent: list[Sent]
 
     def moved(self, clock: Callable[[float], float]) -> StepRecord:
         """The same by another clock."""

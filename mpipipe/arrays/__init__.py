@@ -14,202 +14,26 @@ large arrays.
     half_precision  nccl       host functions that upcast once; NCCL's names
 """
 
-from mpipipe.arrays.cuda import (
-    BLOCK,
-    WORD,
-    Launch,
-    Packed,
-    bitwise_or,
-    cuda_declarations,
-    cuda_function,
-    grid,
-    launch,
-    over,
-    scalar_type,
-    vector_width,
-)
+# several lines for one file, where its names need them
+# isort: off
+from mpipipe.arrays.cuda import BLOCK, WORD, Launch, Packed, bitwise_or, cuda_declarations, cuda_function, grid, launch
+from mpipipe.arrays.cuda import over, scalar_type, vector_width
 from mpipipe.arrays.device_checks import check_device, missing_parts
-from mpipipe.arrays.devices import (
-    AMD_UNTRIED,
-    check_computable,
-    compute_capability,
-    cupy,
-    current_gpu,
-    describe_gpus,
-    device_count,
-    is_amd,
-    load_cuda_runtime,
-    use_gpu,
-)
-from mpipipe.arrays.dtypes import (
-    COMPUTE_DTYPES,
-    Array,
-    DeviceArray,
-    Event,
-    Shape,
-    Stream,
-    Tree,
-    accumulator,
-    as_reals,
-    device_of,
-    dtype,
-    is_array,
-    is_device,
-    is_floating,
-    is_half,
-    refuse_mask,
-    strip_subclass,
-)
+from mpipipe.arrays.devices import AMD_UNTRIED, check_computable, compute_capability, cupy, current_gpu, describe_gpus
+from mpipipe.arrays.devices import device_count, is_amd, load_cuda_runtime, use_gpu
+from mpipipe.arrays.dtypes import COMPUTE_DTYPES, Array, DeviceArray, Event, Shape, Stream, Tree, accumulator, as_reals
+from mpipipe.arrays.dtypes import device_of, dtype, is_array, is_device, is_floating, is_half, refuse_mask
+from mpipipe.arrays.dtypes import strip_subclass
 from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.half_precision import float32_like, round_into, upcast, upcast_halves
-from mpipipe.arrays.memory import (
-    ALIGNMENT,
-    Shortage,
-    address,
-    aligned_empty,
-    concatenate,
-    copy,
-    copy_into,
-    empty,
-    empty_like,
-    memory_shortage,
-    set_zero,
-    shares_memory,
-    zeros,
-    zeros_like,
-)
+from mpipipe.arrays.memory import ALIGNMENT, Shortage, address, aligned_empty, concatenate, copy, copy_into, empty
+from mpipipe.arrays.memory import empty_like, memory_shortage, set_zero, shares_memory, zeros, zeros_like
 from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
 from mpipipe.arrays.products import batched_gemm, gemm, graphs_refused, products_by
-from mpipipe.arrays.streams import (
-    annotated,
-    is_done,
-    own_stream,
-    record,
-    seconds_between,
-    side_stream,
-    stream,
-    wait_for,
-)
-from mpipipe.arrays.strided import (
-    THREADS,
-    blocks_of,
-    cast,
-    copied,
-    element_strides,
-    fill,
-    strided_copy,
-    strided_copy_views,
-)
-from mpipipe.arrays.transfer import (
-    Download,
-    copy_to_device,
-    copy_to_host,
-    download,
-    download_all,
-    host_pieces,
-    pinned,
-    upload,
-)
+from mpipipe.arrays.streams import annotated, is_done, own_stream, record, seconds_between, side_stream, stream
+from mpipipe.arrays.streams import wait_for
+from mpipipe.arrays.strided import THREADS, blocks_of, cast, copied, element_strides, fill, strided_copy
+from mpipipe.arrays.strided import strided_copy_views
+from mpipipe.arrays.transfer import Download, copy_to_device, copy_to_host, download, download_all, host_pieces, pinned
+from mpipipe.arrays.transfer import upload
 from mpipipe.arrays.trees import Branches, Structure, flatten, read_only, unflatten
-
-__all__ = [
-    "ALIGNMENT",
-    "AMD_UNTRIED",
-    "BLOCK",
-    "COMPUTE_DTYPES",
-    "THREADS",
-    "WORD",
-    "Array",
-    "Branches",
-    "DeviceArray",
-    "Download",
-    "Event",
-    "Graph",
-    "Launch",
-    "Packed",
-    "Shape",
-    "Shortage",
-    "Stream",
-    "Structure",
-    "Tree",
-    "accumulator",
-    "address",
-    "aligned_empty",
-    "annotated",
-    "as_reals",
-    "batched_gemm",
-    "bitwise_or",
-    "blocks_of",
-    "bus_id",
-    "cast",
-    "check_computable",
-    "check_device",
-    "compute_capability",
-    "concatenate",
-    "copied",
-    "copy",
-    "copy_into",
-    "copy_to_device",
-    "copy_to_host",
-    "cuda_declarations",
-    "cuda_function",
-    "cupy",
-    "current_gpu",
-    "describe_gpus",
-    "device_count",
-    "device_of",
-    "download",
-    "download_all",
-    "dtype",
-    "element_strides",
-    "empty",
-    "empty_like",
-    "fill",
-    "flatten",
-    "float32_like",
-    "gemm",
-    "graphs_refused",
-    "grid",
-    "host_pieces",
-    "is_amd",
-    "is_array",
-    "is_device",
-    "is_done",
-    "is_floating",
-    "is_half",
-    "keep_for_graph",
-    "launch",
-    "load_cuda_runtime",
-    "memory_shortage",
-    "missing_parts",
-    "multiprocessors",
-    "nccl",
-    "nccl_type",
-    "over",
-    "own_stream",
-    "pinned",
-    "products_by",
-    "read_only",
-    "record",
-    "record_graph",
-    "refuse_mask",
-    "round_into",
-    "scalar_type",
-    "seconds_between",
-    "set_zero",
-    "shares_memory",
-    "side_stream",
-    "stream",
-    "strided_copy",
-    "strided_copy_views",
-    "strip_subclass",
-    "unflatten",
-    "upcast",
-    "upcast_halves",
-    "upload",
-    "use_gpu",
-    "vector_width",
-    "wait_for",
-    "zeros",
-    "zeros_like",
-]

@@ -13,14 +13,7 @@ from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import DeviceArray
 
 COMMON = Path(__file__).parent / "common.cuh"  # goes before every source
-C_TYPES = {
-    "float32": "float",
-    "float64": "double",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "int32": "int",
-    "int64": "long long",
-}
+C_TYPES = dict(float32="float", float64="double", float16="fp16", bfloat16="bf16", int32="int", int64="long long")
 
 
 @cache
@@ -62,16 +55,12 @@ MOST_BLOCKS = 1 << 20  # of one grid; the threads of a kernel with more to do co
 
 
 class Launch(NamedTuple):
-    """A launch without its arrays.
+    """A launch without its arrays."""
 
-    function : as `cuda_function` returns it
-    numbers : the parameters after the arrays, in their types
-    """
-
-    function: Callable
+    function: Callable  # as `cuda_function` returns it
     grid: tuple[int, ...]
     block: tuple[int, ...]
-    numbers: tuple[Any, ...] = ()
+    numbers: tuple[Any, ...] = ()  # the parameters after the arrays, in their types
 
     def launch(self, given: tuple[DeviceArray, ...], varying: tuple[Any, ...] = ()) -> None:
         """Launch with these arrays, and with more numbers after its own."""

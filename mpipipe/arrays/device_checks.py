@@ -19,6 +19,7 @@ from mpipipe.arrays.devices import AMD_UNTRIED, cupy, use_gpu, visible_gpus
 from mpipipe.errors import BackendError
 
 PROBE = Path(__file__).with_name("fill.cu")  # a short one; common.cuh in front of it includes all headers
+ASKED = "device 'cuda' was asked for, and"
 NO_DRIVER = "run on a node with an NVIDIA GPU and its driver (nvidia-smi must answer), or use device='cpu'"
 NO_GPU = "ask the batch system for GPUs (--gpus-per-node), look at CUDA_VISIBLE_DEVICES, or use device='cpu'"
 
@@ -36,37 +37,29 @@ def check_device(device: str) -> str:
     if name == "auto":
         name = "cuda" if visible_gpus() else "cpu"  # a CuPy that is too old is no reason to take the CPU in silence
     if name == "cuda":
-        _check_gpu()
+        runtime = cupy().cuda.runtime
+        try:
+            count = runtime.getDeviceCount()
+        except RuntimeError as error:
+            raise BackendError(f"{ASKED} no GPU can be used ({error})", remedy=NO_DRIVER) from None
+        if count == 0:
+            raise BackendError(f"{ASKED} this process sees no GPU", found="0 GPUs", remedy=NO_GPU)
         if number:
             use_gpu(int(number))
-        _check_toolkit()
+        missing = _looked_for(cupy(), runtime.getDevice())
+        if missing:
+            untried = f". {AMD_UNTRIED}" if runtime.is_hip else ""
+            raise BackendError(
+                f"{ASKED} parts of the GPU's toolkit that CuPy needs cannot be used{untried}",
+                found="".join(f"\n    {line}" for line in missing),
+                remedy=_remedy(runtime),
+            )
     return name
-
-
-def _check_gpu() -> None:
-    library = cupy()
-    try:
-        count = library.cuda.runtime.getDeviceCount()
-    except RuntimeError as error:
-        raise BackendError(f"device 'cuda' was asked for, and no GPU can be used ({error})", remedy=NO_DRIVER) from None
-    if count == 0:
-        raise BackendError("device 'cuda' was asked for, and this process sees no GPU", found="0 GPUs", remedy=NO_GPU)
 
 
 def missing_parts() -> list[str]:
     """List the parts of the CUDA toolkit that are missing or do not work on the current GPU, with CuPy's message."""
     return list(_missing(cupy()))
-
-
-def _check_toolkit() -> None:
-    missing = _looked_for(cupy(), cupy().cuda.runtime.getDevice())
-    if missing:
-        untried = f". {AMD_UNTRIED}" if cupy().cuda.runtime.is_hip else ""
-        raise BackendError(
-            f"device 'cuda' was asked for, and parts of the GPU's toolkit that CuPy needs cannot be used{untried}",
-            found="".join(f"\n    {line}" for line in missing),
-            remedy=_remedy(cupy().cuda.runtime),
-        )
 
 
 def _remedy(runtime: Any) -> str:
@@ -82,33 +75,29 @@ def _looked_for(library: ModuleType, device: int) -> tuple[str, ...]:
 
 
 def _missing(library: ModuleType) -> Iterator[str]:
-    works, why = _works(lambda: cuda_function(PROBE, "fill", T=np.dtype(np.float32)))
-    if not works:
+    why = _failure(lambda: cuda_function(PROBE, "fill", T=np.dtype(np.float32)))
+    if why:
         # where CuPy compiles, it has all it needs, wherever that lies; hipRTC and ROCm's headers come as a whole
-        reasons = [] if library.cuda.runtime.is_hip else list(_missing_for_kernels(library))
+        looks = [
+            ("compiler NVRTC", lambda: library.cuda.nvrtc.getVersion()),
+            ("headers of CUDA (cuda_fp16.h)", _headers),
+        ]
+        found = [] if library.cuda.runtime.is_hip else [(part, _failure(look)) for part, look in looks]
+        reasons = [f"the {part}: {reason}" for part, reason in found if reason]
         yield from reasons or [f"the first kernel does not compile{_versions(library)}: {why}"]
-    works, why = _works(lambda: (library.cuda.cublas, library.cuda.device.get_cublas_handle()))
-    if not works:
+    why = _failure(lambda: (library.cuda.cublas, library.cuda.device.get_cublas_handle()))
+    if why:
         yield f"the library cuBLAS: {why}"
 
 
-def _missing_for_kernels(library: ModuleType) -> Iterator[str]:
-    works, why = _works(library.cuda.nvrtc.getVersion)
-    if not works:
-        yield f"the compiler NVRTC: {why}"
-    works, why = _works(_headers)
-    if not works:
-        yield f"the headers of CUDA (cuda_fp16.h): {why}"
-
-
-def _works(attempt: Callable[[], object]) -> tuple[bool, str]:
-    """Return whether an attempt raises nothing, and the first line of what it raised."""
+def _failure(attempt: Callable[[], object]) -> str:
+    """Return the first line of what an attempt raises, or ""."""
     try:
         attempt()
     except Exception as error:  # missing parts raise ImportError, RuntimeError, CompileException
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return False, lines[0] if lines else type(error).__name__
-    return True, ""
+        return lines[0] if lines else type(error).__name__
+    return ""
 
 
 def _headers() -> str:

@@ -24,14 +24,11 @@ WORKSPACE_BYTES = 32 << 20  # what cuBLAS's manual recommends for Hopper, the mo
 
 
 class _Recording(threading.local):
-    """What the graph that this thread records needs besides its own memory.
-
-    held : what the graph keeps alive; None if none is recorded
-    workspaces : memory for libraries, by CuPy's module, GPU and stream; the graphs of one stream run one by one
-    """
+    """What the graph that this thread records needs besides its own memory."""
 
     def __init__(self) -> None:
-        self.held: list | None = None
+        self.held: list | None = None  # what the graph keeps alive; None if none is recorded
+        # memory for libraries, by CuPy's module, GPU and stream; the graphs of one stream run one by one
         self.workspaces: dict[tuple, DeviceArray] = {}
 
 
@@ -80,16 +77,11 @@ def refuse_recording(what: str) -> None:
 
 
 class Graph(NamedTuple):
-    """Recorded work.
+    """Recorded work."""
 
-    recorded : cupy.cuda.Graph
-    memory : pool of the arrays that it makes; it alone writes there
-    held : whatever else it uses that might be freed
-    """
-
-    recorded: Any
-    memory: Any
-    held: list
+    recorded: Any  # cupy.cuda.Graph
+    memory: Any  # pool of the arrays that it makes; it alone writes there
+    held: list  # whatever else it uses that might be freed
 
     def launch(self) -> None:
         """Put the work on the current stream."""

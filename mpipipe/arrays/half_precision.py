@@ -21,11 +21,8 @@ def upcast_halves(
     """Let a function of host arrays take half precision.
 
     Where its first argument is of a half dtype, the function sees each half array as a float32 one. A value too large
-    for float16 becomes infinite without a warning: scaling of the loss looks for it.
-
-    returned : which of its results are rounded to the dtype of the first argument
-    written : which of its positional arguments it sets; those in half precision are rounded when it has set them, and
-        are never added to
+    for float16 becomes infinite without a warning: scaling of the loss looks for it. `returned` says which results are
+    rounded to that dtype, `written` which positional arguments it sets, and never adds to.
     """
 
     @wraps(function)

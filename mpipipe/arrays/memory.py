@@ -129,16 +129,11 @@ SAID = ("cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS
 
 
 class Shortage(NamedTuple):
-    """Memory of the current GPU when a request for more of it had failed.
+    """Bytes of the current GPU when a request for more of them had failed."""
 
-    asked : bytes asked for; None if the library that asked does not say
-    free : unused bytes, in CuPy's pool and beyond it
-    total : bytes of the GPU, or those that CuPy's pool is limited to
-    """
-
-    asked: int | None
-    free: int
-    total: int
+    asked: int | None  # None if the library that asked does not say
+    free: int  # unused ones, in CuPy's pool and beyond it
+    total: int  # of the GPU, or those that CuPy's pool is limited to
 
 
 def memory_shortage(error: BaseException) -> Shortage | None:

@@ -14,20 +14,8 @@ from mpipipe.arrays.dtypes import dtype
 from mpipipe.errors import BackendError
 
 REMEDY = "pip install nvidia-nccl-cu13 (or -cu12, as CuPy is), or load the site's NCCL module"
-NAMES = {
-    "int8": ("NCCL_INT8", 1),
-    "uint8": ("NCCL_UINT8", 1),
-    "int32": ("NCCL_INT32", 1),
-    "uint32": ("NCCL_UINT32", 1),
-    "int64": ("NCCL_INT64", 1),
-    "uint64": ("NCCL_UINT64", 1),
-    "float16": ("NCCL_FLOAT16", 1),
-    "bfloat16": ("NCCL_BFLOAT16", 1),
-    "float32": ("NCCL_FLOAT32", 1),
-    "float64": ("NCCL_FLOAT64", 1),
-    "complex64": ("NCCL_FLOAT32", 2),  # a sum of complex numbers is one of twice as many real ones
-    "complex128": ("NCCL_FLOAT64", 2),
-}
+NUMBERS = set("int8 uint8 int32 uint32 int64 uint64 float16 bfloat16 float32 float64".split())
+PAIRS = dict(complex64="float32", complex128="float64")  # a sum of these is one of twice as many real numbers
 
 
 @cache
@@ -47,8 +35,9 @@ def nccl() -> Any:
 
 def nccl_type(kind: np.dtype) -> tuple[int, int] | None:
     """Return (NCCL's number of a dtype, elements of it in one of ours); None for a dtype that NCCL cannot add."""
-    name, count = NAMES.get(dtype(kind).name, ("", 0))
-    return (int(getattr(nccl(), name)), count) if name else None
+    name = dtype(kind).name
+    real = PAIRS.get(name, name)
+    return (int(getattr(nccl(), f"NCCL_{real.upper()}")), 1 + (name in PAIRS)) if real in NUMBERS else None
 
 
 def bus_id() -> str:

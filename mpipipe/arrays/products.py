@@ -37,16 +37,11 @@ ZERO_AND_ONE = {size: (address(pair), address(pair) + size) for size, pair in NU
 
 
 class _Kind(NamedTuple):
-    """The arguments of cuBLAS for a dtype.
+    """The arguments of cuBLAS for a dtype."""
 
-    number : its own
-    compute : how to compute with factors of it
-    zero_and_one : where these numbers are, in its accumulator's dtype
-    """
-
-    number: int
-    compute: int
-    zero_and_one: tuple[int, int]
+    number: int  # its own
+    compute: int  # how to compute with factors of it
+    zero_and_one: tuple[int, int]  # where these numbers are, in its accumulator's dtype
 
 
 class _Kinds(dict[np.dtype, _Kind]):
@@ -241,23 +236,12 @@ def graphs_refused() -> str:
     return ""
 
 
-def _record_gemm(handle: int, *arguments: int) -> None:
-    """Record what cupy.cuda.cublas.gemmEx would do."""
-    _prepare_handle(handle)
-    _call_cublas("cublasGemmEx", handle, *arguments)
-
-
-def _record_batched_gemm(handle: int, *arguments: int) -> None:
-    """Record what cupy.cuda.cublas.gemmStridedBatchedEx would do."""
-    _prepare_handle(handle)
-    _call_cublas("cublasGemmStridedBatchedEx", handle, *arguments)
-
-
-def _prepare_handle(handle: int) -> None:
-    """Give the handle the current stream and our workspace. The next call by CuPy takes both back."""
+def _record(name: str, handle: int, *arguments: int) -> None:
+    """Record a product, by CuPy's handle with the current stream and our workspace; its next call takes both back."""
     space = workspace()
     _call_cublas("cublasSetStream_v2", handle, stream().ptr)  # first, for it drops the workspace
     _call_cublas("cublasSetWorkspace_v2", handle, address(space), space.nbytes)
+    _call_cublas(name, handle, *arguments)
 
 
 def _call_cublas(name: str, *arguments: int) -> None:
@@ -266,7 +250,7 @@ def _call_cublas(name: str, *arguments: int) -> None:
         raise BackendError(f"{name} has failed while a graph was recorded", found=f"status {status} of cublasStatus_t")
 
 
-_RECORDED = _Functions(_record_gemm, _record_batched_gemm)
+_RECORDED = _Functions(partial(_record, "cublasGemmEx"), partial(_record, "cublasGemmStridedBatchedEx"))
 
 
 # -- Matrix products by cublasLt: for each product, the fastest of the algorithms that its heuristics propose ---------
@@ -290,20 +274,14 @@ INSTALL = f"{how_to_install('cublaslt')}, or unset MPIPIPE_PRODUCTS"
 
 
 class ProductSizes(NamedTuple):
-    """What is computed, as cublasLt sees it: column by column, so that the first factor is b, and the second a.
+    """What is computed, as cublasLt sees it: column by column, so that the first factor is b, and the second a."""
 
-    first, second, result : (number of the dtype, rows, columns) of each matrix as it lies in memory
-    transpose : whether the first and the second are transposed
-    add : whether the result is added to what is there
-    compute : cuBLAS's number of the way to compute
-    """
-
-    first: tuple[int, int, int]
+    first: tuple[int, int, int]  # (number of the dtype, rows, columns) of each matrix as it lies in memory
     second: tuple[int, int, int]
     result: tuple[int, int, int]
-    transpose: tuple[bool, bool]
-    add: bool
-    compute: int
+    transpose: tuple[bool, bool]  # the first and the second
+    add: bool  # the result to what is there
+    compute: int  # cuBLAS's number of the way to compute
 
 
 class _Algorithm(NamedTuple):

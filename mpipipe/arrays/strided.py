@@ -46,9 +46,9 @@ def _pack_copy(source: DeviceArray, target: DeviceArray, add: bool) -> Launch | 
 
 def strided_copy_views(
     source: DeviceArray,
-    source_strides: tuple[int, ...],
+    source_strides: Shape,
     target: DeviceArray,
-    target_strides: tuple[int, ...],
+    target_strides: Shape,
     shape: Shape,
     add: bool = False,
 ) -> None:
@@ -57,12 +57,7 @@ def strided_copy_views(
 
 
 def _pack_views(
-    source: DeviceArray,
-    target: DeviceArray,
-    source_strides: tuple[int, ...],
-    target_strides: tuple[int, ...],
-    shape: Shape,
-    add: bool,
+    source: DeviceArray, target: DeviceArray, source_strides: Shape, target_strides: Shape, shape: Shape, add: bool
 ) -> Launch | None:
     count = math.prod(shape)
     if not count:
@@ -70,25 +65,19 @@ def _pack_views(
     walk = _walk(shape, source_strides, target_strides)
     width = vector_width(source, target, divides=walk.divides) if walk.divides else 1
     numbers = (walk.index(count // width), *walk.numbers, np.int32(add))
-    return over(
-        STRIDED, "strided_copy", count, numbers, S=source.dtype, U=target.dtype, I=np.dtype(walk.index), V=width
-    )
+    dtypes = dict(S=source.dtype, U=target.dtype, I=np.dtype(walk.index))
+    return over(STRIDED, "strided_copy", count, numbers, V=width, **dtypes)
 
 
 _copies, _views = Packed(_pack_copy), Packed(_pack_views)
 
 
 class _Walk(NamedTuple):
-    """The order in which a kernel visits the elements of two arrays.
+    """The order in which a kernel visits the elements of two arrays."""
 
-    numbers : extents but the first, strides of the source, strides of the target
-    index : numpy integer type that holds every offset
-    divides : what the width of a word must divide; 0: words are single elements
-    """
-
-    numbers: tuple[Any, ...]
-    index: Any
-    divides: int
+    numbers: tuple[Any, ...]  # extents but the first, strides of the source, strides of the target
+    index: Any  # numpy integer type that holds every offset
+    divides: int  # what the width of a word must divide; 0: words are single elements
 
 
 def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[int, ...]) -> _Walk:

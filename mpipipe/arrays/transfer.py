@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -145,15 +145,7 @@ def copy_to_host(buffer: np.ndarray, source: DeviceArray) -> None:
 
 
 DEPTH = 2  # pinned buffers: one that the caller looks at, and one into which the next piece is copied
-
-
-class _Copy(NamedTuple):
-    """A piece of a device array on its way to the host."""
-
-    which: int
-    piece: np.ndarray
-    buffer: np.ndarray
-    arrived: Event
+Copies: TypeAlias = "deque[tuple[int, np.ndarray, np.ndarray, Event]]"  # number, piece, its buffer, when it is there
 
 
 def host_pieces(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -162,7 +154,7 @@ def host_pieces(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, np
     From a GPU each piece passes through one of two pinned buffers, in the order of the current stream: while the caller
     looks at one piece, the next one is copied. Pieces of a device array stay until the next iteration.
     """
-    copies: deque[_Copy] = deque()
+    copies: Copies = deque()
     free: list[np.ndarray] = []
     try:
         for which, piece in _cut(several, nbytes):
@@ -173,11 +165,11 @@ def host_pieces(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, np
             yield from _arrived(copies, free, leave=DEPTH - 1)
             buffer = free.pop() if free else pinned(nbytes)
             copy_to_host(buffer[: piece.size], piece)
-            copies.append(_Copy(which, buffer[: piece.size], buffer, record()))
+            copies.append((which, buffer[: piece.size], buffer, record()))
         yield from _arrived(copies, free, leave=0)
     finally:  # where the caller stops early: until then the device writes to memory of the host that others would get
-        for copy in copies:
-            copy.arrived.synchronize()
+        for *_, arrived in copies:
+            arrived.synchronize()
 
 
 def _cut(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, Array]]:
@@ -188,10 +180,10 @@ def _cut(several: Sequence[Array], nbytes: int) -> Iterator[tuple[int, Array]]:
                 yield which, content[start : start + nbytes]
 
 
-def _arrived(copies: deque[_Copy], free: list[np.ndarray], leave: int) -> Iterator[tuple[int, np.ndarray]]:
+def _arrived(copies: Copies, free: list[np.ndarray], leave: int) -> Iterator[tuple[int, np.ndarray]]:
     """Wait for the oldest copies, all but `leave`; a buffer is free once the caller has come back."""
     while len(copies) > leave:
-        copies[0].arrived.synchronize()
+        copies[0][3].synchronize()
         which, piece, buffer, _ = copies.popleft()
         yield which, piece
         free.append(buffer)

@@ -74,14 +74,7 @@ class Branches:
     main : array, tuple or dict of arrays
         What goes to the next stage, or comes from the one before; of gradients the other way.
     **skips : array, tuple or dict of arrays
-        For each skip of the stage what goes over it, by its name.
-
-    Attributes
-    ----------
-    main : array, tuple or dict of arrays
-        The same.
-    skips : dict of str to array, tuple or dict of arrays
-        The same; `branches["residual"]` is short for `branches.skips["residual"]`.
+        For each skip of the stage what goes over it, by its name: `branches["residual"]`, or `branches.skips`.
 
     Examples
     --------

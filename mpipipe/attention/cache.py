@@ -59,10 +59,8 @@ class KVCache(_CausalCache):
     comm : mpi4py.MPI.Comm, optional
         Ranks that share the cache. Each brings the same queries, keys and values, and gets the same result. The
         constructor and `forward` are collective over it. None: this rank alone.
-    window : int, optional
-        A query sees itself and the window - 1 positions before it.
-    scale : float, optional
-        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    window, scale : int and float, optional
+        As for `Local`.
 
     Attributes
     ----------
@@ -72,11 +70,6 @@ class KVCache(_CausalCache):
         This rank keeps positions first ... stop - 1.
     poll : callable
         Called after each tile.
-
-    Raises
-    ------
-    ArgumentError
-        For a capacity, a window or a scale that makes no sense.
 
     Examples
     --------
@@ -123,12 +116,9 @@ class KVCache(_CausalCache):
 
         Parameters
         ----------
-        q : numpy.ndarray
-            (batch, p, heads, head_dim), the same on every rank.
-        k : numpy.ndarray
-            (batch, p, kv_heads, head_dim), the same on every rank.
-        v : numpy.ndarray
-            (batch, p, kv_heads, value_dim), the same on every rank.
+        q, k, v : numpy.ndarray
+            (batch, p, heads, head_dim), (batch, p, kv_heads, head_dim) and (batch, p, kv_heads, value_dim), the same on
+            every rank.
 
         Returns
         -------
@@ -138,10 +128,9 @@ class KVCache(_CausalCache):
 
         Raises
         ------
-        ArgumentError
-            If the arrays do not fit together or to the cache, or exceed its capacity. Nothing is appended then.
-        MismatchError
-            If arrays differ in shape between ranks.
+        ArgumentError, MismatchError
+            If arrays do not fit together or to the cache, exceed its capacity, or differ in shape between ranks.
+            Nothing is appended then.
         """
         kernel = agree_on_facts(self.group, lambda: self._facts(q, k, v))
         start, end = self.length, self.length + k.shape[1]
@@ -182,20 +171,15 @@ class KVCache(_CausalCache):
 
     def _append(self, k: np.ndarray, v: np.ndarray, end: int) -> list[np.ndarray]:
         """Keep this rank's part of positions length ... end - 1; returns views of all that it has."""
-        if not self._kept:
-            self._kept = [_storage(x, self.stop - self.first) for x in (k, v)]
+        if not self._kept:  # the rows of one head lie together: kernels need no copy
+            places = [(len(x), x.shape[2], self.stop - self.first, x.shape[3]) for x in (k, v)]
+            self._kept = [aligned_empty(place, k.dtype).swapaxes(1, 2) for place in places]
         low, high = max(self.length, self.first), min(end, self.stop)
         if low < high:
             for kept, x in zip(self._kept, (k, v)):
                 kept[:, low - self.first : high - self.first] = x[:, low - self.length : high - self.length]
         filled = max(0, high - self.first)
         return [kept[:, :filled] for kept in self._kept]
-
-
-def _storage(x: np.ndarray, rows: int) -> np.ndarray:
-    """An array for `rows` rows like those of x, in which the rows of one head lie together: kernels need no copy."""
-    batch, _, heads, dim = x.shape
-    return aligned_empty((batch, heads, rows, dim), x.dtype).swapaxes(1, 2)
 
 
 Cached = KVCache  # an older name
@@ -219,18 +203,14 @@ Cached = KVCache  # an older name
 class Piece(NamedTuple):
     """Consecutive tokens of one sequence in a micro-batch.
 
-    slot : place of the sequence in the caches
-    start : position of the first token
-    rows : number of tokens
-    total : positions that the sequence may come to have, which decides what each rank keeps of it
-    ends : whether the logits after the last token are wanted
+    `slot` is the place of the sequence in the caches.
     """
 
     slot: int
-    start: int
+    start: int  # position of the first token
     rows: int
-    total: int
-    ends: bool = True
+    total: int  # positions that the sequence may come to have, which decides what each rank keeps of it
+    ends: bool = True  # whether the logits after the last token are wanted
 
 
 class Pieces:
@@ -252,9 +232,7 @@ class SlotCache(_CausalCache):
     pieces : what the next micro-batch consists of
     slots : number of sequences at once
     capacity : largest `total` of a piece
-    comm : ranks that share the cache: they all bring the same queries, keys and values, and get the same result
-    window : a query sees itself and the window - 1 positions before it
-    scale : factor on the scores; default 1 / sqrt(head_dim)
+    comm, window, scale : as for `KVCache`
     """
 
     def __init__(
@@ -271,7 +249,6 @@ class SlotCache(_CausalCache):
         self.rows = -(-capacity // self.size)  # of a slot here
 
     def positions(self, rows: int) -> np.ndarray:
-        """Return the positions of the tokens of the micro-batch."""
         return self.pieces.positions
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, None]:
@@ -300,15 +277,18 @@ class SlotCache(_CausalCache):
             for piece in pieces:
                 first, filled = self._append(piece, row, k, v)
                 if piece.rows == 1:
-                    self._attend_one(piece, row, filled, (q, scale), result)
+                    low = 0 if self.window is None else max(0, piece.start + 1 - self.window - first)
+                    if low < filled:
+                        keys, values = (kept[:, piece.slot, low:filled] for kept in self._kept)
+                        result.out[0, row], result.lse[0, :, row] = _attend_one(q[0, row], keys, values, scale)
                 else:
                     queries = PositionRange(row, piece.rows, piece.start, 1)
-                    keys = PositionRange(piece.slot * self.rows, filled, first, 1)
-                    slices += mask.mask_slices([queries], [keys], True, self.window)
+                    held = PositionRange(piece.slot * self.rows, filled, first, 1)
+                    slices += mask.mask_slices([queries], [held], True, self.window)
                 row += piece.rows
-            if slices:
-                keys_held, values_held = map(_side_by_side, self._kept)
-                block = KVBlock(q, keys_held, values_held, scale, slices, self.poll)
+            if slices:  # the slots side by side are one long sequence (1, slots x rows, kv_heads, dim), a view
+                k_long, v_long = (x.reshape(len(x), -1, x.shape[3]).swapaxes(0, 1)[None] for x in self._kept)
+                block = KVBlock(q, k_long, v_long, scale, slices, self.poll)
                 kernels.chosen().forward(block, result, overwrite=False)
             self.poll()
 
@@ -332,29 +312,18 @@ class SlotCache(_CausalCache):
                 kept[:, piece.slot, low - first : high - first] = new.swapaxes(0, 1)
         return first, max(0, high - first)
 
-    def _attend_one(self, piece: Piece, row: int, filled: int, asks: Any, result: OutLse) -> None:
-        """Let the single query of a piece attend to the keys of its slot, for all heads at once.
 
-        The kernels go head by head, in tiles made for many queries.
-        """
-        q, scale = asks
-        part = -(-piece.total // self.size)
-        low = 0 if self.window is None else max(0, piece.start + 1 - self.window - min(self.rank * part, piece.total))
-        if low >= filled:
-            return
-        keys, values = (kept[:, piece.slot, low:filled] for kept in self._kept)
-        sums = accumulator(q.dtype)
-        queries = np.multiply(q[0, row], scale, dtype=sums).reshape(len(keys), -1, q.shape[3])
-        scores = np.matmul(queries, keys.astype(sums, copy=False).swapaxes(1, 2))
-        largest = scores.max(2, keepdims=True)
-        np.exp(np.subtract(scores, largest, out=scores), out=scores)
-        total = scores.sum(2, keepdims=True)
-        out = np.matmul(scores, values.astype(sums, copy=False))
-        result.out[0, row] = np.divide(out, total, out=out).reshape(result.out.shape[2:])
-        result.lse[0, :, row] = (largest + np.log(total)).ravel()
+def _attend_one(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of a single query (heads, dim) over keys (kv_heads, keys, dim), for all heads at once.
 
-
-def _side_by_side(kept: np.ndarray) -> np.ndarray:
-    """Return (kv_heads, slots, rows, dim) as the keys of one long sequence (1, slots x rows, kv_heads, dim), a view."""
-    heads, slots, rows, dim = kept.shape
-    return kept.reshape(heads, slots * rows, dim).swapaxes(0, 1)[None]
+    The kernels go head by head, in tiles made for many queries.
+    """
+    heads, dim = q.shape
+    sums = accumulator(q.dtype)
+    queries = np.multiply(q, scale, dtype=sums).reshape(len(k), -1, dim)
+    scores = np.matmul(queries, k.astype(sums, copy=False).swapaxes(1, 2))
+    largest = scores.max(2, keepdims=True)
+    np.exp(np.subtract(scores, largest, out=scores), out=scores)
+    total = scores.sum(2, keepdims=True)
+    out = np.matmul(scores, v.astype(sums, copy=False))
+    return np.divide(out, total, out=out).reshape(heads, -1), (largest + np.log(total)).ravel()

@@ -16,26 +16,19 @@ def kv_bytes(
 ) -> int:
     """Bytes of the keys and values of `length` positions: batch s kv_heads (head_dim + value_dim) itemsize.
 
-    `value_dim` defaults to `head_dim`. For the gradients dK and dV, `itemsize` is that of the accumulator: 4 for half
-    precision.
+    `value_dim` defaults to `head_dim`. For the gradients dK and dV, `itemsize` is that of the accumulator.
     """
     return batch * length * kv_heads * (head_dim + (head_dim if value_dim is None else value_dim)) * itemsize
 
 
 def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> int:
-    """Bytes that `rank` sends in the forward of `attention.Ring`.
+    """Bytes that `rank` sends in the forward of `attention.Ring`: N - 1 blocks, (N - 1) kv_bytes if shards are even.
 
-    Parameters
-    ----------
-    blocks : `kv_bytes` of each rank of the ring, in rank order
-    steps : ring steps (`Layout.steps`: fewer than N with a window); default N
-
-    In every step t but the last, the rank passes on the block of rank - t. That makes N - 1 blocks: (N - 1) kv_bytes if
-    shards are even.
+    `blocks` are the `kv_bytes` of each rank, `steps` the ring steps (`Layout.steps`: fewer than N with a window), by
+    default N. In every step t but the last, the rank passes on the block of rank - t.
     """
-    size = len(blocks)
-    steps = size if steps is None else steps
-    return sum(blocks[(rank - step) % size] for step in range(steps - 1))
+    steps = len(blocks) if steps is None else steps
+    return sum(blocks[(rank - step) % len(blocks)] for step in range(steps - 1))
 
 
 def sent_backward(
@@ -50,18 +43,16 @@ def sent_backward(
     - 2 hops: the last is at home), and dK and dV of all but the last (N - 1 hops). That makes (2 N - 3) kv_bytes if
     shards are even, and none for a rank alone.
     """
-    size = len(blocks)
-    steps = size if steps is None else steps
+    steps = len(blocks) if steps is None else steps
     gradients = blocks if gradients is None else gradients
-    order = [(rank - step) % size for step in range(steps - 1, 0, -1)]
+    order = [(rank - step) % len(blocks) for step in range(steps - 1, 0, -1)]
     return sum(blocks[other] for other in order[:-1]) + sum(gradients[other] for other in order)
 
 
 def sent_backward_full_circle(block: int, ranks: int) -> int:
     """Bytes that a rank would send in a backward that begins with its own block, as ring-flash-attention's does.
 
-    K and V take N - 1 hops. dK and dV take N, where the last brings them home: (2 N - 1) kv_bytes. This is for
-    comparison with `sent_backward`.
+    K and V take N - 1 hops. dK and dV take N, where the last brings them home: (2 N - 1) kv_bytes.
     """
     return (2 * ranks - 1) * block if ranks > 1 else 0
 
@@ -72,10 +63,7 @@ def saved_by_sharded_rows(ranks: int) -> float:
 
 
 def saved_by_ring_blocks(ranks: int) -> float:
-    """Part of the matrix of scores that a rank does not hold if it has one block at a time, s by s: 1 - 1/N^2.
-
-    The kernels here hold one tile of a block, so no memory grows with s^2 at all.
-    """
+    """The same if it has one block at a time, s by s: 1 - 1/N^2. The kernels here hold one tile of a block."""
     return 1 - 1 / ranks**2
 
 
@@ -84,16 +72,10 @@ def hiding_length_forward(
 ) -> float:
     """The shortest local length at which the computation of a forward hides its transfers.
 
-    Parameters
-    ----------
-    flops : rate of the kernel, floating-point operations a second
-    bandwidth : of one direction of the link, bytes a second
-    group : query heads to a key head, g
-    causal : each step computes half a block, with balanced shards (zigzag); False: a whole block
-
-    A causal step computes for 2 s^2 heads dim / flops seconds, and sends a block in 2 s kv_heads dim itemsize /
-    bandwidth seconds. The first is as long as the second at s = itemsize flops / (g bandwidth). Without the causal mask
-    a step computes twice as long, and half that length is enough.
+    `flops` is the rate of the kernel, in operations a second, `bandwidth` that of one direction of the link, in bytes a
+    second. A causal step (with balanced shards: half a block) computes for 2 s^2 heads dim / flops seconds, and sends a
+    block in 2 s kv_heads dim itemsize / bandwidth seconds. The first is as long as the second at
+    s = itemsize flops / (g bandwidth). Without the causal mask half that length is enough.
     """
     return itemsize * flops / (group * bandwidth) / (1 if causal else 2)
 
@@ -103,11 +85,9 @@ def hiding_length_backward(
 ) -> float:
     """As `hiding_length_forward`, for the backward: it computes 2.5 times as much, and also sends dK and dV.
 
-    `flops` is the rate of the backward. With the causal mask s = (itemsize + gradient_itemsize) flops / (2.5 g
-    bandwidth).
+    With the causal mask s = (itemsize + gradient_itemsize) flops / (2.5 g bandwidth).
     """
-    whole = itemsize + gradient_itemsize
-    return hiding_length_forward(flops, bandwidth, group, whole, causal) / BACKWARD_WORK
+    return hiding_length_forward(flops, bandwidth, group, itemsize + gradient_itemsize, causal) / BACKWARD_WORK
 
 
 def attention_flops(pairs: float, heads: int, head_dim: int) -> float:

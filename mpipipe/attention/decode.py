@@ -45,19 +45,15 @@ def decode_attention(
     ----------
     q : numpy.ndarray
         (batch, p, heads, head_dim), at positions start ... start + p - 1; the same on every rank.
-    k : numpy.ndarray
-        (batch, c, kv_heads, head_dim), this rank's keys, at positions first ... first + c - 1. c may differ between
-        ranks, and be 0. No position lies on two ranks.
-    v : numpy.ndarray
-        (batch, c, kv_heads, value_dim), this rank's values.
+    k, v : numpy.ndarray
+        (batch, c, kv_heads, head_dim or value_dim), this rank's keys and values, at positions first ... first + c - 1.
+        c may differ between ranks, and be 0. No position lies on two ranks.
     comm : mpi4py.MPI.Comm, optional
         The ranks; None: this one alone.
     start, first : int
         Position of the first query, and of this rank's first key.
-    window : int, optional
-        A query sees itself and the window - 1 positions before it.
-    scale : float, optional
-        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    window, scale : int and float, optional
+        As for `Local`.
 
     Returns
     -------
@@ -66,10 +62,8 @@ def decode_attention(
 
     Raises
     ------
-    ArgumentError
-        If the arrays of a rank do not fit together.
-    MismatchError
-        If ranks differ in what must be the same.
+    ArgumentError, MismatchError
+        If arrays of a rank do not fit together, or ranks differ in what must be the same.
 
     Examples
     --------
@@ -177,17 +171,15 @@ def agree_on_facts(group: RankGroup | None, find: Callable[[], dict[str, Any]]) 
         find()
         return kernels.chosen()
     error: Exception | None = None
-    kernel: AttentionKernel | None = None
     facts: dict[str, Any] = {}
     try:
         facts = find()
-        kernel = kernels.chosen()  # a rank without it must not leave the others waiting
+        kernels.chosen()  # a rank without it must not leave the others waiting
     except Exception as caught:
         error = caught
     remedy = "give the same new positions to all ranks"
     group.agree("decode_attention", tuple(facts.items()), error=error, remedy=remedy)
-    assert kernel is not None  # else the agreement has raised
-    return kernel
+    return kernels.chosen()
 
 
 def sharing_group(comm: Communicator | None) -> RankGroup | None:

@@ -30,15 +30,8 @@ class Layout:
     ----------
     kind : str
         "contiguous", "zigzag" or "striped", see the picture above.
-    ranks : int
-        Size of the ring, N.
-    seq_len : int
-        Length of the whole sequence.
-
-    Raises
-    ------
-    ArgumentError
-        For an unknown kind, fewer than 1 rank, or a negative length.
+    ranks, seq_len : int
+        Size of the ring, N, and length of the whole sequence.
 
     Examples
     --------
@@ -72,52 +65,29 @@ class Layout:
             return [[PositionRange(0, count, rank, self.ranks)] for rank, count in zip(ranks, counts)]
         chunks = self.ranks if self.kind == "contiguous" else 2 * self.ranks
         parts = even_split(self.seq_len, chunks)
-        shards = []
-        for rank in ranks:
-            low, high = parts[rank], parts[chunks - 1 - rank]
-            first = PositionRange(0, len(low), low.start, 1)
-            both = [first, PositionRange(first.rows, len(high), high.start, 1)]
-            shards.append([first] if self.kind == "contiguous" else both)
-        return shards
+        firsts = [PositionRange(0, len(parts[rank]), parts[rank].start, 1) for rank in ranks]
+        if self.kind == "contiguous":
+            return [[first] for first in firsts]
+        lasts = [parts[chunks - 1 - rank] for rank in ranks]
+        return [[one, PositionRange(one.rows, len(last), last.start, 1)] for one, last in zip(firsts, lasts)]
 
     def length(self, rank: int) -> int:
-        """Return the number of positions that a rank holds.
-
-        Parameters
-        ----------
-        rank : int
-            From 0 to `ranks`, exclusive.
-
-        Returns
-        -------
-        int
-            The number of its rows.
-        """
+        """Return the number of positions that a rank holds."""
         return sum(part.rows for part in self._ranges[rank])
 
     def weight(self, rank: int) -> int:
-        """Return the weight of a rank's shard of one sequence in a mean over all positions: how many it holds.
-
-        Parameters
-        ----------
-        rank : int
-            From 0 to `ranks`, exclusive.
+        """Return the weight of a rank's shard in a mean over all positions of a sequence: how many it holds.
 
         Returns
         -------
         int
-            `length(rank)`. A loss that is a mean over the positions of some sequences returns as its weight their
-            number times this; see `Pipeline`.
+            A loss that is a mean over the positions of some sequences returns as its weight their number times this;
+            see `Pipeline`.
         """
         return self.length(rank)
 
     def positions(self, rank: int) -> np.ndarray:
         """Return the position of each row of a rank in the whole sequence.
-
-        Parameters
-        ----------
-        rank : int
-            From 0 to `ranks`, exclusive.
 
         Returns
         -------
@@ -133,21 +103,13 @@ class Layout:
         Parameters
         ----------
         array : numpy.ndarray
-            The whole array, `seq_len` long along `axis`.
-        rank : int
-            From 0 to `ranks`, exclusive.
-        axis : int
-            The axis of the sequence.
+            `seq_len` long along `axis`, else ArgumentError is raised.
+        rank, axis : int
 
         Returns
         -------
         numpy.ndarray
             A C-contiguous copy, `length(rank)` long along `axis`.
-
-        Raises
-        ------
-        ArgumentError
-            If the array has another length.
         """
         if array.shape[axis] != self.seq_len:
             raise ArgumentError(
@@ -163,19 +125,13 @@ class Layout:
         Parameters
         ----------
         arrays : sequence of numpy.ndarray
-            One shard per rank, in rank order.
+            In rank order. ArgumentError is raised where their lengths are not those of the layout.
         axis : int
-            The axis of the sequence.
 
         Returns
         -------
         numpy.ndarray
             `seq_len` long along `axis`.
-
-        Raises
-        ------
-        ArgumentError
-            If the shards have other lengths than the layout.
         """
         lengths = [array.shape[axis] for array in arrays]
         expected = [self.length(rank) for rank in range(self.ranks)]
@@ -199,10 +155,8 @@ class Layout:
         ----------
         q_rank, k_rank : int
             The ranks that hold the queries and the keys.
-        causal : bool
-            A query sees no later position.
-        window : int, optional
-            A query sees itself and the window - 1 positions before it; needs `causal`.
+        causal, window : bool and int, optional
+            As for `Local`.
         documents : sequence of int, optional
             Positions at which documents begin, rising from 0, and `seq_len` at the end. A query sees its own document.
         keys : Layout, optional
@@ -216,11 +170,8 @@ class Layout:
         Examples
         --------
         >>> from mpipipe.attention import Layout
-        >>> layout = Layout("contiguous", ranks=2, seq_len=8)
-        >>> layout.needs(1, 0)
+        >>> Layout("contiguous", ranks=2, seq_len=8).needs(1, 0)
         [Slice(q_start=0, q_stop=4, k_start=0, k_stop=4, low=None, high=None)]
-        >>> layout.needs(0, 1)
-        []
         """
         if causal and window is None and documents is None and q_rank == k_rank and keys is None:
             rows = self.length(q_rank)  # in the order of their positions, so causality is that of the rows
@@ -234,20 +185,12 @@ class Layout:
         documents: Sequence[int] | None = None,
         keys: Layout | None = None,
     ) -> int:
-        """Return the number of ring steps that some rank needs.
-
-        In step t = 0 ... steps - 1 rank r has the keys of rank r - t.
+        """Return the number of ring steps that some rank needs: in step t rank r has the keys of rank r - t.
 
         Parameters
         ----------
-        causal : bool
-            A query sees no later position.
-        window : int, optional
-            A query sees itself and the window - 1 positions before it; needs `causal`.
-        documents : sequence of int, optional
-            Positions at which documents begin, as for `needs`.
-        keys : Layout, optional
-            Layout of the keys, if they are another sequence.
+        causal, window, documents, keys : bool, int, sequence of int and Layout
+            As for `needs`.
 
         Returns
         -------

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
@@ -55,11 +54,6 @@ class Local(Attend):
     poll : callable
         Called after each tile.
 
-    Raises
-    ------
-    ArgumentError
-        For a window or a scale that makes no sense.
-
     Examples
     --------
     >>> import numpy as np
@@ -82,11 +76,7 @@ class Local(Attend):
     recordable = True
 
     def __init__(
-        self,
-        causal: bool = True,
-        scale: float | None = None,
-        window: int | None = None,
-        segments: ArrayLike | None = None,
+        self, causal: bool = True, scale: float | None = None, window: int | None = None, segments: Any = None
     ) -> None:
         mask.check_window(causal, window)
         mask.check_scale(scale)
@@ -118,11 +108,6 @@ class Local(Attend):
         saved : LocalSaved
             For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
             stand one after the other as one sequence in it, as in all arrays of `saved`.
-
-        Raises
-        ------
-        ArgumentError
-            If the arrays do not fit together.
         """
         check_arrays(q, k, v)
         scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
@@ -165,8 +150,9 @@ class Local(Attend):
             if k.shape[1] != seq or any(offsets[-1] != seq for offsets in rows):
                 found = f"segments of {rows[0][-1]}, {seq} queries, {k.shape[1]} keys"
                 raise ArgumentError("segments need queries and keys of one sequence", found=found)
+            starts = [row * seq + start for row, offsets in enumerate(rows) for start in offsets[:-1]]
             all_rows = [PositionRange(0, batch * seq, 0, 1)]
-            slices = mask.mask_slices(all_rows, all_rows, self.causal, self.window, offsets_in_one(rows))
+            slices = mask.mask_slices(all_rows, all_rows, self.causal, self.window, [*starts, batch * seq])
             self._packed = key, batch, slices
         return self._packed[2]
 
@@ -203,12 +189,6 @@ def documents_of_rows(segments: np.ndarray, batch: int) -> tuple[tuple[int, ...]
             expected=f"integers ({batch}, seq), the document of each position of each row",
         )
     return tuple(tuple(document_offsets(row, numbers.shape[1]) or ()) for row in numbers)
-
-
-def offsets_in_one(rows: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return where documents begin in the one sequence of all rows, and its length at the end."""
-    seq = rows[0][-1] if rows else 0
-    return [row * seq + start for row, offsets in enumerate(rows) for start in offsets[:-1]] + [len(rows) * seq]
 
 
 def as_one_sequence(x: Array) -> Array:

@@ -16,7 +16,7 @@ from mpipipe.attention.kernels.interface import attend_once
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import as_one_sequence, by_rows, documents_of_rows, like
 from mpipipe.attention.ring_pass import RingPass
-from mpipipe.attention.ring_plan import RingOptions, RingPlan, RingSaved, ring_agreement_of
+from mpipipe.attention.ring_plan import RingAgreement, RingOptions, RingPlan, RingSaved
 from mpipipe.comm import RingExchange
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, cached, runtime, settings
@@ -41,13 +41,8 @@ class Ring(Attend):
     layout : Layout or str
         How the sequence is cut: best the `Layout` that cut it, since then its length and the positions of layers are
         compared with it. Or the name alone, "contiguous", "zigzag" or "striped".
-    window : int, optional
-        A query sees itself and the window - 1 positions before it; needs `causal`.
-    segments : array_like of int, optional
-        Documents packed into the whole sequence: the document of each position, equal numbers together, or the
-        documents' lengths.
-    scale : float, optional
-        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
+    window, segments, scale : int, array_like of int, float, optional
+        As for `Local`; segments are those of the whole sequence.
     seq_len : int, optional
         Length of the whole sequence of queries; default: that of the Layout, or the sum of what the ranks bring.
     rotation : str
@@ -60,13 +55,6 @@ class Ring(Attend):
         Bytes of keys, values and their gradients that this rank has sent.
     poll : callable
         Called after each tile.
-
-    Raises
-    ------
-    ArgumentError
-        For an option that makes no sense.
-    MismatchError
-        If ranks give different options.
 
     Examples
     --------
@@ -100,20 +88,15 @@ class Ring(Attend):
         rotation: str = "overlap",
     ) -> None:
         self._comm = runtime.resolve(comm)
-        self.agreement = ring_agreement_of(self._comm)
+        self.agreement = cached(self._comm, "ring agreement", lambda: RingAgreement(self._comm))  # of all its rings
         self.group = self.agreement.group
         self.poll: Callable[[], object] = no_poll
         self.bytes_sent = 0
-        self._given = dict(
-            causal=causal, layout=layout, window=window, segments=segments, scale=scale, seq_len=seq_len,
-            rotation=rotation,
-        )  # fmt: skip
-        self.options = self.agreement.agree_on_options(self._given)
+        given = causal, layout, window, segments, scale, seq_len, rotation
+        self.options = self.agreement.agree_on_options(RingOptions(*given))
         self._digest = self.options.digest
-        length, size = self.options.seq_len, self.group.size
-        self._positions = (
-            None if length is None else Layout(self.options.layout, size, length).positions(self.group.rank)
-        )
+        length, rank, size = self.options.seq_len, self.group.rank, self.group.size
+        self._positions = None if length is None else Layout(self.options.layout, size, length).positions(rank)
         self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
         self._others: dict[int, Ring] = {}  # by their windows
         self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
@@ -131,30 +114,22 @@ class Ring(Attend):
 
         Parameters
         ----------
-        q : array
-            (batch, local seq, heads, head_dim), with any strides.
-        k : array
-            (batch, local keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
-        v : array
-            (batch, local keys, kv_heads, value_dim).
+        q, k, v : array
+            As for `Local.forward`, with the local rows and keys.
         segments : array of int, optional
-            (batch, seq) of the whole sequences: the document of each position of each row, equal numbers together. They
-            stand in place of those of the ring.
+            The same, (batch, seq) of the whole sequences.
 
         Returns
         -------
         out : array
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : RingSaved
-            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, local seq); with `segments` the
-            rows stand one after the other as one sequence in it, as in all arrays of `saved`.
+            For `backward`, as that of `Local`: `saved.lse` is (batch, heads, local seq).
 
         Raises
         ------
-        ArgumentError
-            If the arrays of a rank do not fit together, or the shards do not cover the sequence.
-        MismatchError
-            If ranks make different calls, or give arrays of different sizes, dtypes or devices.
+        ArgumentError, MismatchError
+            On all ranks, if arrays do not fit together, shards do not cover the sequence, or ranks differ.
         """
         options, digest, error = self._options_for(segments, q)
         plan, kernel, call = self.agreement.agree_on_forward(options, digest, q, k, v, error=error)
@@ -193,10 +168,8 @@ class Ring(Attend):
 
         Raises
         ------
-        ArgumentError
-            If the gradient of a rank does not fit its output.
-        MismatchError
-            If ranks make different calls, or give what different forwards saved.
+        ArgumentError, MismatchError
+            On all ranks, if a gradient does not fit its output, or ranks give what different forwards saved.
         """
         return Ring.backward_into(self, dout, saved, None)
 
@@ -265,20 +238,17 @@ class Ring(Attend):
         # the first time for each window is collective
         if window not in self._others:
             other = copy(self)
-            other._given = {**self._given, "window": window}
-            other.options = self.agreement.agree_on_options(other._given)
+            other.options = self.agreement.agree_on_options(self.options._replace(window=window))
             other._digest, other._others, other.bytes_sent = other.options.digest, {}, 0
             other._packed = other._expected = None
             self._others[window] = other
         return self._others[window]
 
-    def _exchange(self, device: str) -> RingExchange:
-        """The one of all rings on the communicator with arrays on this device; collective the first time."""
-        comm = self._comm
-        return cached(comm, ("ring", device), lambda: RingExchange(comm, settings.synchronous_sends(), device))
-
     def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
-        return RingPass(plan, kernel, self._exchange(plan.message.shapes.device), self.options.rotation, self.poll)
+        # all rings on the communicator with arrays on one kind of device share an exchange; collective the first time
+        comm, device = self._comm, plan.message.shapes.device
+        exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.synchronous_sends(), device))
+        return RingPass(plan, kernel, exchange, self.options.rotation, self.poll)
 
 
 def check_positions(found: np.ndarray, expected: np.ndarray, layout: str, rank: int) -> None:
@@ -322,22 +292,8 @@ def ring_attention(
     ----------
     q, k, v : array
         As for `Ring.forward`.
-    comm : mpi4py.MPI.Comm or None
-        The ranks that share a sequence. None: all ranks.
-    causal : bool
-        A query sees no later position.
-    layout : Layout or str
-        How the sequence is cut, as for `Ring`.
-    window : int, optional
-        A query sees itself and the window - 1 positions before it; needs `causal`.
-    segments : array_like of int, optional
-        Documents packed into the whole sequence, as for `Ring`.
-    scale : float, optional
-        Factor on the scores, finite and above 0; default 1 / sqrt(head_dim).
-    seq_len : int, optional
-        Length of the whole sequence of queries; default: that of the Layout, or the sum of what the ranks bring.
-    rotation : str
-        "overlap" or "sendrecv", as for `Ring`.
+    comm, causal, layout, window, segments, scale, seq_len, rotation : Communicator and options
+        As for `Ring`.
 
     Returns
     -------
@@ -345,11 +301,6 @@ def ring_attention(
         (batch, local seq, heads, value_dim).
     saved : tuple of Ring and RingSaved
         For `ring_attention_backward`.
-
-    Raises
-    ------
-    ArgumentError, MismatchError
-        As `Ring` and `Ring.forward`.
 
     Examples
     --------
@@ -363,9 +314,9 @@ def ring_attention(
     ...     q, k, v = rng.standard_normal((3, 1, 64, 4, 16))
     ...     out, saved = ring_attention(q, k, v, comm, causal=True)
     ...     dq, dk, dv = ring_attention_backward(np.ones_like(out), saved)
-    ...     return out.shape, dk.shape
+    ...     return dk.shape
     >>> inprocess.run(2, on_each_rank)
-    [((1, 64, 4, 16), (1, 64, 4, 16)), ((1, 64, 4, 16), (1, 64, 4, 16))]
+    [(1, 64, 4, 16), (1, 64, 4, 16)]
     """
     ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation)
     out, saved = ring.forward(q, k, v)
@@ -386,11 +337,6 @@ def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradi
     -------
     dq, dk, dv : array
         In the shapes and dtype of q, k and v.
-
-    Raises
-    ------
-    ArgumentError, MismatchError
-        As `Ring.backward`.
     """
     ring, inner = saved
     return ring.backward(dout, inner)

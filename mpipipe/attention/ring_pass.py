@@ -34,13 +34,7 @@ from mpipipe.comm import RingExchange
 class RingPass:
     """One forward or backward of a ring with more than one step.
 
-    plan : of this rank
-    kernel : what computes a block
-    exchange : what moves messages
-    rotation : "overlap" or "sendrecv"
-    poll : called after each tile, besides that of the exchange
-
-    bytes_sent : by this rank, in this pass
+    `poll` is called after each tile, besides that of the exchange; `bytes_sent` are those of this rank, in this pass.
     """
 
     def __init__(

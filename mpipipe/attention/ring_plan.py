@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -17,38 +17,27 @@ from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm import ROTATIONS
 from mpipipe.errors import ArgumentError
-from mpipipe.job import Ballot, Communicator, cached, group_of, raise_on_all
+from mpipipe.job import Ballot, Communicator, group_of, raise_on_all
 from mpipipe.text import counted
 
 BYTES = np.dtype(np.uint8)
 
 
 class RingOptions(NamedTuple):
-    """The options of a ring in plain types, so that equal options compare equal."""
+    """The options of a ring: as a user gives them, then `checked`, in plain types, so that equal ones compare equal."""
 
     causal: bool
-    layout: str
+    layout: Any  # a Layout; when checked, its kind
     window: int | None
-    segments: tuple[int, ...] | None
+    segments: Any  # when checked, None or a tuple of int
     scale: float | None
     seq_len: int | None
     rotation: str
     rows: tuple[tuple[int, ...], ...] | None = None  # in one forward, offsets of the documents of each row
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        causal: bool,
-        layout: Layout | str,
-        window: int | None,
-        segments: Any,
-        scale: float | None,
-        seq_len: int | None,
-        rotation: str,
-        ranks: int,
-    ) -> RingOptions:
-        """The options as the user gave them, in a ring of `ranks`; raises ArgumentError for one without sense."""
+    def checked(self, ranks: int) -> RingOptions:
+        """The options as the user gave them, in plain types; raises ArgumentError for one without sense."""
+        causal, layout, window, segments, scale, seq_len, rotation, _ = cast("tuple[Any, ...]", self)
         if isinstance(layout, Layout):
             given = ranks, layout.seq_len if seq_len is None else seq_len
             if given != (layout.ranks, layout.seq_len):
@@ -68,20 +57,10 @@ class RingOptions(NamedTuple):
             segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
             if not isinstance(segments, tuple) or not all(isinstance(number, int) for number in segments):
                 raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
-        return cls(
-            bool(causal),
-            layout,
-            None if window is None else int(window),
-            segments,
-            None if scale is None else float(scale),
-            None if seq_len is None else int(seq_len),
-            rotation,
+        window, seq_len = (None if value is None else int(value) for value in (window, seq_len))
+        return RingOptions(
+            bool(causal), layout, window, segments, None if scale is None else float(scale), seq_len, rotation
         )
-
-    @property
-    def facts(self) -> tuple:
-        """What all ranks of a ring must have in common."""
-        return tuple(zip(self._fields, self))
 
     @property
     def digest(self) -> str:
@@ -107,25 +86,20 @@ class KVMessage:
 
     A message is an array of bytes: the gradients of a block of keys and of values, then the keys and values of a block,
     one array after the other, all C-contiguous. Either half may be missing.
-
-    shapes : of the arrays of all ranks
-    lengths : number of keys of each rank. Methods count ranks modulo the ring.
-    dtype : of keys and values
-    sum_dtype : of their gradients, which travel as sums
     """
 
     shapes: RingShapes
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # number of keys of each rank; methods count ranks modulo the ring
     dtype: np.dtype
-    sum_dtype: np.dtype
+    sum_dtype: np.dtype  # of the gradients, which travel as sums
 
     def kv_bytes(self, rank: int) -> int:
         """Bytes of the keys and values of a rank."""
-        return self._size(rank) * self.dtype.itemsize
+        return self._rows(rank) * (self.shapes.head_dim + self.shapes.value_dim) * self.dtype.itemsize
 
     def gradient_bytes(self, rank: int) -> int:
         """Bytes of their gradients."""
-        return self._size(rank) * self.sum_dtype.itemsize
+        return self.kv_bytes(rank) // self.dtype.itemsize * self.sum_dtype.itemsize
 
     def empty(self, nbytes: int) -> Array:
         """A buffer of bytes."""
@@ -146,40 +120,24 @@ class KVMessage:
         """Views (dk, dv) of a buffer that begins with the gradients of the keys and values of a rank."""
         return self._views(message[: self.gradient_bytes(rank)].view(self.sum_dtype), rank)
 
-    def _size(self, rank: int) -> int:
-        """Elements of the keys and values of a rank."""
-        return self._rows(rank) * (self.shapes.head_dim + self.shapes.value_dim)
-
     def _rows(self, rank: int) -> int:
         """Rows of length head_dim of the keys of a rank."""
-        return self.shapes.batch * self._length(rank) * self.shapes.kv_heads
-
-    def _length(self, rank: int) -> int:
-        return self.lengths[rank % len(self.lengths)]
+        return self.shapes.batch * self.lengths[rank % len(self.lengths)] * self.shapes.kv_heads
 
     def _views(self, flat: Array, rank: int) -> tuple[Array, Array]:
-        head_dim, value_dim = self.shapes.head_dim, self.shapes.value_dim
-        shape = self.shapes.batch, self._length(rank), self.shapes.kv_heads
-        middle = self._rows(rank) * head_dim
-        return flat[:middle].reshape(*shape, head_dim), flat[middle:].reshape(*shape, value_dim)
+        shapes, middle = self.shapes, self._rows(rank) * self.shapes.head_dim
+        shape = shapes.batch, self.lengths[rank % len(self.lengths)], shapes.kv_heads
+        return flat[:middle].reshape(*shape, shapes.head_dim), flat[middle:].reshape(*shape, shapes.value_dim)
 
 
-@dataclass(frozen=True)
-class RingPlan:
-    """What one rank does in a forward or backward.
+class RingPlan(NamedTuple):
+    """What one rank does in a forward or backward."""
 
-    steps : ring steps
-    slices : for each ring step t, what this rank's queries need of the keys of rank r - t
-    overwrite : whether each row of queries lies in exactly one slice of the first step
-    message : how keys, values and their gradients travel
-    layout : of the queries
-    """
-
-    steps: int
-    slices: tuple[list[Slice], ...]
-    overwrite: bool
-    message: KVMessage
-    layout: Layout
+    steps: int  # of the ring
+    slices: tuple[list[Slice], ...]  # for each step t, what this rank's queries need of the keys of rank r - t
+    overwrite: bool  # whether each row of queries lies in exactly one slice of the first step
+    message: KVMessage  # how keys, values and their gradients travel
+    layout: Layout  # of the queries
 
 
 class RingSaved(NamedTuple):
@@ -209,24 +167,18 @@ def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[in
         raise ArgumentError("segments of another sequence", found=options.rows[0][-1], expected=queries.seq_len)
     views = [(options.causal, options.window, each, None if others is queries else others) for each in documents]
     steps = max(queries.steps(*view) for view in views)
-    slices = tuple(
-        [
-            _moved(part, number * rows[rank], number * keys[(rank - step) % size])
-            for number, view in enumerate(views)
-            for part in queries.needs(rank, (rank - step) % size, *view)
-        ]
-        for step in range(steps)
-    )
+    slices: tuple[list[Slice], ...] = tuple([] for _ in range(steps))
+    for step, parts in enumerate(slices):
+        owner = (rank - step) % size
+        for number, view in enumerate(views):
+            row, key = number * rows[rank], number * keys[owner]  # where a later row of the batch begins
+            for q0, q1, k0, k1, low, high in queries.needs(rank, owner, *view):
+                parts.append(Slice(q0 + row, q1 + row, k0 + key, k1 + key, low, high))
     dtype = arrays.dtype(shapes.dtype)
     if options.rows is not None:  # the rows of the batch are one sequence
         shapes = shapes._replace(batch=1)
     message = KVMessage(shapes, tuple(len(views) * count for count in keys), dtype, arrays.accumulator(dtype))
     return RingPlan(steps, slices, each_row_once(slices[0], len(views) * rows[rank]), message, queries)
-
-
-def _moved(part: Slice, rows: int, keys: int) -> Slice:
-    """A slice of a later row of the batch."""
-    return Slice(part.q_start + rows, part.q_stop + rows, part.k_start + keys, part.k_stop + keys, part.low, part.high)
 
 
 def _layout(kind: str, rows: list[int], name: str, seq_len: int | None = None) -> Layout:
@@ -252,46 +204,36 @@ KEPT_PLANS = 64
 REMEDY = "give the same options and arrays of the same kind on all ranks, and make the same calls in the same order"
 
 
-class AgreedForward(NamedTuple):
-    """What the ranks agreed on for a forward: the plan, this rank's kernel, and the number of the call."""
-
-    plan: RingPlan
-    kernel: AttentionKernel
-    call: int
-
-
 class RingAgreement:
     """The agreements of all rings on one communicator.
 
     Every method is collective, and raises the same error on every rank if the ranks differ or one of them has an error.
-
-    group : the job.group.RankGroup of the ranks
-    calls : number of forwards so far
-    plans : by what they are made of, at most KEPT_PLANS
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.group = group_of(comm)
-        self.calls = 0
-        self.plans: dict[tuple, RingPlan] = {}
+        self.calls = 0  # number of forwards so far
+        self.plans: dict[tuple, RingPlan] = {}  # by what they are made of, at most KEPT_PLANS
 
-    def agree_on_options(self, given: dict[str, Any]) -> RingOptions:
+    def agree_on_options(self, options: RingOptions) -> RingOptions:
         """Check the options of a ring, and that all ranks have the same."""
         error: Exception | None = None
-        options: RingOptions | None = None
+        facts: tuple = ()
         try:
-            options = RingOptions.checked(**given, ranks=self.group.size)
+            options = options.checked(self.group.size)
+            facts = tuple(options._asdict().items())
         except Exception as caught:
             error = caught
-        facts = () if options is None else options.facts
         self.group.agree("construction of a Ring", facts, error=error, remedy=REMEDY)
-        assert options is not None  # else the agreement has raised
         return options
 
     def agree_on_forward(
         self, options: RingOptions, digest: str, q: Array, k: Array, v: Array, *, error: Exception | None = None
-    ) -> AgreedForward:
-        """Compare shapes and dtype. `digest` is the hash of the options; `error`: why this rank has no options."""
+    ) -> tuple[RingPlan, AttentionKernel, int]:
+        """Compare shapes and dtype; return the plan, this rank's kernel, and the number of the call.
+
+        `digest` is the hash of the options; `error`: why this rank has no options.
+        """
         self.calls += 1
         kernel: AttentionKernel | None = None
         shapes: RingShapes | None = None
@@ -309,7 +251,7 @@ class RingAgreement:
         rows, keys = ballot.cast(self.group, lengths).T.tolist()
         ballot.decide()
         assert kernel is not None and shapes is not None  # else the agreement has raised
-        return AgreedForward(self._plan(options, shapes, rows, keys), kernel, self.calls)
+        return self._plan(options, shapes, rows, keys), kernel, self.calls
 
     def _plan(self, options: RingOptions, shapes: RingShapes, rows: list[int], keys: list[int]) -> RingPlan:
         key = shapes, options, tuple(rows), tuple(keys)
@@ -336,11 +278,6 @@ class RingAgreement:
     def close(self) -> None:
         """Drop the plans."""
         self.plans.clear()
-
-
-def ring_agreement_of(comm: Communicator) -> RingAgreement:
-    """The one for all rings on a communicator; collective the first time."""
-    return cached(comm, "ring agreement", lambda: RingAgreement(comm))
 
 
 def _described(x: Any) -> str:

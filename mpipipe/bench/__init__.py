@@ -1,6 +1,5 @@
 """`python -m mpipipe bench`: measurements next to a reference that runs in the same job, as ratios.
 
-commands            the command line of each measurement
 timing              candidates that take turns, times on a GPU, how both are reported
 pipeline            the machinery on small stages, steps without a barrier between them, messages
 schedules           large schedules, and how far searched ones are from the best

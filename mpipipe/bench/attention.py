@@ -12,28 +12,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from mpipipe import attention
 from mpipipe.attention import cost, kernels
 from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, no_poll
-from mpipipe.bench.timing import Call, compare, report
+from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
 from mpipipe.comm import ROTATIONS
 from mpipipe.job import Communicator, runtime
+from mpipipe.options import Option
 
 WARMUP = 1
 GOALS = {"host": "at least 0.75", "torch": "at least 0.97"}
 
 
-def run(repeats: int, seq_len: int, ring_seq_len: int, heads: int, dim: int) -> None:
-    """Print a line for the forward and the backward of each kernel, and of each rotation of the ring."""
+@on_ranks
+def run(
+    repeats: Repeats = 5,
+    seq_len: Annotated[int, Option("on one rank, for the kernels")] = 4096,
+    ring_seq_len: Annotated[int, Option("on several ranks, for the ring")] = 8192,
+    heads: int = 4,
+    head_dim: int = 64,
+) -> None:
+    """Attention kernels next to PyTorch, on several ranks a ring next to one (python -m mpipipe bench attention)."""
     comm = runtime.world()
     if comm.size == 1:
-        _kernels(comm, repeats, seq_len, heads, dim)
+        _kernels(comm, repeats, seq_len, heads, head_dim)
     else:
-        _ring(comm, repeats, ring_seq_len, heads, dim)
+        _ring(comm, repeats, ring_seq_len, heads, head_dim)
 
 
 def _arrays(seq_len: int, heads: int, dim: int) -> list[np.ndarray]:
@@ -55,12 +63,11 @@ def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: in
         seconds = dict(zip(candidates, times[at::2]))
         for name, goal in GOALS.items():
             if name in seconds:
-                rate = partial(_rate, direction, seq_len, heads, dim)
-                measured, ratio = rate(seconds[name]), None
-                if "PyTorch" in seconds:
-                    measured += f", PyTorch {rate(seconds['PyTorch'])}"
-                    ratio = seconds["PyTorch"] / seconds[name]
-                report(comm, f"attention {direction}, {name} kernel, sequence {seq_len}", measured, ratio, goal)
+                beside = [each for each in (name, "PyTorch") if each in seconds]
+                rates = [_rate(direction, seq_len, heads, dim, seconds[each]) for each in beside]
+                ratio = seconds["PyTorch"] / seconds[name] if len(beside) == 2 else None
+                what = f"attention {direction}, {name} kernel, sequence {seq_len}"
+                report(comm, what, ", PyTorch ".join(rates), ratio, goal)
 
 
 def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:

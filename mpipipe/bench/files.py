@@ -6,17 +6,22 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
+from typing import Annotated
 
 import numpy as np
 
 from mpipipe import Mesh, Pipeline, checkpoint, nn, optim, schedules
 from mpipipe.attention import Local
-from mpipipe.bench.timing import compare, report
+from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
+from mpipipe.cli import Operand
 from mpipipe.errors import BackendError
-from mpipipe.job import Communicator, group_of, runtime
+from mpipipe.job import group_of, runtime
 from mpipipe.language.data import (
     THREADS,
     TextReader,
@@ -28,6 +33,7 @@ from mpipipe.language.data import (
     tokenize,
 )
 from mpipipe.language.models import GPT
+from mpipipe.options import Option
 from mpipipe.text import counted
 
 # -- `bench checkpoint`: saving and loading against dd on the same disk, and a training that saves at every step -------
@@ -36,12 +42,20 @@ from mpipipe.text import counted
 
 
 ARRAYS = 8  # of each rank
-BLOCK = "8M"
 
 
-def run_checkpoint(repeats: int, gigabytes: float, folder: Path, model: GPT) -> None:
-    """Print lines for saving, for loading, and for a training whose steps are long, and one whose steps are short."""
-    comm = runtime.world()
+@on_ranks
+def save_and_load(
+    repeats: Repeats = 3,
+    gigabytes: Annotated[float, Option("that all ranks save and load", least=1e-3)] = 1.0,
+    folder: Annotated[Path, Option("on the disk to be measured; a new folder in it is removed")] = Path("."),
+    dim: int = 512,
+    layers: int = 8,
+    heads: int = 8,
+    seq_len: int = 256,
+) -> None:
+    """Saving and loading against dd, and a training that saves at every step (mpiexec -n 4 ... bench checkpoint)."""
+    comm, model = runtime.world(), GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     group, place = group_of(comm), None
     with group.raise_together("bench: the folder"):
         if comm.rank == 0:
@@ -53,7 +67,7 @@ def run_checkpoint(repeats: int, gigabytes: float, folder: Path, model: GPT) -> 
         with Mesh(comm, pipe=comm.size) as mesh:
             rate = _beside_dd(mesh, place, int(gigabytes * 1e9 / comm.size), repeats)
             for rows, microbatches, text in ((4, 8, "long steps"), (1, 2, "short steps")):
-                _train_and_save(mesh, place, model, rows, microbatches, (repeats, text, rate))
+                _train_and_save(mesh, place, model, rows, microbatches, repeats=repeats, text=text, rate=rate)
     finally:
         if comm.rank == 0:
             shutil.rmtree(place, ignore_errors=True)
@@ -64,70 +78,55 @@ class _Arrays:
 
     def __init__(self, rank: int, nbytes: int) -> None:
         random = np.random.default_rng(rank)
-        count = nbytes // ARRAYS // 4
-        self.parameters = {f"{rank}.{n}": random.random(count, dtype=np.float32) for n in range(ARRAYS)}
-        self.nbytes = ARRAYS * count * 4
+        size = nbytes // ARRAYS // 4
+        self.parameters = {f"{rank}.{n}": random.random(size, dtype=np.float32) for n in range(ARRAYS)}
+        self.nbytes = ARRAYS * size * 4
 
 
 def _beside_dd(mesh: Mesh, place: Path, nbytes: int, repeats: int) -> float:
     """Report saving and loading, and return the bytes per second of dd in writing."""
-    comm, stage = mesh.comm, _Arrays(mesh.rank, nbytes)
-    whole, plain = stage.nbytes * comm.size, place / f"dd-{mesh.rank}"
+    stage = _Arrays(mesh.rank, nbytes)
+    whole, plain = stage.nbytes * mesh.comm.size, place / f"dd-{mesh.rank}"
     mine = place / "step-00000001" / f"part-{mesh.rank}.safetensors"
 
-    def save() -> None:
-        checkpoint.save(place, mesh, [stage], step=1)
-
-    def write() -> None:
-        _dd("if=/dev/zero", f"of={plain}", f"count={stage.nbytes}", "iflag=count_bytes,fullblock", "conv=fsync")
+    def dd(*arguments: str) -> None:
+        subprocess.run(["dd", "bs=8M", "status=none", *arguments], check=True)
 
     def remove() -> None:
         plain.unlink(missing_ok=True)
         mine.unlink(missing_ok=True)
         os.sync()
 
-    ours, theirs = compare(comm, [save, write], repeats, 1, before=remove)
-    _tell(comm, "save", whole, ours, theirs)
-    written = whole / theirs
+    def forget() -> None:
+        """Drop a file that is on the disk from the system's cache."""
+        with open(mine, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def beside(what: str, ours: Call, theirs: Call, before: Call) -> float:
+        seconds = compare(mesh.comm, [ours, theirs], repeats, 1, before=before)
+        mine, other = (whole / each / 1e6 for each in seconds)
+        measured = f"{whole / 1e9:.2f} GB in {seconds[0]:.2f} s, {mine:.0f} MB/s; dd {other:.0f} MB/s"
+        name = f"checkpoint {what}, {counted(mesh.comm.size, 'rank')}"
+        report(mesh.comm, name, measured, mine / other, "at least 0.8")
+        return whole / seconds[1]
+
+    save = partial(checkpoint.save, place, mesh, [stage], step=1)
+    write = partial(
+        dd, "if=/dev/zero", f"of={plain}", f"count={stage.nbytes}", "iflag=count_bytes,fullblock", "conv=fsync"
+    )
+    rate = beside("save", save, write, remove)
     save()
     plain.unlink(missing_ok=True)
-
-    def load() -> None:
-        checkpoint.load(place, mesh, [stage])
-
-    ours, theirs = compare(
-        comm, [load, lambda: _dd(f"if={mine}", "of=/dev/null")], repeats, 1, before=lambda: _forget(mine)
-    )
-    _tell(comm, "load", whole, ours, theirs)
+    beside("load", partial(checkpoint.load, place, mesh, [stage]), partial(dd, f"if={mine}", "of=/dev/null"), forget)
     shutil.rmtree(mine.parent, ignore_errors=True)
-    return written
-
-
-def _tell(comm: Communicator, what: str, nbytes: int, ours: float, theirs: float) -> None:
-    rates = [nbytes / seconds / 1e6 for seconds in (ours, theirs)]
-    measured = f"{nbytes / 1e9:.2f} GB in {ours:.2f} s, {rates[0]:.0f} MB/s; dd {rates[1]:.0f} MB/s"
-    report(comm, f"checkpoint {what}, {counted(comm.size, 'rank')}", measured, rates[0] / rates[1], "at least 0.8")
-
-
-def _dd(*arguments: str) -> None:
-    subprocess.run(["dd", f"bs={BLOCK}", "status=none", *arguments], check=True)
-
-
-def _forget(path: Path) -> None:
-    """Drop a file that is on the disk from the system's cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    return rate
 
 
 def _train_and_save(
-    mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, how: tuple[int, str, float]
+    mesh: Mesh, place: Path, model: GPT, rows: int, microbatches: int, *, repeats: int, text: str, rate: float
 ) -> None:
     """Report the step of a GPT with a checkpoint at each step, next to steps without."""
-    repeats, text, rate = how
     comm, group = mesh.comm, group_of(mesh.comm)
     schedule = schedules.one_f_one_b(comm.size, microbatches)
     start, stop = schedules.partition(model.costs(), comm.size)[comm.rank]
@@ -135,8 +134,7 @@ def _train_and_save(
     optimizer = optim.AdamW(stages, lr=1e-4)
     tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, microbatches * rows, model.seq))
     inputs, targets = tokens[0] if comm.rank == 0 else None, tokens[1] if comm.rank == comm.size - 1 else None
-    plain: list[float] = []
-    saved: list[float] = []
+    steps: dict[bool, list[float]] = {False: [], True: []}  # seconds, without and with a checkpoint
     held: list[float] = []
     with (
         Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy) as pipeline,
@@ -158,11 +156,11 @@ def _train_and_save(
             end = perf_counter()
             times = group.gather("bench: a step", (end - begin, end - stall + saver.waited - waited))
             if turn:
-                (saved if saves else plain).append(max(seconds for seconds, _ in times))
+                steps[saves].append(max(seconds for seconds, _ in times))
             if saves:
                 held.append(max(seconds for _, seconds in times))
     nbytes = sum(group.gather("bench: the bytes", sum(3 * stage.parameters.flat.nbytes for stage in stages)))
-    with_saves, without = median(saved), median(plain)
+    with_saves, without = median(steps[True]), median(steps[False])
     report(
         comm,
         f"checkpoint at every step, {text}, {counted(comm.size, 'rank')}, {nbytes / 1e6:.0f} MB",
@@ -184,41 +182,46 @@ def _train_and_save(
 WARMUP = 1
 
 
-def run_tokenize(repeats: int, texts: list[str], tokenizer: str, end: str | None) -> None:
-    """Print MB of text a second of both, by the clock and by the processor, and their ratio."""
+@on_ranks
+def tokens(
+    text: Annotated[list[str], Operand("files and folders of text")],
+    tokenizer: Annotated[str, Option("folder with a tokenizer.json")],
+    repeats: Repeats = 5,
+    end_of_text: Annotated[str | None, Option("token behind each document")] = None,
+) -> None:
+    """Tokenizing against the library alone (mpiexec -n 2 python -m mpipipe bench tokenize --tokenizer DIR TEXT)."""
     comm = runtime.world()
     group = group_of(comm)
     share_threads(group)
-    entries = list_texts(texts, group)
+    entries = list_texts(text, group)
     with group.raise_together("bench: the texts"):
-        reader = TextReader(open_tokenizer(tokenizer, end))
+        reader = TextReader(open_tokenizer(tokenizer, end_of_text))
         mine = batches_of(chunks_of(entries))[comm.rank :: comm.size]
         own = [passage.text for batch in mine for chunk in batch for passage in reader.passages(chunk)]
     folder = group.broadcast("bench: a folder", tempfile.mkdtemp(prefix="mpipipe-") if comm.rank == 0 else None)
-    spent = {"library": 0.0, "tokenize": 0.0}
-    turn = 0
+    spent, turns = {"library": 0.0, "tokenize": 0.0}, count()
 
-    def alone() -> None:
+    def by_processor(name: str, work: Callable[[], object]) -> None:
         start = process_time()
-        open_tokenizer(tokenizer, end).library.encode_batch(own, add_special_tokens=False)  # with empty caches
-        spent["library"] += process_time() - start
+        work()
+        spent[name] += process_time() - start
+
+    def library() -> None:
+        open_tokenizer(tokenizer, end_of_text).library.encode_batch(own, add_special_tokens=False)  # with empty caches
 
     def ours() -> None:
-        nonlocal turn
-        turn += 1
-        start = process_time()
-        tokenize(texts, tokenizer, str(Path(folder, str(turn))), comm, end=end)
-        spent["tokenize"] += process_time() - start
+        tokenize(text, tokenizer, str(Path(folder, str(next(turns)))), comm, end=end_of_text)
 
+    candidates = [partial(by_processor, "library", library), partial(by_processor, "tokenize", ours)]
     try:
-        seconds = compare(comm, [alone, ours], repeats, WARMUP)
+        seconds = compare(comm, candidates, repeats, WARMUP)
     finally:
         if comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     everyone = group.gather("bench: the processors' time", spent)
-    library, whole = (sum(each[name] for each in everyone) / (WARMUP + repeats) for name in ("library", "tokenize"))
+    alone, whole = (sum(each[name] for each in everyone) / (WARMUP + repeats) for name in ("library", "tokenize"))
     size = sum(entry[1] for entry in entries) / 1e6
     name = f"tokenize, {counted(comm.size, 'rank')} x {os.environ.get(THREADS, 'all')} threads, {size:.1f} MB"
     rates = f"{size / seconds[1]:.2f} MB/s, library alone {size / seconds[0]:.2f} MB/s"
     report(comm, name, rates, seconds[0] / seconds[1], "at least 0.9")
-    report(comm, f"{name}, by the processors' time", f"{whole:.2f} s, library alone {library:.2f} s", library / whole)
+    report(comm, f"{name}, by the processors' time", f"{whole:.2f} s, library alone {alone:.2f} s", alone / whole)

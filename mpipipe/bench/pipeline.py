@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipipe import Pipeline, nn, optim, schedules
 from mpipipe.arrays import Array
-from mpipipe.bench.timing import compare, report
+from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.comm import DeviceTransport, Envelope, HostTransport, Mailbox
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
@@ -24,61 +24,77 @@ from mpipipe.text import counted
 WIDTH, ROWS, MICROBATCHES = 64, 4, 32
 
 
-def run_pipeline(repeats: int = 30) -> None:
-    """Print a line for each schedule: microseconds per micro-batch (forward + backward), and the ratio."""
-    comm = runtime.world()
-    if comm.size != 2:
-        raise ArgumentError("bench pipeline", found=counted(comm.size, "rank"), expected="2 ranks")
+@on_ranks
+def pipeline(repeats: Repeats = 100) -> None:
+    """Cost of the machinery on tiny stages (mpiexec -n 2 python -m mpipipe bench pipeline)."""
+    comm = _two_ranks("pipeline")
     for schedule in (schedules.one_f_one_b(2, MICROBATCHES), schedules.interleaved_1f1b(2, 2, MICROBATCHES)):
-        ours, hand = _PipelineStep(comm, schedule), _HandWrittenStep(comm, schedule)
-        times = compare(comm, [ours, hand], repeats)
-        ours.close()
-        scale = 1e6 / MICROBATCHES
+        linear = _Linears(comm, schedule, WIDTH, ROWS)
+        hand, scale = _HandWrittenStep(comm, schedule, linear.batch), 1e6 / MICROBATCHES
+        ours, by_hand = compare(comm, [linear.step, hand], repeats)
+        linear.pipeline.close()
         report(
             comm,
             f"pipeline {schedule.name} x {schedule.chunks}",
-            f"{times[0] * scale:.1f} us, by hand {times[1] * scale:.1f} us per micro-batch",
-            times[0] / times[1],
+            f"{ours * scale:.1f} us, by hand {by_hand * scale:.1f} us per micro-batch",
+            ours / by_hand,
             "at most 3",
         )
 
 
-def _batch() -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    shape = (ROWS * MICROBATCHES, WIDTH)
-    return rng.standard_normal(shape, dtype=np.float32), rng.standard_normal(shape, dtype=np.float32)
+def _two_ranks(name: str) -> MpiCommunicator:
+    comm = runtime.world()
+    if comm.size != 2:
+        raise ArgumentError(f"bench {name}", found=counted(comm.size, "rank"), expected="2 ranks")
+    return comm
 
 
-class _PipelineStep:
-    """A step of the pipeline."""
+class _Linears:
+    """A small training: each chunk is one linear stage."""
 
-    def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
-        stages = [nn.Stage([nn.Linear(WIDTH, WIDTH)], first=s) for s in schedule.stages_of(comm.rank)]
-        self.pipeline = Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
-        inputs, targets = _batch()
-        self.inputs = inputs if schedule.placement[0] == comm.rank else None
-        self.targets = targets if schedule.placement[-1] == comm.rank else None
-        self.close = self.pipeline.close
+    def __init__(self, comm: Communicator, schedule: schedules.Schedule, width: int, rows: int) -> None:
+        stages = [nn.Stage([nn.Linear(width, width)], first=s) for s in schedule.stages_of(comm.rank)]
+        self.comm, self.pipeline = comm, Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
+        self.optimizer, self.scaler = optim.AdamW(stages, lr=1e-4), optim.LossScaler(1.0, dynamic=False)
+        self.batch = np.random.default_rng(0).standard_normal((rows * schedule.microbatches, width), dtype=np.float32)
+        ends = schedule.placement[0], schedule.placement[-1]
+        self.inputs, self.targets = (self.batch if rank == comm.rank else None for rank in ends)
 
-    def __call__(self) -> None:
+    def step(self) -> None:
+        """Run a step without its optimizer."""
         self.pipeline.step(self.inputs, self.targets)
+
+    def steps(self, max_norm: float | None) -> None:
+        """Let every step end on all ranks before the next one begins."""
+        for _ in range(STEPS):
+            self.step()
+            if max_norm is None:
+                self.optimizer.step()
+            else:
+                optim.scaled_step(self.optimizer, self.scaler, max_norm, comm=self.comm)
+
+    def launches(self, max_norm: float | None) -> None:
+        """Ask for the loss of a step while the next one is under way."""
+        pending = None
+        for _ in range(STEPS):
+            launched = self.pipeline.launch(self.inputs, self.targets)
+            update = optim.begin_step(self.optimizer, max_norm, comm=self.comm)
+            if pending is not None:
+                pending.wait()
+            update.wait()
+            pending = launched
 
 
 class _HandWrittenStep:
     """The same actions with bare mpi4py: receive, multiply, send. Buffers and tags are laid out beforehand."""
 
-    def __init__(self, comm: MpiCommunicator, schedule: schedules.Schedule) -> None:
+    def __init__(self, comm: MpiCommunicator, schedule: schedules.Schedule, batch: np.ndarray) -> None:
         self.comm, chunks = comm, schedule.chunks
-        rng = np.random.default_rng(comm.rank)
-        self.weights = [rng.standard_normal((WIDTH, WIDTH), dtype=np.float32) / 8 for _ in range(chunks)]
-        self.biases = [np.zeros(WIDTH, np.float32) for _ in range(chunks)]
-        self.dweights = [np.zeros((WIDTH, WIDTH), np.float32) for _ in range(chunks)]
-        self.dbiases = [np.zeros(WIDTH, np.float32) for _ in range(chunks)]
-        inputs, targets = _batch()
-        self.inputs = np.split(inputs, MICROBATCHES)
-        self.targets = np.split(targets, MICROBATCHES)
-        self.activations = np.empty((chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
-        self.gradients = np.empty((chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
+        weights = np.random.default_rng(comm.rank).standard_normal((chunks, WIDTH, WIDTH), dtype=np.float32) / 8
+        self.weights, self.dweights = list(weights), list(np.zeros_like(weights))
+        self.biases, self.dbiases = (list(np.zeros((chunks, WIDTH), np.float32)) for _ in range(2))
+        self.inputs = self.targets = np.split(batch, MICROBATCHES)
+        self.activations, self.gradients = np.empty((2, chunks, MICROBATCHES, ROWS, WIDTH), np.float32)
         last = schedule.stages - 1
         self.actions = [
             (op == "F", stage // 2, m, stage == 0, stage == last, stage * MICROBATCHES + m)
@@ -137,63 +153,26 @@ class _HandWrittenStep:
 STEP_WIDTH, STEP_ROWS, STEPS = 512, 16, 8
 
 
-def run_steps(repeats: int = 30, microbatches: int = 4) -> None:
-    """Print a line for each schedule, without and with clipping: milliseconds of a step, and the ratio."""
+@on_ranks
+def steps(repeats: Repeats = 30, microbatches: int = 4) -> None:
+    """Steps with their optimizer, launched against one after the other (mpiexec -n 2 python -m mpipipe bench steps)."""
     comm = runtime.world()
     if comm.size < 2:
         raise ArgumentError("bench steps", found="1 rank", expected="at least 2 ranks")
-    for schedule in (
-        schedules.one_f_one_b(comm.size, microbatches),
-        schedules.zero_bubble_h1(comm.size, microbatches),
-        schedules.zero_bubble_v(comm.size, microbatches),
-    ):
-        loop = _Loop(comm, schedule)
+    for make in (schedules.one_f_one_b, schedules.zero_bubble_h1, schedules.zero_bubble_v):
+        schedule = make(comm.size, microbatches)
+        loop = _Linears(comm, schedule, STEP_WIDTH, STEP_ROWS)
         for max_norm in (None, 1.0):
             by_step, by_launch = partial(loop.steps, max_norm), partial(loop.launches, max_norm)
-            times = [seconds * 1e3 / STEPS for seconds in compare(comm, [by_step, by_launch], repeats)]
+            step, launch = (seconds * 1e3 / STEPS for seconds in compare(comm, [by_step, by_launch], repeats))
             report(
                 comm,
                 f"steps {schedule.name}, {'no clipping' if max_norm is None else 'clipping'}",
-                f"launch {times[1]:.2f} ms, step {times[0]:.2f} ms",
-                times[1] / times[0],
+                f"launch {launch:.2f} ms, step {step:.2f} ms",
+                launch / step,
                 "at most 1",
             )
         loop.pipeline.close()
-
-
-class _Loop:
-    """A small training, by either method."""
-
-    def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
-        stages = [nn.Stage([nn.Linear(STEP_WIDTH, STEP_WIDTH)], first=s) for s in schedule.stages_of(comm.rank)]
-        self.comm, self.pipeline = comm, Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
-        self.optimizer = optim.AdamW(stages, lr=1e-4)
-        batch = np.random.default_rng(0).standard_normal(
-            (STEP_ROWS * schedule.microbatches, STEP_WIDTH), dtype=np.float32
-        )
-        self.inputs = batch if schedule.placement[0] == comm.rank else None
-        self.targets = batch if schedule.placement[-1] == comm.rank else None
-        self.scaler = optim.LossScaler(1.0, dynamic=False)
-
-    def steps(self, max_norm: float | None) -> None:
-        """Let every step end on all ranks before the next one begins."""
-        for _ in range(STEPS):
-            self.pipeline.step(self.inputs, self.targets)
-            if max_norm is None:
-                self.optimizer.step()
-            else:
-                optim.scaled_step(self.optimizer, self.scaler, max_norm, comm=self.comm)
-
-    def launches(self, max_norm: float | None) -> None:
-        """Ask for the loss of a step while the next one is under way."""
-        pending = None
-        for _ in range(STEPS):
-            launched = self.pipeline.launch(self.inputs, self.targets)
-            update = optim.begin_step(self.optimizer, max_norm, comm=self.comm)
-            if pending is not None:
-                pending.wait()
-            update.wait()
-            pending = launched
 
 
 # -- `bench transport`: messages through the mailbox against bare Isend and Irecv, over a range of sizes ---------------
@@ -205,34 +184,28 @@ class _Loop:
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
 
-def run_transport(repeats: int = 50) -> None:
-    """Print a line for each size: microseconds a message, GB/s, and the ratio of bandwidths."""
-    comm = runtime.world()
-    if comm.size != 2:
-        raise ArgumentError("bench transport", found=counted(comm.size, "rank"), expected="2 ranks")
-    transport = HostTransport(comm)
+@on_ranks
+def transport(repeats: Repeats = 50) -> None:
+    """Mailbox against bare Isend and Irecv (mpiexec -n 2 python -m mpipipe bench transport)."""
+    comm = _two_ranks("transport")
+    host = HostTransport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
-        ours, bare = PingPong(comm, transport, np.ones(size // 8), count), _Bare(comm, size, count)
-        times = [seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats)]
+        ours, bare = PingPong(comm, host, np.ones(size // 8), count), _Bare(comm, size, count)
+        ours_took, bare_took = (seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats))
+        rates = (f"{took * 1e6:9.2f} us {size / took / 1e9:6.2f} GB/s" for took in (ours_took, bare_took))
         report(
             comm,
             f"transport {size:>9} B",
-            f"{times[0] * 1e6:9.2f} us {size / times[0] / 1e9:6.2f} GB/s, bare {times[1] * 1e6:9.2f} us "
-            f"{size / times[1] / 1e9:6.2f} GB/s, difference {1e6 * (times[0] - times[1]):6.2f} us",
-            times[1] / times[0],
+            f"{', bare '.join(rates)}, difference {1e6 * (ours_took - bare_took):6.2f} us",
+            bare_took / ours_took,
             "bandwidth; at least 0.95 from 1 MiB on, at most 6 us more at 8 B",
         )
-    transport.close()
+    host.close()
 
 
 class PingPong:
-    """`count` turns of an array from rank 0 to rank 1 and back, through a mailbox.
-
-    comm : two ranks
-    transport : of `comm`
-    array : what is sent
-    """
+    """`count` turns of an array from rank 0 to rank 1 and back, through a mailbox."""
 
     def __init__(
         self, comm: Communicator, transport: HostTransport | DeviceTransport, array: Array, count: int
@@ -240,8 +213,7 @@ class PingPong:
         self.rank, self.mailbox = comm.rank, Mailbox(transport)
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
         self.array = array
-        leaf = (array.shape, array.dtype)
-        self.schedule = self.mailbox.receive_schedule(self.envelopes, [[leaf]] * count)
+        self.schedule = self.mailbox.receive_schedule(self.envelopes, [[(array.shape, array.dtype)]] * count)
 
     def __call__(self) -> None:
         """Play all turns."""

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Annotated, Any
 
 from mpipipe import schedules
 from mpipipe.cli import show
+from mpipipe.options import Option
 from mpipipe.pipeline import construct_on_paper
-from mpipipe.schedules import Costs, Links, Schedule, names
+from mpipipe.schedules import Costs, Links, names
 from mpipipe.text import counted
 
 # -- `bench schedules`: how long large schedules take: to build, check and simulate; and on one rank of a real job -----
@@ -28,74 +29,53 @@ REPEATED = (("one_f_one_b", 16384, 1, 8192), ("interleaved_1f1b", 16384, 2, 8192
             ("interleaved_zero_bubble", 16384, 2, 8192), ("dualpipe_v", 16384, 2, 8192))  # fmt: skip
 
 
-def run_large() -> None:
-    """Print a line for each schedule."""
-    for chunks in CHUNKS:
-        for name in names(chunks):
-            _whole(name, RANKS, chunks, MICROBATCHES)
-    for job in JOB:
-        _rank(*job)
-    for size in REPEATED:
-        _repeated(*size)
-    for size in LARGE:
-        _whole(*size)
+def large() -> None:
+    """Building, checking and simulating large schedules (python -m mpipipe bench schedules)."""
+    whole = [(name, RANKS, chunks, MICROBATCHES) for chunks in CHUNKS for name in names(chunks)]
+    for measure, sizes in ((_whole, whole), (_rank, JOB), (_repeated, REPEATED), (_whole, LARGE)):
+        for name, ranks, chunks, microbatches in sizes:
+            measured = measure(name, dict(ranks=ranks, chunks=chunks, microbatches=microbatches))
+            size = f"{counted(chunks, 'chunk')} x {counted(ranks, 'rank')} x {counted(microbatches, 'micro-batch')}"
+            show(f"schedules {name}: {size}: {measured}\n")
 
 
-def _say(name: str, ranks: int, chunks: int, microbatches: int, rest: str) -> None:
-    size = f"{counted(chunks, 'chunk')} x {counted(ranks, 'rank')} x {counted(microbatches, 'micro-batch')}"
-    show(f"schedules {name}: {size}: {rest}\n")
-
-
-def _whole(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+def _whole(name: str, sizes: dict[str, Any]) -> str:
     start = perf_counter()
-    schedule = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+    schedule = schedules.by_name(name, **sizes)
     built = perf_counter()
     schedules.check(schedule)
     checked = perf_counter()
-    timeline = schedules.simulate(schedule)
+    bubble = schedules.simulate(schedule).bubble_fraction
     end = perf_counter()
-    rest = f"{end - start:.2f} s (build {built - start:.2f}, check {checked - built:.2f}, simulate {end - checked:.2f})"
+    took = f"{end - start:.2f} s (build {built - start:.2f}, check {checked - built:.2f}, simulate {end - checked:.2f})"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # of this process, from KiB
-    _say(name, ranks, chunks, microbatches, f"{rest}, bubble {timeline.bubble_fraction:.4f}, {peak:.2f} GiB so far")
+    return f"{took}, bubble {bubble:.4f}, {peak:.2f} GiB so far"
 
 
-def _rank(name: str, ranks: int, chunks: int, microbatches: int) -> None:
-    """One rank in the middle, which has two neighbours."""
-    build = partial(schedules.by_name, name, ranks=ranks, chunks=chunks, microbatches=microbatches)
-    seconds, _ = _construction_cost(build, ranks // 2)
+def _rank(name: str, sizes: dict[str, Any]) -> str:
+    """Measure one rank in the middle, which has two neighbours: its seconds, then its memory, which slows it down."""
+    build = partial(schedules.by_name, name, **sizes)
+    start = perf_counter()
+    construct_on_paper(build, sizes["ranks"] // 2)
+    seconds = perf_counter() - start
     tracemalloc.start()
     try:
-        _, held = _construction_cost(build, ranks // 2)
+        construct_on_paper(build, sizes["ranks"] // 2)
+        held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    _say(name, ranks, chunks, microbatches, f"one rank of a job: {seconds:.2f} s, {held / 2**20:.1f} MiB")
+    return f"one rank of a job: {seconds:.2f} s, {held / 2**20:.1f} MiB"
 
 
-def _construction_cost(build: partial[Schedule], rank: int) -> tuple[float, int]:
-    start = perf_counter()
-    construct_on_paper(build, rank)
-    return perf_counter() - start, tracemalloc.get_traced_memory()[1]
-
-
-def _repeated(name: str, ranks: int, chunks: int, microbatches: int) -> None:
-    start = perf_counter()
+def _repeated(name: str, sizes: dict[str, Any]) -> str:
+    start, links = perf_counter(), Links(latency=5e-6, bandwidth=25e9, node_size=8)
     timeline = schedules.simulate_repeated(
-        name,
-        ranks=ranks,
-        chunks=chunks,
-        microbatches=microbatches,
-        costs=schedules.Costs(2e-3, 2e-3, 2e-3),
-        links=Links(latency=5e-6, bandwidth=25e9, node_size=8),
-        message_bytes=1 << 24,
+        name, **sizes, costs=Costs(2e-3, 2e-3, 2e-3), links=links, message_bytes=1 << 24
     )
-    rest = f"by its repeated part: {perf_counter() - start:.2f} s, bubble {timeline.bubble_fraction:.4f}"
-    _say(name, ranks, chunks, microbatches, rest)
+    return f"by its repeated part: {perf_counter() - start:.2f} s, bubble {timeline.bubble_fraction:.4f}"
 
 
-# -- `bench gaps` ------------------------------------------------------------------------------------------------------
-#
-# `bench gaps`: how far searched schedules are from the best, at most, for many sets of costs, and how long it took.
-
+# -- `bench gaps`: how far searched schedules are from the best, at most, for many sets of costs, and how long it took -
 
 # F, I, W and a message in ms, from profiles of GPT models: Qi et al. 2023, arXiv:2401.10241, appendix
 MODELS = {
@@ -106,22 +86,14 @@ MODELS = {
 }
 
 
-class Shape(NamedTuple):
-    """P, V, M, and the chunk activations that a rank may hold."""
-
-    ranks: int
-    chunks: int
-    microbatches: int
-    limit: int
-
-
+# P, V, M, and the chunk activations that a rank may hold
 SHAPES = (
-    Shape(4, 1, 16, 4),  # the memory of 1F1B
-    Shape(8, 1, 32, 8),
-    Shape(8, 1, 16, 16),  # twice of it
-    Shape(4, 2, 16, 6),  # V-Half's: about half of it
-    Shape(8, 2, 32, 16),
-    Shape(8, 2, 32, 10),
+    (4, 1, 16, 4),  # the memory of 1F1B
+    (8, 1, 32, 8),
+    (8, 1, 16, 16),  # twice of it
+    (4, 2, 16, 6),  # V-Half's: about half of it
+    (8, 2, 32, 16),
+    (8, 2, 32, 10),
 )
 GOAL = 0.02
 
@@ -142,21 +114,19 @@ def cost_sets(stages: int) -> Iterator[tuple[str, Costs]]:
     yield "one link 3 F", Costs(transfer=[3 if stage == stages // 2 else 0.1 for stage in range(stages)])
 
 
-def run_gaps(seconds: float, shapes: tuple[Shape, ...] = SHAPES) -> None:
-    """Print a line for each set, and how many reach the goal."""
+def gaps(seconds: Annotated[float, Option("to search for each set of costs")] = 60.0) -> None:
+    """How far searched schedules are from the best, for many sets of costs (python -m mpipipe bench gaps)."""
     shares = []
-    for shape in shapes:
-        for name, costs in cost_sets(shape.ranks * shape.chunks):
+    for ranks, chunks, microbatches, limit in SHAPES:
+        for name, costs in cost_sets(ranks * chunks):
             begin = perf_counter()
-            schedule = schedules.search(
-                shape.ranks, shape.microbatches, costs, chunks=shape.chunks, memory_limit=shape.limit, seconds=seconds
-            )
+            schedule = schedules.search(ranks, microbatches, costs, chunks=chunks, memory_limit=limit, seconds=seconds)
             took = perf_counter() - begin
-            share, makespan, bound = schedules.gap(schedule, costs, shape.limit)
+            share, makespan, bound = schedules.gap(schedule, costs, limit)
             shares.append(share)
-            place = "on a V" if shape.chunks == 2 and schedule.placement[-1] == 0 else "looped"
+            place = "on a V" if chunks == 2 and schedule.placement[-1] == 0 else "looped"
             show(
-                f"gaps P={shape.ranks} V={shape.chunks} M={shape.microbatches}, {shape.limit} activations, {name}:"
+                f"gaps P={ranks} V={chunks} M={microbatches}, {limit} activations, {name}:"
                 f" {share:.2%} (makespan {makespan:.6g}, bound {bound:.6g}, {place}), {took:.1f} s\n"
             )
     reached = sum(share <= GOAL for share in shares)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import wraps
 from statistics import median
 from time import perf_counter
-from typing import TextIO, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe import arrays, processor
 from mpipipe.arrays import DeviceArray, Shape
 from mpipipe.cli import show
-from mpipipe.job import Communicator, group_of
+from mpipipe.job import Communicator, group_of, run_or_abort
+from mpipipe.options import Option
 from mpipipe.text import text_table
 
 Call: TypeAlias = "Callable[[], object]"  # what is measured
+Repeats = Annotated[int, Option("measured turns of each candidate; medians are shown", least=1)]
+
+
+def on_ranks(measure: Callable[..., None]) -> Callable[..., int]:
+    """Make a command of a function that all ranks call, so that an error on one rank ends the job."""
+
+    @wraps(measure)
+    def command(**options: Any) -> int:
+        def work() -> None:
+            processor.prepare_process()
+            measure(**options)
+
+        return run_or_abort(work)
+
+    return command
 
 
 def compare(
@@ -54,20 +70,14 @@ def report(comm: Communicator, name: str, measured: str, ratio: float | None = N
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: a rate or a share; more is better unless `goal` says otherwise.
+    """One measurement: a rate or a share; more is better unless `goal` says otherwise."""
 
-    what : what was measured, with its sizes
-    value, unit : measured here, now
-    peer, peer_value : what the value is compared with, in the same unit; a published number says so in its name
-    goal : for the ratio to the peer, or for the value where there is no peer
-    """
-
-    what: str
+    what: str  # with its sizes
     value: float
     unit: str
-    peer: str = ""
+    peer: str = ""  # what it is compared with; a published number says so in its name
     peer_value: float | None = None
-    goal: str = ""
+    goal: str = ""  # for the ratio to the peer, or for the value where there is no peer
 
     @property
     def ratio(self) -> float | None:
@@ -83,9 +93,8 @@ class Row:
         return f"{self.what}: {self.value:.4g} {self.unit}".rstrip() + beside + (f" ({self.goal})" if self.goal else "")
 
 
-def show_rows(title: str, rows: list[Row], notes: list[str], stream: TextIO | None = None) -> None:
+def show_rows(title: str, rows: list[Row], notes: list[str]) -> None:
     """Print the rows as a table, and below it a line for each note."""
-    heads = ("measured", "value", "beside", "value", "ratio", "goal")
     cells = [
         (
             row.what,
@@ -97,7 +106,8 @@ def show_rows(title: str, rows: list[Row], notes: list[str], stream: TextIO | No
         )
         for row in rows
     ]
-    print(title, *text_table(heads, cells, left=(0, 2, 5)), *notes, sep="\n", file=stream or sys.stdout)
+    heads = ("measured", "value", "beside", "value", "ratio", "goal")
+    show("\n".join([title, *text_table(heads, cells, left=(0, 2, 5)), *notes]) + "\n")
 
 
 # -- Times on the device, between events ------------------------------------------------------------------------------
@@ -124,8 +134,7 @@ def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
 def seconds_behind(work: Call, call: Call, repeats: int) -> tuple[float, bool]:
     """Return the median device time of `call()` when all of it is queued before it begins, and whether it always was.
 
-    Enough of `work()` is queued in front: the host launches the last kernel of `call()` before the device begins the
-    first. No latency of the host is in the result.
+    Enough of `work()` is queued in front, so that no latency of the host is in the result.
     """
     each = seconds(work, 3)
     arrays.stream().synchronize()

@@ -43,11 +43,9 @@ def training_step(
 ) -> Callable[[], float]:
     """Return a function that makes a step: all micro-batches, clipping by the norm, AdamW.
 
-    model : sizes, models.GPT
     tokens : int64 (2, rows, seq): inputs and targets
-    dtype : of the products, torch.bfloat16
+    dtype : of the products
     masters : weights of `dtype` with float32 ones that the optimizer changes; otherwise float32 under autocast
-    compiled : by torch.compile
     """
     gpt = _model(model).to(device)
     if masters:

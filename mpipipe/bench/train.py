@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,25 +11,26 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import mean, median
+from typing import Annotated, Any
 
 import numpy as np
 
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.bench.timing import compare, report
-from mpipipe.cli import show
+from mpipipe.bench.timing import Repeats, compare, on_ranks, report
+from mpipipe.cli import Operand, show
 from mpipipe.comm import Mesh
 from mpipipe.errors import BackendError
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.language import TextTask, estimate
 from mpipipe.language.models import GPT
+from mpipipe.options import Option
 from mpipipe.planning import (
     Choice,
     MeasuredRanks,
     PlanReport,
     Profile,
     Space,
-    TrialSteps,
     cuts_by_time,
     find_plan,
     in_words,
@@ -50,14 +50,22 @@ from mpipipe.train import TrainConfig, measured_ranks, train
 WARMUP = 1
 
 
-def run_train(repeats: int, dim: int, layers: int, heads: int, seq_len: int, microbatches: int, rows: int) -> None:
-    """Print seconds a step, tokens/s, and the ratio to the simulated step, for 1F1B and interleaved 1F1B."""
-    comm = runtime.world()
+@on_ranks
+def step(
+    repeats: Repeats = 3,
+    dim: int = 512,
+    layers: int = 8,
+    heads: int = 8,
+    seq_len: int = 256,
+    microbatches: int = 8,
+    rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
+) -> None:
+    """A GPT's step against its simulation (mpiexec -n 2 python -m mpipipe bench train)."""
+    comm, tokens = runtime.world(), microbatches * rows * seq_len
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     for name, chunks in (("one_f_one_b", 1), ("interleaved_1f1b", 2)):
         schedule = schedules.by_name(name, ranks=comm.size, chunks=chunks, microbatches=microbatches)
         seconds, predicted = _measure(comm, model, schedule, microbatches * rows, repeats)
-        tokens = microbatches * rows * seq_len
         report(
             comm,
             f"train {name} x {chunks}, {counted(comm.size, 'rank')}, {model.parameters:,} parameters",
@@ -84,13 +92,8 @@ def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> No
     alone = group.split(comm.rank, 0, "bench")
     if comm.rank == 0:
         times = compare(alone, [ours, micro_batch(model, tokens, targets)], repeats, WARMUP)
-        report(
-            comm,
-            "train, one micro-batch on one rank",
-            f"{times[0]:.3f} s, PyTorch {times[1]:.3f} s",
-            times[0] / times[1],
-            "below 1",
-        )
+        measured = f"{times[0]:.3f} s, PyTorch {times[1]:.3f} s"
+        report(comm, "train, one micro-batch on one rank", measured, times[0] / times[1], "below 1")
     group.agree("bench: the end of the comparison with PyTorch")
     alone.Free()
 
@@ -98,13 +101,9 @@ def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> No
 def _measure(
     comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, repeats: int
 ) -> tuple[float, float]:
-    """Return the median seconds of a step on the slowest rank, and of its simulation.
-
-    The simulation takes the mean times of this run's stages.
-    """
-    layer_ranges = schedules.partition(model.costs(), schedule.stages)
-    layers = model.build(Local(causal=True))
-    own = [layer_ranges[number] for number in schedule.stages_of(comm.rank)]
+    """Return the median seconds of a step on the slowest rank, and of its simulation with this run's stages."""
+    cuts, layers = schedules.partition(model.costs(), schedule.stages), model.build(Local(causal=True))
+    own = [cuts[number] for number in schedule.stages_of(comm.rank)]
     stages = [nn.Stage(layers[start:stop], first=start) for start, stop in own]
     tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
     inputs = tokens[0] if schedule.placement[0] == comm.rank else None
@@ -135,6 +134,24 @@ PLAN_STEPS = 2  # in a row
 MOVED = 2  # layers that may lie elsewhere than in the cut by time
 
 
+@on_ranks
+def plan(
+    configurations: Annotated[int, Option("plans drawn at random", least=1)] = 40,
+    repeats: Repeats = 5,
+    seed: Annotated[int, Option("of the drawing")] = 0,
+    dim: int = 128,
+    layers: int = 6,
+    heads: int = 8,
+    seq_len: int = 128,
+    batch: Annotated[int, Option("sequences in a step")] = 16,
+) -> None:
+    """Predicted steps of plans against real ones (mpiexec -n 2 python -m mpipipe bench plan)."""
+    with group_of().raise_together("bench: the configuration"):
+        sizes: Any = dict(dim=dim, layers=layers, heads=heads, seq_len=seq_len, batch=batch)
+        config = TrainConfig(**sizes, plan="auto", device="cpu")
+    run_plan(configurations, repeats, seed, config)
+
+
 def run_plan(configurations: int, repeats: int, seed: int, config: TrainConfig) -> None:
     """Print each plan, the errors of predictions, and whether the chosen plan is the fastest of all."""
     comm = runtime.world()
@@ -159,26 +176,15 @@ def measure_plans(
     with trial_steps(measured, choices[0]) as first:
         for _ in range(repeats):
             for choice in random.sample(choices[1:], len(choices) - 1):
+                before, between = [mean(first.steps(PLAN_STEPS))], []
                 with trial_steps(measured, choice) as other:
-                    before, between = _alternate(first, other)
-                ratios[choice].append(median(b / a for a, b in zip(_pairwise_means(before), between)))
+                    for _ in range(PLAN_PAIRS):
+                        between.append(mean(other.steps(PLAN_STEPS)))
+                        before.append(mean(first.steps(PLAN_STEPS)))
+                ratios[choice].append(median(2 * b / (a + c) for b, (a, c) in zip(between, pairwise(before))))
                 seconds += before
     typical = median(seconds)
     return [[typical], *([ratio * typical for ratio in ratios[choice]] for choice in choices[1:])]
-
-
-def _alternate(first: TrialSteps, other: TrialSteps) -> tuple[list[float], list[float]]:
-    """Return the seconds of a step of `first`, which has one turn more, and of `other`, in each of their turns."""
-    before, between = [mean(first.steps(PLAN_STEPS))], []
-    for _ in range(PLAN_PAIRS):
-        between.append(mean(other.steps(PLAN_STEPS)))
-        before.append(mean(first.steps(PLAN_STEPS)))
-    return before, between
-
-
-def _pairwise_means(numbers: Sequence[float]) -> list[float]:
-    """Return the mean of each number and the next."""
-    return [(a + b) / 2 for a, b in pairwise(numbers)]
 
 
 def draw(found: PlanReport, space: Space, count: int, random: Random) -> list[Choice]:
@@ -214,18 +220,14 @@ def _report_plans(
     predicted: Sequence[float],
     turns: list[list[float]],
 ) -> None:
-    measured = [median(each) for each in turns]
-    errors = [abs(guess / real - 1) for guess, real in zip(predicted, measured)]
-    spreads = [(max(each) - min(each)) / median(each) for each in turns]
-    noise = median(spreads)
-    lines = []
-    for place in sorted(range(len(choices)), key=lambda each: measured[each]):
-        choice, guess, real = choices[place], predicted[place], measured[place]
-        lines.append(
-            f"plan {choice.schedule} x {choice.chunks}, {choice.microbatches} micro-batches, layers "
-            f"{','.join(map(str, choice.partition))}, run again {choice.recomputation}: {shown_seconds(real)} a step, "
-            f"predicted {shown_seconds(guess)}, error {guess / real - 1:+.1%}, spread {spreads[place]:.1%}"
-        )
+    measured, spreads = [median(each) for each in turns], [(max(each) - min(each)) / median(each) for each in turns]
+    errors, noise = [abs(guess / real - 1) for guess, real in zip(predicted, measured)], median(spreads)
+    lines = [
+        f"plan {choice.schedule} x {choice.chunks}, {choice.microbatches} micro-batches, layers "
+        f"{','.join(map(str, choice.partition))}, run again {choice.recomputation}: {shown_seconds(real)} a step, "
+        f"predicted {shown_seconds(guess)}, error {guess / real - 1:+.1%}, spread {spread:.1%}"
+        for real, guess, spread, choice in sorted(zip(measured, predicted, spreads, choices), key=lambda each: each[0])
+    ]
     behind = measured[0] / min(measured) - 1
     verdict = "the fastest" if behind == 0 else "within noise of the fastest" if behind <= noise else "not the fastest"
     lines += [
@@ -233,11 +235,9 @@ def _report_plans(
         f"{max(errors):.1%} worst (2 % and 4 % with a core for each rank); noise {noise:.1%}",
         f"plan: chosen {in_words(found.plans[0])}",
         f"plan: measured {shown_seconds(measured[0])}, {behind:.1%} behind the fastest: {verdict}",
+        *([f"plan: {found.oversubscribed}"] if found.oversubscribed else []),
     ]
-    if found.oversubscribed:
-        lines.append(f"plan: {found.oversubscribed}")
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    show("\n".join(lines) + "\n")
 
 
 # -- `bench dry-run`: the memory that `train --dry-run` foresees against what a training takes, rank by rank -----------
@@ -247,27 +247,29 @@ def _report_plans(
 
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-STEPS = 2
 MIB = 2**20
 
 
-def run_dry_run(config: TrainConfig) -> None:
-    """Train two steps, and print for each rank the bytes foreseen, those measured, and their ratio."""
+@on_ranks
+def dry_run(config: Annotated[Path, Operand("TOML file with keys of train")]) -> None:
+    """Memory foreseen by train --dry-run against a training (mpiexec -n 4 python -m mpipipe bench dry-run job.toml)."""
     comm = runtime.world()
     group = group_of(comm)
+    with group.raise_together("bench: reading the configuration"):
+        chosen = TrainConfig.load(str(config))
     folder = group.broadcast("bench: a folder", tempfile.mkdtemp() if comm.rank == 0 else None)
     try:
         with group.raise_together("bench: the peak of resident memory"):
             begin_peak()
         before = resident()
-        train(replace(config, steps=STEPS, out=str(Path(folder, "run"))), GPT, comm)
+        train(replace(chosen, steps=2, out=str(Path(folder, "run"))), GPT, comm)
         grown = group.gather("bench: the peaks", peak() - before)
     finally:
         if comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if comm.rank == 0:
         before = resident()
-        memory = estimate(config, GPT, comm.size)
+        memory = estimate(chosen, GPT, comm.size)
         for rank, measured in enumerate(grown):
             pipe_rank = rank // (memory.problem.replicas * memory.problem.seq)
             foreseen = memory.ranks[pipe_rank].total - before

@@ -92,10 +92,9 @@ def announcements_of(stages: Sequence[Any], optimizer: Any) -> tuple[list[Announ
     PyTorch, for example, which announces nothing.
     """
     things = [*stages, *([] if optimizer is None else [optimizer])]
-    lists: list[Announcements] = [
-        thing.before_write for thing in things if getattr(thing, "before_write", None) is not None
-    ]
+    lists = [getattr(thing, "before_write", None) for thing in things]
     known = getattr(optimizer, "stages", stages)
     rest = [stage for stage in stages if not any(stage is each for each in known)]
     trained = [stage for stage in rest if getattr(stage, "gradients", None) is not None and stage.gradients.flat.size]
-    return lists, optimizer is not None and len(lists) == len(things) and not trained
+    announced = optimizer is not None and None not in lists and not trained
+    return [each for each in lists if each is not None], announced

@@ -34,11 +34,6 @@ CHECKSUM = re.compile(r"[0-9a-f]{8}")
 COPY_AGAIN = "copy the checkpoint again from where it is whole, or take another one"
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
-    return root / f"step-{step:08d}"
-
-
 def find(root: Path) -> list[Path]:
     """List the checkpoints in `root` that have a manifest, by rising step; none if there is no such folder."""
     return [path for path in _folders(root) if (path / MANIFEST).is_file()]
@@ -55,24 +50,10 @@ def newest(root: str | Path) -> Path | None:
     Returns
     -------
     Path or None
-        A checkpoint that was saved to its end; None if there is none.
+        None if none was saved to its end.
     """
     root = Path(root)
     return next(reversed(find(root) or find(root / INSIDE)), None)
-
-
-def locate(path: str | Path) -> Path:
-    """Return a checkpoint: `path` itself, or the newest one in it. Raises ArgumentError if there is none."""
-    path = Path(path).absolute()
-    checkpoint = path if files.exists(path / MANIFEST) else newest(path)
-    if checkpoint is None:
-        raise ArgumentError(
-            "no checkpoint is here",
-            found=str(path),
-            expected=f"a folder step-... with {MANIFEST}, or a folder with some of these",
-            remedy="name another folder; a save that was cut short leaves no manifest, and cannot be read",
-        )
-    return checkpoint
 
 
 def other_whole(path: Path) -> Path | None:
@@ -91,8 +72,8 @@ def clear(folder: Path) -> bool:
 
     Returns whether there was anything to remove.
     """
-    names = [path.name for path in folder.iterdir()]
-    ours = sorted(name for name in names if _is_ours(name.removesuffix(files.PARTIAL)))
+    names = {path.name: path.name.removesuffix(files.PARTIAL) for path in folder.iterdir()}
+    ours = sorted(name for name, whole in names.items() if whole == MANIFEST or FILE.fullmatch(whole))
     for name in [MANIFEST, *ours]:
         (folder / name).unlink(missing_ok=True)
     return bool(ours)
@@ -100,8 +81,6 @@ def clear(folder: Path) -> bool:
 
 def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
     """Remove all but the newest checkpoints in a folder, and what saves that were cut short have left before them.
-
-    One rank calls this.
 
     Parameters
     ----------
@@ -152,10 +131,9 @@ def set_aside(path: Path) -> Path:
 def _folders(root: Path) -> list[Path]:
     if not files.is_folder(root):
         return []
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):  # it has gone since
         return sorted((path for path in root.iterdir() if NAME.fullmatch(path.name)), key=_place)
-    except (FileNotFoundError, NotADirectoryError):  # it has gone since
-        return []
+    return []
 
 
 def step_of(path: Path) -> int:
@@ -167,23 +145,18 @@ def _place(path: Path) -> tuple[int, str]:
     return step_of(path), path.name
 
 
-def _is_ours(name: str) -> bool:
-    return name == MANIFEST or FILE.fullmatch(name) is not None
-
-
 # -- One folder: made, cleaned up, and what its errors say ------------------------------------------------------------
 
 
-def part_of(rank: int) -> str:
-    """Return the name of the file that a rank of the mesh writes."""
-    return f"part-{rank}.safetensors"
-
-
-def open_folder(folder: Path) -> None:
-    """Make the folder, without what an earlier save has left in it. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if clear(folder):  # the old manifest must be gone before anything else in there changes
-        files.sync_folder(folder)
+def open_folder(root: Path, step: int) -> Path:
+    """Make the folder of the checkpoint of a step, without what an earlier save has left in it. Raises StorageError."""
+    folder = root / f"step-{step:08d}"
+    owner.check_owned(folder)
+    with offering(folder), explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if clear(folder):  # the old manifest must be gone before anything else in there changes
+            files.sync_folder(folder)
+    return folder
 
 
 def drop(folder: Path, name: str) -> None:
@@ -193,13 +166,6 @@ def drop(folder: Path, name: str) -> None:
             (folder / each).unlink()
 
 
-def take_back(folder: Path, rank: int) -> None:
-    """Remove what one rank has written for a checkpoint without a manifest; the last rank removes the folder."""
-    drop(folder, part_of(rank))
-    with suppress(OSError):  # others have files in it
-        folder.rmdir()
-
-
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
     """Turn an OSError into a StorageError with the remedy."""
@@ -207,17 +173,12 @@ def explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         owner.check_owned(folder)  # another job may have removed what this one was writing
-        raise unwritable(folder, error) from error
-
-
-def unwritable(folder: Path, error: OSError) -> StorageError:
-    """Make the error for a folder that cannot be written to."""
-    return StorageError(
-        f"the checkpoint cannot be written: {error}",
-        found=str(folder),
-        expected="a folder with room, on a file system that all ranks share",
-        remedy="make room, or choose another folder",
-    )
+        raise StorageError(
+            f"the checkpoint cannot be written: {error}",
+            found=str(folder),
+            expected="a folder with room, on a file system that all ranks share",
+            remedy="make room, or choose another folder",
+        ) from error
 
 
 @contextmanager
@@ -249,11 +210,11 @@ class Checkpoint:
     path : Path
         The folder.
     step : int
-        Number of steps that the training had made.
+        Steps that the training had made.
     state : dict
         What was given to `save` as `state`.
     optimizer_steps : int or None
-        Number of steps that the optimizer had made; None if no optimizer was saved.
+        Steps that the optimizer had made; None if none was saved.
     library : str
         The version of mpipipe that wrote it.
     files : dict
@@ -308,7 +269,19 @@ def read(folder: Path) -> Checkpoint:
     if written != (found := checksum_of(facts)):
         raise _wrong(path, f"is damaged: its checksum is {found} and not {written!s:.40}")
     try:
-        return _parsed(folder, facts)
+        steps = facts["optimizer_steps"]
+        contents = {name: _content(name, content) for name, content in _of(dict, facts["files"]).items()}
+        names = [array for content in contents.values() for array in content.arrays]
+        if len(set(names)) < len(names):
+            raise ValueError("an array is in two files")
+        return Checkpoint(
+            folder,
+            _count(facts["step"]),
+            _of(dict, facts["state"]),
+            None if steps is None else _count(steps),
+            _of(str, facts["library"]),
+            contents,
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise _wrong(path, f"is wrong: {type(error).__name__}: {error}"[:300]) from error
 
@@ -317,44 +290,21 @@ def _wrong(path: Path, text: str) -> ArgumentError:
     return ArgumentError(f"the manifest of a checkpoint {text}", found=str(path), remedy=COPY_AGAIN)
 
 
-def _parsed(folder: Path, facts: dict[str, Any]) -> Checkpoint:
-    steps = facts["optimizer_steps"]
-    contents = {_name(name): _content(name, content) for name, content in _of(dict, facts["files"]).items()}
-    names = [array for content in contents.values() for array in content.arrays]
-    if len(set(names)) < len(names):
-        raise ValueError("an array is in two files")
-    return Checkpoint(
-        folder,
-        _count(facts["step"]),
-        _of(dict, facts["state"]),
-        None if steps is None else _count(steps),
-        _of(str, facts["library"]),
-        contents,
-    )
-
-
-def _name(name: str) -> str:
+def _content(name: str, facts: Any) -> Content:
     if FILE.fullmatch(name) is None:
         raise ValueError(f"{name!r:.80} is no name of a file of a checkpoint")
-    return name
-
-
-def _content(name: str, facts: Any) -> Content:
     size, header = _count(facts["bytes"]), _count(facts["header"])
     if not 8 <= header <= min(size, MOST_BYTES):
         raise ValueError(f"{name} with {size} bytes has a header of {header}")
-    entries = {array: _entry(array, entry, header, size) for array, entry in _of(dict, facts["arrays"]).items()}
+    entries = {}
+    for array, each in _of(dict, facts["arrays"]).items():
+        dtype, shape = each["dtype"], tuple(map(_count, _of(list, each["shape"])))
+        if dtype not in NAMES:
+            raise ValueError(f"{array} has the dtype {dtype!r:.40}")
+        entry = entries[array] = TensorEntry(dtype, shape, _count(each["start"]), _checksum(each["checksum"]))
+        if entry.start < header or entry.start + entry.nbytes > size:
+            raise ValueError(f"{array} would begin at byte {entry.start} and end behind its file, which has {size}")
     return Content(size, header, _checksum(facts["checksum"]), entries)
-
-
-def _entry(name: str, facts: Any, header: int, size: int) -> TensorEntry:
-    dtype, shape = facts["dtype"], tuple(map(_count, _of(list, facts["shape"])))
-    if dtype not in NAMES:
-        raise ValueError(f"{name} has the dtype {dtype!r:.40}")
-    entry = TensorEntry(dtype, shape, _count(facts["start"]), _checksum(facts["checksum"]))
-    if entry.start < header or entry.start + entry.nbytes > size:
-        raise ValueError(f"{name} would begin at byte {entry.start} and end behind its file, which has {size}")
-    return entry
 
 
 def _of(kind: type, value: Any) -> Any:

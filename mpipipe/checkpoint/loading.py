@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe import arrays, files
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
 from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, contents_of
-from mpipipe.checkpoint.folders import COPY_AGAIN, Checkpoint
+from mpipipe.checkpoint.folders import COPY_AGAIN, MANIFEST, Checkpoint
 from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
@@ -34,10 +34,8 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     path : str or Path
         A checkpoint, or a folder with some: then the newest is taken. A relative path begins in the working folder of
         rank 0.
-    mesh : Mesh
-        All ranks of the training.
-    stages : sequence of stages
-        This rank's stages, as for `save`. In half precision they also renew the copy that they compute with.
+    mesh, stages : see `save`
+        In half precision stages also renew the copy that they compute with.
     optimizer : AdamW, SGD or alike, optional
         Its state and its `steps` are set. None reads parameters alone.
 
@@ -49,14 +47,17 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     Raises
     ------
     ArgumentError
-        On every rank, with the name of the file: there is no checkpoint, it is damaged or of a newer format, or its
-        arrays are not those of the model or of the optimizer. The newest whole checkpoint next to it is named. After an
-        error the stages hold values of no use.
+        On every rank, with the name of the file and of the newest whole checkpoint next to it: there is none, it is
+        damaged or of a newer format, or its arrays are not those of the model or of the optimizer. After an error the
+        stages hold values of no use.
     """
-    group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
-    saved = None
+    group, adapters, saved = group_of(mesh.comm), StageAdapter.of(stages), None
     with group.raise_together("checkpoint.load: the manifest"):
-        wanted = {name: _writable(array) for name, array in contents_of(adapters, optimizer).items()}
+        # a new array where a stage hands out what nobody may write to
+        wanted = {
+            name: array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
+            for name, array in contents_of(adapters, optimizer).items()
+        }
         if mesh.rank == 0:
             saved = read(path)
     saved = group.broadcast("checkpoint.load: the manifest", saved)
@@ -87,21 +88,19 @@ def read(path: str | Path) -> Checkpoint:
     Returns
     -------
     Checkpoint
-        Its step, the state that was saved with it, and its files.
-
-    Raises
-    ------
-    ArgumentError
-        There is no checkpoint, or its manifest is damaged or of a newer format.
+        Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
     """
-    folder = folders.locate(path)
+    path = Path(path).absolute()
+    folder = path if files.exists(path / MANIFEST) else folders.newest(path)
+    if folder is None:
+        raise ArgumentError(
+            "no checkpoint is here",
+            found=str(path),
+            expected=f"a folder step-... with {MANIFEST}, or a folder with some of these",
+            remedy="name another folder; a save that was cut short leaves no manifest, and cannot be read",
+        )
     with folders.offering(folder):
         return folders.read(folder)
-
-
-def _writable(array: Array) -> Array:
-    """The array itself, or a new one like it where a stage hands out what nobody may write to."""
-    return array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
 
 
 def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None) -> None:
@@ -111,7 +110,7 @@ def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer
     if optimizer is not None and (saved.optimizer_steps is None or {PARAMETERS, *states} != kinds):
         raise ArgumentError(
             "the checkpoint has no state for this optimizer",
-            found=f"state {' and '.join(states) or 'of none'} in {saved.path / folders.MANIFEST}",
+            found=f"state {' and '.join(states) or 'of none'} in {saved.path / MANIFEST}",
             expected=f"{' and '.join(sorted(kinds - {PARAMETERS})) or 'an optimizer without state'}",
             remedy="take the optimizer that was saved, with the same options, or load parameters alone",
         )
@@ -120,7 +119,7 @@ def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer
         if of_interest:
             raise ArgumentError(
                 f"the checkpoint {text} {of_interest[0]}",
-                found=f"{len(held)} arrays in {saved.path / folders.MANIFEST}",
+                found=f"{len(held)} arrays in {saved.path / MANIFEST}",
                 expected=f"the same names; {len(of_interest)} differ in this way",
                 remedy=OTHER_MODEL,
             )
@@ -142,7 +141,7 @@ def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array]) -> None:
                 remedy=OTHER_MODEL,
             )
     for file in dict.fromkeys(places.values()):
-        what, says = "a file of the checkpoint", f"what {folders.MANIFEST} says"
+        what, says = "a file of the checkpoint", f"what {MANIFEST} says"
         with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
             for name in (name for name, place in places.items() if place == file):
                 checksum, expected = reader.read_summed(name, wanted[name]), reader.arrays[name].checksum

@@ -23,15 +23,16 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from mpipipe import files
-from mpipipe.errors import MpipipeError, OwnerError
+from mpipipe.errors import OwnerError
 from mpipipe.job import RankGroup, Snapshot, Stop, current_rank, is_rank, wait_locally, write
 
+Explain = Callable[[Path], AbstractContextManager[None]]  # turns an OSError of a folder into an error of this package
 NAME, CLAIM = "owner.json", "owner.json.after-"
 MOST_BYTES = 1 << 20
 STALE_SECONDS = 60.0  # of looking, in which the file of an owner on another host stays as it is: the owner is dead
@@ -52,8 +53,7 @@ class Owner:
     def __init__(self, folder: Path, token: str, made: Iterable[Path] = ()) -> None:
         self.folder, self.token, self.made, self.users = folder, token, list(made), 1
         self._checked = time.monotonic()
-        self._record: OwnerRecord | None = None  # of the rank that renews the file
-        self._descriptor, self._ended = -1, threading.Event()
+        self._descriptor, self._ended = -1, threading.Event()  # of the rank that keeps the file alive
         self._lock = threading.Lock()  # held while the descriptor is in use: its number may soon be another file's
         current_rank().owners.append(self)
 
@@ -89,19 +89,19 @@ class Owner:
 
     def renew_by(self, descriptor: int, record: OwnerRecord) -> None:
         """Keep the file alive from this rank, in a thread: also while a program compiles, validates or saves."""
-        self._descriptor, self._record, self._ended = descriptor, record, threading.Event()
+        self._descriptor, self._ended = descriptor, threading.Event()
         atexit.register(self._release_all)  # in a program that ends without closing its saver
-        thread = threading.Thread(target=self._renew, args=(self._ended,), name="mpipipe owner", daemon=True)
+        thread = threading.Thread(target=self._renew, args=(record, self._ended), name="mpipipe owner", daemon=True)
         with suppress(RuntimeError):  # the system has no thread left: jobs on other hosts may take this one for dead
             thread.start()
 
-    def _renew(self, ended: threading.Event) -> None:
+    def _renew(self, record: OwnerRecord, ended: threading.Event) -> None:
         while not ended.wait(RENEW_SECONDS):
             with self._lock, suppress(OSError):
-                if self._record is not None and not ended.is_set():
-                    self._record = self._record.renewed_now()
+                if not ended.is_set():
+                    record = record.renewed_now()
                     # into the file that was opened: where another job has taken over, it has no name any more
-                    write_over(self._descriptor, self._record.content())
+                    write_over(self._descriptor, record.content())
 
     def hand_on(self, group: RankGroup, holder: int) -> None:
         """After ranks have died: let one of the ranks that are left keep the file alive; collective over them."""
@@ -120,7 +120,7 @@ class Owner:
     def _stop(self) -> None:
         self._ended.set()
         with self._lock:
-            descriptor, self._descriptor, self._record = self._descriptor, -1, None
+            descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:
                 os.close(descriptor)
 
@@ -135,7 +135,7 @@ class Owner:
             return
         current_rank().owners.remove(self)
         atexit.unregister(self._release_all)
-        if self._record is None or not is_rank():
+        if self._descriptor < 0 or not is_rank():
             return
         with suppress(OSError):
             if self._read()[0] == self.token:
@@ -151,15 +151,15 @@ def released_at_end(owner: Owner, group: RankGroup | None) -> Iterator[None]:
 
     `group` is None where ranks may die on the way.
     """
-    ends: BaseException | None = None
+    together = group is not None
     try:
         yield
     except BaseException as error:
-        ends = error
+        together = group is not None and group.agreed_on(error)
         raise
     finally:
         owner.release()
-        if group is not None and group.failure is None and (ends is None or group.agreed_on(ends)):
+        if group is not None and together and group.failure is None:
             group.agree("the owner of a folder: it has left")
 
 
@@ -187,7 +187,7 @@ def is_owner_file(name: str) -> bool:
     return name == NAME or name.startswith(CLAIM)
 
 
-def share_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
+def share_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
     """Take part in the ownership of a folder that this job has already, or take it; collective. See `take_folder`."""
     place = None
     if group.rank == 0:
@@ -195,32 +195,29 @@ def share_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSErro
         place = (folder.absolute(), None) if known is None else (known.folder, known.token)
     folder, token = group.broadcast("the owner of a folder", place)
     if token is None:
-        return take_folder(folder, group, explain)
+        return take_folder(folder, group, explained)
     if (owner := owner_of(folder)) is None:
         return Owner(folder, token)
     owner.users += 1
     return owner
 
 
-def take_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSError], MpipipeError]) -> Owner:
-    """Make a folder this job's; collective.
+def take_folder(folder: Path, group: RankGroup, explained: Explain) -> Owner:
+    """Make the folder that rank 0 names this job's, and make it where it is missing; collective.
 
-    The folder is that of rank 0, made where it is missing. Raises, on every rank, OwnerError where another job keeps
-    it, Stop with the code 1 where that is an earlier start of this job (a later start may find it gone), and what
-    `explain` makes of the folder and an OSError.
+    Raises, on every rank, OwnerError where another job keeps it, Stop with the code 1 where that is an earlier start of
+    this job (a later start may find it gone), and what `explained` makes of an OSError.
     """
     processes, taken = group.gather("the owner of a folder: its processes", this_process()), None
     outcome: tuple[Path, str, list[Path], str] | None = None
     with group.raise_together("the owner of a folder"):
         if group.rank == 0:
             token = secrets.token_hex(8)
-            try:
+            with explained(folder):
                 made = [each for each in (folder, *folder.parents) if not each.exists()]
                 folder.mkdir(parents=True, exist_ok=True)
                 taken = Taking(folder, OwnerRecord.of_this_job(token, processes))
                 wait_locally(taken.ended, taken)
-            except OSError as error:
-                raise explain(folder, error) from error
             outcome = folder, token, made, taken.stop
     folder, token, made, stop = group.broadcast("the owner of a folder", outcome)
     if stop:
@@ -235,11 +232,7 @@ def take_folder(folder: Path, group: RankGroup, explain: Callable[[Path, OSError
 
 
 class Taking:
-    """A try to become the owner of a folder, which goes on until it has succeeded, or has to be given up.
-
-    Then `descriptor` is the file of the owner that this job has become, or `stop` what is said where an earlier start
-    of this job does not leave.
-    """
+    """A try to become the owner of a folder: it ends with a `descriptor` of the owner's file, or a reason to `stop`."""
 
     def __init__(self, folder: Path, record: OwnerRecord) -> None:
         self.path, self.record, self.stop = folder / NAME, record, ""
@@ -275,11 +268,9 @@ class Taking:
             return
         before, stayed, changed = self._seen.get(path, (content, 0.0, False))
         owner, earlier = OwnerRecord.parse(content), OwnerRecord.parse(before)
-        if content == before:
-            stayed += gone
-        else:
-            same = owner is not None and earlier is not None and owner.token == earlier.token
-            stayed, changed = 0.0, same
+        stayed += gone
+        if content != before:
+            stayed, changed = 0.0, owner is not None and earlier is not None and owner.token == earlier.token
         self._seen[path] = content, stayed, changed
         living = owner.living() if owner is not None and owner.machine == this_machine() else None
         if stayed >= STALE_SECONDS if living is None else not living:
@@ -338,11 +329,9 @@ class Taking:
                     claim.unlink()
 
     def progress_token(self) -> object:
-        """See job.flight.Inspectable: to look is progress."""
         return self.looks
 
     def snapshot(self) -> Snapshot:
-        """See job.flight.Inspectable."""
         return Snapshot((-1, -1), operations=(str(self),))
 
     def __str__(self) -> str:
@@ -374,9 +363,8 @@ def write_over(descriptor: int, content: bytes) -> None:
 def read(path: Path) -> bytes:
     """Read the file of an owner. Raises OwnerError for a link, a folder and alike, which no job has made."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OwnerError(
-            "what says who owns a folder is no file", found=str(path), expected=files.REGULAR, remedy=f"remove {path}"
-        )
+        what = "what says who owns a folder is no file"
+        raise OwnerError(what, found=str(path), expected=files.REGULAR, remedy=f"remove {path}")
     with open(files.open_regular(path), "rb") as file:
         return file.read(MOST_BYTES)
 
@@ -454,26 +442,20 @@ def this_process() -> tuple[str, int, str]:
 
 def _start_of(number: int) -> str | None:
     """Return when a process of this machine began, in ticks since the boot; None if it has ended."""
-    try:
+    with suppress(OSError):
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return HIDDEN if _exists(number) else None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _exists(number: int) -> bool:
-    """Whether there is such a process, also one of another user in a /proc that is mounted with hidepid."""
-    try:
+        return None if fields[0] in "ZX" else fields[19]
+    try:  # it may be that of another user in a /proc that is mounted with hidepid
         os.kill(number, 0)
     except (ProcessLookupError, OverflowError):
-        return False
+        return None
     except OSError:
         pass
-    return True
+    return HIDDEN
 
 
 def this_machine() -> str:
-    """Name this boot of this host, and the space of process ids; "" unless all of that is known."""
+    """Name this boot of this host, and the space of process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"

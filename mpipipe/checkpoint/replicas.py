@@ -4,9 +4,8 @@
     rank 1   hash of each array  ->  one number  |  one exchange
     rank 2   hash of each array  ->  one number  |                 else: hashes by name, and an error with names
 
-A hash is BLAKE2b of 64 bits over the bytes of an array, with its dtype and shape: the standard library has it, it is
-the same on every machine, and two different arrays have one hash in 2^64 cases once. It is computed on the host. Arrays
-of a GPU are copied there in pieces, since copying takes less time than hashing.
+A hash is BLAKE2b of 64 bits over the bytes of an array, with its dtype and shape, computed on the host: copying arrays
+of a GPU there takes less time than hashing.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ ABSENT = "absent"
 
 
 class Hashes(NamedTuple):
-    """What one rank holds: hashes of arrays by name, and which of these are one tied parameter, or its state.
-
-    Ranks with the same place `pipe` along the pipe have the same stages.
-    """
+    """What one rank, at the place `pipe` along the pipe, holds: hashes by name, and which are one tied parameter."""
 
     pipe: int
     host: str
@@ -70,34 +66,14 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
 
     Parameters
     ----------
-    mesh : Mesh
-        All ranks of the training. Those of `mesh.replicas` must have the same.
-    stages : sequence of stages
-        This rank's stages, as for `save`.
-    optimizer : AdamW, SGD or alike, optional
-        Whose state and `steps` are compared, too.
+    mesh, stages, optimizer : see `save`
+        The ranks of `mesh.replicas` must have the same.
 
     Raises
     ------
-    ReplicaError
-        On every rank, with the names of the arrays, the ranks that have each value, and the hosts of those that differ
-        from most others.
-    MismatchError
-        On every rank: the optimizers have made different numbers of steps.
-
-    Examples
-    --------
-    >>> from mpipipe import Mesh, checkpoint, nn
-    >>> from mpipipe.job import inprocess
-    >>> def on_each_rank(comm):
-    ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1)
-    ...     with Mesh(comm, pipe=1) as mesh:
-    ...         checkpoint.check_replicas(mesh, [stage])  # three equal replicas
-    ...         stage.parameters["0.weight"][2, 3] += comm.rank == 1
-    ...         checkpoint.check_replicas(mesh, [stage])
-    >>> inprocess.run(3, on_each_rank)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    mpipipe.errors.ReplicaError: rank 1: replicas differ in parameters/0.weight...
+    ReplicaError, MismatchError
+        On every rank: with the names of the arrays, the ranks that have each value, and the hosts of those that differ
+        from most others; or the optimizers have made different numbers of steps.
     """
     group = group_of(mesh.comm)
     with group.raise_together(f"{WHAT}: the hashes"):
@@ -110,7 +86,10 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
     differ = {pipe for pipe, several in numbers.items() if len(several) > 1}
     if not differ and not table[:, 1].any():
         return
-    everyone = group.gather(f"{WHAT}: the names", held if held.pipe in differ else _tied(held))
+    if held.pipe not in differ:
+        tied = {name for some in held.ties.values() for name in some}
+        held = held._replace(hashes={name: value for name, value in held.hashes.items() if name in tied})
+    everyone = group.gather(f"{WHAT}: the names", held)
     differences = compare(everyone)
     if differences:
         raise_on_all(min(differences[0].odd), _error(differences, everyone), group)
@@ -124,7 +103,7 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
     values: dict[str, dict[int, set[str]]] = {}  # what each rank has, by the names of arrays that must be equal
     for pipe in sorted({held.pipe for held in everyone}):
         same = {rank: held.hashes for rank, held in enumerate(everyone) if held.pipe == pipe}
-        for name in sorted({name for hashes in same.values() for name in hashes}):
+        for name in sorted(set().union(*same.values())):
             values[name] = {rank: {hashes.get(name, ABSENT)} for rank, hashes in same.items()}
     for key in sorted({key for held in everyone for key in held.ties}):
         holders = {rank: held for rank, held in enumerate(everyone) if key in held.ties}
@@ -143,14 +122,11 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
 
 def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Hashes:
-    contents = contents_of(stages, optimizer)
+    contents, hashes = contents_of(stages, optimizer), {}
     known: dict[tuple[int, str, Shape], str] = {}  # a tied parameter is one array for all its places on a rank
-    hashes = {}
     for name, array in contents.items():
         place = arrays.address(array), array.dtype.name, array.shape
-        if place not in known:
-            known[place] = hash_of(array)
-        hashes[name] = known[place]
+        hashes[name] = known[place] = known.get(place) or hash_of(array)
     ties: dict[str, list[str]] = {}
     kinds = dict.fromkeys(name.split("/", 1)[0] for name in contents)
     for stage in StageAdapter.of(stages):
@@ -176,17 +152,11 @@ def _number(hashes: Mapping[str, str]) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big") >> 1
 
 
-def _tied(held: Hashes) -> Hashes:
-    names = {name for some in held.ties.values() for name in some}
-    return held._replace(hashes={name: value for name, value in held.hashes.items() if name in names})
-
-
 def _error(differences: Sequence[Difference], everyone: Sequence[Hashes]) -> ReplicaError:
     first, odd = differences[0], differences[0].odd
-    more = len(differences) - LISTED
+    others, more = len(differences) - 1, len(differences) - LISTED
     texts = [*map(str, differences[:LISTED]), *([f"and {more} arrays more"] if more > 0 else [])]
     hosts = rank_list.grouped((rank, everyone[rank].host) for rank in odd)
-    others = len(differences) - 1
     return ReplicaError(
         f"replicas differ in {first.name}" + (f" and {others} arrays more" if others else ""),
         rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),

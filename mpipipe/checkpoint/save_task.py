@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,19 +51,10 @@ class SaveFacts(NamedTuple):
 
 
 class SaveTask:
-    """A checkpoint that this rank writes its share of, in a thread.
+    """A checkpoint on its way: this rank writes the arrays of its `share`, in a thread.
 
-    Parameters
-    ----------
-    facts : what is saved, but for the arrays
-    share : the arrays that this rank writes; they must not change until `read` is set
-    keep : how many of the newest checkpoints stay
-    beforehand : called before the manifest is written
-
-    Attributes
-    ----------
     work : what the thread of this rank does, or did last
-    read : set once no array is read any more
+    read : set once no array is read any more: until then they must not change
     sealed : whether all ranks know that all files have their names
     """
 
@@ -77,8 +68,8 @@ class SaveTask:
         self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
         self._doing = "waits for its thread"
         device = any(map(arrays.is_device, share.values()))
-        self._gpu = arrays.current_gpu() if device else None
-        self._ready = arrays.record() if device else None  # after the step that the checkpoint is of
+        # after the step that the checkpoint is of
+        self._ready = (arrays.current_gpu(), arrays.record()) if device else None
         self.work: ThreadTask[Any] = ThreadTask(lambda: self._write(share), THREAD)
         current_rank().add_inspectable(self)
         atexit.register(self.give_up)  # in a program that ends without closing its saver
@@ -86,7 +77,7 @@ class SaveTask:
             self.read.set()
 
     def _write(self, share: Mapping[str, Array]) -> Written:
-        folder, name = self.facts.folder, folders.part_of(self.facts.rank)
+        folder, name = self.facts.folder, self.part
         try:
             if not share:
                 return {}
@@ -98,13 +89,19 @@ class SaveTask:
     @contextmanager
     def _in_order(self) -> Iterator[None]:
         """Let the copies from a GPU come after the step that is saved, next to all later work."""
-        if self._gpu is None or self._ready is None:
+        if self._ready is None:
             yield
             return
-        arrays.use_gpu(self._gpu)  # each thread has a current GPU of its own
+        gpu, ready = self._ready
+        arrays.use_gpu(gpu)  # each thread has a current GPU of its own
         with arrays.side_stream():
-            arrays.wait_for(self._ready)
+            arrays.wait_for(ready)
             yield
+
+    @property
+    def part(self) -> str:
+        """Name of the file that this rank writes."""
+        return f"part-{self.facts.rank}.safetensors"
 
     def _check_owner(self) -> None:
         """Raise OwnerError where another job has taken the folder: this rank was stopped, and must not write there."""
@@ -112,14 +109,12 @@ class SaveTask:
             self._owner.check()
 
     def about_to_read(self, nbytes: int) -> None:
-        """See tensor_files.Listener."""
         if self._given_up:
             raise GivenUp
         self._doing = "writes its arrays"
         self._bytes += nbytes
 
     def has_read(self) -> None:
-        """See tensor_files.Listener."""
         self._doing = "waits for the disk to have its file"
         self.read.set()
 
@@ -181,7 +176,9 @@ class SaveTask:
         if self._owner is not None and self._owner.lost():
             return  # files of these names are another job's
         if not self.sealed:
-            folders.take_back(self.facts.folder, self.facts.rank)
+            folders.drop(self.facts.folder, self.part)
+            with suppress(OSError):  # others have files in it
+                self.facts.folder.rmdir()
         elif self.facts.rank == 0 and not ended:
             folders.drop(self.facts.folder, folders.MANIFEST)
 
@@ -192,11 +189,10 @@ class SaveTask:
     # -- for the report of a hang -------------------------------------------------------------------------------
 
     def progress_token(self) -> object:
-        """See job.flight.Inspectable: a disk that is slow makes progress."""
+        """A disk that is slow makes progress."""
         return self._bytes, self._doing, self.work.ended
 
     def snapshot(self) -> Snapshot:
-        """See job.flight.Inspectable."""
         return Snapshot((-1, self.facts.step), operations=(str(self),))
 
     def __str__(self) -> str:

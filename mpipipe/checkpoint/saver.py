@@ -8,8 +8,8 @@
 
 Parameters and moments change in an optimizer's step alone, so nothing is copied. An optimizer that comes before its own
 rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
-far all ranks are, and lets rank 0 write the manifest once all files have their names. While
-the arrays of one checkpoint are on their way, the manifest of the one before may be written; no more is in flight.
+far all ranks are, and lets rank 0 write the manifest once all files have their names. While the arrays of one
+checkpoint are on their way, the manifest of the one before may be written; no more is in flight.
 """
 
 from __future__ import annotations
@@ -36,51 +36,20 @@ class Saver:
 
     Between `save` and the next step of the optimizer nothing else may write to parameters. The optimizers of this
     package, `checkpoint.load` and `weights.load` wait for that by themselves. Where a write could go unnoticed (the
-    optimizer does not have a stage, or that has no list `before_write`), `save` returns only once everything has been
-    read.
+    optimizer does not have a stage, or that has no list `before_write`), `save` returns only once everything is read.
 
     A context manager, made on all ranks together. Its end finishes the save in flight; also after an error that all
     ranks raise alike. After any other error that save is given up, and what this rank has written of it is removed.
 
     Parameters
     ----------
-    root : str or Path
-        As for `save`, like all others.
-    mesh : Mesh
-        All ranks of the training.
-    stages : sequence of stages
-        This rank's stages.
-    optimizer : AdamW, SGD or alike, optional
-        Whose state is saved.
-    keep : int, optional
-        How many of the newest checkpoints stay.
+    root, mesh, stages, optimizer, keep : see `save`
+        What is saved, and where.
 
     Attributes
     ----------
     waited, seconds : float
         For how long this rank has waited until arrays were read. On rank 0: what the newest whole checkpoint took.
-
-    Raises
-    ------
-    ArgumentError
-        `keep` is not at least 1.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from mpipipe import Mesh, checkpoint, nn, optim
-    >>> from mpipipe.job import inprocess
-    >>> folder = tempfile.mkdtemp()
-    >>> def train(comm):
-    ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1, first=comm.rank)
-    ...     optimizer = optim.AdamW([stage], lr=0.01)
-    ...     with Mesh(comm, pipe=2) as mesh, checkpoint.Saver(folder, mesh, [stage], optimizer, keep=2) as saver:
-    ...         for step in range(1, 4):
-    ...             optimizer.step()
-    ...             saver.save(step)
-    >>> _ = inprocess.run(2, train)
-    >>> checkpoint.newest(folder).name
-    'step-00000003'
     """
 
     def __init__(
@@ -119,10 +88,8 @@ class Saver:
 
         Parameters
         ----------
-        step : int
-            Number of steps made, the same on all ranks.
-        state : dict, optional
-            What else the training has to remember, as for `checkpoint.save`.
+        step, state : see `checkpoint.save`
+            What the training has to remember. What that raises is raised here, too.
         beforehand : callable, optional
             Called on rank 0, in a thread, before the manifest is written: to force to the disk what must not be older
             than the checkpoint.
@@ -131,13 +98,6 @@ class Saver:
         -------
         Path
             The folder of the checkpoint. It is one only once `poll`, `wait` or `close` has said so.
-
-        Raises
-        ------
-        StorageError
-            On every rank: an earlier save in flight, or the folder for this one, cannot be written.
-        ArgumentError, MismatchError, OwnerError
-            As for `checkpoint.save`.
         """
         self.wait(room_for=step)
         wait_for_given_up()
@@ -150,8 +110,12 @@ class Saver:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
         self._compare_names(held)
         if not self._owners:
-            self._owners.append(owner.share_folder(self.root, group, folders.unwritable))
-        path = self._open_folder(step)
+            self._owners.append(owner.share_folder(self.root, group, folders.explained))
+        folder = None
+        with group.raise_together("checkpoint.save: its folder"):
+            if rank == 0:
+                folder = folders.open_folder(self.root.absolute(), step)
+        path: Path = group.broadcast("checkpoint.save: the folder", folder)
         share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
         self._saving = SaveTask(SaveFacts(path, rank, step, plain, steps), share, self.keep, beforehand)
         if not self._announced:
@@ -159,10 +123,7 @@ class Saver:
         return path
 
     def _compare_names(self, held: Mapping[str, Array]) -> None:
-        """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective.
-
-        Such a checkpoint could be written, and not be read.
-        """
+        """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective."""
         if self._compared:
             return
         own = sorted(held) if self.mesh.replicas.rank == 0 else []
@@ -175,31 +136,14 @@ class Saver:
                 raise_on_all(ranks[1], duplicate_name_error(name.split("/", 1)[1], ranks), self._group)
         self._compared = True
 
-    def _open_folder(self, step: int) -> Path:
-        """Make the folder of a checkpoint on rank 0; raises StorageError on all ranks; collective."""
-        folder = None
-        with self._group.raise_together("checkpoint.save: its folder"):
-            if self.mesh.rank == 0:
-                folder = folders.folder_of(self.root.absolute(), step)
-                owner.check_owned(folder)
-                with folders.offering(folder), folders.explained(folder):
-                    folders.open_folder(folder)
-        path: Path = self._group.broadcast("checkpoint.save: the folder", folder)
-        return path
-
     def poll(self) -> Path | None:
         """Look how far all ranks are, without waiting for a disk; collective over the mesh, and cheap.
 
         Returns
         -------
         Path or None
-            The checkpoint that is whole from now on; None if none is in flight, or it is not whole yet.
-
-        Raises
-        ------
-        StorageError
-            On every rank: one of them cannot write. This checkpoint is given up and its files are removed; older ones
-            stay as they are, and one in flight has become whole before.
+            The checkpoint that is whole from now on; None if none is in flight, or it is not whole yet. Raises
+            StorageError on every rank where one of them cannot write: its files are removed, and older ones stay.
         """
         if not self.in_flight:
             return None
@@ -255,24 +199,16 @@ class Saver:
         Returns
         -------
         Path or None
-            The newest of those that have become whole meanwhile; None if none has.
-
-        Raises
-        ------
-        StorageError
-            As for `poll`.
+            The newest of those that have become whole meanwhile; None if none has. Raises as `poll` does.
         """
         whole = None
-        while self._saving is not None or self._is_in_the_way(room_for):
-            oldest = self._sealing or self._saving
-            if oldest is not None:
-                wait_locally(oldest.work.wait, oldest)
+        while (oldest := self._sealing or self._saving) is not None:
+            # a save of the same step as the one that gets its manifest, or of an earlier one, would remove its files
+            if self._saving is None and room_for is not None and oldest.facts.step < room_for:
+                break
+            wait_locally(oldest.work.wait, oldest)
             whole = self.poll() or whole
         return whole
-
-    def _is_in_the_way(self, step: int | None) -> bool:
-        sealing = self._sealing  # a later save of the same step, or an earlier one, would remove its files
-        return sealing is not None and (step is None or sealing.facts.step >= step)
 
     def wait_until_read(self) -> None:
         """Return once this rank has read all arrays of the save in flight: optimizers call this before they write."""
@@ -284,13 +220,7 @@ class Saver:
         self.waited += perf_counter() - start
 
     def close(self) -> None:
-        """Finish what is in flight, and let go of stages and optimizer; collective, may be called twice.
-
-        Raises
-        ------
-        StorageError
-            As for `poll`.
-        """
+        """Finish what is in flight, and let go of stages and optimizer; collective, may be called twice."""
         try:
             self.wait()
         finally:
@@ -365,8 +295,8 @@ def save(
         What else the training has to remember, small and plain: strings, numbers, booleans, None, lists and dicts of
         them. That of rank 0 is saved. For dropout it should have `pipeline.steps_taken`.
     keep : int, optional
-        Afterwards all but this many of the newest checkpoints in `root` are removed. By default all stay. Old ones that
-        cannot be removed are named in a warning.
+        How many of the newest checkpoints in `root` stay, all by default. Old ones that cannot be removed are named in
+        a warning.
 
     Returns
     -------
@@ -375,19 +305,17 @@ def save(
 
     Raises
     ------
-    StorageError
-        On every rank: a file cannot be written. What was written of this checkpoint is removed, and older ones stay as
-        they are.
-    ArgumentError
+    StorageError, OwnerError
+        On every rank: a file cannot be written, and older checkpoints stay as they are; another job saves into `root`,
+        or has taken it from this one.
+    ArgumentError, MismatchError
         On every rank: two stages, on whichever ranks, have a parameter of the same name; `state` is not plain; `keep`
-        is not at least 1.
-    MismatchError
-        On every rank: ranks differ in `step` or in the steps of the optimizer.
-    OwnerError
-        On every rank: another job saves into `root`, or has taken it from this one.
+        is not at least 1; ranks differ in `step` or in the steps of the optimizer.
 
     Examples
     --------
+    Two ranks train; `save` in place of the saver would wait for the disk. One rank loads what they have saved.
+
     >>> import tempfile
     >>> from mpipipe import Mesh, checkpoint, nn, optim
     >>> from mpipipe.job import inprocess
@@ -395,8 +323,10 @@ def save(
     >>> def train(comm):
     ...     stage = nn.Stage([nn.Linear(4, 4)], seed=1, first=comm.rank)
     ...     optimizer = optim.AdamW([stage], lr=0.01)
-    ...     with Mesh(comm, pipe=2) as mesh:
-    ...         checkpoint.save(folder, mesh, [stage], optimizer, step=3, state={"loss": 2.5})
+    ...     with Mesh(comm, pipe=2) as mesh, checkpoint.Saver(folder, mesh, [stage], optimizer, keep=2) as saver:
+    ...         for step in range(1, 4):
+    ...             optimizer.step()
+    ...             saver.save(step, {"loss": 2.5})
     >>> _ = inprocess.run(2, train)
     >>> def go_on(comm):
     ...     stages = [nn.Stage([nn.Linear(4, 4)], seed=2, first=number) for number in range(2)]

@@ -6,9 +6,8 @@
     arrays    each between its two offsets, which count from the end of the header; together they leave no gap
 
 The library's own writer takes each array as one piece of host memory, and `save_file` forces nothing to the disk. Here
-an array is written in pieces, so that one on a GPU passes through little memory of the host, and each piece is added to
-a checksum on its way. Reading is by position and into the memory that is to have the values: a rank reads the bytes
-that it wants and no more, and a file that is cut short raises an error, where a map of it would end the process by a
+an array is written in pieces, which are added to a checksum on their way. Reading is by position and into the memory
+that is to have the values: a file that is cut short raises an error, where a map of it would end the process by a
 signal. A header may come from anywhere, so nothing in it is believed unchecked. All follows the format's description
 (github.com/huggingface/safetensors, "Format"); the library reads what is written here, and the other way round.
 """
@@ -21,8 +20,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
@@ -102,7 +100,7 @@ class Listener(Protocol):
     """Learns how far a write has come; it may end the write by raising."""
 
     def about_to_read(self, nbytes: int) -> None:
-        """So many bytes of the arrays are about to be read and written."""
+        """Expect this number of bytes of the arrays to be read and written now."""
 
     def has_read(self) -> None:
         """All arrays have been read, and are not looked at again: what is left is between the file and the disk."""
@@ -112,18 +110,16 @@ def header_of(
     content: Mapping[str, Array] | Mapping[str, Planned], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return what a file with these arrays begins with, and where each of them lies: one after the other."""
-    sizes = [math.prod(each.shape) * each.dtype.itemsize for each in content.values()]
-    spans = dict(zip(content, pairwise(accumulate(sizes, initial=0))))
     facts: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    entries, end = {}, 0
     for name, each in content.items():
-        facts[name] = {"dtype": DTYPES[each.dtype.name], "shape": list(each.shape), "data_offsets": spans[name]}
+        entry = entries[name] = TensorEntry(DTYPES[each.dtype.name], tuple(each.shape), end)
+        end += entry.nbytes
+        facts[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.start, end)}
     text = json.dumps(facts, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return header, {
-        name: TensorEntry(DTYPES[each.dtype.name], tuple(each.shape), len(header) + spans[name][0])
-        for name, each in content.items()
-    }
+    return header, {name: replace(entry, start=len(header) + entry.start) for name, entry in entries.items()}
 
 
 def write_tensors(
@@ -149,34 +145,27 @@ def write_tensors(
             position += piece.nbytes
         if listener is not None:
             listener.has_read()
-    summed = {
-        name: TensorEntry(each.dtype, each.shape, each.start, f"{sums[name]:08x}") for name, each in entries.items()
-    }
+    summed = {name: replace(entry, checksum=f"{sums[name]:08x}") for name, entry in entries.items()}
     return Content(position, len(header), f"{crc32(header):08x}", summed)
 
 
 def _pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the bytes of all arrays in pieces, with their names; planned arrays are in memory one at a time."""
-    ready = {name: each for name, each in content.items() if not isinstance(each, Planned)}
-    names = list(ready)
-    yield from ((names[number], piece) for number, piece in arrays.host_pieces(list(ready.values()), PIECE_BYTES))
-    for name, each in content.items():
-        if isinstance(each, Planned):
-            yield from ((name, piece) for _, piece in arrays.host_pieces([each.make()], PIECE_BYTES))
+    planned = {name: each for name, each in content.items() if isinstance(each, Planned)}
+    names = [name for name in content if name not in planned]
+    for number, piece in arrays.host_pieces([content[name] for name in names], PIECE_BYTES):
+        yield names[number], piece
+    for name, each in planned.items():
+        for _, piece in arrays.host_pieces([each.make()], PIECE_BYTES):
+            yield name, piece
 
 
 class TensorFile:
-    """A file open for reading; a context manager.
+    """A file open for reading, with `arrays`, {name: TensorEntry}; a context manager.
 
     With the `content` that a manifest says, size and header are compared with it; else the header is read and checked.
     Raises OSError if the file cannot be opened or is no regular file, and ValueError, which names the entry, where its
     header is wrong or the file is shorter or longer than it says.
-
-    Attributes
-    ----------
-    path : of the file
-    arrays : {name: TensorEntry}
-    bytes_read : of the file so far, header included
     """
 
     def __init__(self, path: Path, content: Content | None = None) -> None:
@@ -280,11 +269,11 @@ def open_tensors(
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    facts = dict(pairs)
-    if len(facts) < len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"its header has two entries {double!r:.100}")
+    facts: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in facts:
+            raise ValueError(f"its header has two entries {name!r:.100}")
+        facts[name] = value
     return facts
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -25,16 +25,15 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import RankGroup
 
 FORMER = ".mpipipe-former"  # after the name of a folder that is being replaced; no folder of a user ends in it
-Explain = Callable[[Path], AbstractContextManager[None]]
 
 
 @contextmanager
-def replacing(target: Path, group: RankGroup | None, explained: Explain, replaces: bool = True) -> Iterator[Path]:
+def replacing(target: Path, group: RankGroup | None, explained: owner.Explain, replaces: bool = True) -> Iterator[Path]:
     """Give all ranks of a group, or one process, a folder to write into, which is called `target` at the end.
 
-    Collective. `target` is on a file system that all ranks which write share. Where anything is raised, a folder that
-    was there stays, and nothing else is left. Within `explained` an OSError of this folder becomes an error of this
-    package. Unless it `replaces`, ArgumentError is raised for a folder with files.
+    Collective. Where anything is raised, a folder that was there stays, and nothing else is left. Within `explained` an
+    OSError of this folder becomes an error of this package. Unless it `replaces`, ArgumentError is raised for a folder
+    with files.
     """
 
     def together(what: str) -> AbstractContextManager[None]:
@@ -92,24 +91,17 @@ def give_name(partial: Path, target: Path) -> None:
 
 
 def restore_folder(target: Path) -> None:
-    """Give a folder its name again that lost it to one that never came, and remove what else was left. Raises OSError.
-
-    For one job at a time.
-    """
+    """Give a folder its name again that lost it to one that never came, and remove leftovers. Raises OSError."""
     owner.check_owned(target)
     target = _place(target)
     former = _former(target)
     if former.is_dir() and not target.exists():
         former.rename(target)
+    leftover = re.compile(rf"{re.escape(target.name)}({re.escape(FORMER)}|\.[0-9a-f]{{8}}{files.PARTIAL})")
     with suppress(FileNotFoundError):
         for path in target.parent.iterdir():
-            if is_leftover(path.name, target.name):
+            if leftover.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def is_leftover(name: str, of: str) -> bool:
-    """Whether this is the name of what a killed save of the folder called `of` has left."""
-    return re.fullmatch(rf"{re.escape(of)}({re.escape(FORMER)}|\.[0-9a-f]{{8}}{files.PARTIAL})", name) is not None
 
 
 def standing_folder(path: Path) -> Path:

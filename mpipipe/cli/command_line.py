@@ -13,11 +13,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from mpipipe import __version__
 from mpipipe.cli.flags import REQUIRED, Argument, Operand, parameters_of
@@ -30,25 +31,8 @@ from mpipipe.text import as_word, near
 WIDTH = 12  # of the longest name of a command, and two spaces
 
 
-class Chosen(NamedTuple):
-    """A command by its names, such as draw timeline, and the arguments that it was given."""
-
-    names: tuple[str, ...]
-    given: dict[str, Any]
-
-
-class Refused(NamedTuple):
-    """What is shown in place of running a command, and the exit code."""
-
-    text: str
-    code: int
-
-
 def run() -> int:
-    """Run the command that sys.argv names; return its exit code.
-
-    Wrong usage is 2, and one rank reports it.
-    """
+    """Run the command that sys.argv names; return its exit code: 2 for wrong usage, which one rank reports."""
     if _is_job():
         return run_or_abort(_command_of_job)
     try:
@@ -75,15 +59,13 @@ def execute(words: list[str]) -> int:
 
     Raises Stop for wrong usage and for what a command refuses, and SystemExit where the help was asked for.
     """
-    return _run(_chosen(words))
+    return _chosen(words)()
 
 
 def _is_job() -> bool:
     """Whether this process is one rank of several: then nothing may end it alone, not even wrong usage."""
-    if settings.launcher_size(os.environ) is None:
-        return False
     try:
-        return runtime.mpi().COMM_WORLD.size > 1
+        return settings.launcher_size(os.environ) is not None and runtime.mpi().COMM_WORLD.size > 1
     except BackendError:
         return False
 
@@ -92,74 +74,65 @@ def _command_of_job() -> None:
     """Read the command line on rank 0, and run the command on all ranks. A rank with other words reads its own."""
     words, group = sys.argv[1:], group_of()
     outcome = (words, _outcome(words)) if group.rank == 0 else None
-    read, found = group.broadcast("reading the command line", outcome)
+    read, command = group.broadcast("reading the command line", outcome)
     if read != words:
-        found = _outcome(words)
-    if isinstance(found, Refused):
-        raise Stop(found.text, found.code)
-    code = 0 if found is None else _run(found)
+        command = _outcome(words)
+    code = command()
     if code:
         sys.exit(code)
 
 
-def _outcome(words: list[str]) -> Chosen | Refused | None:
-    """Return the command that a command line names, or why it is refused; None if it asked for help, now shown."""
+def _outcome(words: list[str]) -> partial[int]:
+    """Return what a command line lets every rank call: a command, or the error that refuses it; 0 after a help."""
     try:
         return _chosen(words)
     except Stop as stop:
-        return Refused(stop.text, stop.code)
+        return partial(_refuse, stop.text, stop.code)
     except SystemExit:  # the help has been shown
-        return None
+        return partial(int)
 
 
-def _chosen(words: list[str]) -> Chosen:
+def _refuse(text: str, code: int) -> int:
+    raise Stop(text, code)
+
+
+def _chosen(words: list[str]) -> partial[int]:
     """Read the command line. Raises Stop for wrong usage, and SystemExit where help or version were asked for."""
-    names: tuple[str, ...] = ()
-    commands = ALL
-    while True:
-        prog = " ".join([program(), *names])
+    prog, command = program(), ALL
+    while command.commands:
         if not words:
-            raise Stop(_listing(prog, commands), WRONG_USAGE)
+            raise Stop(_listing(prog, command), WRONG_USAGE)
         name, *words = words
         if name in ("-h", "--help"):
-            show(_listing(prog, commands))
+            show(_listing(prog, command))
             raise SystemExit(0)
-        if name == "--version" and not names:
+        if name == "--version" and command is ALL:
             show(f"mpipipe {__version__}\n")
             raise SystemExit(0)
-        found = commands.find(name)
-        if found is None:
-            known = [*(command.name for command in commands.commands), "--help", *([] if names else ["--version"])]
+        if name not in command.commands:
+            known = [*command.commands, "--help", *(["--version"] if command is ALL else [])]
             raise wrong_usage(prog, f"there is no command {name}", near(name, known))
-        names = (*names, name)
-        if isinstance(found, Command):
-            return Chosen(names, parser_of(f"{prog} {name}", found.load()).parse(words))
-        commands = found
+        prog, command = f"{prog} {name}", command.commands[name]
+    return partial(_run, command, parser_of(prog, command.load()).parse(words))
 
 
-def _listing(prog: str, commands: Commands) -> str:
+def _listing(prog: str, group: Command) -> str:
     """Return the help of a group of commands: their names and what they do."""
-    lines = [f"usage: {prog} COMMAND [options]", "", commands.summary, ""]
-    lines += [f"  {command.name:<{WIDTH}}{command.summary}" for command in commands.commands]
+    lines = [f"usage: {prog} COMMAND [options]", "", group.summary, ""]
+    lines += [f"  {name:<{WIDTH}}{command.summary}" for name, command in group.commands.items()]
     lines += ["", f"`{prog} COMMAND --help` explains one."]
-    if not commands.name:
+    if group is ALL:
         lines += ["Start it with mpiexec or srun: mpiexec -n 4 python -m mpipipe train", "--version shows the version."]
     return "\n".join(lines) + "\n"
 
 
-def _run(chosen: Chosen) -> int:
+def _run(command: Command, given: dict[str, Any]) -> int:
     """Run a command; return its exit code."""
-    names, given = chosen.names, dict(chosen.given)
-    found: Command | Commands | None = ALL
-    for name in names:
-        assert isinstance(found, Commands)
-        found = found.find(name)
-    assert isinstance(found, Command)
     level = given.pop("log_level", None)
     if level is not None:
         logging.basicConfig(format="%(name)s: %(levelname)s: %(message)s")
         logging.getLogger("mpipipe").setLevel(level.upper())
-    return int(found.load()(**given) or 0)
+    return int(command.load()(**given) or 0)
 
 
 # -- The list of all commands, and where each one is. Only the chosen one is imported ---------------------------------
@@ -167,91 +140,56 @@ def _run(chosen: Chosen) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """One command."""
+    """A command, or several under one name."""
 
-    name: str
-    place: str  # module and function, `module:function`
     summary: str
+    place: str = ""  # of the function of a command, `module:function`
+    commands: Mapping[str, Command] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
         """Import and return the function."""
         module, _, function = self.place.partition(":")
-        return getattr(import_module(module), function)
+        return getattr(import_module(f"mpipipe.{module}"), function)
 
 
-@dataclass(frozen=True)
-class Commands:
-    """Several commands under one name."""
-
-    name: str
-    summary: str
-    commands: tuple[Command | Commands, ...]
-
-    def find(self, name: str) -> Command | Commands | None:
-        """Return the command with this name."""
-        return next((command for command in self.commands if command.name == name), None)
-
-
-def _of(module: str, **summaries: str) -> tuple[Command, ...]:
-    """Commands that are functions of the same name in one module."""
-    return tuple(
-        Command(function.replace("_", "-"), f"{module}:{function}", text) for function, text in summaries.items()
-    )
-
-
-DRAW = Commands(
-    "draw",
-    "Pictures of schedules and traces, as PNG or SVG",
-    _of(
-        "mpipipe.cli.draw",
-        timeline="Who computes what at which time",
-        memory="How many activations each rank holds at which time",
-        compare="Bubble and memory of schedules beside each other",
-        split="Where the time of each rank went in a training",
-        trace="A step of a training below what its schedule predicts",
-    ),
-)
-BENCH = Commands(
-    "bench",
-    "Measure; every number beside what it can be compared with",
-    _of(
-        "mpipipe.bench.commands",
-        pipeline="Cost of the machinery on tiny stages",
-        steps="Launched steps against one after the other",
-        transport="Mailbox against bare Isend and Irecv",
-        schedules="Building, checking and simulating large schedules",
-        gaps="How far searched schedules are from the best",
-        train="A GPT's step against its simulation",
-        plan="Predicted steps of plans against real ones",
-        dry_run="Memory that a dry run foresees against a training",
-        checkpoint="Saving and loading against dd",
-        tokenize="Tokenizing against the library alone",
-        attention="Attention kernels beside PyTorch, a ring beside one rank",
-        gpu="Kernels, ring, executor and a GPT's step on a GPU",
-    ),
-)
-ALL = Commands(
-    "",
-    "Pipeline parallelism and ring attention over MPI.",
-    (
-        Command("train", "mpipipe.cli.train:train", "Train a GPT on text or tokens"),
-        Command("plan", "mpipipe.cli.plan:plan", "Measure, and find the fastest way to train a model"),
-        Command("tokenize", "mpipipe.cli.tokenize:tokenize", "Turn text into a file of tokens"),
-        Command("generate", "mpipipe.cli.generate:generate", "Let a model continue prompts"),
-        Command("evaluate", "mpipipe.cli.evaluate:evaluate", "Compute the loss of a model"),
-        Command("convert", "mpipipe.cli.convert:convert", "Turn a model folder of Hugging Face into ours, or back"),
-        Command("simulate", "mpipipe.cli.simulate:simulate", "Run a schedule on paper"),
-        DRAW,
-        BENCH,
-        Command("info", "mpipipe.cli.info:info", "Show what a run finds on this machine"),
-        Command("jobscript", "mpipipe.cli.jobscript:jobscript", "Print a job script for SLURM, PBS, LSF or Flux"),
-        Command("run", "mpipipe.cli.jobscript:run", "Run a script on every rank; an error ends the whole job"),
-        Command(
-            "launch", "mpipipe.cli.jobscript:launch", "Start a job, and believe its exit code 0 with a proof alone"
-        ),
-        Command("completion", "mpipipe.cli.completion:completion", "Print what completes commands in a shell"),
-    ),
-)
+DRAW = {
+    "timeline": Command("Who computes what at which time", "cli.draw:timeline"),
+    "memory": Command("How many activations each rank holds at which time", "cli.draw:memory"),
+    "compare": Command("Bubble and memory of schedules beside each other", "cli.draw:compare"),
+    "split": Command("Where the time of each rank went in a training", "cli.draw:split"),
+    "trace": Command("A step of a training below what its schedule predicts", "cli.draw:trace"),
+}
+BENCH = {
+    "pipeline": Command("Cost of the machinery on tiny stages", "bench.pipeline:pipeline"),
+    "steps": Command("Launched steps against one after the other", "bench.pipeline:steps"),
+    "transport": Command("Mailbox against bare Isend and Irecv", "bench.pipeline:transport"),
+    "schedules": Command("Building, checking and simulating large schedules", "bench.schedules:large"),
+    "gaps": Command("How far searched schedules are from the best", "bench.schedules:gaps"),
+    "train": Command("A GPT's step against its simulation", "bench.train:step"),
+    "plan": Command("Predicted steps of plans against real ones", "bench.train:plan"),
+    "dry-run": Command("Memory that a dry run foresees against a training", "bench.train:dry_run"),
+    "checkpoint": Command("Saving and loading against dd", "bench.files:save_and_load"),
+    "tokenize": Command("Tokenizing against the library alone", "bench.files:tokens"),
+    "attention": Command("Attention kernels beside PyTorch, a ring beside one rank", "bench.attention:run"),
+    "gpu": Command("Kernels, ring, executor and a GPT's step on a GPU", "bench.gpu.run:gpu"),
+}
+COMMANDS = {
+    "train": Command("Train a GPT on text or tokens", "cli.train:train"),
+    "plan": Command("Measure, and find the fastest way to train a model", "cli.plan:plan"),
+    "tokenize": Command("Turn text into a file of tokens", "cli.tokenize:tokenize"),
+    "generate": Command("Let a model continue prompts", "cli.generate:generate"),
+    "evaluate": Command("Compute the loss of a model", "cli.evaluate:evaluate"),
+    "convert": Command("Turn a model folder of Hugging Face into ours, or back", "cli.convert:convert"),
+    "simulate": Command("Run a schedule on paper", "cli.simulate:simulate"),
+    "draw": Command("Pictures of schedules and traces, as PNG or SVG", commands=DRAW),
+    "bench": Command("Measure; every number beside what it can be compared with", commands=BENCH),
+    "info": Command("Show what a run finds on this machine", "cli.info:info"),
+    "jobscript": Command("Print a job script for SLURM, PBS, LSF or Flux", "cli.jobscript:jobscript"),
+    "run": Command("Run a script on every rank; an error ends the whole job", "cli.jobscript:run"),
+    "launch": Command("Start a job, and believe its exit code 0 with a proof alone", "cli.jobscript:launch"),
+    "completion": Command("Print what completes commands in a shell", "cli.completion:completion"),
+}
+ALL = Command("Pipeline parallelism and ring attention over MPI.", commands=COMMANDS)
 
 
 # -- The parser of a command: argparse with our own error messages and layout of the help -----------------------------
@@ -267,10 +205,9 @@ def program() -> str:
     return "mpipipe" if Path(sys.argv[0]).name == "mpipipe" else "python -m mpipipe"
 
 
-def wrong_usage(prog: str, problem: str, near: Iterable[str] = (), remedy: str | None = None) -> Stop:
+def wrong_usage(prog: str, problem: str, near: Sequence[str] = (), remedy: str | None = None) -> Stop:
     """Return the error that ends a program whose arguments cannot be understood."""
-    found = list(near)
-    hint = f"  did you mean: {' or '.join(found)}\n" if found else ""
+    hint = f"  did you mean: {' or '.join(near)}\n" if near else ""
     remedy = f"`{prog} --help` explains what there is" if remedy is None else remedy
     return Stop(f"{prog}: {problem}\n{hint}  remedy: {remedy}\n", WRONG_USAGE)
 
@@ -287,9 +224,7 @@ class Parser(argparse.ArgumentParser):
 
     def under(self, heading: str) -> Any:
         """Return argparse's group of the flags that the help lists under `heading`."""
-        if heading not in self.headings:
-            self.headings[heading] = self.add_argument_group(heading)
-        return self.headings[heading]
+        return self.headings.get(heading) or self.headings.setdefault(heading, self.add_argument_group(heading))
 
     def parse(self, words: list[str]) -> dict[str, Any]:
         """Return the arguments that were given, by parameter name."""
@@ -320,10 +255,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise Stop with what argparse says."""
-        text = message.removeprefix("argument ")
-        raise wrong_usage(
-            self.prog, re.sub("ignored explicit argument (.*)", r"it takes no value, but \1 is given", text)
-        )
+        given = re.sub("ignored explicit argument (.*)", r"it takes no value, but \1 is given", message)
+        raise wrong_usage(self.prog, given.removeprefix("argument "))
 
 
 class _Help(argparse.HelpFormatter):
@@ -348,7 +281,7 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     parameters = parameters_of(command)
     parser.other_names, parser.instead = getattr(command, "other_names", {}), getattr(command, "instead", {})
     operands = [entry for entry in parameters if isinstance(entry.flag, Operand)]
-    parser.usage = " ".join([parser.prog.replace("%", "%%"), "[options]", *map(_operand_usage, operands)])
+    parser.usage = " ".join([_escaped(parser.prog), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:
         if isinstance(entry.flag, Operand):
             if entry.flag.after_dashes:
@@ -358,11 +291,9 @@ def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
         else:
             names = entry.flag.names or (f"--{entry.name.rstrip('_').replace('_', '-')}",)
             parser.under(entry.flag.group).add_argument(*names, **_flag(entry, entry.flag))
-    general = parser.under("general")
-    general.add_argument("-h", "--help", action="help", help="show this and exit")
-    general.add_argument(
-        "--log-level", choices=LOG_LEVELS, default=argparse.SUPPRESS, help="least severe messages to show"
-    )
+    parser.under("general").add_argument("-h", "--help", action="help", help="show this and exit")
+    level: dict[str, Any] = {"choices": LOG_LEVELS, "default": argparse.SUPPRESS}
+    parser.under("general").add_argument("--log-level", help="least severe messages to show", **level)
 
 
 def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
@@ -398,16 +329,10 @@ def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
 
 
 def _help(entry: Argument, flag: Option) -> str:
-    parts = [flag.text] if flag.text else []
-    if flag.range_words:
-        parts.append(flag.range_words)
-    if (
-        entry.default is not REQUIRED
-        and entry.default is not None
-        and not isinstance(entry.default, (bool, list, tuple))
-    ):
-        parts.append(f"default: {entry.default}")
-    return _escaped("; ".join(parts))
+    parts, default = [flag.text, flag.range_words], entry.default
+    if default is not REQUIRED and default is not None and not isinstance(default, (bool, list, tuple)):
+        parts.append(f"default: {default}")
+    return _escaped("; ".join(filter(None, parts)))
 
 
 def _converter(entry: Argument) -> Callable[[str], Any]:
@@ -434,17 +359,14 @@ def _before_dashes(text: str) -> NoReturn:
 
 
 def _operand_usage(entry: Argument) -> str:
-    name = _name(entry).replace("%", "%%")
-    if entry.many:
-        name += " ..."
+    name = _escaped(_name(entry)) + " ..." * entry.many
     if isinstance(entry.flag, Operand) and entry.flag.after_dashes:
         name = f"-- {name}"
     return name if entry.default is REQUIRED else f"[{name}]"
 
 
 def _name(entry: Argument) -> str:
-    metavar = entry.flag.metavar
-    return entry.name.upper().replace("_", "-") if metavar is None else metavar
+    return entry.flag.metavar or entry.name.upper().replace("_", "-")
 
 
 def _escaped(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mpipipe.cli.command_line import ALL, Command, Commands, Parser, add_parameters
+from mpipipe.cli.command_line import ALL, Command, Parser, add_parameters
 from mpipipe.cli.flags import Operand
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import BackendError, ConfigError
@@ -37,11 +37,11 @@ def completion(shell: Annotated[str, Operand("bash, zsh or tcsh")]) -> int:
     return 0
 
 
-def _add(parser: Parser, commands: Commands) -> None:
+def _add(parser: Parser, group: Command) -> None:
     below = parser.add_subparsers(parser_class=Parser)
-    for command in commands.commands:
-        child = below.add_parser(command.name, help=command.summary, prog=f"{parser.prog} {command.name}")
-        if isinstance(command, Command):
-            add_parameters(child, command.load())
-        else:
+    for name, command in group.commands.items():
+        child = below.add_parser(name, help=command.summary, prog=f"{parser.prog} {name}")
+        if command.commands:
             _add(child, command)
+        else:
+            add_parameters(child, command.load())

@@ -48,9 +48,28 @@ def _of_schedule(
     weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
     transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
 ) -> None:
-    sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
-    times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-    _drawn(out, lambda: draw(_simulated(schedule, sizes, times), out))
+    def simulated() -> Timeline:
+        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
+        costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
+        named = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+        sizes = {name: count for name, count in named.items() if count is not None}
+        if is_path(schedule):
+            if sizes:
+                raise ConfigError(
+                    f"--{next(iter(sizes))} does not go with a file, whose order says it",
+                    found=f"--schedule {schedule}",
+                    remedy="leave it out",
+                )
+            return schedules.simulate(from_file(schedule), costs)
+        if ranks is None or microbatches is None:
+            raise ConfigError(
+                "a schedule has no sizes of its own",
+                found=f"--schedule {schedule}",
+                expected="--ranks and --microbatches, or --schedule FILE.csv",
+            )
+        return schedules.simulate(schedules.by_name(schedule, **{"chunks": 1, **sizes}, costs=costs), costs)
+
+    _drawn(out, lambda: draw(simulated(), out))
 
 
 timeline.parameters = memory.parameters = parameters_of(_of_schedule)[1:]  # type: ignore[attr-defined]
@@ -116,10 +135,9 @@ def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: i
         ]
         for actions in recorded.pipeline(recorded.middle_step() if step is None else step, replica)
     ]
+    costs, stages = recorded.costs, recorded.schedule.stages
     names = ("forward", "input_grad", "weight_grad", "transfer")
-    times = (
-        [MILLISECONDS * time for time in recorded.costs.per_stage(name, recorded.schedule.stages)] for name in names
-    )
+    times = ([MILLISECONDS * time for time in costs.per_stage(name, stages)] for name in names)
     pictures.draw_timeline(schedules.simulate(recorded.schedule, Costs(*times)), out, measured, unit="ms")
 
 
@@ -137,24 +155,3 @@ def _drawn(out: str, work: Callable[[], object]) -> None:
         pictures.check_can_draw(out)
         work()
     show(f"mpipipe: drawn into {out}\n")
-
-
-def _simulated(name: str, sizes: dict[str, int | None], times: dict[str, str]) -> Timeline:
-    """Simulate a schedule that has a name, or that a file has."""
-    costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
-    given = {size: count for size, count in sizes.items() if count is not None}
-    if is_path(name):
-        if given:
-            raise ConfigError(
-                f"--{next(iter(given))} does not go with a file, whose order says it",
-                found=f"--schedule {name}",
-                remedy="leave it out",
-            )
-        return schedules.simulate(from_file(name), costs)
-    if not given.keys() >= {"ranks", "microbatches"}:
-        raise ConfigError(
-            "a schedule has no sizes of its own",
-            found=f"--schedule {name}",
-            expected="--ranks and --microbatches, or --schedule FILE.csv",
-        )
-    return schedules.simulate(schedules.by_name(name, **{"chunks": 1, **given}, costs=costs), costs)

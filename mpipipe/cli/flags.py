@@ -40,7 +40,8 @@ def parameters_of(command: Callable[..., Any]) -> list[Argument]:
     if listed is not None:
         return list(listed)
     hints = get_type_hints(command, include_extras=True)
-    return [_parameter(entry, hints[entry.name]) for entry in inspect.signature(command).parameters.values()]
+    entries = inspect.signature(command).parameters.values()
+    return [_parameter(entry, hints[entry.name]) for entry in entries if entry.kind is not entry.VAR_KEYWORD]
 
 
 def _parameter(entry: inspect.Parameter, hint: Any) -> Argument:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, BinaryIO
+from typing import Annotated, TypeAlias
 
 from mpipipe import files, processor
 from mpipipe.cli.flags import Operand
@@ -91,7 +90,7 @@ def generate(
             with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
                 for drawn in answers(decoder, asked_tokens, count, sampling):
                     if show is not None:
-                        show.take(drawn)
+                        show(drawn)
             with group.raise_together("generate: the end of the output"):
                 opened.close()
 
@@ -131,119 +130,93 @@ def stop_ids(text: str | None, folder: ModelFolder, tokenizer: FolderTokenizer |
     return ids
 
 
-def output(asked: Prompts, tokenizer: FolderTokenizer | None, out: str | None, streams: bool) -> Answers:
+def output(
+    asked: Prompts, tokenizer: FolderTokenizer | None, out: str | None, streams: bool
+) -> AbstractContextManager[Take]:
     """Return where the answers go."""
     if out is not None:
-        return WrittenLines(asked, tokenizer, out)
+        return written_lines(asked, tokenizer, out)
     if streams and tokenizer is not None and asked.texts[0] is not None:
-        return Streamed(asked.tokens[0], tokenizer)
-    return Printed(asked, tokenizer)
+        return nullcontext(streamed(asked.tokens[0], tokenizer))
+    return nullcontext(printed(asked, tokenizer))
 
 
 # -- Where the answers to prompts go: to the terminal while they are drawn, one after the other, or into a file -------
 
 
-class Answers(ABC):
-    """What is done with the tokens that are drawn: a context manager on rank 0."""
-
-    @abstractmethod
-    def take(self, drawn: Drawn) -> None:
-        """Take one token of one answer."""
-
-    def __enter__(self) -> Answers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+Take: TypeAlias = Callable[[Drawn], None]  # what is done, on rank 0, with one token of one answer
 
 
-class Streamed(Answers):
-    """One prompt and its answer, written to standard output while the answer is drawn."""
+def streamed(prompt: list[int], tokenizer: FolderTokenizer) -> Take:
+    """Write one prompt and its answer to standard output while the answer is drawn."""
+    stream, outlet, before = TextStream(tokenizer), SafeStream(sys.stdout), [*prompt]
 
-    def __init__(self, prompt: list[int], tokenizer: FolderTokenizer) -> None:
-        self.stream, self.outlet = TextStream(tokenizer), SafeStream(sys.stdout)
-        self.prompt = prompt
-
-    def take(self, drawn: Drawn) -> None:
-        new = [] if drawn.ended == "stop" else [drawn.token]
-        self.outlet.write(shown(self.stream.feed([*self.prompt, *new])))
-        self.prompt = []
+    def take(drawn: Drawn) -> None:
+        outlet.write(shown(stream.feed([*before, *([] if drawn.ended == "stop" else [drawn.token])])))
+        before.clear()
         if drawn.ended:
-            self.outlet.write(shown(self.stream.end()) + "\n")
+            outlet.write(shown(stream.end()) + "\n")
+
+    return take
 
 
-class InOrder(Answers):
-    """Answers that are shown whole, in the order of their prompts."""
+def _in_order(show: Callable[[int, list[int], str], None]) -> Take:
+    """Show each answer whole, in the order of prompts: its number, its tokens, and why it ends, "stop" or "count"."""
+    answers: dict[int, list[int]] = {}
+    ended: dict[int, str] = {}
+    awaited = 0
 
-    def __init__(self, prompts: Prompts, tokenizer: FolderTokenizer | None) -> None:
-        self.prompts, self.tokenizer = prompts, tokenizer
-        self.answers: dict[int, list[int]] = {}
-        self.ended: dict[int, str] = {}
-        self.next = 0
-
-    def take(self, drawn: Drawn) -> None:
-        self.answers.setdefault(drawn.prompt, []).append(drawn.token)
+    def take(drawn: Drawn) -> None:
+        nonlocal awaited
+        answers.setdefault(drawn.prompt, []).append(drawn.token)
         if drawn.ended:
-            self.ended[drawn.prompt] = drawn.ended
-        while self.next in self.ended:
-            self.show(self.next, self.answers.pop(self.next), self.ended.pop(self.next))
-            self.next += 1
+            ended[drawn.prompt] = drawn.ended
+        while awaited in ended:
+            show(awaited, answers.pop(awaited), ended.pop(awaited))
+            awaited += 1
 
-    @abstractmethod
-    def show(self, number: int, answer: list[int], ended: str) -> None:
-        """Show one answer; `ended` says why it has ended: "stop" or "count"."""
-
-    def text_of(self, answer: list[int], ended: str, before: list[int]) -> str:
-        """Return the text of an answer after other tokens, with them; without the token that has stopped it."""
-        assert self.tokenizer is not None
-        return self.tokenizer.decode([*before, *(answer[:-1] if ended == "stop" else answer)])
+    return take
 
 
-class Printed(InOrder):
-    """Prompts and answers on standard output: text under a line with the number, or a line of ids."""
+def _text_of(tokenizer: FolderTokenizer, answer: list[int], ended: str, before: list[int]) -> str:
+    """Return the text of an answer after other tokens, with them; without the token that has stopped it."""
+    return tokenizer.decode([*before, *(answer[:-1] if ended == "stop" else answer)])
 
-    def show(self, number: int, answer: list[int], ended: str) -> None:
-        prompt, outlet = self.prompts.tokens[number], SafeStream(sys.stdout)
-        if self.tokenizer is None or self.prompts.texts[number] is None:
+
+def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
+    """Print prompts and answers: text under a line with the number, or a line of ids."""
+
+    def show(number: int, answer: list[int], ended: str) -> None:
+        prompt, outlet = prompts.tokens[number], SafeStream(sys.stdout)
+        if tokenizer is None or prompts.texts[number] is None:
             outlet.write(f"mpipipe: tokens {','.join(map(str, [*prompt, *answer]))}\n")
         else:
-            outlet.write(f"--- prompt {number}\n{shown(self.text_of(answer, ended, prompt))}\n")
+            outlet.write(f"--- prompt {number}\n{shown(_text_of(tokenizer, answer, ended, prompt))}\n")
+
+    return _in_order(show)
 
 
-class WrittenLines(InOrder):
-    """A file with one line of JSON for each prompt, which appears when all are there.
+@contextmanager
+def written_lines(prompts: Prompts, tokenizer: FolderTokenizer | None, path: str) -> Iterator[Take]:
+    """Write a file with one line of JSON for each prompt, which appears when all are there.
 
     Raises ConfigError if the file exists already, or cannot be written.
     """
+    writing = partial(files.writing, "the answers", path, remedy="name another --out")
+    if files.exists(path):
+        raise ConfigError("the file for answers exists already", found=path, remedy="name another --out")
+    with ExitStack() as opened:
+        with writing():
+            file = opened.enter_context(files.whole_file(Path(path)))
 
-    def __init__(self, prompts: Prompts, tokenizer: FolderTokenizer | None, path: str) -> None:
-        super().__init__(prompts, tokenizer)
-        self.path, self.opened = Path(path), ExitStack()
-        self.file: BinaryIO | None = None
+        def show(number: int, answer: list[int], ended: str) -> None:
+            prompt = prompts.tokens[number]
+            facts = {"number": number, "prompt_tokens": prompt, "answer_tokens": answer, "ended": ended}
+            if tokenizer is not None:
+                facts |= {"prompt": tokenizer.decode(prompt), "answer": _text_of(tokenizer, answer, ended, [])}
+            with writing():
+                file.write(f"{json.dumps(facts)}\n".encode())
 
-    def __enter__(self) -> WrittenLines:
-        if files.exists(self.path):
-            raise ConfigError("the file for answers exists already", found=str(self.path), remedy="name another --out")
-        with self._writing():
-            self.file = self.opened.enter_context(files.whole_file(self.path))
-        return self
-
-    def show(self, number: int, answer: list[int], ended: str) -> None:
-        assert self.file is not None
-        prompt = self.prompts.tokens[number]
-        facts = {"number": number, "prompt_tokens": prompt, "answer_tokens": answer, "ended": ended}
-        if self.tokenizer is not None:
-            facts |= {"prompt": self.tokenizer.decode(prompt), "answer": self.text_of(answer, ended, [])}
-        with self._writing():
-            self.file.write(f"{json.dumps(facts)}\n".encode())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._writing():
-            self.opened.__exit__(kind, error, trace)
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return files.writing("the answers", self.path, remedy="name another --out")
+        yield _in_order(show)
+        with writing():
+            opened.close()

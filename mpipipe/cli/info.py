@@ -7,6 +7,7 @@ import platform
 import sys
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,12 @@ def info(
 ) -> None:
     """Show MPI, launcher, ranks, hosts, cores, threads, GPUs and versions (mpiexec -n 2 python -m mpipipe info)."""
     if as_json:
-        _print_json()
+        try:
+            found = environment.gather()
+        except MpipipeError:
+            found = _alone()
+        if found is not None:
+            show(json.dumps(found, indent=2) + "\n")
         return
     facts = {"mpipipe": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     root = True
@@ -57,16 +63,6 @@ def info(
         _show(facts | described(surroundings) | {"bug report": REPORT})
 
 
-def _print_json() -> None:
-    """Print the environment of this job, or of this process where there is no MPI, on rank 0."""
-    try:
-        found = environment.gather()
-    except MpipipeError:
-        found = _alone()
-    if found is not None:
-        show(json.dumps(found, indent=2) + "\n")
-
-
 def _alone(gpus: bool = True) -> dict[str, Any] | None:
     """Return the environment of this process, without MPI."""
     return inprocess.run(1, lambda comm: environment.gather(comm, gpus))[0]
@@ -87,11 +83,8 @@ def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
         "threads": "\n".join(rank_list.grouped(threads)),
         "free memory": "\n".join(memory) or "not known",
     }
-    found = surroundings["oversubscribed"], surroundings["oversubscribed_threads"], _idle(surroundings)
-    warnings = list(filter(None, found))
-    if warnings:
-        facts["warning"] = "\n".join(warnings)
-    return facts
+    warnings = surroundings["oversubscribed"], surroundings["oversubscribed_threads"], _idle(surroundings)
+    return facts | ({"warning": "\n".join(filter(None, warnings))} if any(warnings) else {})
 
 
 def _idle(surroundings: Mapping[str, Any]) -> str | None:
@@ -150,14 +143,10 @@ def _toolkit() -> str:
 def _blas() -> str:
     """List the BLAS libraries that numpy has loaded. Their threads are those before `train` and `run` set one."""
     import numpy  # noqa: F401  (what it loads is what is looked for)
-    from threadpoolctl import threadpool_info
 
-    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    texts = [
-        f"{p['internal_api']} {p['version']} ({p.get('architecture')}), {counted(p['num_threads'], 'thread')}"
-        for p in pools
-    ]
-    if any(pool.get("architecture") in NARROW_KERNELS for pool in pools) and _has_avx512():
+    pools = environment.blas()
+    texts = [f"{p['library']} {p['version']} ({p['kernels']}), {counted(p['threads'], 'thread')}" for p in pools]
+    if any(pool["kernels"] in NARROW_KERNELS for pool in pools) and _has_avx512():
         texts.append("this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts")
     return ", ".join(texts)
 
@@ -174,11 +163,8 @@ def _show(facts: dict[str, str]) -> None:
     width = max(map(len, facts)) + 2
     lines = []
     for name, value in facts.items():
-        parts = [part for line in str(value).split("\n") for part in _folded(line, COLUMNS - width)]
+        # between words alone: a path can be copied
+        fold = partial(textwrap.wrap, width=COLUMNS - width, break_long_words=False, break_on_hyphens=False)
+        parts = [part for line in str(value).split("\n") for part in fold(line) or [""]]
         lines += [f"{head:<{width}}{part}" for head, part in zip((name, *[""] * len(parts)), parts)]
     show("".join(f"{line}\n" for line in lines))
-
-
-def _folded(line: str, columns: int) -> list[str]:
-    """Cut a line between words; a word stays whole, so that a path can be copied."""
-    return textwrap.wrap(line, columns, break_long_words=False, break_on_hyphens=False) or [""]

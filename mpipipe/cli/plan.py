@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mpipipe import files, processor
-from mpipipe.cli.flags import Argument
+from mpipipe.cli.flags import parameters_of
 from mpipipe.cli.output import check_one_process, refusing
-from mpipipe.cli.train import CONFIG, FIELDS
+from mpipipe.cli.train import FIELDS, Config
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, current_rank, group_of, inprocess, run_or_abort, runtime
@@ -39,12 +39,14 @@ NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 
 
 def plan(
-    config: str | None = None,
-    out: str | None = None,
-    save_profile: str | None = None,
-    profile: str | None = None,
-    ranks: int | None = None,
-    transfer_model: str | None = None,
+    config: Config = None,
+    out: Annotated[str | None, Option("new file for the best plan, which train --config takes", metavar="FILE")] = None,
+    save_profile: Annotated[str | None, Option("new file for what was measured", metavar="FILE")] = None,
+    profile: Annotated[str | None, Option("file of --save-profile: measure nothing", metavar="FILE")] = None,
+    ranks: Annotated[int | None, Option("with --profile: ranks to plan for; default: one replica", least=1)] = None,
+    transfer_model: Annotated[
+        str | None, Option(f"with --profile: links between them, in s and bytes/s: {FORM}")
+    ] = None,
     **flags: Any,
 ) -> int:
     """Find the fastest schedule, chunks, micro-batches, partition and recomputation for a training (mpiexec -n 4 ...).
@@ -52,25 +54,35 @@ def plan(
     Takes the flags of train. What is given stays as it is; all else is chosen by measurements with all ranks at work.
     With --profile nothing is measured: one process plans for --ranks, without MPI.
     """
-    keys = {**flags, "plan": "auto"}
+
+    def read() -> tuple[TrainConfig, dict[str, Any]]:
+        """Return the configuration, and the keys that the user gave."""
+        given = {**({} if config is None else read_keys(Path(config))), **flags}
+        return TrainConfig.load(config, **{**flags, "plan": "auto"}), given
+
     if profile is not None:
         with refusing():
             check_one_process("plan --profile")
             if save_profile is not None:
                 raise ConfigError("nothing is measured with --profile", found=f"--save-profile {save_profile}")
             check_outputs(out)
-            given = {**_keys_of(config), **flags}
-            _on_paper(TrainConfig.load(config, **keys), given, Path(profile), ranks, transfer_model, out)
+            _on_paper(*read(), Path(profile), ranks, transfer_model, out)
         return int(current_rank().unwritten)
 
     def work() -> None:
         processor.prepare_process()
         comm = runtime.world()
-        given: dict[str, Any] = {}
         with group_of(comm).raise_together("plan: reading the configuration"):
-            _check_measured(ranks, transfer_model)
-            given = {**_keys_of(config), **flags}
-            chosen = TrainConfig.load(config, **keys)
+            for name, value in (("--ranks", ranks), ("--transfer-model", transfer_model)):
+                if value is not None:
+                    raise ConfigError(
+                        f"{name} is for plans on paper",
+                        found=f"{name} {value}, without --profile",
+                        expected="a plan is made of measurements, on the ranks that mpiexec or srun starts",
+                        remedy="measure with --save-profile FILE on few ranks, then plan with --profile FILE for many; "
+                        "`mpipipe simulate --schedule all --ranks N` compares schedules without any measurement",
+                    )
+            chosen, given = read()
             if comm.rank == 0:
                 check_outputs(out, save_profile)
         found, problem = make_plans(chosen, comm)
@@ -87,10 +99,6 @@ def plan(
     return run_or_abort(work)
 
 
-def _keys_of(config: str | None) -> dict[str, Any]:
-    return {} if config is None else read_keys(Path(config))
-
-
 def check_outputs(*paths: str | None) -> None:
     """Raise ConfigError where one of the files is not new, or two are the same."""
     given = [Path(path) for path in paths if path is not None]
@@ -104,29 +112,11 @@ def check_outputs(*paths: str | None) -> None:
         )
 
 
-def _check_measured(ranks: int | None, transfer_model: str | None) -> None:
-    """Refuse what is for plans on paper alone."""
-    for name, value in (("--ranks", ranks), ("--transfer-model", transfer_model)):
-        if value is not None:
-            raise ConfigError(
-                f"{name} is for plans on paper",
-                found=f"{name} {value}, without --profile",
-                expected="a plan is made of measurements, on the ranks that mpiexec or srun starts",
-                remedy="measure with --save-profile FILE on few ranks, then plan with --profile FILE for many; "
-                "`mpipipe simulate --schedule all --ranks N` compares schedules without any measurement",
-            )
-
-
 def _on_paper(
-    config: TrainConfig,
-    given: Mapping[str, Any],
-    path: Path,
-    ranks: int | None,
-    transfer_model: str | None,
-    out: str | None,
+    config: TrainConfig, given: Mapping[str, Any], path: Path, ranks: int | None, model: str | None, out: str | None
 ) -> None:
     saved = SavedProfile.read(path)
-    links = None if transfer_model is None else Links.read(transfer_model)
+    links = None if model is None else Links.read(model)
     count = (config.pipe or 1) * config.seq if ranks is None else ranks
 
     def work(comm: Communicator) -> PlanningProblem:
@@ -136,15 +126,13 @@ def _on_paper(
 
     problem = inprocess.run(1, work)[0]
     plans = plans_on_paper(problem, config, saved, links)
-    for line in table(plans):
-        _say(line)
-    _say(
-        f"on paper: {counted(count, 'rank')}, from measurements on a pipeline of {counted(saved.ranks, 'rank')}; "
-        f"{path} says that real steps take {saved.scale:.3f} of what they add up to"
-    )
     rows = problem.rows // plans[0].choice.microbatches
-    for line in saved.doubts(problem.ranks, problem.replicas * problem.seq, rows, links is not None):
-        _say(line)
+    _say(
+        *table(plans),
+        f"on paper: {counted(count, 'rank')}, from measurements on a pipeline of {counted(saved.ranks, 'rank')}; "
+        f"{path} says that real steps take {saved.scale:.3f} of what they add up to",
+        *saved.doubts(problem.ranks, problem.replicas * problem.seq, rows, links is not None),
+    )
     if out is not None:
         write(Path(out), {**given, "pipe": problem.ranks, "seq": config.seq}, plans[0].choice)
 
@@ -165,16 +153,16 @@ def make_plans(config: TrainConfig, comm: Communicator) -> tuple[PlanReport, Pla
 
 def show(found: PlanReport) -> None:
     """Write the best plans to the standard output."""
-    for line in table(found.plans):
-        _say(line)
     scale = found.profile.scale
-    _say(f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above")
-    if found.oversubscribed:
-        _say(found.oversubscribed)
+    _say(
+        *table(found.plans),
+        f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above",
+        *([found.oversubscribed] if found.oversubscribed else []),
+    )
 
 
-def _say(line: str) -> None:
-    SafeStream(sys.stdout).write(f"{line}\n")
+def _say(*lines: str) -> None:
+    SafeStream(sys.stdout).write("".join(f"{line}\n" for line in lines))
 
 
 def check_new(path: Path) -> None:
@@ -191,38 +179,18 @@ def check_new(path: Path) -> None:
 def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
     """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it cannot be."""
     keys = {name.rstrip("_"): value for name, value in given.items() if name not in (*NOT_WRITTEN, *PLANNED)}
-    keys |= {
-        "schedule": choice.schedule,
-        "chunks": choice.chunks,
-        "microbatches": choice.microbatches,
-        "partition": ",".join(map(str, choice.partition)),
-    }
-    if choice.recompute:
-        keys["recompute"] = True
-    if choice.recompute_limit is not None:
-        keys["recompute_limit"] = choice.recompute_limit
+    keys |= {name: getattr(choice, name) for name in ("schedule", "chunks", "microbatches")}
+    keys["partition"] = ",".join(map(str, choice.partition))
+    keys |= {"recompute": True} if choice.recompute else {}
+    keys |= {} if choice.recompute_limit is None else {"recompute_limit": choice.recompute_limit}
     content = "".join(toml_line(*key) for key in keys.items())
     with files.writing("the plan", path):
         files.write_whole(path, content.encode(errors="surrogateescape"))  # a path may be no text
     _say(f"mpipipe: the plan is in {path}: python -m mpipipe train --config {path}")
 
 
-OUT = Argument(
-    "out", str, False, None, Option("new file for the best plan, which train --config takes", metavar="FILE")
-)
-SAVE = Argument("save_profile", str, False, None, Option("new file for what was measured", metavar="FILE"))
-PROFILE = Argument("profile", str, False, None, Option("file of --save-profile: measure nothing", metavar="FILE"))
-RANKS = Argument("ranks", int, False, None, Option("with --profile: ranks to plan for; default: one replica", least=1))
-LINKS = Argument(
-    "transfer_model", str, False, None, Option(f"with --profile: links between them, in s and bytes/s: {FORM}")
-)
 plan.parameters = [  # type: ignore[attr-defined]
-    CONFIG,
-    OUT,
-    SAVE,
-    PROFILE,
-    RANKS,
-    LINKS,
+    *parameters_of(plan),
     *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
 ]
 plan.other_names, plan.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]

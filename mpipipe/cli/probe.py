@@ -46,12 +46,8 @@ class ProbeResult(NamedTuple):
 def probe(mpiexec: str | None = None, timeout: float = 60, command: list[str] | None = None) -> ProbeResult:
     """Try direct messages of device arrays between two ranks, and return what came of it; for one rank to call.
 
-    Parameters
-    ----------
-    mpiexec : launcher, with options if any; by default MPIPIPE_MPIEXEC, the mpiexec next to the MPI library or next to
-        python, or on PATH; srun where there is no other
-    timeout : seconds for the job; the call returns soon after
-    command : what each rank runs; by default this module
+    The launcher is `mpiexec` with its options, or MPIPIPE_MPIEXEC, or that of `find_launcher`. Each rank runs
+    `command`, by default this module.
     """
     launcher = mpiexec or os.environ.get(LAUNCHER) or find_launcher()
     if launcher is None:
@@ -103,24 +99,19 @@ def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_launcher() -> str | None:
-    """Return the launcher that belongs to the MPI library in use, or None."""
-    folders = [library.parent.parent / "bin" for library in _mpi_libraries()]
-    folders += [library.parent / "bin" for library in _mpi_libraries()]
+    """Return the mpiexec next to the MPI library in use or next to python, or one on PATH; srun where it is alone."""
+    runtime.mpi()
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        maps = ""
+    libraries = [Path(path) for path in dict.fromkeys(re.findall(r"/\S*/libmpi(?:_\w+)?\.so\S*", maps))]
+    folders = [*(path.parent.parent / "bin" for path in libraries), *(path.parent / "bin" for path in libraries)]
     for folder in [*folders, Path(sys.executable).parent]:
         for name in ("mpiexec", "mpiexec.hydra", "mpirun"):
             if os.access(folder / name, os.X_OK):
                 return str(folder / name)
     return next((found for name in ("mpiexec", "mpirun", "srun") if (found := shutil.which(name))), None)
-
-
-def _mpi_libraries() -> list[Path]:
-    """List the files of the MPI library that this process has loaded."""
-    runtime.mpi()
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return []
-    return [Path(path) for path in dict.fromkeys(re.findall(r"/\S*/libmpi(?:_\w+)?\.so\S*", maps))]
 
 
 def _tail(output: str) -> list[str]:
@@ -184,39 +175,11 @@ if __name__ == "__main__":
 
 # What launchers tell each process about its job, as beginnings of variables. Settings of a user's, such as
 # OMPI_MCA_pml, and what SLURM tells about an allocation, such as SLURM_JOB_ID, are not among them.
-LAUNCHER_PREFIXES = (
-    "PMI_",
-    "PMIX_",
-    "OMPI_COMM_",
-    "OMPI_UNIVERSE",
-    "OMPI_APP_CTX",
-    "OMPI_FIRST_RANKS",
-    "OMPI_FILE_LOCATION",
-    "OMPI_MCA_ess",
-    "OMPI_MCA_orte",
-    "OMPI_MCA_pmix",
-    "PRTE_LAUNCHED",
-    "HYDI_",
-    "HYDRA_",
-    "MPI_LOCAL",
-    "MPIEXEC_",
-    "MV2_COMM_",
-    "FLUX_TASK_",
-    "PALS_",
-    "SLURM_STEP",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_TASK_PID",
-    "SLURM_GTIDS",
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_SRUN_COMM",
-    "SLURM_LAUNCH_NODE",
-    "SLURM_UMASK",
-    "SLURM_CPU_BIND",
-    "SLURM_DISTRIBUTION",
-    "SLURM_MPI_TYPE",
+LAUNCHER_PREFIXES = tuple(
+    """PMI_ PMIX_ OMPI_COMM_ OMPI_UNIVERSE OMPI_APP_CTX OMPI_FIRST_RANKS OMPI_FILE_LOCATION OMPI_MCA_ess OMPI_MCA_orte
+    OMPI_MCA_pmix PRTE_LAUNCHED HYDI_ HYDRA_ MPI_LOCAL MPIEXEC_ MV2_COMM_ FLUX_TASK_ PALS_ SLURM_STEP SLURM_PROCID
+    SLURM_LOCALID SLURM_NODEID SLURM_TASK_PID SLURM_GTIDS SLURM_NTASKS SLURM_NPROCS SLURM_SRUN_COMM SLURM_LAUNCH_NODE
+    SLURM_UMASK SLURM_CPU_BIND SLURM_DISTRIBUTION SLURM_MPI_TYPE""".split()
 )
 # Several ranks on one small host. Each of these is read by one MPI, and ignored by the others.
 ONE_HOST = {
@@ -228,13 +191,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def environment_of_own_job(environment: Mapping[str, str], prefixes: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return `environment` without what launchers told this process, for a job on this host.
-
-    Parameters
-    ----------
-    environment : of this process
-    prefixes : beginnings of more variables to leave out
-    """
+    """Return the variables for a job on this host: without what launchers told this process, and more `prefixes`."""
     left_out = (*LAUNCHER_PREFIXES, *prefixes)
     kept = {name: value for name, value in environment.items() if not name.startswith(left_out)}
     return {**ONE_HOST, **kept, **(AS_ROOT if os.geteuid() == 0 else {})}

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from mpipipe import files, schedules
 from mpipipe.cli.flags import one_or_more
 from mpipipe.cli.output import check_one_process, refusing, show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option
-from mpipipe.schedules import FORM, Costs, Links, Repetition, Schedule, from_file, is_path, names, placement_of
+from mpipipe.schedules import (
+    FORM,
+    Costs,
+    Links,
+    Repetition,
+    Schedule,
+    Timeline,
+    from_file,
+    is_path,
+    names,
+    placement_of,
+)
 from mpipipe.text import counted, text_table
 
-Number = TypeVar("Number", int, float)
 Cost = Annotated[str, Option("time in each stage: a number, or one for each stage with commas between")]
 
 
@@ -52,34 +63,64 @@ def simulate(
                 expected="one of them",
                 remedy="for example --schedule all, which compares all that the package makes",
             )
-        source = "--csv"
-        if schedule is not None and is_path(schedule):
-            source, csv, schedule = f"--schedule {schedule}", Path(schedule), None
+        source, name = "--csv", schedule or ""
+        if is_path(name):
+            source, csv = f"--schedule {name}", Path(name)
+        given = _given(ranks=ranks, chunks=chunks, microbatches=microbatches)
+        search = _given(seconds=seconds, seed=seed)
         if csv is not None:
-            _refuse(f"{source}, whose order says it", ranks=ranks, chunks=chunks, microbatches=microbatches)
-        if schedule != "search":
-            _refuse("anything but --schedule search", seconds=seconds, seed=seed)
+            _refuse(f"{source}, whose order says it", given)
+        if name != "search":
+            _refuse("anything but --schedule search", search)
+        sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, **given}
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
         costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
-        asked = SimulationRequest(
-            schedule,
-            csv,
-            {"ranks": _filled(ranks, 4), "chunks": _filled(chunks, 1), "microbatches": _filled(microbatches, 16)},
-            costs,
-            _network(transfer_model, message_bytes, costs),
-            message_bytes=message_bytes,
-            memory_limit=memory_limit,
-            search={"seconds": _filled(seconds, 10.0), "seed": _filled(seed, 0)},
-            recompute=recompute,
-            out=out,
-        )
-        asked.check()
-        lines = [*asked.answer()]
+        links = _links(transfer_model, message_bytes, costs)
+        large = csv is None and math.prod(sizes.values()) > WHOLE
+        _check(name, sizes, large, memory_limit, recompute, out)
+
+        def with_links(name: str) -> Costs:
+            """Return the costs, with the times of messages between the stages of this schedule."""
+            if links is None:
+                return costs
+            placement = from_file(csv).placement if csv is not None else _placement(name, **sizes)
+            return replace(costs, transfer=links.times(placement, message_bytes))
+
+        if large:
+            options: dict[str, Any] = {"costs": costs, "links": links, "message_bytes": message_bytes}
+            repeated = partial(schedules.simulate_repeated, **sizes, **options)
+            lines = [*(_all_repeated(sizes, repeated) if name == "all" else _repeated(name, sizes, repeated))]
+        elif name == "all":
+            lines = [*_table(sizes, with_links, memory_limit)]
+        else:
+            costs = with_links(name)
+            if name == "search":
+                made = _searched(costs, memory_limit, recompute, **sizes, **search)
+            else:
+                limit = None if recompute else memory_limit
+                made = from_file(csv) if csv else schedules.by_name(name, **sizes, costs=costs, memory_limit=limit)
+                made = schedules.with_recompute(made, costs, memory_limit) if recompute else made
+            lines = [*_one(made, costs, memory_limit)]
+            if out is not None:
+                with files.writing("the order", out):
+                    out.write_text(made.to_csv(), encoding="utf-8")
+                lines.append(f"order       {out}")
     show("".join(f"{line}\n" for line in lines))
 
 
-def _network(text: str | None, message_bytes: float, costs: Costs) -> Links | None:
-    """Give the links that --transfer-model names."""
+def _given(**options: float | None) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse(beside: str, given: dict[str, Any]) -> None:
+    """Raise ConfigError if one of these options is given."""
+    if given:
+        found = ", ".join(f"--{name} {value}" for name, value in given.items())
+        raise ConfigError(f"--{next(iter(given))} does not go with {beside}", found=found, remedy="leave it out")
+
+
+def _links(text: str | None, message_bytes: float, costs: Costs) -> Links | None:
+    """Return the links that --transfer-model names."""
     if text is None:
         if message_bytes:
             raise ConfigError(
@@ -104,171 +145,69 @@ def _network(text: str | None, message_bytes: float, costs: Costs) -> Links | No
     return network
 
 
-def _refuse(beside: str, **options: float | None) -> None:
-    """Raise ConfigError if one of these options is given."""
-    given = [f"--{name} {value}" for name, value in options.items() if value is not None]
-    if given:
+def _check(
+    name: str, sizes: dict[str, int], large: bool, memory_limit: float | None, recompute: bool, out: Path | None
+) -> None:
+    """Raise ConfigError for options that do not go together."""
+    if recompute and (name == "all" or (name == "search" and memory_limit is None)):
         raise ConfigError(
-            f"{given[0].split()[0]} does not go with {beside}", found=", ".join(given), remedy="leave it out"
+            "--recompute has nothing to keep",
+            found=f"--schedule {name}, without a limit of its own",
+            expected="a schedule, or --schedule search with --memory-limit",
+        )
+    if out is not None and (files.exists(out) or not files.is_folder(out.parent) or name == "all"):
+        raise ConfigError(
+            "no order can be written there",
+            found=str(out),
+            expected="a new file in a folder that exists, for one schedule",
+        )
+    if large and (name == "search" or memory_limit is not None or recompute or out is not None):
+        raise ConfigError(
+            "a schedule of this size is never made as a whole",
+            found=" x ".join(f"{count} {name}" for name, count in sizes.items()),
+            expected=f"at most {WHOLE:,} forwards for search, --memory-limit, --recompute and --out",
         )
 
 
-def _filled(value: Number | None, default: Number) -> Number:
-    return default if value is None else value
+def _placement(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    """Say where stages lie, so that hops can have their times."""
+    if name == "search" and chunks > 1:
+        raise ConfigError(
+            "a search chooses where stages lie, and their hops are not known before",
+            found=f"--transfer-model with --schedule search and {counted(chunks, 'chunk')}",
+            remedy="give the time of each hop: --transfer",
+        )
+    return placement_of(name, ranks, chunks)
 
 
-# -- What `mpipipe simulate` does: one schedule, all of them, or the repeated part of a large one, as lines of text ---
+def _searched(
+    costs: Costs, memory_limit: float | None, recompute: bool, ranks: int, microbatches: int, **options: Any
+) -> Schedule:
+    search: Any = schedules.search_with_recompute if recompute else schedules.search
+    return search(ranks, microbatches, costs, memory_limit=memory_limit, **options)
+
+
+# -- The lines of text that show one schedule, all of them, or the repeated part of a large one -----------------------
 
 
 WHOLE = 1 << 21  # most forwards of a schedule that is simulated as a whole: it takes some seconds and 1 GB
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
 
 
-@dataclass(frozen=True)
-class SimulationRequest:
-    """What is to be simulated."""
-
-    schedule: str | None  # a name, all, or search
-    csv: Path | None  # or a file with an order
-    sizes: dict[str, int]  # ranks, chunks and microbatches
-    costs: Costs
-    network: Links | None  # from which messages have their times
-    message_bytes: float
-    memory_limit: float | None  # chunk activations that a rank may hold
-    search: dict[str, Any]  # seconds and seed
-    recompute: bool  # whether forwards are run again
-    out: Path | None  # new file for the order
-
-    @property
-    def large(self) -> bool:
-        """Whether the schedule is too large to be made as a whole."""
-        return self.csv is None and math.prod(self.sizes.values()) > WHOLE
-
-    def check(self) -> None:
-        """Raise ConfigError for options that do not go together."""
-        if self.recompute and (self.schedule == "all" or (self.schedule == "search" and self.memory_limit is None)):
-            raise ConfigError(
-                "--recompute has nothing to keep",
-                found=f"--schedule {self.schedule}, without a limit of its own",
-                expected="a schedule, or --schedule search with --memory-limit",
-            )
-        out = self.out
-        if out is not None and (files.exists(out) or not files.is_folder(out.parent) or self.schedule == "all"):
-            raise ConfigError(
-                "no order can be written there",
-                found=str(out),
-                expected="a new file in a folder that exists, for one schedule",
-            )
-        whole = self.schedule == "search" or self.memory_limit is not None or self.recompute
-        if self.large and (whole or out is not None):
-            raise ConfigError(
-                "a schedule of this size is never made as a whole",
-                found=" x ".join(f"{count} {name}" for name, count in self.sizes.items()),
-                expected=f"at most {WHOLE:,} forwards for search, --memory-limit, --recompute and --out",
-            )
-
-    def answer(self) -> Iterator[str]:
-        """Yield the lines that are shown."""
-        if self.large and self.schedule == "all":
-            yield from self._all_repeated()
-        elif self.large:
-            yield from self._repeated()
-        elif self.schedule == "all":
-            sizes = self.sizes["ranks"], self.sizes["chunks"], self.sizes["microbatches"]
-            yield from _table(*sizes, self.costs, self.memory_limit, self.network, self.message_bytes)
-        else:
-            made, costs = self._made()
-            yield from _one(made, costs, self.memory_limit)
-            if self.out is not None:
-                yield _written(made, self.out)
-
-    def _made(self) -> tuple[Schedule, Costs]:
-        """Make the schedule; return it with its costs."""
-        costs, limit = self.costs, self.memory_limit
-        if self.network is not None:
-            placement = _placement(self.schedule, self.csv, self.sizes["ranks"], self.sizes["chunks"])
-            costs = replace(costs, transfer=self.network.times(placement, self.message_bytes))
-        if self.schedule == "search":
-            sizes = dict(self.sizes)
-            ranks, microbatches = sizes.pop("ranks"), sizes.pop("microbatches")
-            if self.recompute and limit is not None:
-                made = schedules.search_with_recompute(
-                    ranks, microbatches, costs, memory_limit=limit, **sizes, **self.search
-                )
-            else:
-                made = schedules.search(ranks, microbatches, costs, memory_limit=limit, **sizes, **self.search)
-            return made, costs
-        if self.csv is not None:
-            made = from_file(self.csv)
-        else:
-            own = None if self.recompute else limit
-            made = schedules.by_name(str(self.schedule), **self.sizes, costs=costs, memory_limit=own)
-        return schedules.with_recompute(made, costs, limit) if self.recompute else made, costs
-
-    def _repetition(self, name: str) -> Repetition:
-        return schedules.simulate_repeated(
-            name, **self.sizes, costs=self.costs, links=self.network, message_bytes=self.message_bytes
-        )
-
-    def _all_repeated(self) -> Iterator[str]:
-        """Yield a table of all schedules that are too large, the fastest first."""
-        rows, without = [], []
-        for name in names(self.sizes["chunks"]):
-            try:
-                found = self._repetition(name)
-            except ArgumentError as error:
-                without.append(f"{name}: {error.message}")
-            else:
-                numbers = f"{found.makespan:.6g}", f"{found.bubble_fraction:.4f}", str(found.peak_activations)
-                rows.append((found.makespan, (name, *numbers)))
-        yield from text_table(("schedule", "makespan", "bubble", "activations"), [row for _, row in sorted(rows)])
-        yield from without
-
-    def _repeated(self) -> Iterator[str]:
-        """Yield the lines for a schedule that is too large."""
-        found = self._repetition(str(self.schedule))
-        ranks, microbatches = self.sizes["ranks"], self.sizes["microbatches"]
-        stages = ranks * self.sizes["chunks"]
-        yield f"schedule    {self.schedule}: {_sizes(ranks, stages, microbatches)}"
-        yield f"makespan    {found.makespan:.6g}"
-        yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
-        yield f"activations {found.peak_activations} on a rank, in chunks, at most"
-        largest = "{}, {}".format(*map(counted, found.sizes[-1], ("rank", "micro-batch")))
-        yield f"simulated   {len(found.sizes)} sizes to {largest}, and the rest repeats"
-
-
-def _sizes(ranks: int, stages: int, microbatches: int) -> str:
-    return f"{counted(ranks, 'rank')}, {counted(stages, 'stage')}, {counted(microbatches, 'micro-batch')}"
-
-
-def _placement(schedule: str | None, csv: Path | None, ranks: int, chunks: int) -> tuple[int, ...]:
-    """Say where stages lie, so that hops can have their times."""
-    if csv is not None:
-        return from_file(csv).placement
-    if schedule == "search" and chunks > 1:
-        raise ConfigError(
-            "a search chooses where stages lie, and their hops are not known before",
-            found=f"--transfer-model with --schedule search and {counted(chunks, 'chunk')}",
-            remedy="give the time of each hop: --transfer",
-        )
-    return placement_of(str(schedule), ranks, chunks)
-
-
-def _written(made: Schedule, path: Path) -> str:
-    with files.writing("the order", path):
-        path.write_text(made.to_csv(), encoding="utf-8")
-    return f"order       {path}"
+def _facts(name: str, counts: tuple[int, int, int], found: Timeline | Repetition, activations: str) -> Iterator[str]:
+    sizes = ", ".join(map(counted, counts, ("rank", "stage", "micro-batch")))
+    yield f"schedule    {name}: {sizes}"
+    yield f"makespan    {found.makespan:.6g}"
+    yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
+    yield f"activations {activations}, in chunks, at most"
 
 
 def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[str]:
     found = schedules.simulate(made, costs)
-    held = max(found.peak_activations)
-    limit = memory_limit if memory_limit is not None else held or None
-    share, makespan, bound = schedules.gap(made, costs, limit)
-    yield f"schedule    {made.name}: {_sizes(made.ranks, made.stages, made.microbatches)}"
-    yield f"makespan    {makespan:.6g}"
-    yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
-    yield f"activations {' '.join(map(str, found.peak_activations))} on each rank, in chunks, at most"
+    limit = memory_limit if memory_limit is not None else max(found.peak_activations) or None
+    share, _, bound = schedules.gap(made, costs, limit)
+    held = " ".join(map(str, found.peak_activations))
+    yield from _facts(made.name, (made.ranks, made.stages, made.microbatches), found, f"{held} on each rank")
     if made.recomputed:
         room = " that runs as many forwards again"
     else:
@@ -279,22 +218,11 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
         yield schedules.timeline(made, costs)
 
 
-def _table(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-    costs: Costs,
-    memory_limit: float | None,
-    network: Links | None,
-    message_bytes: float,
-) -> Iterator[str]:
+def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit: float | None) -> Iterator[str]:
     yield f"{'schedule':<24}{'makespan':>10}{'bubble':>8}{'activations':>12}{'bound':>10}{'gap':>8}"
-    for name in names(chunks):
-        if network is not None:
-            costs = replace(costs, transfer=network.times(placement_of(name, ranks, chunks), message_bytes))
-        made = schedules.by_name(
-            name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs, memory_limit=memory_limit
-        )
+    for name in names(sizes["chunks"]):
+        costs = costs_of(name)
+        made = schedules.by_name(name, **sizes, costs=costs, memory_limit=memory_limit)
         found = schedules.simulate(made, costs)
         held = max(found.peak_activations)
         row = f"{name:<24}{found.makespan:>10.6g}{found.bubble_fraction:>8.4f}{held:>12}"
@@ -303,3 +231,25 @@ def _table(
         else:
             share, _, bound = schedules.gap(made, costs, memory_limit if memory_limit is not None else held)
             yield f"{row}{bound:>10.6g}{share:>8.2%}"
+
+
+def _repeated(name: str, sizes: dict[str, int], simulated: Callable[[str], Repetition]) -> Iterator[str]:
+    found, (ranks, chunks, microbatches) = simulated(name), sizes.values()
+    yield from _facts(name, (ranks, ranks * chunks, microbatches), found, f"{found.peak_activations} on a rank")
+    largest = "{}, {}".format(*map(counted, found.sizes[-1], ("rank", "micro-batch")))
+    yield f"simulated   {len(found.sizes)} sizes to {largest}, and the rest repeats"
+
+
+def _all_repeated(sizes: dict[str, int], simulated: Callable[[str], Repetition]) -> Iterator[str]:
+    """Yield a table of all schedules that are too large, the fastest first."""
+    rows, without = [], []
+    for name in names(sizes["chunks"]):
+        try:
+            found = simulated(name)
+        except ArgumentError as error:
+            without.append(f"{name}: {error.message}")
+        else:
+            numbers = f"{found.makespan:.6g}", f"{found.bubble_fraction:.4f}", str(found.peak_activations)
+            rows.append((found.makespan, (name, *numbers)))
+    yield from text_table(("schedule", "makespan", "bubble", "activations"), [row for _, row in sorted(rows)])
+    yield from without

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import Annotated, Any
 
 from mpipipe import processor, schedules
-from mpipipe.cli.flags import Argument, fields_of
+from mpipipe.cli.flags import fields_of, parameters_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.job import group_of, launcher_size, run_or_abort, share_of_cores, stop_signals
@@ -22,9 +22,17 @@ from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import INSTEAD, MemoryEstimate, TrainConfig, predicted, warn
 from mpipipe.train import train as run_training
 
+Config = Annotated[str | None, Option("TOML file with any of the keys below", metavar="FILE")]
+
 
 def train(
-    config: str | None = None, dry_run: bool = False, ranks: int | None = None, profile: str | None = None, **flags: Any
+    config: Config = None,
+    dry_run: Annotated[bool, Option("train nothing: show the plan, and the memory of each rank")] = False,
+    ranks: Annotated[int | None, Option("of a dry run in one process; default: those of one replica")] = None,
+    profile: Annotated[
+        str | None, Option("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
+    ] = None,
+    **flags: Any,
 ) -> int:
     """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first).
 
@@ -47,18 +55,8 @@ def train(
     return run_or_abort(work)
 
 
-CONFIG = Argument("config", str, False, None, Option("TOML file with any of the keys below", metavar="FILE"))
-DRY_RUN = Argument("dry_run", bool, False, False, Option("train nothing: show the plan, and the memory of each rank"))
-RANKS = Argument("ranks", int, False, None, Option("of a dry run in one process; default: those of one replica"))
-PROFILE = Argument(
-    "profile",
-    str,
-    False,
-    None,
-    Option("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE"),
-)
 FIELDS = fields_of(TrainConfig)
-train.parameters = [CONFIG, DRY_RUN, RANKS, PROFILE, *FIELDS]  # type: ignore[attr-defined]
+train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
 train.other_names, train.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]
 
 
@@ -71,10 +69,9 @@ COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scr
 
 
 def print_estimate(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None = None) -> int:
-    """Show what a training would be: on `ranks` ranks in one process, or on the ranks of this job, by its rank 0.
+    """Show what a training would be: on `ranks` ranks in one process without MPI, or on the ranks of this job.
 
-    With a profile, which `mpipipe plan --save-profile` has written, also how long a step would take. In one process
-    nothing asks for MPI. In a job every rank raises the same error.
+    With a profile, which `mpipipe plan --save-profile` has written, also how long a step would take.
     """
     if launcher_size(os.environ) is not None:
         return run_or_abort(lambda: _in_job(load, ranks, profile))
@@ -149,13 +146,15 @@ def described(found: MemoryEstimate) -> str:
     schedule = plan.schedule
     count, total = found.count, sum(rank.total for rank in found.ranks)
     rows, length = plan.microbatch_rows, -(-found.task.units // config.seq)
+    times = [sum(problem.costs[start:stop]) for start, stop in plan.layer_ranges]
+    bubble = schedules.simulate(schedule, schedules.Costs(times, times, times)).bubble_fraction
     lines = [
         f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
         f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}",
         f"mpipipe: {found.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {rows} x {length} on each rank",
-        f"mpipipe: bubble {_bubble(found):.3f} if a layer takes as long as its operations are many",
+        f"mpipipe: bubble {bubble:.3f} if a layer takes as long as its operations are many",
         "",
         "MiB (2^20 bytes) of each rank of a pipeline at its peak",
     ]
@@ -163,14 +162,8 @@ def described(found: MemoryEstimate) -> str:
     cells = [[str(each.rank), cut, *_sizes(each)] for each, cut in zip(found.ranks, cuts)]
     lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
     worst = max(found.ranks, key=lambda each: each.total)
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"rank {worst.rank} takes most: {shown_bytes(worst.total)}"
-            + (f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}" if count > 1 else ""),
-        ]
-    )
+    whole = f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}" if count > 1 else ""
+    return "\n".join([*lines, "", f"rank {worst.rank} takes most: {shown_bytes(worst.total)}{whole}"])
 
 
 def _sizes(each: RankBytes) -> list[str]:
@@ -180,10 +173,3 @@ def _sizes(each: RankBytes) -> list[str]:
         "total": each.total,
     }
     return [f"{sizes[name] / 2**20:.1f}" for name in COLUMNS]
-
-
-def _bubble(found: MemoryEstimate) -> float:
-    """Return the bubble of the schedule where a stage takes as long as its operations are many."""
-    plan, costs = found.plan, found.problem.costs
-    times = [sum(costs[start:stop]) for start, stop in plan.layer_ranges]
-    return schedules.simulate(plan.schedule, schedules.Costs(times, times, times)).bubble_fraction

@@ -13,14 +13,14 @@ and of the buckets, whichever copy is done first; the sum of a host buffer waits
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray
+from mpipipe.arrays import Array, DeviceArray, Event
 from mpipipe.job import (
     Communicator,
     Request,
@@ -34,7 +34,6 @@ from mpipipe.job import (
 
 BUCKET_BYTES = 32 << 20
 BUFFERS = 3  # pinned ones in use at once on one communicator: a bucket on its way out, one summed, one on its way back
-Event: TypeAlias = Any  # cupy.cuda.Event
 Range: TypeAlias = tuple[int, int]
 
 
@@ -49,7 +48,7 @@ class AllReduce:
 
     def __init__(self, comm: Communicator, flat: Array) -> None:
         self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
-        self.sum: _Sum = (_DeviceSum if arrays.is_device(flat) else _HostSum)(self.queue, flat)
+        self.sum: _HostSum | _DeviceSum = (_DeviceSum if arrays.is_device(flat) else _HostSum)(self.queue, flat)
         self.queue.add(self.sum)
 
     def Test(self) -> bool:
@@ -67,27 +66,6 @@ class AllReduce:
         self.queue.abort()
 
 
-class _Sum(ABC):
-    """One sum."""
-
-    driven: bool  # whether every wait must let it advance: a device sum may hold buckets back that peers wait for
-
-    @abstractmethod
-    def __init__(self, queue: _Queue, flat: Array) -> None: ...
-
-    @abstractmethod
-    def start(self) -> bool:
-        """Hand MPI what can be handed on; true once it has everything."""
-
-    @abstractmethod
-    def poll(self) -> None:
-        """Take what MPI has summed."""
-
-    @abstractmethod
-    def finish(self) -> bool:
-        """Whether the sum is in its place, for whatever comes next on the current stream."""
-
-
 class _Queue:
     """The sums on one communicator, and the pinned buffers that they share.
 
@@ -97,23 +75,23 @@ class _Queue:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.in_place = comm, runtime.library_of(comm).IN_PLACE
-        self.unstarted: deque[_Sum] = deque()  # with collectives still to be started, in the order of the calls
+        self.unstarted: deque[_HostSum | _DeviceSum] = (
+            deque()
+        )  # with collectives still to be started, in the order of the calls
         self.active: list[_DeviceSum] = []  # whose results are not back on the device
         self.free: list[np.ndarray] = []  # buffers that no sum uses
         self.returning: deque[tuple[Event, np.ndarray]] = deque()  # buffers whose content is on its way to the device
         self.buffers = 0
-        self._streams: tuple[Any, Any] | None = None
 
+    @cached_property
     def streams(self) -> tuple[Any, Any]:
-        """The streams of the copies out and in, made for the first device buffer."""
-        if self._streams is None:
-            self._streams = arrays.side_stream(), arrays.side_stream()
-        return self._streams
+        """The streams of the copies out and in."""
+        return arrays.side_stream(), arrays.side_stream()
 
-    def add(self, new: _Sum) -> None:
+    def add(self, new: _HostSum | _DeviceSum) -> None:
         """Queue a sum, and start what can be started."""
         self.unstarted.append(new)
-        if new.driven:
+        if isinstance(new, _DeviceSum):  # it may hold buckets back that peers wait for
             register_progress(self)
         self.progress()
 
@@ -160,10 +138,8 @@ def _buckets(size: int, itemsize: int) -> list[Range]:
     return [(start, min(start + count, size)) for start in range(0, size, count)]
 
 
-class _HostSum(_Sum):
+class _HostSum:
     """The sum of a host buffer; half types are summed in a float32 copy."""
-
-    driven = False
 
     def __init__(self, queue: _Queue, flat: np.ndarray) -> None:
         self.queue, self.flat = queue, flat
@@ -171,15 +147,18 @@ class _HostSum(_Sum):
         self.requests: list[Request] | None = None
 
     def start(self) -> bool:
+        """Hand MPI what can be handed on; true once it has everything."""
         comm, in_place, summed = self.queue.comm, self.queue.in_place, self.summed
         buckets = _buckets(summed.size, summed.itemsize)
         self.requests = [own(comm.Iallreduce(in_place, summed[start:stop])) for start, stop in buckets]
         return True
 
     def poll(self) -> None:
+        """Take what MPI has summed."""
         self.finish()
 
     def finish(self) -> bool:
+        """Whether the sum is in its place, for whatever comes next on the current stream."""
         if self.requests is None:
             return False
         while self.requests and self.requests[-1].Test():
@@ -192,18 +171,16 @@ class _HostSum(_Sum):
         return True
 
 
-class _DeviceSum(_Sum):
+class _DeviceSum:
     """The sum of a device buffer.
 
     A bucket has a pinned buffer, and its `values` there in the dtype of `flat`; MPI adds up `sums`, the same memory or
     float32 for half types.
     """
 
-    driven = True
-
     def __init__(self, queue: _Queue, flat: DeviceArray) -> None:
         self.queue, self.flat, self.ready = queue, flat, arrays.record()
-        self.outward, self.inward = queue.streams()
+        self.outward, self.inward = queue.streams
         self.buckets = deque(_buckets(flat.size, max(4, flat.itemsize)))
         # (event, buffer, values, range) of each bucket on its way to the host
         self.copying: deque[tuple[Event, np.ndarray, np.ndarray, Range]] = deque()

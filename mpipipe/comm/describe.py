@@ -41,13 +41,8 @@ def describe() -> dict[str, str]:
 def thread_level() -> str:
     """The level of threads that MPI grants this process. Raises BackendError without MPI."""
     MPI = mpi()
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
-    return levels[MPI.Query_thread()]
+    names = ("single", "funneled", "serialized", "multiple")
+    return next(name for name in names if getattr(MPI, f"THREAD_{name.upper()}") == MPI.Query_thread())
 
 
 def nccl(comm: Communicator) -> str:

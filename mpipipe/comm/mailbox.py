@@ -23,9 +23,7 @@ from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
 Leaf: TypeAlias = "tuple[Shape, np.dtype]"
-Buffer: TypeAlias = (
-    "tuple[Array, Array]"  # to receive into, and the view of it that is handed out, read-only on the host
-)
+Buffer: TypeAlias = "tuple[Array, Array]"  # to receive into, and its view that is handed out, read-only on the host
 Lease: TypeAlias = "Sequence[tuple[list, Buffer]]"  # (where the buffer belongs, buffer) of each array of a message
 
 
@@ -94,8 +92,7 @@ class Mailbox:
         """Begin a step whose incoming messages are known; the first `window` receives are posted at once.
 
         `schedule` is what `receive_schedule` returned. `order_keys` say where each message stands in the one order of
-        all messages, for transports that need that. `repeated` says whether, on all ranks alike, calls like this one
-        have run so often that nothing in it is new.
+        all messages. `repeated` says, on all ranks alike, that nothing in this call is new.
         """
         self.incoming, self.next, self.taken = schedule, 0, 0
         self.sent = self.sent[-len(self.outgoing) :] if self.outgoing else []
@@ -226,9 +223,8 @@ class Mailbox:
             request = self.outgoing[0]
             if not request.Test():
                 oldest = self.sent[-len(self.outgoing)]
-                wait_for(
-                    request, f"{oldest.subject} to be received by rank {oldest.peer}", self.group, peer=oldest.peer
-                )
+                what = f"{oldest.subject} to be received by rank {oldest.peer}"
+                wait_for(request, what, self.group, peer=oldest.peer)
             self.outgoing.popleft()
         if self.order_keys is not None and not self.transport.settled():
             wait_for(Settled(self.transport), "the last messages to arrive", self.group)
@@ -252,13 +248,9 @@ class Mailbox:
     def _let_go(self) -> None:
         """Forget all requests. Those that are not complete keep themselves, and their buffers, alive for ever.
 
-        A request of a step stays in `posted` or `outgoing` until it has tested true, whatever is raised meanwhile, so
-        it needs no other owner than this object, which would cost a small message more than a hundredth of its time.
+        Until it has tested true a request stays in `posted` or `outgoing`, whatever is raised, and needs no owner.
         """
-        for _, _, requests, _ in self.posted:
-            for request in requests:
-                own(request)
-        for request in self.outgoing:
+        for request in [*(request for entry in self.posted for request in entry[2]), *self.outgoing]:
             own(request)
         self.posted, self.outgoing = deque(), deque()
 

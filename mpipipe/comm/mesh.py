@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from mpipipe import arrays
 from mpipipe.errors import ArgumentError, BackendError, MismatchError, MpipipeError
@@ -19,7 +19,6 @@ class Coordinates(NamedTuple):
     Parameters
     ----------
     pipe, data, seq : int
-        The place, or the extent, along each axis.
     """
 
     pipe: int
@@ -60,10 +59,8 @@ class Mesh:
 
     Raises
     ------
-    ArgumentError
-        On every rank, when the extents do not multiply to the size of `comm`.
-    MismatchError
-        On every rank, when ranks were given different extents.
+    ArgumentError, MismatchError
+        On every rank, when the extents do not multiply to the size of `comm`, or differ between ranks.
 
     Examples
     --------
@@ -86,10 +83,10 @@ class Mesh:
         self.rank = self.comm.rank
         self.coords = self.coords_of(self.rank)
         p, d, s = self.coords
-        self.pipe = self._along("pipe", color=d * self.shape.seq + s)
-        self.data = self._along("data", color=p * self.shape.seq + s)
-        self.seq = self._along("seq", color=p * self.shape.data + d)
-        self.replicas = self._along("replicas", color=p)
+        self.pipe = self.group.split(d * self.shape.seq + s, self.rank, "pipe")
+        self.data = self.group.split(p * self.shape.seq + s, self.rank, "data")
+        self.seq = self.group.split(p * self.shape.data + d, self.rank, "seq")
+        self.replicas = self.group.split(p, self.rank, "replicas")
         self._closed = False
 
     def __repr__(self) -> str:
@@ -97,18 +94,7 @@ class Mesh:
         return f"<Mesh of pipe {pipe} x data {data} x seq {seq}: rank {self.rank} at {tuple(self.coords)}>"
 
     def coords_of(self, rank: int) -> Coordinates:
-        """Return the grid coordinates of a rank of the mesh.
-
-        Parameters
-        ----------
-        rank : int
-            From 0 to the size of the mesh, exclusive.
-
-        Returns
-        -------
-        Coordinates
-            (pipe, data, seq).
-        """
+        """Return the grid coordinates of a rank of the mesh."""
         rest, seq = divmod(rank, self.shape.seq)
         pipe, data = divmod(rest, self.shape.data)
         return Coordinates(pipe, data, seq)
@@ -119,17 +105,8 @@ class Mesh:
         Parameters
         ----------
         pipe, data, seq : int
-            Each less than the extent of its axis.
-
-        Returns
-        -------
-        int
-            The inverse of `coords_of`.
         """
         return (pipe * self.shape.data + data) * self.shape.seq + seq
-
-    def _along(self, name: str, color: int) -> Communicator:
-        return self.group.split(color, self.rank, name)
 
     def close(self) -> None:
         """Free the communicators; collective over the mesh, may be called twice."""
@@ -154,13 +131,9 @@ def _agreed_extents(group: RankGroup, pipe: int, seq: int, data: int | None) -> 
         extents = _extents(group.size, pipe, seq, data)
     except MpipipeError as caught:
         error = caught
-    group.agree(
-        "making a Mesh",
-        tuple(extents._asdict().items()),
-        error=error,
-        message="ranks were given different extents of a mesh",
-        remedy="give the same extents on all ranks",
-    )
+    message = "ranks were given different extents of a mesh"
+    remedy = "give the same extents on all ranks"
+    group.agree("making a Mesh", tuple(extents._asdict().items()), error=error, message=message, remedy=remedy)
     return extents
 
 
@@ -170,13 +143,13 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
             raise ArgumentError(f"mesh extent {name}", found=repr(extent), expected="an integer of at least 1")
     if data is None:
         data = size // (pipe * seq)
-    if pipe * data * seq != size:
+    wanted = pipe * data * seq
+    if wanted != size:
+        multiple, exact = f"a multiple of pipe {pipe} x seq {seq}", f"pipe {pipe} x data {data} x seq {seq}"
         raise ArgumentError(
             "the mesh does not fill the communicator",
             found=counted(size, "rank"),
-            expected=f"a multiple of pipe {pipe} x seq {seq}"
-            if data == 0 or size % (pipe * seq)
-            else f"pipe {pipe} x data {data} x seq {seq} = {counted(pipe * data * seq, 'rank')}",
+            expected=multiple if size % (pipe * seq) or not data else f"{exact} = {counted(wanted, 'rank')}",
             remedy="start another number of ranks, or choose other extents",
         )
     return Coordinates(pipe, data, seq)
@@ -203,10 +176,9 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
 
     Raises
     ------
-    BackendError
-        On all ranks, where a GPU was asked for and a rank has none or lacks parts of CUDA, or for an unknown name.
-    MismatchError
-        On all ranks, where "auto" finds GPUs for some ranks only.
+    BackendError, MismatchError
+        On all ranks, where a GPU was asked for and a rank has none or lacks parts of CUDA; for an unknown name; where
+        "auto" finds GPUs for some ranks only.
 
     Examples
     --------
@@ -220,7 +192,8 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     error: MpipipeError | None = None
     kind = None
     try:
-        kind = arrays.check_device(_in_turn(name, place))  # which looks at that GPU alone
+        count = arrays.device_count() if name in ("auto", "cuda") else 0
+        kind = arrays.check_device(f"cuda:{place % count}" if count else name)  # which looks at that GPU alone
     except MpipipeError as caught:
         error = caught
     except Exception as caught:  # CuPy's own, such as cudaErrorDevicesUnavailable
@@ -231,23 +204,14 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     kinds = group.gather("select_device", kind, error)
     without = [rank for rank, other in enumerate(kinds) if other == "cpu"]
     if 0 < len(without) < group.size:
-        _refuse(group, without)
+        problem = MismatchError(
+            "some ranks have a GPU, and some have none",
+            found=f"no GPU on {rank_list.named(without)} of {group.size}",
+            expected="the same kind of device on every rank",
+            remedy="ask for GPUs on every node, or use the device 'cpu'",
+        )
+        raise_on_all(without[0], problem, group)
     return kinds[group.rank]
-
-
-def _in_turn(name: str, place: int) -> str:
-    count = arrays.device_count() if name in ("auto", "cuda") else 0
-    return f"cuda:{place % count}" if count else name
-
-
-def _refuse(group: RankGroup, without: list[int]) -> NoReturn:
-    problem = MismatchError(
-        "some ranks have a GPU, and some have none",
-        found=f"no GPU on {rank_list.named(without)} of {group.size}",
-        expected="the same kind of device on every rank",
-        remedy="ask for GPUs on every node, or use the device 'cpu'",
-    )
-    raise_on_all(without[0], problem, group)
 
 
 def local_rank(group: RankGroup) -> int:

@@ -31,8 +31,12 @@ class RingMessages(NamedTuple):
     bytes_in: int
     thread: int
 
+    @property
+    def subject(self) -> str:
+        return f"message {self.number} of the ring"
+
     def __str__(self) -> str:
-        return f"message {self.number} of the ring from rank {self.source} (tag {self.tag}, {self.bytes_in} bytes)"
+        return f"{self.subject} from rank {self.source} (tag {self.tag}, {self.bytes_in} bytes)"
 
 
 class RingExchange:
@@ -72,7 +76,7 @@ class RingExchange:
         """Wait for the exchange under way."""
         while self.pending:
             exchange, receives = self.last[-1], len(self.pending) == 2
-            what = exchange if receives else f"message {exchange.number} of the ring to be received by {exchange.dest}"
+            what = exchange if receives else f"{exchange.subject} to be received by {exchange.dest}"
             self.group.wait(self.pending[0], what, peer=exchange.source if receives else exchange.dest)
             self.pending.pop(0)
 
@@ -85,12 +89,11 @@ class RingExchange:
     def snapshot(self) -> Snapshot:
         """The exchange under way, and the last ones."""
         last, pending = tuple(self.last), len(self.pending)
-        members = self.group.peers.members
+        members = self.group.members
         expects = None
         if pending == 2:
             now = last[-1]
-            subject = f"message {now.number} of the ring"
-            expects = Message((now.number,), subject, members[now.source], (0, now.tag), now.bytes_in)
+            expects = Message((now.number,), now.subject, members[now.source], (0, now.tag), now.bytes_in)
         return Snapshot(
             self.group.key,
             doing=f"exchange {last[-1].number} of a ring" if pending else "",
@@ -99,10 +102,7 @@ class RingExchange:
             microbatch=None,
             thread=last[-1].thread if last else 0,
             expects=expects,
-            sent=tuple(
-                Message((e.number,), f"message {e.number} of the ring", members[e.dest], (0, e.tag), e.bytes_out)
-                for e in last
-            ),
+            sent=tuple(Message((e.number,), e.subject, members[e.dest], (0, e.tag), e.bytes_out) for e in last),
             operations=tuple(f"{e}, and one to rank {e.dest} of {e.bytes_out} bytes" for e in last),
         )
 

@@ -30,30 +30,20 @@ Status = Literal["ok", "failed", "cut", "skipped"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one check.
+    """What became of one check."""
 
-    kind : only a failed "correctness" check makes the whole check fail
-    check : its name
-    status : "cut" where a limit, its own or that of everything, ended it before a test had failed
-    seconds : that it took
-    why : the summary line of pytest, or the reason
-    """
-
-    kind: Kind
-    check: str
-    status: Status
+    kind: Kind  # only a failed "correctness" check makes the whole check fail
+    check: str  # its name
+    status: Status  # "cut" where a limit, its own or that of everything, ended it before a test had failed
     seconds: int
-    why: str
+    why: str  # the summary line of pytest, or the reason
 
     def __str__(self) -> str:
         return f"{self.check} {self.status}" + (f" ({self.why})" if self.why else "")
 
 
 class Clock:
-    """The time that all checks share.
-
-    seconds : in all, from now
-    """
+    """The time that all checks share, in seconds from now."""
 
     def __init__(self, seconds: float) -> None:
         self._deadline = monotonic() + seconds
@@ -251,23 +241,15 @@ GPUS = ("H100", "H200")
 
 
 class Expectation(NamedTuple):
-    """A range that a measurement was expected in.
+    """A range that a measurement was expected in, in the unit of the row."""
 
-    row : regular expression for what was measured, found at the beginning
-    low, high : the range, in the unit of the row
-    why : where the range comes from
-    peer : what the row is compared with, where the range is of that; else the range is of the row's own value
-    ratio : whether the range is of the ratio between both
-    gpu : the one of GPUS that it is for; "" is for all of them
-    """
-
-    row: str
+    row: str  # regular expression for what was measured, found at the beginning
     low: float
     high: float
-    why: str
-    peer: str = ""
-    ratio: bool = False
-    gpu: str = ""
+    why: str  # where the range comes from
+    peer: str = ""  # what the row is compared with, where the range is of that; else it is of the row's own value
+    ratio: bool = False  # whether the range is of the ratio between both
+    gpu: str = ""  # the one of GPUS that it is for; "" is for all of them
 
 
 STEP = r"training step, {}, .*1 x 8 x 1024 tokens"

@@ -139,26 +139,16 @@ QUICK_TESTS = ("tests/arrays", "tests/nn/test_device_kernels.py")
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that the parts of a check may take.
+    """Seconds that the parts of a check may take."""
 
-    everything : all parts together; what this limit cuts short has not failed
-    attention : cuDNN's own attention
-    compile : compiling the kernels into CuPy's cache
-    extra : CUDA graphs, NCCL on one rank, memory that runs out
-    tests : the tests on one rank
-    bench : `bench gpu` on one rank
-    bench_ranks : `bench gpu` on two ranks
-    tests_ranks : the tests on two or four ranks, each time
-    """
-
-    everything: float = 540
+    everything: float = 540  # all parts together; what this limit cuts short has not failed
     attention: float = 60
-    compile: float = 60
+    compile: float = 60  # the kernels, into CuPy's cache
     extra: float = 60
-    tests: float = 260
+    tests: float = 260  # on one rank
     bench: float = 230
-    bench_ranks: float = 60
-    tests_ranks: float = 130
+    bench_ranks: float = 60  # `bench gpu` on two ranks
+    tests_ranks: float = 130  # the tests on two or four ranks, each time
 
 
 QUICK_LIMITS = Limits(everything=180, tests=100, bench=75)

@@ -28,9 +28,8 @@ ARRIVAL_SECONDS = 3.0  # for messages that a rank has sent before it left
 def wait_for_ranks(request: Testable, what: str, members: Collection[int], grace: float = 0.0) -> None:
     """Wait, before there is a group, while the world ranks `members` make a communicator together.
 
-    No rank can send a message on a communicator that does not exist yet. So messages of other groups, also of those
-    that have failed, say that a rank does not come: it raised in such a wait, or its script has ended `grace` seconds
-    ago.
+    Messages of other groups, also of those that have failed, say that a rank does not come: it raised in such a wait,
+    or its script has ended `grace` seconds ago.
     """
     context = current_rank()
     test = advancing_first(context, request.Test) if context.advancing else request.Test
@@ -93,8 +92,7 @@ def rank_on_host(comm: Communicator) -> int:
 
 # -- Objects that belong to a user's communicator: made once, and closed when that communicator is freed --------------
 #
-# MPI calls this attribute caching: a communicator keeps values under keys, and calls a function for each when it is
-# freed. This package has one key; its value is a dict of everything that belongs to the communicator.
+# MPI calls this attribute caching. This package has one key; its value is a dict of what belongs to the communicator.
 
 
 logger = logging.getLogger("mpipipe")
@@ -112,13 +110,11 @@ def cached(comm: Communicator, key: Hashable, make: Callable[[], Any]) -> Any:
 def attributes(comm: Communicator) -> dict[Hashable, Any]:
     """Return what this package keeps on `comm`: key -> object with a method `close`."""
     library = runtime.library_of(comm)
-    keyval = _keyvals.get(library)
-    if keyval is None:  # one key for all, although threads may come here at once
-        keyval = _keyvals.setdefault(library, library.Comm.Create_keyval(delete_fn=_close_all))
-    kept = comm.Get_attr(keyval)
+    if library not in _keyvals:  # one key for all, although threads may come here at once
+        _keyvals.setdefault(library, library.Comm.Create_keyval(delete_fn=_close_all))
+    kept: dict[Hashable, Any] | None = comm.Get_attr(_keyvals[library])
     if kept is None:
-        kept = {}
-        comm.Set_attr(keyval, kept)
+        comm.Set_attr(_keyvals[library], kept := {})
     return kept
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import rank_list
 from mpipipe.job.context import OpenGroup, register_progress
 from mpipipe.job.requests import own
@@ -49,9 +50,8 @@ class Reason(NamedTuple):
 class Ballot:
     """One agreement, over one group or over the groups along two axes of a grid, one after the other.
 
-    Callers may give what `RankGroup.agree` does not: the `number` of the call, if they count their calls; `where`, a
-    text that errors add to its name, such as the object that it is made on; `code`, the `digest(call, facts)` of a
-    call that is repeated.
+    Beyond those of `RankGroup.agree`: the `number` of the call, for callers that count; `where`, a text that errors add
+    to its name; `code`, the `digest(call, facts)` of a call that is repeated.
     """
 
     def __init__(
@@ -73,15 +73,14 @@ class Ballot:
     def cast(self, group: OpenGroup, values: Sequence[int] = ()) -> np.ndarray:
         """Return the values of all ranks, int64 (size, values); collective, even for a rank that has an error."""
         row = self.row(group, values)
-        return self.count(group.exchange(row, self.text), len(values))
+        return self.count(Exchange(group, row, self.text).result(), len(values))
 
     def row(self, group: OpenGroup, values: Sequence[int]) -> list[int]:
         """Return the row that this rank sends in an exchange of the group."""
         if len(values) > VALUES:
             raise ArgumentError("too many values in an agreement", found=len(values), expected=f"at most {VALUES}")
         self.groups.append(group)
-        number = group.peers.calls + 1 if self.number is None else self.number
-        self.number = number
+        number = self.number = group.calls + 1 if self.number is None else self.number
         code = REFUSED
         if not self.failed:
             try:
@@ -116,14 +115,14 @@ class Ballot:
         world_rank = self.groups[0].world_rank
         reasons = [Reason(error, AgreedCall(self.call, self.number, self.text), self.facts, world_rank)]
         for group in self.groups:
-            reasons = group.gather_reasons(reasons, f"the reasons why ranks disagree in {self.text}")
+            reasons = gather_reasons(group, reasons, f"the reasons why ranks disagree in {self.text}")
         origin, problem = _first_problem(reasons, self.message, self.remedy)
         _raise(problem, reasons[origin].world_rank != world_rank, [reason.world_rank for reason in reasons])
 
 
 def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoReturn:
     """Raise an error that every rank of a group raises, having found the same; only rank `origin` reports it."""
-    _raise(problem, origin != group.rank, group.peers.members)
+    _raise(problem, origin != group.rank, group.members)
 
 
 def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
@@ -133,14 +132,14 @@ def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoRet
 
 def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
     """Return the error, marked as one that all ranks of one more group raise."""
-    problem.agreed |= frozenset(group.peers.members)
+    problem.agreed |= frozenset(group.members)
     return problem
 
 
 def found_by_all(problem: MpipipeError, groups: Sequence[OpenGroup]) -> MpipipeError:
     """Return an error that all ranks of the groups have found in the same numbers; their ranks 0 report it."""
     problem.reported_elsewhere = any(group.rank for group in groups)
-    problem.agreed = frozenset(rank for group in groups for rank in group.peers.members)
+    problem.agreed = frozenset(rank for group in groups for rank in group.members)
     return problem
 
 
@@ -222,6 +221,27 @@ def digest(call: str, facts: Facts) -> int:
 # -- What travels: every agreement is made of exchanges ---------------------------------------------------------------
 
 
+def gather_reasons(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
+    """Return the entries of all ranks, in rank order, in a call in which all know that something is wrong."""
+    content = dumps_anyhow(reasons)
+    sizes = Exchange(group, [len(content)], what).result()[:, 0].tolist()
+    reasons = [reason for block in spread(group, content, sizes, what) for reason in block]
+    with suppress(PeerError):  # no rank may end over this before all know what it is about
+        Exchange(group, [], what).result()
+    return reasons
+
+
+def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> list[Any]:
+    """Return what every rank has pickled, where all know the `sizes` in bytes."""
+    if group.size == 1:
+        return [pickle.loads(content)]
+    mine, table = np.zeros(max(sizes), np.uint8), np.empty((group.size, max(sizes)), np.uint8)
+    mine[: len(content)] = np.frombuffer(content, np.uint8)
+    with group.failing(what):
+        wait_for(own(group.comm.Iallgather(mine, table)), what, group, everyone=True)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
+
+
 class Exchange:
     """An exchange: an all-gather of one row of at most 2 + VALUES integers from each rank of a group.
 
@@ -253,11 +273,8 @@ class Exchange:
     def result(self) -> np.ndarray:
         """Wait for the rows of all ranks, and return them. An error during the wait ends the life of the group."""
         if self._request is not None:
-            try:
+            with self.group.failing(self.what):
                 wait_for(self, self.what, self.group, everyone=True)
-            except BaseException as error:
-                self.group.fail_because(error, self.what)
-                raise
         return self.table
 
 

@@ -1,14 +1,6 @@
 """The state of one rank, for all of its threads, and what it knows of the other ranks of each group.
 
-A rank is a process, or a thread of `job.inprocess`, which calls `adopt`. `current_rank()` is the state of the calling
-rank in both cases.
-
-    groups      open groups; every wait of this rank reads the control messages of all of them
-    failed      groups that have failed; their messages still say who has left, or has withdrawn
-    failures    failures that this rank knows of; a wait looks for news at the end of this list
-    advancing   things that advance only while somebody calls them; every wait calls those of its own thread
-    flight      the last operations of this rank
-    long_waits  its long waits
+A rank is a process, or a thread of `job.inprocess`, which calls `adopt`; `current_rank()` is the calling rank's state.
 """
 
 from __future__ import annotations
@@ -19,15 +11,14 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Container, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Container, Iterator
+from contextlib import contextmanager, suppress
 from enum import IntEnum
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe.errors import PeerError
+from mpipipe.errors import ArgumentError, PeerError
 from mpipipe.job import rank_list, settings
 from mpipipe.job.flight import FlightRecorder, Inspectable
 from mpipipe.job.requests import own
@@ -73,72 +64,15 @@ def peer_error(failure: Failure, remedy: str | None = None) -> PeerError:
     return error
 
 
-class OpenGroup(Protocol):
-    """A group as waits, agreements and the state of a rank see it; `job.group.RankGroup` is the one implementation."""
-
-    comm: Communicator
-    context: RankContext
-    peers: PeerStatus
-    rank: int
-    size: int
-    key: tuple[int, ...]
-    vote: Any  # a consensus.Vote, while one is open
-
-    @property
-    def world_rank(self) -> int: ...
-
-    @property
-    def failure(self) -> Failure | None: ...
-
-    @property
-    def related(self) -> Sequence[OpenGroup]: ...
-
-    def begin(self) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def exchange(self, row: Sequence[int], what: str) -> np.ndarray: ...
-
-    def gather_reasons(self, entries: list[Any], what: str) -> list[Any]: ...
-
-    def read_messages(self) -> None: ...
-
-    def fail(self, error: BaseException, text: str, making: bool = False) -> None: ...
-
-    def fail_because(self, error: BaseException, what: str) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def withdraw(self, members: Container[int], failure: Failure) -> None: ...
-
-
-class HangWatcher(Protocol):
-    """The watchdog of a rank: `Watchdog` or `ThreadWatchdog` of job.watch.watchdog."""
-
-    limit: float | None  # seconds without progress
-    folder: Path | None  # of a report
-
-    def configure(self, limit: float | None, folder: Path | None) -> None: ...
-
-    def look(self) -> None: ...
-
-    def ended_neighbours(self) -> set[int]: ...
-
-    def forget(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
 class RankContext:
-    """The state of one rank; see the head of this file."""
+    """The state of one rank."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # held while control messages are read
-        self.groups: list[OpenGroup] = []
-        self.failed: list[OpenGroup] = []
-        self.advancing: dict[Advancing, int] = {}  # -> the thread that has registered it
-        self.failures: list[Failure] = []  # each once, in the order in which they became known
-        self._known: set[int] = set()  # their numbers
+        self.groups: list[OpenGroup] = []  # open ones; every wait of this rank reads the control messages of all
+        self.failed: list[OpenGroup] = []  # their messages still say who has left, or has withdrawn
+        self.advancing: dict[Advancing, int] = {}  # what waits must call -> the thread whose waits call it
+        self.failures: list[Failure] = []  # known ones, each once; a wait looks for news at the end of this list
         self.left: dict[int, str] = {}  # world rank -> text, for each rank whose script has ended
         self.withdrawn: dict[int, Failure] = {}  # by world ranks with which this one makes no communicator any more
         self.pipelines = self.groups_named = 0  # built, and made, so far
@@ -147,10 +81,10 @@ class RankContext:
         self.patience, self.pause = YIELD_SECONDS, PAUSE_SECONDS
         if settings.oversubscribed():
             self.patience, self.pause = OVERSUBSCRIBED_YIELD_SECONDS, OVERSUBSCRIBED_PAUSE_SECONDS
-        self.flight = FlightRecorder()
+        self.flight = FlightRecorder()  # its last operations
         self.long_waits: list[Any] = []  # of wait.LongWait, one for each thread that waits
         self.long_waits_begun = 0
-        self.watchdog: HangWatcher | None = None  # once there is a group of several ranks
+        self.watchdog: Any = None  # of job.watch.watchdog, once there is a group of several ranks
         self.lifeline: Any = None  # a lifeline.Lifeline, where MPI tells of dead ranks
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # whether some of its output could not be written: its exit code is 1 then
@@ -160,8 +94,7 @@ class RankContext:
 
     def add_failure(self, failure: Failure) -> None:
         """Note that a peer has failed: every wait under way on this rank ends. A known failure ends nothing."""
-        if failure.number not in self._known:
-            self._known.add(failure.number)
+        if all(known.number != failure.number for known in self.failures):
             self.failures.append(failure)
 
     def withdraw(self, members: Collection[int], error: BaseException) -> None:
@@ -181,7 +114,7 @@ class RankContext:
 
     def keep_failed(self, group: OpenGroup) -> None:
         """Read the messages of a failed group from now on; of groups of the same ranks, the last two are enough."""
-        same = [other for other in self.failed if other.peers.members == group.peers.members]
+        same = [other for other in self.failed if other.members == group.members]
         self.failed = [other for other in self.failed if other not in same[:-1]] + [group]
 
     def add_inspectable(self, thing: Inspectable) -> None:
@@ -197,7 +130,7 @@ class RankContext:
 
     def progress_token(self) -> tuple[object, ...]:
         """Return a value that changes with every progress of this rank; called often, from any thread."""
-        calls = sum(group.peers.calls for group in tuple(self.groups))
+        calls = sum(group.calls for group in tuple(self.groups))
         tokens = (thing.progress_token() for thing in self.inspectables)
         return calls, self.flight.count, self.long_waits_begun, self.ended, *tokens
 
@@ -244,6 +177,12 @@ def is_rank() -> bool:
     return os.getpid() == _pid
 
 
+def finalized() -> bool:
+    """Return whether it is too late for this rank to send anything: it is a process, and MPI is finalized."""
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    return mpi4py is not None and not current_rank().alone and bool(mpi4py.Is_finalized())
+
+
 def whoami() -> str:
     """Name this process in texts that other ranks read: its world rank where MPI runs, and its host."""
     mpi4py = sys.modules.get("mpi4py.MPI")
@@ -275,16 +214,23 @@ def unregister_progress(thing: Advancing) -> None:
 # Only long waits send the last three kinds, each once a call, so the messages are few.
 
 
-LISTED = 8  # different waits that a text names
+class OpenGroup:
+    """What a rank knows of the others of a group, and tells them; job.group.RankGroup adds what they do together.
 
-
-class PeerStatus:
-    """News among the ranks of one group. The `members` are ranks in COMM_WORLD."""
+    `members` are the ranks of `comm` in COMM_WORLD. No method here waits.
+    """
 
     def __init__(self, comm: Communicator, members: tuple[int, ...], context: RankContext) -> None:
-        self.messages, self.members, self.context = ControlMessages(comm), members, context
+        self.comm, self.members, self.context = comm, members, context
         self.rank, self.size = comm.rank, comm.size
+        self.world_rank = members[comm.rank]
+        self.messages = ControlMessages(comm)
+        self.key: tuple[int, ...] = ()  # names this group on all its ranks alike
+        self.related: list[Any] = []  # groups of the same object, whose failure is this one's too
+        self.vote: Any = None  # an open consensus.Vote: nothing else begins on `comm` before its outcome is known
+        self.progress: Callable[[], str] | None = None  # how far this rank has come, for peers that will miss it
         self.calls = 0  # collective calls of the group that this rank has begun
+        self.closed = self.has_left = False
         self.closing = False  # no rank sends messages about waits any more
         self.failure: Failure | None = None  # why the group cannot be used any more
         self.elsewhere: ControlMessage | None = None  # from rank 0, which waits for this rank in another call
@@ -296,22 +242,64 @@ class PeerStatus:
         self.waiting: dict[int, tuple[int, str]] = {}
         self.unanswered: dict[int, int] = {}
 
-    def fail(self, failure: Failure) -> None:
-        """Tell every other rank, once, that this one cannot go on; never waits."""
+    @property
+    def usable(self) -> bool:
+        """Whether messages can still be sent on `comm`."""
+        return not self.closed and not finalized()
+
+    def begin(self) -> None:
+        """Count one more call of this group."""
+        if not self.usable:
+            raise ArgumentError(
+                "the communicator is gone",
+                found="a call on a communicator that was freed, or after MPI_Finalize",
+                remedy="free communicators, and finalize MPI, after the last call that uses them",
+            )
+        if self.failure is not None:
+            raise peer_error(self.failure, remedy="start the job anew: an earlier call of these ranks has failed")
+        self.settle()
+        self.calls += 1
+
+    def settle(self) -> None:
+        """Wait for the outcome of an open vote, and raise its error; before any other use of `comm`."""
+        if self.vote is not None:
+            self.vote.settle()
+
+    @contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """End the life of this group, and tell the peers, when anything is raised within."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error, f"{whoami()} failed in {what}: {type(error).__name__}: {error}")
+            raise
+
+    def fail(self, error: BaseException, text: str, making: bool = False) -> None:
+        """Tell every other rank, once, that `error` keeps this one from going on."""
+        if is_rank() and self.usable:
+            self._fail(failure_of(error, text, self.world_rank, making))
+        self._detach()
+
+    def _fail(self, failure: Failure) -> None:
         with self.context.lock:
             if self.failure is None:
                 self.failure = failure
                 self._send_all(ControlKind.FAILED, failure.number, failure.text)
 
-    def leave(self, text: str) -> None:
-        """Tell every other rank that this one takes part in no call after the current one."""
-        with self.context.lock:
-            self._send_all(ControlKind.LEFT, self.calls, text)
+    def leave(self) -> None:
+        """Tell the peers, once, that the script ends, so that they do not wait for this rank after the current call."""
+        if self.usable and not self.has_left:
+            self.has_left = True
+            calls = f"collective call {self.calls}" if self.progress is None else self.progress()
+            text = f"rank {self.rank} ({whoami()}) left the job after {calls}"
+            with self.context.lock:
+                self._send_all(ControlKind.LEFT, self.calls, text)
 
     def withdraw(self, members: Container[int], failure: Failure) -> None:
-        """Tell the world ranks `members` of this group that this rank makes no communicator with them."""
-        with self.context.lock:
-            self._send_all(ControlKind.WITHDRAWN, failure.number, failure.text, members)
+        """Tell the world ranks `members` that this one makes no communicator with them any more."""
+        if self.usable:
+            with self.context.lock:
+                self._send_all(ControlKind.WITHDRAWN, failure.number, failure.text, members)
 
     def _send_all(self, kind: ControlKind, number: int, text: str, members: Container[int] | None = None) -> None:
         if self.context.lifeline is not None and self.context.lifeline.is_broken:
@@ -320,8 +308,17 @@ class PeerStatus:
             if peer != self.rank and (members is None or (member in members and member not in self.context.left)):
                 self.messages.send(peer, kind, number, text)
 
-    def read(self) -> None:
-        """Take in the messages that have arrived, and answer those that ask; never waits."""
+    def _detach(self) -> None:
+        if self.vote is not None:
+            self.vote.abandon()
+        with self.context.lock:
+            if self in self.context.groups:
+                self.context.groups.remove(self)
+                if self.failure is not None:
+                    self.context.keep_failed(self)
+
+    def read_messages(self) -> None:
+        """Take in the messages of the peers that have arrived, and answer those that ask."""
         for message in self.messages.read():
             self._take(message)
         for peer, call in tuple(self.unanswered.items()):
@@ -331,8 +328,10 @@ class PeerStatus:
         for peer, (call, text) in self.left.items():
             if call < self.calls and self.failure is None:
                 missed = Failure(-1 - self.members[peer], text)
-                self.fail(missed)
+                self._fail(missed)
                 self.context.add_failure(missed)
+        if self.failure is not None:
+            self._detach()
 
     def _take(self, message: ControlMessage) -> None:
         kind, source, call, text = message
@@ -356,20 +355,19 @@ class PeerStatus:
 
     def settled(self, messages: int) -> bool:
         """Return whether all `messages` to rank 0 have been received and answered, and all that was sent has left."""
-        self.read()
+        self.read_messages()
         complete = self.answers == self.sent if self.rank else self.received == messages
         return complete and not self.unanswered and self.messages.all_sent()
 
     def tell_leader(self, what: str) -> None:
         """Tell rank 0, once a call, that this rank waits for all others."""
-        if self.rank == 0 or self.told == self.calls or self.closing:
-            return
-        with self.context.lock:
-            self.told = self.calls
-            self.sent += 1
-            self.messages.send(0, ControlKind.WAITING, self.calls, what)
+        if self.rank > 0 and self.told < self.calls and not self.closing:
+            with self.context.lock:
+                self.told = self.calls
+                self.sent += 1
+                self.messages.send(0, ControlKind.WAITING, self.calls, what)
 
-    def tell_who_waits_here(self, mine: PeerStatus, what: str) -> None:
+    def tell_who_waits_here(self, mine: OpenGroup, what: str) -> None:
         """Tell one rank that waits for this one in this group that this one waits for it in the group of `mine`."""
         for peer, call in self.unanswered.items():
             member = self.members[peer]
@@ -385,25 +383,23 @@ class PeerStatus:
         if not missing:
             return ""
         others = self._who_waits_elsewhere()
-        ranks_of: dict[str, list[int]] = {}
-        for rank in missing:
-            ranks_of.setdefault(others.get(self.members[rank], ""), []).append(rank)
+        ranks_of = rank_list.by_text((rank, others.get(self.members[rank], "")) for rank in missing)
         listed = [
             rank_list.named(ranks) + (f" (wait{'s' if len(ranks) == 1 else ''} for {text})" if text else "")
             for text, ranks in ranks_of.items()
         ]
-        more = f" and {sum(map(len, list(ranks_of.values())[LISTED:]))} more" if len(listed) > LISTED else ""
-        return f"missing: {', '.join(listed[:LISTED])}{more}"
+        most = rank_list.LISTED
+        more = f" and {sum(map(len, list(ranks_of.values())[most:]))} more" if len(listed) > most else ""
+        return f"missing: {', '.join(listed[:most])}{more}"
 
     def _who_waits_elsewhere(self) -> dict[int, str]:
         """World rank -> text, of the ranks that wait for this one in another group, and so must still do so."""
-        texts = {}
-        for group in self.context.groups:
-            other = group.peers
-            for peer, call in other.unanswered.items():
-                if call > other.calls:
-                    texts[other.members[peer]] = other.waiting[peer][1]
-        return texts
+        return {
+            group.members[peer]: group.waiting[peer][1]
+            for group in self.context.groups
+            for peer, call in group.unanswered.items()
+            if call > group.calls
+        }
 
 
 # -- Control messages: of fixed size, so small that every MPI takes one at once, whether anybody receives it or not.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,21 +26,12 @@ def oversubscribed(binding: Sequence[Place]) -> str | None:
     """Return a sentence if more ranks than cores share cores, such as "4 ranks share 2 cores"; else None.
 
     It names the cores with the most ranks on each. `binding` has `rank`, `host` and `cores` of each rank.
-
-    >>> from mpipipe.job.cores import oversubscribed
-    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": "0-1"} for rank in range(4)])
-    '4 ranks share 2 cores'
-    >>> oversubscribed([{"rank": rank, "host": "n1", "cores": cores} for rank, cores in enumerate(["0", "0", "1-7"])])
-    'ranks 0-1 share 1 core on n1'
     """
-    fullest = _fullest(binding, len)
-    if fullest is None:
+    ranks, _, count, host = _fullest(binding, len)
+    if not ranks:
         return None
-    ranks, _, count, host = fullest
     text = f"share {counted(count, 'core')}"
-    if len(ranks) == len(binding):
-        return f"{len(ranks)} ranks {text}"
-    return f"{rank_list.named(ranks)} {text} on {host}"
+    return f"{len(ranks)} ranks {text}" if len(ranks) == len(binding) else f"{rank_list.named(ranks)} {text} on {host}"
 
 
 def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
@@ -48,24 +40,22 @@ def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
     It names the cores with the most threads on each. `binding` also has `threads` of each rank. Ranks with one thread
     each are the business of `oversubscribed`.
     """
-    fullest = _fullest(binding, _threads)
-    if fullest is None:
+
+    def load(places: Sequence[Place]) -> int:
+        threads = [place["threads"] for place in places]
+        return sum(threads) if max(threads, default=1) > 1 else 0
+
+    ranks, threads, count, host = _fullest(binding, load)
+    if not ranks:
         return None
-    ranks, threads, count, host = fullest
     verb = "has" if len(ranks) == 1 else "have"
     return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {counted(count, 'core')} of {host}"
 
 
-def _threads(places: Sequence[Place]) -> int:
-    """Return the threads of some ranks, 0 where each has one."""
-    return sum(place["threads"] for place in places) if any(place["threads"] > 1 for place in places) else 0
-
-
-def _fullest(
-    binding: Sequence[Place], load: Callable[[Sequence[Place]], int]
-) -> tuple[list[int], int, int, str] | None:
-    """Return (ranks, their load, cores, host) of the cores with the highest load on each, if that is above 1."""
-    worst, fullest = 1.0, None
+def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -> tuple[list[int], int, int, str]:
+    """Return (ranks, their load, cores, host) of the cores with the highest load on each; no ranks if all are 1."""
+    worst: float = 1.0
+    fullest: tuple[list[int], int, int, str] = [], 0, 0, ""
     for host in sorted({place["host"] for place in binding}):
         places = {place["rank"]: place for place in binding if place["host"] == host}
         own = {rank: parse_cores(place["cores"]) for rank, place in places.items()}
@@ -116,25 +106,18 @@ def fair_share(group: RankGroup, cores: Collection[int]) -> int:
 
 def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:
     """Return the cores of hardware threads, each named by its first thread; a thread itself if its core is unknown."""
-    return frozenset(_first_sibling(thread, topology) for thread in threads)
-
-
-def _first_sibling(thread: int, topology: Path) -> int:
-    try:
-        siblings = parse_cores((topology / f"cpu{thread}/topology/thread_siblings_list").read_text().strip())
-    except (OSError, ValueError):
-        return thread
-    return min(siblings, default=thread)
+    cores: dict[int, Collection[int]] = {thread: {thread} for thread in threads}
+    for thread in threads:
+        with suppress(OSError, ValueError):
+            siblings = (topology / f"cpu{thread}/topology/thread_siblings_list").read_text().strip()
+            cores[thread] = parse_cores(siblings) or {thread}
+    return frozenset(map(min, cores.values()))
 
 
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
     """Return for each rank its part of the cores that it shares with other ranks, at least one.
 
     `places` has the host of each rank, and the cores that it may run on; none if they are not known.
-
-    >>> from mpipipe.job.cores import fair_shares
-    >>> fair_shares([("n1", [0]), ("n1", [0]), ("n1", [1, 2])])
-    [1, 1, 2]
     """
     shares = [1] * len(places)
     for host in {host for host, _ in places}:

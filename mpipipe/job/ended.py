@@ -23,28 +23,26 @@ def begin(writes: bool, who: str) -> None:
     """Take the variable out of the environment, so that no child ends in place of this process; write the first line.
 
     `writes` says whether this process is the one that writes, and `who` what begins, as in "4 ranks"; the others may
-    have to end in its place, after a death. Raises BackendError where the file cannot be made, or is there: another job
-    has begun under the same name.
+    have to end in its place, after a death. Raises BackendError where the file cannot be made, or is there.
     """
     path = os.environ.pop(VARIABLE, None)
     if not path:
         return
     path = os.path.abspath(path)
+    problem = remedy = ""
     try:
         if writes:
             _write(path, f"begun {who} on {os.uname().nodename}", os.O_CREAT | os.O_EXCL)
-    except FileExistsError as error:
-        raise _unusable(
-            "another job has begun under the same `mpipipe launch`, which can prove the end of one alone",
-            path,
-            "start each job by a `mpipipe launch` of its own",
-        ) from error
+    except FileExistsError:
+        problem = "another job has begun under the same `mpipipe launch`, which can prove the end of one alone"
+        remedy = "start each job by a `mpipipe launch` of its own"
     except OSError as error:
-        raise _unusable(
-            f"{error.strerror}: the proof of this job's end cannot be written on {os.uname().nodename}",
-            path,
-            "mpipipe launch --marker-folder DIR, with a folder that the node of rank 0 sees, too",
-        ) from error
+        problem = f"{error.strerror}: the proof of this job's end cannot be written on {os.uname().nodename}"
+        remedy = "mpipipe launch --marker-folder DIR, with a folder that the node of rank 0 sees, too"
+    if problem:
+        from mpipipe.errors import BackendError  # `mpipipe launch` needs it in this case alone
+
+        raise BackendError(problem, found=path, remedy=remedy)
     _taken.append((os.getpid(), path))
 
 
@@ -79,9 +77,3 @@ def _write(path: str, line: str, flags: int) -> None:
         os.write(descriptor, f"{line}\n".encode(errors="replace"))
     finally:
         os.close(descriptor)
-
-
-def _unusable(message: str, path: str, remedy: str) -> Exception:
-    from mpipipe.errors import BackendError  # `mpipipe launch` needs it in this case alone
-
-    return BackendError(message, found=path, remedy=remedy)

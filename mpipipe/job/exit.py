@@ -18,17 +18,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import IntEnum
-from hashlib import blake2b
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from mpipipe.errors import ArgumentError, BackendError, LostRankError, MpipipeError
 from mpipipe.job import communicators, ended, lifeline, rank_list, report, runtime, settings, stop_signals
-from mpipipe.job.context import current_rank, is_rank
+from mpipipe.job.consensus import digest
+from mpipipe.job.context import current_rank, finalized, is_rank
 from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe_error, heading, write
 from mpipipe.job.requests import own
@@ -57,10 +57,6 @@ def run_or_abort(main: Callable[[], object]) -> int:
     ended well. It does not return where one rank fails and others do not come: the job is aborted then, with one report
     on stderr. A script ends with `sys.exit(run_or_abort(main))`. Where such a program calls this again, as a command
     line does that runs under it as a whole, the inner `main` runs after the outer one.
-
-    >>> from mpipipe.job.exit import run_or_abort
-    >>> run_or_abort(lambda: None)
-    0
     """
     if _running:
         _afterwards.append(main)
@@ -75,12 +71,10 @@ def run_or_abort(main: Callable[[], object]) -> int:
         return 1 if runtime.limit_error() is None else AGREED
     _running.append(world)
     lifeline.start()
-    restore = _watch_os_exit(world)
     try:
-        with report.suspended():
+        with report.suspended(), _watching_os_exit(world):
             end = _run(main, world)
     finally:
-        restore()
         stop_signals.ignore()
         world = _running[-1]  # that of the survivors, where ranks have died
         _running.clear()
@@ -124,26 +118,13 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
     except Stop as stop:
         return ExitReport(stop.code, ExitCause.CAUSE, stop.text)
     except BaseException as error:
-        return _end_of(error, _running[-1])
-
-
-def _end_of(error: BaseException, world: JobRanks) -> ExitReport:
-    code = 1
-    if isinstance(error, KeyboardInterrupt):
-        code = INTERRUPTED
-    elif world.group.agreed_on(error):
-        code = AGREED
-    line = current_rank().lifeline
-    elsewhere = getattr(error, "reported_elsewhere", False) or (line is not None and line.explains(error))
-    cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
-    return ExitReport(code, cause, describe_error(error, heading(world.rank, world.size)), _refusal_of(error))
-
-
-def _refusal_of(error: BaseException) -> int:
-    if not isinstance(error, (ArgumentError, BackendError)) or error.microbatch is not None:
-        return 0
-    content = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
+        world, line, refusal = _running[-1], current_rank().lifeline, 0
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else AGREED if world.group.agreed_on(error) else 1
+        elsewhere = getattr(error, "reported_elsewhere", False) or (line is not None and line.explains(error))
+        cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
+        if isinstance(error, (ArgumentError, BackendError)) and error.microbatch is None:
+            refusal = digest(type(error).__name__, (("text", str(error)),))
+        return ExitReport(code, cause, describe_error(error, heading(world.rank, world.size)), refusal)
 
 
 def _exit_code(leaving: SystemExit) -> int:
@@ -156,30 +137,30 @@ def _exit_code(leaving: SystemExit) -> int:
     return 1
 
 
-def _watch_os_exit(world: JobRanks) -> Callable[[], None]:
-    """Make `os._exit` of a rank end the job with a report; return the function that takes this back.
+@contextmanager
+def _watching_os_exit(world: JobRanks) -> Iterator[None]:
+    """Let `os._exit` of a rank end the job with a report, within.
 
-    Without it the other ranks would wait for ever, and some launchers would call the job a success.
+    Otherwise the other ranks would wait for ever, and some launchers would call the job a success.
     """
     original, leaving = os._exit, threading.Event()
 
     def exit_rank(status: int) -> NoReturn:
-        if is_rank() and not runtime.finalized(world.end):
+        if is_rank() and not finalized():
             leaving.set()
             write(f"{heading(world.rank, world.size)}\n  os._exit({status}) was called: the other ranks cannot go on\n")
             faulthandler.dump_traceback(all_threads=False)
-            report.wait_for_launcher()  # a program that ends meanwhile waits in `restore`
+            report.wait_for_launcher()  # a program that ends meanwhile waits below
             abort_job(runtime.world(), status & 0xFF or 1)
         original(status)
 
     os._exit = exit_rank
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         if leaving.is_set():  # by another thread, which ends the job
             time.sleep(report.TAKEN_SECONDS + GRACE)
         os._exit = original
-
-    return restore
 
 
 # -- How all ranks of a job end together: what each has to report, who speaks, and the exit code of all ---------------
@@ -207,16 +188,14 @@ class ExitCause(IntEnum):
 
 
 class ExitReport(NamedTuple):
-    """How the program of one rank ended.
-
-    `refusal` is a number made of the text of an error of this package, where that is no failure of a computation, else
-    0: ranks that refuse the same thing have the same number.
-    """
+    """How the program of one rank ended."""
 
     code: int  # its exit code
     cause: ExitCause = ExitCause.NOTHING
     report: str = ""  # the text to write, if it is this rank that speaks
-    refusal: int = 0
+    refusal: int = (
+        0  # made of the text of an error of this package, but for failed computations: alike, the same number
+    )
 
 
 class JobRanks(NamedTuple):
@@ -230,30 +209,31 @@ class JobRanks(NamedTuple):
 
 def leave_together(world: JobRanks, end: ExitReport) -> int:
     """Wait for all ranks to end; one that ends with an error does not wait for long."""
-    if runtime.finalized(world.end):
+    if finalized():
         if end.report and end.code:
             write(end.report)
         if end.code == 0 and world.rank == 0:  # MPI_Finalize is collective: no rank was missing
             _prove()
         return end.code
+    line, head = current_rank().lifeline, heading(world.rank, world.size)
     try:
         table = _all_ends(world, end)
     except LostRankError as error:  # a job that was done stays done
         if end.cause == ExitCause.CAUSE:
             write(end.report)
-        elif end.code and world.rank == current_rank().lifeline.lowest():
-            write(f"{heading(world.rank, world.size)}\n  {type(error).__name__}: {error}\n")
+        elif end.code and world.rank == line.lowest():
+            write(f"{head}\n  {type(error).__name__}: {error}\n")
         elif end.code:
-            current_rank().lifeline.let_leave_first(current_rank().lifeline.lowest(), GRACE)
-        elif world.rank == current_rank().lifeline.lowest():
+            line.let_leave_first(line.lowest(), GRACE)
+        elif world.rank == line.lowest():
             _prove()
         lifeline.leave(end.code)
     except KeyboardInterrupt:
-        write(f"{heading(world.rank, world.size)}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
+        write(f"{head}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
         abort_job(runtime.world(), INTERRUPTED)
-    outlived = current_rank().lifeline is not None and bool(current_rank().lifeline.lost)
+    outlived = line is not None and bool(line.lost)
     codes, causes, refusals = (column.tolist() for column in table.T)
-    if len(set(codes)) == 1 and causes[0] in (ExitCause.NOTHING, ExitCause.EXITED) and len(set(causes)) == 1:
+    if len(set(codes)) == 1 and set(causes) in ({ExitCause.NOTHING}, {ExitCause.EXITED}):
         if codes[0] == 0 and world.rank == 0:
             _prove()
         if outlived:
@@ -262,12 +242,12 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
     speaker = causes.index(max(causes))
     if max(causes) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in causes:
         listing = "; ".join(rank_list.grouped((rank, str(code)) for rank, code in enumerate(codes)))
-        report, code = f"mpipipe: ranks left with different exit codes ({listing})\n", max(codes)
+        text, code = f"mpipipe: ranks left with different exit codes ({listing})\n", max(codes)
     else:
         alike = refusals[0] != 0 and len(set(refusals)) == 1
-        report, code = end.report, AGREED if alike else codes[speaker]
+        text, code = end.report, AGREED if alike else codes[speaker]
     if world.rank == speaker:
-        write(report)
+        write(text)
     if outlived:
         lifeline.leave(code)
     _finalize(code)
@@ -288,13 +268,16 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
     table = np.zeros((world.size, 3), np.int64)
     request = own(world.end.Iallgather(np.array([end.code, end.cause, end.refusal], np.int64), table))
     start, told = time.monotonic(), False
-    line = current_rank().lifeline
-    while not _is_complete(request, line):
+    # of several ranks with a cause the lowest reports first; where the rank with the cause cannot, the lowest other one
+    patience = 2 * GRACE + STAGGER * world.rank
+    if end.cause == ExitCause.CAUSE:
+        patience = GRACE + min(2.0, 0.25 * world.rank)
+    while not _is_complete(request, current_rank().lifeline):
         waited = time.monotonic() - start
         if not told and (end.code or waited > QUIET):
             told = True
             report.say_farewell()
-        if end.code and waited > _patience(world, end):
+        if end.code and waited > patience:
             write(end.report)
             abort_job(runtime.world(), end.code)
         time.sleep(PAUSE)
@@ -312,16 +295,6 @@ def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
         if line.explains(error):
             raise LostRankError(line.name(line.dead()) or str(error)) from error
         raise
-
-
-def _patience(world: JobRanks, end: ExitReport) -> float:
-    """Return the seconds until this rank gives the others up.
-
-    Of several ranks with a cause the lowest reports first; where the rank with the cause cannot, the lowest other one.
-    """
-    if end.cause == ExitCause.CAUSE:
-        return GRACE + min(2.0, 0.25 * world.rank)
-    return 2 * GRACE + STAGGER * world.rank
 
 
 def _finalize(code: int) -> None:

@@ -1,14 +1,12 @@
 """The flight recorder: the last operations of a rank, which are read only when a job hangs.
 
-Operations that a plan names are not written down again. An object that follows a plan knows how far it has come, and
-gives a `Snapshot` when it is asked (pipeline/flight.py, ring_exchange.py). All other operations go into a ring of
-slots, which is made once; each new operation takes the oldest slot. Only references and numbers are stored. Texts are
-made for a dump (watch/channel.py).
+An object that follows a plan knows how far it has come, and gives a `Snapshot` when it is asked (pipeline/diagnostics,
+comm/ring_exchange). All other operations go into a ring of slots; each new one takes the oldest slot. Only references
+and numbers are stored. Texts are made for a dump (watch/channel.py).
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -16,40 +14,33 @@ SLOTS = 256  # a power of two
 ALL = -1  # in place of a peer, where all ranks of a group take part
 
 
-class State(IntEnum):
-    """How far an operation has come."""
-
-    POSTED = 0  # begun: the other side may not have come to it
-    DONE = 1
-
-
 class FlightRecorder:
     """The operations of one rank that are in no plan; `count` is how many have begun so far."""
 
     def __init__(self) -> None:
         self.count = 0
-        # [what, peer, tag, bytes, state, time of the last change] of each of the last operations
-        self.slots: list[list[Any]] = [["", ALL, None, 0, State.DONE, 0.0] for _ in range(SLOTS)]
+        # [what, peer, tag, bytes, "posted" or "done", time of the last change] of each of the last operations
+        self.slots: list[list[Any]] = [["", ALL, None, 0, "done", 0.0] for _ in range(SLOTS)]
 
     def begin(self, what: object, peer: int = ALL, tag: int | None = None, nbytes: int = 0) -> int:
         """Note that an operation begins; return its number, for `end`."""
         number = self.count
         self.count = number + 1
-        self.slots[number & SLOTS - 1][:] = what, peer, tag, nbytes, State.POSTED, perf_counter()
+        self.slots[number & SLOTS - 1][:] = what, peer, tag, nbytes, "posted", perf_counter()
         return number
 
     def end(self, number: int) -> None:
         """Note that an operation is done."""
         if self.count - number <= SLOTS:
             slot = self.slots[number & SLOTS - 1]
-            slot[4], slot[5] = State.DONE, perf_counter()
+            slot[4:] = "done", perf_counter()
 
     def last(self, most: int) -> list[str]:
         """Return the last operations as text, the oldest first."""
         lines, now = [], perf_counter()
         for number in range(max(0, self.count - min(most, SLOTS)), self.count):
             what, peer, tag, nbytes, state, then = self.slots[number & SLOTS - 1]
-            facts = [State(state).name.lower(), f"{now - then:.3f} s ago"]
+            facts = [state, f"{now - then:.3f} s ago"]
             facts += [] if peer == ALL else [f"peer {peer}"]
             facts += [] if tag is None else [f"tag {tag}"]
             facts += [f"{nbytes} bytes"] if nbytes else []

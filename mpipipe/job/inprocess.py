@@ -22,21 +22,17 @@ import numpy as np
 
 from mpipipe.errors import ArgumentError, HangError, MpipipeError, PeerError
 from mpipipe.job.context import RankContext, adopt
-from mpipipe.job.types import Testable
 
-# -- What the threads of `job.inprocess` share: messages under way, and collectives that wait for more ranks ---------
-#
-#     Isend  -> World.sent      \
-#                                 >  World.progress: matched in the order that MPI prescribes, copied, both done
-#     Irecv  -> World.posted    /
-#     Ixxx   -> World.meetings  one Meeting for each collective call; complete when all ranks have brought their value
-#
-# Nothing happens by itself: as in MPI, messages advance when somebody tests a request.
-
+__all__ = ["InProcessError", "run"]
 
 ANY = -1
+PAUSE = 2e-5
+LOOK_SECONDS = 0.5  # between two looks at the errors of ranks
+GRACE_SECONDS = 1.0  # once a rank has reported a hang: for each of the others to learn of it
 Context: TypeAlias = tuple[Hashable, ...]  # the name of a communicator
+Box: TypeAlias = tuple[Context, int]  # of a rank of a communicator
 Finish: TypeAlias = Callable[[list[Any]], object]  # what a rank does with the values of all ranks
+Result = TypeVar("Result")
 
 
 class InProcessError(MpipipeError, RuntimeError):
@@ -44,102 +40,66 @@ class InProcessError(MpipipeError, RuntimeError):
 
 
 class World:
-    """All ranks of one `inprocess.run`."""
+    r"""What all ranks of one `inprocess.run` share: messages under way, and collectives that wait for more ranks.
+
+    Isend  -> sent      \
+                          >  progress: matched in the order that MPI prescribes, copied, both done
+    Irecv  -> posted    /
+    Ixxx   -> meetings  one for each collective call; complete when all ranks have brought their value
+
+    Nothing happens by itself: as in MPI, messages advance when somebody tests a request.
+    """
 
     def __init__(self, ranks: int, synchronous: bool, delay: float, seed: int, tag_ub: int) -> None:
-        self.ranks, self.synchronous, self.delay, self.tag_ub = ranks, synchronous, delay, tag_ub
+        self.synchronous, self.delay, self.tag_ub = synchronous, delay, tag_ub
         self.random = random.Random(seed)
         self.lock = threading.RLock()
-        self.sent: dict[tuple[Context, int], list[Send]] = defaultdict(list)
-        self.posted: dict[tuple[Context, int], list[Receive]] = defaultdict(list)
-        self.meetings: dict[tuple[Context, int], Meeting] = {}
+        self.sent: dict[Box, list[Send]] = defaultdict(list)
+        self.posted: dict[Box, list[Receive]] = defaultdict(list)
+        self.meetings: dict[Box, Meeting] = {}  # here the number is that of the call
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
-        self.contexts: dict[int, RankContext] = {}  # by rank
+        self.contexts = {rank: RankContext() for rank in range(ranks)}
 
-    def next_delay(self) -> float:
-        """Return the seconds until the next message becomes visible."""
-        return self.random.uniform(0, self.delay) if self.delay else 0.0
-
-    def send(self, message: Send) -> Send:
-        """Put a message on its way."""
-        with self.lock:
-            self.sent[message.context, message.dest].append(message)
-        return message
-
-    def post(self, receive: Receive) -> Receive:
-        """Begin to wait for a message."""
-        with self.lock:
-            self.posted[receive.context, receive.dest].append(receive)
-        return receive
-
-    def withdraw(self, receive: Receive) -> None:
-        """Take a receive back that has found no message."""
-        with self.lock:
-            waiting = self.posted[receive.context, receive.dest]
-            if receive in waiting:
-                waiting.remove(receive)
-
-    def progress(self, context: Context, dest: int) -> None:
+    def progress(self, box: Box) -> None:
         """Match posted receives with sent messages, in the order that MPI prescribes."""
         with self.lock:
-            sent, posted = self.sent[context, dest], self.posted[context, dest]
+            sent, posted = self.sent[box], self.posted[box]
             for receive in list(posted):
-                message = next((m for m in sent if receive.wants(m)), None)
+                message = next((m for m in sent if m.fits(receive.source, receive.tag)), None)
                 if message is not None and message.visible <= time.monotonic():
                     posted.remove(receive)
                     sent.remove(message)
                     receive.complete(message)
                     message.done = True
 
-    def probe(self, context: Context, dest: int, source: int, tag: int) -> bool:
-        """Return whether such a message is visible."""
-        with self.lock:
-            now = time.monotonic()
-            return any(
-                source in (ANY, m.source) and tag in (ANY, m.tag) and m.visible <= now for m in self.sent[context, dest]
-            )
-
-    def meet(
-        self, key: tuple[Context, int], kind: str, rank: int, size: int, value: Any, finish: Finish | None
-    ) -> MeetingRequest:
-        """Bring the value of one rank to a collective call of a communicator of `size` ranks."""
-        with self.lock:
-            meeting = self.meetings.setdefault(key, Meeting(self, kind, size))
-            if meeting.kind != kind:
-                self.broken = True
-                raise InProcessError("ranks call different collectives", rank=rank, found=kind, expected=meeting.kind)
-            meeting.values[rank] = value
-            if len(meeting.values) == size:
-                del self.meetings[key]
-        return MeetingRequest(meeting, finish)
-
     def check_nothing_left(self, context: Context | None = None) -> None:
         """Raise InProcessError for a message without a receive, or the other way round; None: in any communicator."""
         with self.lock:
-            self._check_empty(self.sent, context, "was never received")
-            self._check_empty(self.posted, context, "was posted, and nothing came")
-
-    def _check_empty(self, boxes: Any, context: Context | None, what: str) -> None:
-        for (where, dest), box in boxes.items():
-            if box and (context is None or where == context):
-                peer = f"from rank {box[0].source} " if box[0].source != ANY else ""
-                raise InProcessError(f"a message {peer}to rank {dest} with tag {box[0].tag} {what}", rank=dest)
+            for boxes, what in ((self.sent, "was never received"), (self.posted, "was posted, and nothing came")):
+                for (where, dest), box in boxes.items():
+                    if box and context in (None, where):
+                        peer = f"from rank {box[0].source} " if box[0].source != ANY else ""
+                        text = f"a message {peer}to rank {dest} with tag {box[0].tag} {what}"
+                        raise InProcessError(text, rank=dest)
 
 
 class Send:
     """The request of a sender; an array that is sent synchronously is not copied."""
 
-    def __init__(
-        self, world: World, context: Context, source: int, dest: int, tag: int, array: np.ndarray, synchronous: bool
-    ) -> None:
-        self.context, self.source, self.dest, self.tag = context, source, dest, tag
+    def __init__(self, world: World, box: Box, source: int, tag: int, array: np.ndarray, synchronous: bool) -> None:
+        self.world, self.box, self.source, self.tag = world, box, source, tag
         self.array = array if synchronous else array.copy()
-        self.visible = time.monotonic() + world.next_delay()
+        self.visible = time.monotonic() + (world.random.uniform(0, world.delay) if world.delay else 0.0)
         self.done = not synchronous
-        self.progress = world.progress
+        with world.lock:
+            world.sent[box].append(self)
+
+    def fits(self, source: int, tag: int) -> bool:
+        """Return whether a receive from this source, with this tag, takes the message."""
+        return source in (ANY, self.source) and tag in (ANY, self.tag)
 
     def Test(self) -> bool:
-        self.progress(self.context, self.dest)
+        self.world.progress(self.box)
         return self.done
 
     def Cancel(self) -> None:
@@ -149,15 +109,12 @@ class Send:
 class Receive:
     """The request of a receiver."""
 
-    def __init__(self, world: World, context: Context, dest: int, source: int, tag: int, array: np.ndarray) -> None:
-        self.context, self.dest, self.source, self.tag, self.array = context, dest, source, tag, array
+    def __init__(self, world: World, box: Box, source: int, tag: int, array: np.ndarray) -> None:
+        self.world, self.box, self.source, self.tag, self.array = world, box, source, tag, array
         self.done = False
         self.error: InProcessError | None = None
-        self.progress, self.withdraw = world.progress, world.withdraw
-
-    def wants(self, send: Send) -> bool:
-        """Return whether this receive takes that message."""
-        return self.source in (ANY, send.source) and self.tag in (ANY, send.tag)
+        with world.lock:
+            world.posted[box].append(self)
 
     def complete(self, send: Send) -> None:
         """Copy the message, which must fit exactly."""
@@ -166,7 +123,7 @@ class Receive:
         if sent != expected:
             self.error = InProcessError(
                 f"message from rank {send.source} with tag {send.tag} does not fit the receive buffer",
-                rank=self.dest,
+                rank=self.box[1],
                 found=f"{sent[0]} bytes of {sent[1]}",
                 expected=f"{expected[0]} of {expected[1]}",
             )
@@ -174,13 +131,15 @@ class Receive:
         self.array.reshape(-1)[...] = send.array.reshape(-1)
 
     def Test(self) -> bool:
-        self.progress(self.context, self.dest)
+        self.world.progress(self.box)
         if self.error is not None:
             raise self.error
         return self.done
 
     def Cancel(self) -> None:
-        self.withdraw(self)
+        with self.world.lock:
+            if self in self.world.posted[self.box]:
+                self.world.posted[self.box].remove(self)
 
 
 class Meeting:
@@ -210,17 +169,6 @@ class MeetingRequest:
 
     def Cancel(self) -> None:
         self.finish = None
-
-
-# -- Several ranks in one process, a thread each, with the few methods of an mpi4py communicator that mpipipe uses ----
-
-
-__all__ = ["InProcessError", "run"]
-
-PAUSE = 2e-5
-LOOK_SECONDS = 0.5  # between two looks at the errors of ranks
-GRACE_SECONDS = 1.0  # once a rank has reported a hang: for each of the others to hear of it
-Result = TypeVar("Result")
 
 
 def run(
@@ -256,12 +204,10 @@ def run(
 
     Raises
     ------
-    ArgumentError
-        For a number of ranks that is no integer of at least 1.
-    InProcessError
-        When a rank breaks a rule of message passing, or a message is never received.
+    ArgumentError, InProcessError
+        For a number of ranks that is no integer of at least 1; where a rank breaks a rule of message passing.
     Exception
-        The error of the first rank that failed, rather than the PeerError of one that heard of it.
+        The error of the first rank that failed, rather than the PeerError of another.
 
     Examples
     --------
@@ -284,7 +230,6 @@ def run(
             world.broken = True
         world.contexts[rank].ended = True
 
-    world.contexts.update({rank: RankContext() for rank in range(ranks)})
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
@@ -318,18 +263,21 @@ class ThreadCommunicator:
         return self._send(buf, dest, tag, True)
 
     def _send(self, array: np.ndarray, dest: int, tag: int, synchronous: bool) -> Send:
-        largest = self.world.tag_ub
-        if not 0 <= tag <= largest:
-            raise InProcessError("tag out of range", rank=self.rank, found=tag, expected=f"0 to {largest}")
-        if not 0 <= dest < self.size:
-            raise InProcessError("no such rank", rank=self.rank, found=dest, expected=f"0 to {self.size - 1}")
-        return self.world.send(Send(self.world, self.context, self.rank, dest, tag, array, synchronous))
+        for what, number, largest in (
+            ("tag out of range", tag, self.world.tag_ub),
+            ("no such rank", dest, self.size - 1),
+        ):
+            if not 0 <= number <= largest:
+                raise InProcessError(what, rank=self.rank, found=number, expected=f"0 to {largest}")
+        return Send(self.world, (self.context, dest), self.rank, tag, array, synchronous)
 
     def Irecv(self, buf: np.ndarray, source: int = ANY, tag: int = ANY) -> Receive:
-        return self.world.post(Receive(self.world, self.context, self.rank, source, tag, buf))
+        return Receive(self.world, (self.context, self.rank), source, tag, buf)
 
     def Iprobe(self, source: int = ANY, tag: int = ANY) -> bool:
-        return self.world.probe(self.context, self.rank, source, tag)
+        with self.world.lock:
+            now, sent = time.monotonic(), self.world.sent[self.context, self.rank]
+            return any(message.fits(source, tag) and message.visible <= now for message in sent)
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -358,7 +306,9 @@ class ThreadCommunicator:
 
     def allgather(self, sendobj: Any) -> list[Any]:
         gathered: list[Any] = []
-        self._complete(self._collective("allgather", sendobj, gathered.extend))
+        request = self._collective("allgather", sendobj, gathered.extend)
+        while not request.Test():
+            time.sleep(PAUSE)
         return gathered
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
@@ -369,11 +319,18 @@ class ThreadCommunicator:
 
     def _collective(self, kind: str, value: Any, finish: Finish | None) -> MeetingRequest:
         self._collectives += 1
-        return self.world.meet((self.context, self._collectives), kind, self.rank, self.size, value, finish)
-
-    def _complete(self, request: Testable) -> None:
-        while not request.Test():
-            time.sleep(PAUSE)
+        world, key = self.world, (self.context, self._collectives)
+        with world.lock:
+            meeting = world.meetings.setdefault(key, Meeting(world, kind, self.size))
+            if meeting.kind != kind:
+                world.broken = True
+                raise InProcessError(
+                    "ranks call different collectives", rank=self.rank, found=kind, expected=meeting.kind
+                )
+            meeting.values[self.rank] = value
+            if len(meeting.values) == self.size:
+                del world.meetings[key]
+        return MeetingRequest(meeting, finish)
 
     # -- communicators and their attributes ---------------------------------------------------------------------
 

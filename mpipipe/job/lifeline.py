@@ -18,11 +18,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from mpipipe.errors import BackendError, LostRankError, PeerError
@@ -78,9 +77,8 @@ class Lifeline:
 
     def look(self) -> None:
         """Raise LostRankError if a rank has died since the survivors last came together."""
-        dead = self.dead()
-        if dead != self.lost:
-            raise LostRankError(self.name([rank for rank in dead if rank not in self.lost]))
+        if self.is_broken:
+            raise LostRankError(self.name([rank for rank in self.dead() if rank not in self.lost]))
 
     def lowest(self) -> int:
         """Return the lowest rank of COMM_WORLD that lives."""
@@ -88,10 +86,8 @@ class Lifeline:
 
     def name(self, ranks: Sequence[int]) -> str:
         """Say in words that these ranks of COMM_WORLD have died, and where they were."""
-        on: dict[str, list[int]] = {}
-        for rank in ranks:
-            on.setdefault(self.places[rank][0], []).append(rank)
-        return ", ".join(f"{rank_list.named(some)} on {host}" for host, some in on.items()) + " died"
+        hosts = rank_list.by_text((rank, self.places[rank][0]) for rank in ranks)
+        return ", ".join(f"{rank_list.named(some)} on {host}" for host, some in hosts.items()) + " died"
 
     def explains(self, error: BaseException) -> bool:
         """Return whether an error is what a rank meets when another one has died; wait for news that may be late."""
@@ -123,7 +119,7 @@ class Lifeline:
 
     def gather(self) -> Communicator:
         """Return the communicator of all that live; every survivor calls this, or `finish`, after a loss."""
-        with _Deadline(self):
+        with _deadline(self):
             for comm in self._revoked:
                 with suppress(self.MPI.Exception):
                     comm.Revoke()  # type: ignore[attr-defined]  # of MPI, where this is called
@@ -133,7 +129,7 @@ class Lifeline:
 
     def finish(self) -> Communicator | None:
         """Return None if all that live have come to the end of their work, else what `gather` returns."""
-        with _Deadline(self):
+        with _deadline(self):
             if self._agree(1):
                 return None
             _forget_groups()
@@ -207,9 +203,7 @@ def demand() -> Lifeline:
 def leave(code: int) -> NoReturn:
     """End this process without MPI_Finalize, which may hang after a death."""
     report.stop_watching()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    report.flush()
     _exit(code)
 
 
@@ -220,35 +214,29 @@ def _forget_groups() -> None:
     """Let go of all groups: each of them has dead ranks, or is to be made anew."""
     context = current_rank()
     with context.lock:
-        context.groups.clear()
-        context.failed.clear()
-        context.withdrawn.clear()
-        context.advancing.clear()
-        context.failures.clear()
-        context.left.clear()
-    watchdog = context.watchdog
-    if watchdog is not None:
-        watchdog.forget()
+        for known in (context.groups, context.failed, context.failures):
+            known.clear()
+        for table in (context.withdrawn, context.advancing, context.left):
+            table.clear()
+    if context.watchdog is not None:
+        context.watchdog.forget()
 
 
-class _Deadline:
-    """Ends the job with a report where survivors do not come together in time."""
+@contextmanager
+def _deadline(line: Lifeline) -> Iterator[None]:
+    """End the job with a report where survivors do not come together in time."""
+    watchdog = current_rank().watchdog
+    limit = None if watchdog is None else watchdog.limit
+    seconds = DEADLINE if limit is None else max(10.0, limit)
 
-    def __init__(self, line: Lifeline) -> None:
-        watchdog = current_rank().watchdog
-        limit = None if watchdog is None else watchdog.limit
-        self.seconds = DEADLINE if limit is None else max(10.0, limit)
-        self.timer = threading.Timer(self.seconds, self._give_up)
-        self.line, self.timer.daemon = line, True
+    def give_up() -> None:
+        write(f"mpipipe: {line.name(line.dead())}, and the others did not come together in {seconds:g} s\n")
+        line.end_job(1)
 
-    def _give_up(self) -> None:
-        write(
-            f"mpipipe: {self.line.name(self.line.dead())}, and the others did not come together in {self.seconds:g} s\n"
-        )
-        self.line.end_job(1)
-
-    def __enter__(self) -> None:
-        self.timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from mpipipe.errors import ArgumentError
 from mpipipe.job import rank_list, runtime
+from mpipipe.job.context import finalized
 from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import abort_job, errors_of_open_mpi, heading, write, write_past_launcher
 from mpipipe.job.stop_signals import StopSignals, parse_signals
@@ -40,16 +41,16 @@ class Preempted(SystemExit):
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(PREEMPTED)
-        self.agreed = frozenset(group.peers.members)
+        self.agreed = frozenset(group.members)
 
 
 class Preemption:
-    """Tells all ranks at the same step that the job has to leave; a context manager.
+    """Says on all ranks at the same step that the job has to leave; a context manager.
 
-    A scheduler that wants the nodes back, or whose time is over, sends a signal some time before it kills the job. From
-    here on such a signal does not end this process. Instead `due()` is true on all ranks after it has reached any of
-    them, and the loop can save and leave with exit code 75, by which a job script knows that it is to be started again.
-    The constructor and `due` are collective.
+    A scheduler that wants the nodes back sends a signal some time before it kills the job. From here on such a signal
+    does not end this process. Instead `due()` is true on all ranks after it has reached any of them, and the loop can
+    save and leave with exit code 75, by which a job script knows that it is to be started again. The constructor and
+    `due` are collective.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ class Preemption:
         Names such as "USR2,TERM", out of HUP, INT, QUIT, USR1, USR2, ALRM, TERM and XCPU; "none" for none. Ranks that
         are threads catch none.
     time_limit : float or str, optional
-        How long this process may live: seconds, or HH:MM:SS or D-HH:MM:SS. 0 is no limit. By default the end of a job
+        How long this process may live: seconds, or HH:MM:SS or D-HH:MM:SS; 0 is no limit. By default the end of a job
         of SLURM, where SLURM_JOB_END_TIME names it. `due()` is true as soon as one step more, as long as the longest
         one so far, a save as long as the last one, and `margin` may not fit any more. Rank 0 decides.
     grace : float
@@ -68,8 +69,7 @@ class Preemption:
     margin : float, optional
         Seconds; by default 2 % of the time that is left at the start, at least 2 s and at most 60 s.
     say : callable, optional
-        Called on rank 0 with lines of text: at the first signal, by a thread and at once, and by `leave`. By default
-        they go to stderr.
+        Takes lines of text on rank 0: at the first signal, in a thread, and at the end. By default they go to stderr.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Preemption:
     reason : str
         Why `due()` was true; "" before.
     whereabouts : callable or None
-        Returns how far the job is, for what is said at the first signal. None says nothing of it. Yours to set.
+        Returns how far the job is, for what is said at the first signal. Yours to set.
 
     Raises
     ------
@@ -119,15 +119,14 @@ class Preemption:
         self.reason = ""
         self._closed = False
         self.whereabouts: Callable[[], str] | None = None
-        self._say = _on_stderr if say is None else say
+        self._say = say or (lambda text: write(f"{text}\n"))
         with self.group.raise_together("making a Preemption"):
             for name, value in (("grace", grace), ("margin", margin)):
                 if value is not None and not value >= 0:
                     raise ArgumentError(name, found=repr(value), expected="seconds, at least 0")
             numbers = parse_signals(signals)
             self.time_limit = TimeLimit(None if time_limit is None else parse_duration(time_limit), margin)
-            if runtime.in_process(comm):
-                numbers = ()
+            numbers = () if runtime.in_process(comm) else numbers
             self._signals = StopSignals(numbers, grace, self._told, self._end_at_once, self._hopeless)
 
     def due(self, saving: bool = False) -> bool:
@@ -151,9 +150,7 @@ class Preemption:
         return self.reason != ""
 
     def asked(self) -> bool:
-        """Find out on all ranks whether a signal has come; collective, before the first step.
-
-        The time limit does not count here: a job makes a step in each start, however short that is.
+        """Find out on all ranks whether a signal has come; collective, before the first step. No time limit counts yet.
 
         Returns
         -------
@@ -167,13 +164,10 @@ class Preemption:
     def _why(self, over: bool) -> str:
         first = self._signals.first
         texts = self.group.gather(CALL, str(self.time_limit) if over else "" if first is None else first.name)
-        ranks_of: dict[str, list[int]] = {}
-        for rank, text in enumerate(texts):
-            if text:
-                ranks_of.setdefault(text, []).append(rank)
         return "; ".join(
             text if " " in text else f"{text} on {rank_list.named(ranks, self.group.size)}"
-            for text, ranks in ranks_of.items()
+            for text, ranks in rank_list.by_text(enumerate(texts)).items()
+            if text
         )
 
     def saving(self) -> AbstractContextManager[None]:
@@ -187,16 +181,14 @@ class Preemption:
         return self.time_limit.saving()
 
     def save_took(self, seconds: float) -> None:
-        """Say how long a save took that was written during the steps, such as `Saver.seconds`.
-
-        The save of a job that leaves is waited for.
+        """Note how long a save took that was written during the steps; the save of a job that leaves is waited for.
 
         Parameters
         ----------
         seconds : float
-            On rank 0; what other ranks say counts for nothing.
+            Such as `Saver.seconds`, on rank 0; what other ranks note counts for nothing.
         """
-        self.time_limit.save_took(seconds)
+        self.time_limit.last_save = seconds
 
     def leave(self, text: str) -> NoReturn:
         """End the program of every rank with exit code 75; rank 0 says why and where. Call it on all ranks.
@@ -204,25 +196,15 @@ class Preemption:
         Parameters
         ----------
         text : str
-            Where the job has come to and what it has saved, as in "after step 7, saved as step-00000007". Each line of
-            it becomes one of what rank 0 writes.
-
-        Raises
-        ------
-        SystemExit
-            With the code 75.
+            Where the job has come to and what it has saved, as in "after step 7, saved as step-00000007".
         """
         self._signals.leave()
         if self.group.rank == 0:
-            self._tell(f"{self.reason}: left {text}")
+            self._announce(f"{self.reason}: left {text}")
         raise Preempted(self.group)
 
     def close(self) -> None:
-        """Give the handlers of signals back, unless a signal has come; may be called twice.
-
-        A process that was asked to leave stays deaf to the signals until it ends, as far as `grace` allows. A later
-        Preemption for the same signals is due at once.
-        """
+        """Give the handlers of signals back, unless one has come: then a later Preemption for it is due at once."""
         self._closed = True
         self._signals.close()
 
@@ -234,11 +216,10 @@ class Preemption:
     ) -> None:
         self.close()
 
-    def _tell(self, text: str) -> None:
+    def _announce(self, text: str) -> None:
         marked = "\n".join(f"mpipipe: {line}" for line in text.split("\n"))
-        errors = self._dropped_by()
-        if errors is not None:
-            with suppress(OSError):
+        with suppress(OSError):
+            if (errors := self._dropped_by()) is not None:
                 write_past_launcher(errors, f"{marked}\n")
                 return
         self._say(marked)
@@ -253,14 +234,14 @@ class Preemption:
         if self.group.rank == 0:
             place = "has come" if self.whereabouts is None else self.whereabouts()
             follows = FOLLOWS if self._dropped_by() is None else KILLED
-            self._tell(f"{name} {place}\n{follows}")
+            self._announce(f"{name} {place}\n{follows}")
 
     def _hopeless(self) -> bool:
         """Return whether another rank has ended although none has left: its launcher then signals the others."""
-        watchdog = self.group.context.watchdog
-        if self.group.context.lifeline is not None:
-            return False  # MPI tells of the death, and the others may go on
-        return watchdog is not None and not self.reason and not self._closed and bool(watchdog.ended_neighbours())
+        context = self.group.context
+        if context.lifeline is not None or context.watchdog is None or self.reason or self._closed:
+            return False  # with a lifeline, MPI tells of the death, and the others may go on
+        return bool(context.watchdog.ended_neighbours())
 
     def _end_at_once(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where no other has."""
@@ -268,7 +249,7 @@ class Preemption:
             return  # it kills this process in a moment, and has said why
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))
-        usable = not runtime.finalized(self.group.comm) and threads_allowed()
+        usable = not finalized() and threads_allowed()
         size = runtime.world().size if usable else self.group.size
         if text:
             write(f"{heading(world, size)}\n  {text}\n")
@@ -276,10 +257,6 @@ class Preemption:
         if not usable:
             os._exit(code)
         abort_job(runtime.world(), code, self.group.context)
-
-
-def _on_stderr(text: str) -> None:
-    write(f"{text}\n")
 
 
 # -- When a job has to leave, to be done before its time is over: what the clock of rank 0 says -----------------------
@@ -317,9 +294,12 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float | None, margin: float | None = None) -> None:
-        now = time.monotonic()
-        # on the clock of time.monotonic(); None without a limit
-        self.end = _slurm_end(now) if seconds is None else now - _age() + seconds if seconds else None
+        now, slurm = time.monotonic(), os.environ.get(END_TIME, "")
+        self.end: float | None = None  # on the clock of time.monotonic(); None without a limit
+        if seconds is None and slurm.isdigit():
+            self.end = now + int(slurm) - time.time()
+        elif seconds:
+            self.end = now - _age() + seconds
         left = 0.0 if self.end is None else max(0.0, self.end - now)
         self.margin = min(MOST_MARGIN, max(LEAST_MARGIN, SHARE * left)) if margin is None else margin
         self.longest_step = 0.0  # without the first one, which has more to do
@@ -327,10 +307,7 @@ class TimeLimit:
         self._mark: float | None = None
 
     def is_over(self, saving: bool = False) -> bool:
-        """Return whether one more step, and a save after it, may not fit; called after each step.
-
-        With `saving` a save is under way, which comes first.
-        """
+        """Return whether one more step and a save may not fit, after one under way where `saving`; asked each step."""
         now = time.monotonic()
         if self._mark is not None:
             self.longest_step = max(self.longest_step, now - self._mark)
@@ -358,18 +335,9 @@ class TimeLimit:
             if self._mark is not None:
                 self._mark += self.last_save
 
-    def save_took(self, seconds: float) -> None:
-        """Remember how long a save took that was written while steps went on."""
-        self.last_save = seconds
-
     def __str__(self) -> str:
         left = 0.0 if self.end is None else self.end - time.monotonic()
         return f"the time limit, {max(0.0, left):.0f} s ahead"
-
-
-def _slurm_end(now: float) -> float | None:
-    text = os.environ.get(END_TIME, "")
-    return now + int(text) - time.time() if text.isdigit() else None
 
 
 def _age() -> float:

@@ -14,14 +14,14 @@ import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.job.context import RankContext, current_rank, is_rank
+from mpipipe.job.context import RankContext, current_rank, finalized, is_rank
 from mpipipe.job.types import MpiCommunicator
 
 GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
@@ -42,11 +42,15 @@ def heading(rank: int, size: int) -> str:
 def describe_error(error: BaseException, heading: str) -> str:
     """Say what went wrong and where; for an error that is not of this package with its traceback.
 
-    An interrupt is no error: a user who pressed Ctrl-C reads in a few lines where the program was.
+    A user who pressed Ctrl-C reads in a few lines where the program was: the innermost function of his own.
     """
     if isinstance(error, KeyboardInterrupt):
-        said = _with_colon(str(error)).replace("\n", "\n  ")
-        return f"{heading}\n  KeyboardInterrupt{said}\n{_place(error)}"
+        said = f": {error}".replace("\n", "\n  ") if str(error) else ""
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)
+        ]
+        place = f"  in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})\n" if frames else ""
+        return f"{heading}\n  KeyboardInterrupt{said}\n{place}"
     text = f"{heading}\n  {type(error).__name__}: {error}\n"
     if isinstance(error, MpipipeError) and not isinstance(error, StageError):
         return text  # the message says it all
@@ -54,54 +58,39 @@ def describe_error(error: BaseException, heading: str) -> str:
     return text + "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
 
 
-def _with_colon(text: str) -> str:
-    return f": {text}" if text else ""
-
-
-def _place(error: BaseException) -> str:
-    """Return a line that names the innermost function outside of this package, or "" where there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
-    return f"  in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})\n" if frames else ""
-
-
 def write(text: str) -> None:
     """Write to stderr in one piece, so that reports of several ranks do not mix; never raises."""
-    _flush()
-    try:
+    flush()
+    with suppress(OSError):
         os.write(2, text.encode("utf-8", "backslashreplace"))
-    except OSError:
-        pass
 
 
 def wait_for_launcher() -> None:
     """Return when the launcher has read what this process has written, after TAKEN_SECONDS at the latest.
 
-    A launcher reads the output of its ranks from pipes. One that hears of MPI_Abort ends at once, and what it has not
+    A launcher reads the output of its ranks from pipes. One that learns of MPI_Abort ends at once, and what it has not
     read by then is lost: seen with MPICH's on a busy machine. There is no pause after it has read: other ranks would
     report meanwhile.
     """
-    _flush()
+    flush()
     stop = time.monotonic() + TAKEN_SECONDS
     while any(_unread(descriptor) for descriptor in (1, 2)) and time.monotonic() < stop:
         time.sleep(1e-3)
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Flush what Python has kept of stdout and stderr; never raises."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError, AttributeError):  # closed, or never opened
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            pass  # closed, or never opened
 
 
 def _unread(descriptor: int) -> int:
     """Return how many bytes of this pipe nobody has read yet; 0 for all that is not a pipe."""
     count = array.array("i", [0])
-    try:
+    with suppress(OSError):  # closed
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             fcntl.ioctl(descriptor, termios.FIONREAD, count)
-    except OSError:
-        pass  # closed
     return count[0]
 
 
@@ -168,7 +157,7 @@ def abort_job(world: MpiCommunicator, code: int, context: RankContext | None = N
 # seconds to say where they were, and calls MPI_Abort.
 
 
-_hooked: list[Callable[..., Any]] = []  # the hook that was there before ours
+_libraries: list[ModuleType] = []  # MPI, once the hook is installed
 _deaths: list[BaseException] = []  # what ended the script
 _suspended: list[bool] = []  # while run_or_abort runs a program
 
@@ -178,10 +167,10 @@ def install(MPI: ModuleType) -> None:
 
     Nothing happens in an interactive session, and in a program that `run_or_abort` runs.
     """
-    if _hooked:
+    if _libraries:
         return
+    _libraries.append(MPI)
     previous = sys.excepthook
-    _hooked.append(previous)
 
     def report_and_remember(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         previous(kind, error, trace)
@@ -189,10 +178,8 @@ def install(MPI: ModuleType) -> None:
             _deaths.append(error)
 
     sys.excepthook = report_and_remember
-    call_last(lambda: _abort_after_exception(MPI))
     # MPI_Finalize, should the script call it, begins with what is attached to COMM_SELF
-    keyval = MPI.Comm.Create_keyval(delete_fn=lambda *_: before_finalize())
-    MPI.COMM_SELF.Set_attr(keyval, True)
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: before_finalize()), True)
 
 
 @contextmanager
@@ -205,30 +192,13 @@ def suspended() -> Iterator[None]:
         _suspended.pop()
 
 
-def _abort_after_exception(MPI: ModuleType) -> None:
-    if not _deaths or MPI.Is_finalized():
-        return
-    error, rank = _deaths[0], MPI.COMM_WORLD.rank
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # peers that hear of it have time to say where they were; one that only heard leaves the end to the one it heard of
-    elsewhere = getattr(error, "reported_elsewhere", False)
-    time.sleep(2 * GRACE + STAGGER * rank if elsewhere else 1.0 + min(1.0, 0.05 * rank))
-    write(f"mpipipe: rank {rank} of {MPI.COMM_WORLD.size} died of {type(error).__name__}: the job ends here\n")
-    code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    abort_job(MPI.COMM_WORLD, code)
-
-
-# -- What happens at the end of a rank's script: its peers are told, so that none of them waits for it ----------------
+# -- What happens at the end of a rank's script: its peers learn of it, so that none of them waits for it -------------
 #
 # A process that a script forked is no rank: it says nothing when it ends.
 
 
-_last: list[Callable[[], None]] = []
-
-
 def say_farewell() -> None:
-    """Tell the other ranks of all groups that this rank leaves; each group is told once."""
+    """Let the other ranks of all groups know that this rank leaves; once in each group."""
     if is_rank():
         for group in (*current_rank().groups, *current_rank().failed):
             group.leave()
@@ -236,29 +206,31 @@ def say_farewell() -> None:
 
 def stop_watching() -> None:
     """End the watchdog of this rank: MPI is about to be finalized."""
-    watchdog = current_rank().watchdog
-    if is_rank() and watchdog is not None:
-        watchdog.stop()
+    if is_rank() and current_rank().watchdog is not None:
+        current_rank().watchdog.stop()
 
 
 def before_finalize() -> None:
-    """Do what must happen before MPI is finalized: the peers are told, the watchdog stops."""
+    """Do what must happen before MPI is finalized: the peers learn of it, the watchdog stops."""
     say_farewell()
     stop_watching()
-
-
-def call_last(function: Callable[[], None]) -> None:
-    """Call `function()` at the exit of the interpreter, after nearly all other exit functions."""
-    _last.append(function)
 
 
 def _at_exit() -> None:
     try:
         before_finalize()
     finally:
-        if is_rank():
-            for function in _last:
-                function()
+        if is_rank() and _deaths and not finalized():
+            _abort_after_exception(_libraries[0].COMM_WORLD, _deaths[0])
 
 
-atexit.register(_at_exit)
+def _abort_after_exception(world: MpiCommunicator, error: BaseException) -> None:
+    flush()
+    # peers that learn of it have time to say where they were; one of those leaves the end to the rank with the cause
+    elsewhere = getattr(error, "reported_elsewhere", False)
+    time.sleep(2 * GRACE + STAGGER * world.rank if elsewhere else 1.0 + min(1.0, 0.05 * world.rank))
+    write(f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the job ends here\n")
+    abort_job(world, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+
+
+atexit.register(_at_exit)  # early: so it runs after nearly all other exit functions

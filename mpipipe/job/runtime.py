@@ -29,11 +29,7 @@ on_world: list[Callable[[MpiCommunicator], None]] = []  # called with COMM_WORLD
 
 
 def mpi() -> ModuleType:
-    """Return the module mpi4py.MPI, initialised on first use.
-
-    Raises BackendError where MPI cannot be loaded, is not initialised, or is finalized already, or may open too few
-    files.
-    """
+    """Return the module mpi4py.MPI, initialised on first use; raise BackendError where MPI cannot be used."""
     if "mpi4py.MPI" not in sys.modules and (limited := limit_error()) is not None:
         raise limited
     try:
@@ -67,8 +63,7 @@ def world() -> MpiCommunicator:
     """Return COMM_WORLD, and let an exception that ends this rank's script end the whole job from now on.
 
     MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call
-    installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone. See
-    `job.exit.run_or_abort` for programs that are to end in order, with one report.
+    installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone.
 
     Returns
     -------
@@ -77,17 +72,8 @@ def world() -> MpiCommunicator:
 
     Raises
     ------
-    BackendError
-        Where there is no MPI.
-    LaunchError
-        In a lone process of a job that was launched as several.
-
-    Examples
-    --------
-    >>> from mpipipe.job import runtime
-    >>> comm = runtime.world()
-    >>> 0 <= comm.rank < comm.size
-    True
+    BackendError, LaunchError
+        Where there is no MPI; in a lone process of a job that was launched as several.
     """
     library = mpi()
     comm = library.COMM_WORLD
@@ -126,9 +112,6 @@ def resolve(comm: Communicator | None = None) -> Communicator:
     return comm
 
 
-# -- the library of a communicator ------------------------------------------------------------------------------------
-
-
 def in_process(comm: object) -> TypeGuard[inprocess.ThreadCommunicator]:
     """Return whether the ranks of `comm` are threads of this process, without MPI."""
     return isinstance(comm, inprocess.ThreadCommunicator)
@@ -146,12 +129,3 @@ def tag_upper_bound(comm: Communicator) -> int:
     if not bound:  # Open MPI does not hand it on to communicators made by Split
         bound = library.COMM_WORLD.Get_attr(library.TAG_UB)
     return min(bound, integer_setting(TAG_UB.name, bound))
-
-
-def finalized(comm: Communicator) -> bool:
-    """Return whether it is too late to send anything on `comm`."""
-    if in_process(comm):
-        return False
-    from mpi4py import MPI  # not mpi(), which raises where the answer is yes
-
-    return MPI.Is_finalized()

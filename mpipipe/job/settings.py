@@ -16,16 +16,13 @@ from mpipipe.errors import ArgumentError, LaunchError
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable, with its meaning in one sentence, and its values and its default in words.
-
-    `accepts` tells whether a text is one of `values`; None if the code that reads the variable checks its value.
-    """
+    """One environment variable, with its meaning in one sentence, and its values and its default in words."""
 
     name: str
     meaning: str
     values: str
     default: str
-    accepts: Callable[[str], bool] | None = None
+    accepts: Callable[[str], bool] | None = None  # whether a text is one of `values`; None: checked where it is read
 
     def check(self, text: str | None) -> None:
         """Raise ArgumentError for a text that has no meaning; no text and an empty one mean that it is not set."""
@@ -53,13 +50,7 @@ def _is_count(text: str) -> bool:
         return False
 
 
-def _is_choice(text: str) -> bool:
-    return text in ("auto", "on", "off")
-
-
-def _is_switch(text: str) -> bool:
-    return text in ("0", "1")
-
+_is_switch = ("0", "1").__contains__
 
 TIMEOUT = Variable(
     "MPIPIPE_TIMEOUT",
@@ -101,7 +92,7 @@ NCCL = Variable(
     "off keeps NCCL out; on makes it an error where NCCL cannot be used.",
     "auto, on or off",
     "auto: NCCL where every rank has it and a GPU of its own",
-    _is_choice,
+    ("auto", "on", "off").__contains__,
 )
 ATTENTION = Variable(
     "MPIPIPE_ATTENTION",
@@ -120,7 +111,7 @@ PRODUCTS = Variable(
     "The library that multiplies matrices on a GPU; cublaslt measures several algorithms for each product.",
     "cublas or cublaslt",
     "cublas",
-    lambda text: text in ("cublas", "cublaslt"),
+    ("cublas", "cublaslt").__contains__,
 )
 GRAPHS = Variable(
     "MPIPIPE_GRAPHS",
@@ -148,10 +139,7 @@ MPIEXEC = Variable(
     "a command",
     "the mpiexec next to the MPI library or next to Python",
 )
-VARIABLES = (
-    *(TIMEOUT, WATCHDOG, TAG_UB, SYNC_SENDS, GPU_DIRECT, NCCL, ATTENTION, DETERMINISTIC, PRODUCTS, GRAPHS),
-    *(CHECK, ENDED, MPIEXEC),
-)
+VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
 
 
 def check_settings() -> None:
@@ -217,7 +205,7 @@ def integer_setting(name: str, default: int) -> int:
 # -- What the launcher of a job tells each of its processes, in environment variables ---------------------------------
 
 
-# Where launchers say how many ranks the job has, which of them a process is, and how many are on its host.
+# how many ranks the job has, which of them a process is, and how many are on its host
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK", "SLURM_PROCID")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")

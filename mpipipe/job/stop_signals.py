@@ -18,12 +18,13 @@ The command `train` catches signals from its first line to its last: `hold` begi
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -61,27 +62,26 @@ def parse_signals(names: str | Iterable[signal.Signals]) -> tuple[signal.Signals
 class StopSignals:
     """Catches some signals of this process from now on, in its main thread: Python sets handlers there alone.
 
-    `grace` are the seconds from the first signal until the job ends at once; inf for no limit. A thread calls `told`
-    with the name of the first signal, `hopeless` from then on, to ask whether no further step can be done, and `end`
-    with a text and an exit code, to end the job at once; the text is "" where others have said why.
+    `grace` are the seconds from the first signal, which is `first` once it has come, until the job ends at once. A
+    thread calls `told` with the name of the first signal, `hopeless` from then on, to ask whether no further step can
+    be done, and `end` with a text and an exit code, to end the job at once; the text is "" where others have said why.
     """
 
     def __init__(
         self,
         numbers: Iterable[signal.Signals],
-        grace: float,
-        told: Callable[[str], object],
-        end: Callable[[str, int], object],
-        hopeless: Callable[[], bool],
+        grace: float = math.inf,
+        told: Callable[[str], object] = lambda name: None,
+        end: Callable[[str, int], object] = lambda text, code: None,
+        hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
         self.numbers, self.grace, self._told, self._end = tuple(numbers), grace, told, end
         self._hopeless = hopeless
-        self._first: signal.Signals | None = None
-        self._since = 0.0
-        self._continued = float("-inf")
+        self.first: signal.Signals | None = None
+        self._since, self._continued = 0.0, -math.inf
         before = next((other for other in reversed(_active) if other.first in self.numbers), None)
         if before is not None:  # this process was asked to leave, and has not: it still is
-            self._first, self._since, self._continued = before._first, before._since, before._continued
+            self.first, self._since, self._continued = before.first, before._since, before._continued
         self._leaving = self._closing = False
         self._before: dict[int, Any] = {}
         self._previous_fd = -1
@@ -103,14 +103,9 @@ class StopSignals:
         self._thread.start()
 
     @property
-    def first(self) -> signal.Signals | None:
-        """The first signal that has come, None before."""
-        return self._first
-
-    @property
     def after_continue(self) -> bool:
         """Whether it came as SIGTERM shortly after a SIGCONT: so Open MPI's mpiexec does, once it ends."""
-        return self._first == signal.SIGTERM and 0 < self._since - self._continued < LAUNCHER_SECONDS
+        return self.first == signal.SIGTERM and 0 < self._since - self._continued < LAUNCHER_SECONDS
 
     def change(self, numbers: Iterable[signal.Signals]) -> None:
         """Catch other signals from now on. One that has come and is not among them does what it would have done."""
@@ -122,8 +117,8 @@ class StopSignals:
             if number not in self._before:
                 self._catch(number)
         self.numbers = wanted
-        if self._first is not None and self._first not in wanted:
-            first, self._first = self._first, None
+        if self.first is not None and self.first not in wanted:
+            first, self.first = self.first, None
             os.kill(os.getpid(), first)
 
     def _catch(self, number: signal.Signals) -> None:
@@ -133,16 +128,16 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None = None) -> None:
         if number == signal.SIGCONT:
             self._continued = time.monotonic()
-        elif self._first is None:
+        elif self.first is None:
             self._since = time.monotonic()
-            self._first = signal.Signals(number)
+            self.first = signal.Signals(number)
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         told = False
         while not self._closing:
-            first, left = self._first, None
+            first, left = self.first, None
             innermost = _active[-1:] == [self]
             if first is not None and innermost:
                 left = self.grace - (time.monotonic() - self._since)
@@ -178,28 +173,20 @@ class StopSignals:
 
     def close(self) -> None:
         """Give the handlers back that were there before, unless this process has to leave. May be called twice."""
-        if self._closing or not self.numbers or self._leaving or self._first is not None:
+        if self._closing or not self.numbers or self._leaving or self.first is not None:
             return
-        self._closing = True
-        self._restore()
+        self.release(self._before)
         os.write(self._write, WAKE)
         self._thread.join()
         os.close(self._read)
         os.close(self._write)
 
-    def silence(self) -> None:
-        """Ignore the signals until this process ends."""
+    def release(self, handlers: Mapping[int, Any]) -> None:
+        """Catch the signals no more, but give them to these handlers; the thread ends once it wakes."""
         self._closing = True
         _active.remove(self)
         signal.set_wakeup_fd(self._previous_fd)
-        for number in self.numbers:
-            signal.signal(number, signal.SIG_IGN)
-        os.write(self._write, WAKE)
-
-    def _restore(self) -> None:
-        _active.remove(self)
-        signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in self._before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -213,7 +200,7 @@ def hold(names: str) -> None:
     except ArgumentError:
         numbers = parse_signals(DEFAULT)
     if numbers:
-        _held.append(StopSignals(numbers, HELD_GRACE, lambda name: None, _end_at_once, lambda: False))
+        _held.append(StopSignals(numbers, HELD_GRACE, end=_end_at_once))
 
 
 def change(signals: Iterable[signal.Signals]) -> None:
@@ -228,7 +215,9 @@ def ignore() -> None:
     Handlers of Python would not do: the interpreter takes them away before MPI is finalized.
     """
     while _active:
-        _active[-1].silence()
+        innermost = _active[-1]
+        innermost.release(dict.fromkeys(innermost.numbers, signal.SIG_IGN))
+        os.write(innermost._write, WAKE)
     _held.clear()
 
 
@@ -241,7 +230,7 @@ def _end_at_once(text: str, code: int) -> None:
 def _forget() -> None:
     """In a process that a rank forked: it is no rank, and dies of a signal as it would without this package."""
     while _active:
-        _active[-1]._restore()
+        _active[-1].release(_active[-1]._before)
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -8,7 +8,7 @@ No rank waits inside MPI, where it could neither learn of a failure nor give up.
 
 - reads the control messages of all its groups: one that says that a peer has failed, or has left before the call that
   this rank is in, ends the wait with PeerError;
-- after TELL_SECONDS tells rank 0 of its group that it waits, so that rank 0 knows who is missing;
+- after TELL_SECONDS sends rank 0 of its group word that it waits, so that rank 0 knows who is missing;
 - after WARNING_SECONDS logs what it waits for, and who is missing; after MPIPIPE_TIMEOUT seconds raises StallError;
 - raises LostRankError if MPI has told that a rank has died (lifeline.py);
 - lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
@@ -91,11 +91,11 @@ def advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[
 
 
 class LongWait:
-    """A wait that has become long: what the rank reads and tells meanwhile.
+    """A wait that has become long: what the rank reads and sends meanwhile.
 
-    Parameters are those of `wait`, and: `start`, time.perf_counter() at its beginning, now by default; `absent`, world
-    ranks without which this wait cannot end, and which can tell of nothing but their end; `grace`, the seconds that it
-    may still last once such a rank has left, for what the rank has sent before.
+    Parameters are those of `wait_for`, and: `start`, time.perf_counter() at its beginning, now by default; `absent`,
+    world ranks without which this wait cannot end, and which can send nothing but word of their end; `grace`, the
+    seconds that it may still last once such a rank has left or failed, for what the rank has sent before.
     """
 
     def __init__(
@@ -136,8 +136,13 @@ class LongWait:
         with context.lock:
             for known in (*context.groups, *context.failed):
                 known.read_messages()
-        self._listen()
         waited = time.perf_counter() - self.start
+        news = context.failures[self.known :] if waited >= self.grace else ()
+        if news and (group is None or context.single_threaded):  # else those of groups concerned alone
+            raise peer_error(next((failure for failure in news if failure.number > 0), news[0]))  # failed, before left
+        for concerned in () if group is None else (group, *group.related):
+            if concerned.failure is not None:
+                raise peer_error(concerned.failure)
         for rank in self.absent.intersection(context.withdrawn):
             raise peer_error(context.withdrawn[rank])
         for rank in self.absent.intersection(context.left):
@@ -145,54 +150,34 @@ class LongWait:
             if waited - self.absent_since >= self.grace:
                 raise peer_error(Failure(-1 - rank, context.left[rank]))
         if waited > self.tell_after and group is not None:
-            self._tell_others(group)
+            concerns_all = self.everyone or group.vote is not None  # all must come before this call can end
+            if concerns_all:
+                group.tell_leader(str(self.what))
+            if context.single_threaded:
+                self._look_for_a_circle(group, concerns_all)
         if self.limit is not None and waited > self.limit:
             self._give_up(waited, self.limit)
         if waited > WARNING_SECONDS and not self.warned:
             self.warned = True
             self._warn()
 
-    def _listen(self) -> None:
-        """Raise for a failure that has become known: any one on a rank with one thread, else of groups concerned."""
-        group, news = self.group, self.context.failures[self.known :]
-        if news and (group is None or self.context.single_threaded):
-            raise peer_error(
-                next((failure for failure in news if failure.number > 0), news[0])
-            )  # failed, rather than left
-        if group is not None:
-            for concerned in (group, *group.related):
-                if concerned.failure is not None:
-                    raise peer_error(concerned.failure)
-
-    def _tell_others(self, group: OpenGroup) -> None:
-        if self._concerns_all:
-            group.peers.tell_leader(str(self.what))
-        if self.context.single_threaded:
-            self._look_for_a_circle(group)
-
-    @property
-    def _concerns_all(self) -> bool:
-        """Whether all ranks of the group must come before the call of this wait can end: its vote may be open."""
-        return self.everyone or (self.group is not None and self.group.vote is not None)
-
-    def _look_for_a_circle(self, mine: OpenGroup) -> None:
+    def _look_for_a_circle(self, mine: OpenGroup, concerns_all: bool) -> None:
         """Raise MismatchError if this rank and another wait for each other in different groups.
 
         With one thread each they would wait for ever. Rank 0 of group A knows who waits in A. While rank 0 itself waits
-        in group B, it tells one of those ranks so, by a message in B. If that rank has not come to this call of B, each
-        of the two waits for the other.
+        in group B, it sends one of those ranks a message of that in B. If that rank has not come to this call of B,
+        each of the two waits for the other.
         """
         for group in tuple(self.context.groups):
             if group is mine:
                 continue
-            there = group.peers
-            if self._concerns_all:
-                there.tell_who_waits_here(mine.peers, str(self.what))
-            message = there.elsewhere
-            if message is not None and message.call > there.calls:
+            if concerns_all:
+                group.tell_who_waits_here(mine, str(self.what))
+            message = group.elsewhere
+            if message is not None and message.call > group.calls:
                 error = MismatchError(
                     "ranks wait for each other in different calls",
-                    rank=there.rank,
+                    rank=group.rank,
                     found=str(self.what),
                     expected=f"{message.text}, in which rank {message.source} waits",
                     remedy="make the same calls on the same objects, in the same order on all ranks",
@@ -201,15 +186,15 @@ class LongWait:
                 raise error
 
     def _missing(self) -> str:
-        """Name who is missing; "" where that cannot be known."""
-        return self.group.peers.describe_missing() if self.group is not None and self.everyone else ""
+        """Name who is missing, after "; "; "" where that cannot be known."""
+        missing = self.group.describe_missing() if self.group is not None and self.everyone else ""
+        return f"; {missing}" if missing else ""
 
     def _warn(self) -> None:
         group, missing = self.group, self._missing()
         if self.everyone and group is not None and group.rank > 0 and (not missing or group.rank >= SPOKESMEN):
             return  # rank 0 is there and knows more, or others say the same
-        text = missing and f"; {missing}"
-        logger.warning("%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, text)
+        logger.warning("%s has waited %d s for %s%s", whoami(), WARNING_SECONDS, self.what, missing)
 
     def _give_up(self, waited: float, limit: float) -> None:
         missing = self._missing()
@@ -218,7 +203,7 @@ class LongWait:
             raise StallError(
                 f"nothing came within {limit:g} s",
                 rank=None if self.group is None else self.group.rank,
-                found=f"waiting for {self.what}" + (f"; {missing}" if missing else ""),
+                found=f"waiting for {self.what}{missing}",
                 remedy="look at what the other ranks do; MPIPIPE_TIMEOUT sets this limit",
             )
 
@@ -227,10 +212,10 @@ LOOK_SECONDS = 2e-3  # between two looks around
 
 
 def wait_locally(ended: Callable[[float], bool], what: object) -> None:
-    """Return once something of this rank itself has ended, such as one of its threads.
+    """Return once something of this rank itself has ended, such as one of its threads; raise as `wait_for` does.
 
     `ended(seconds)` says whether it has; it waits for that at most so long. The watchdog blames a rank that waits for
-    no other, and this wait raises as `wait` does.
+    no other.
     """
     if ended(0.0):
         return

@@ -1,6 +1,6 @@
 """Models of language: all that knows of tokens, on top of a training of any model.
 
-task, config, options   the training of text as a task of `mpipipe.train`; its part of the configuration
+task, config            the training of text as a task of `mpipipe.train`; its configuration
 shard.py                what one rank has of each sequence; documents packed into sequences
 token_units.py          what a token is: bits per byte, and ids as text
 data/                   text and files of tokens, windows of them, `mpipipe tokenize`

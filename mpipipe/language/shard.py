@@ -1,17 +1,12 @@
 """The part of every sequence that one rank has: its attention, its positions, and the loss after its last stage.
 
-Sequences may hold several documents; with `Packing`, attention does not cross from one into the next.
+Sequences may hold several documents; with `Packing`, attention does not cross from one into the next. Every rank needs
+the segments of the batch under way; they follow from (seed, step), so no message brings them. In a forward, the layer
+says which micro-batch it is of (`Attend.begin`), also where the forward is run again for its backward; a backward uses
+what its forward has saved. So it does not matter in which order a schedule mixes micro-batches.
 
-    window of a row     ...a a a|b b b b b b|c c...      segments 0 0 0 1 1 1 1 1 1 2 2
-
-Every rank of a pipeline has attention layers, so every rank needs the segments of the batch under way. They follow
-from the positions of its windows, and these from (seed, step): no message brings them. The trainer hands a batch to
-`Packing` before each call of the pipeline. In a forward, the layer says which micro-batch it is of (`Attend.begin`),
-and that micro-batch's rows of the segments are used, also where the forward is run again for its backward. A backward
-uses what its forward has saved. So it does not matter in which order a schedule mixes micro-batches.
-
-Positions go on through the row, they do not begin anew with each document: rotary positions act by distances alone, and
-within a document these are the same. Learned positions would differ, and are refused.
+Positions go on through the row: rotary positions act by distances alone, and within a document these are the same.
+Learned positions would differ, and are refused.
 """
 
 from __future__ import annotations
@@ -34,18 +29,8 @@ from mpipipe.text import counted
 class Shard:
     """The share of one rank of `comm` in sequences of `seq_len` positions; making one is collective.
 
-    Parameters
-    ----------
-    comm : the ranks that share a sequence; a single one has it all
-    layout : "zigzag", "contiguous" or "striped"
-    packing : has the documents of each batch; None if attention goes across them
-
-    Attributes
-    ----------
-    attend : for nn.SelfAttention
-    positions : for nn.SelfAttention; None for 0 ... seq_len - 1
-
-    Raises ConfigError if a rank would have no position.
+    `attend` and `positions` are for nn.SelfAttention; with `packing` attention stays within the documents of each
+    batch. Raises ConfigError if a rank would have no position.
     """
 
     def __init__(self, comm: Communicator, layout: str, seq_len: int, packing: Packing | None = None) -> None:
@@ -109,15 +94,12 @@ class PackedAttend(Attend):
         self._microbatch = position.microbatch
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """As `Attend.forward`."""
         return self.inner.forward(q, k, v, segments=self.packing.of(self._microbatch))
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        """As `Attend.backward`."""
         return self.inner.backward(dout, saved)
 
     def backward_into(self, dout: Array, saved: Any, room: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """As `Attend.backward_into`."""
         return self.inner.backward_into(dout, saved, room)
 
     def with_window(self, window: int) -> PackedAttend:
@@ -127,7 +109,6 @@ class PackedAttend(Attend):
 
     @property
     def poll(self) -> Callable[[], object]:
-        """That of `inner`."""
         return self.inner.poll
 
     @poll.setter

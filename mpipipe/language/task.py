@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,18 +21,17 @@ from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens, UserSource
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
-from mpipipe.language.models import model_folder, weights
-from mpipipe.language.models.fine_tuning import INSIDE, Architecture, FineTuning, Model, find_tuning
-from mpipipe.language.models.gpt import check_layers
-from mpipipe.language.models.pretrained import (
+from mpipipe.language.models import huggingface, model_folder, weights
+from mpipipe.language.models.fine_tuning import (
+    INSIDE,
+    FineTuning,
     PretrainedModel,
-    architecture_of,
-    check_export,
     check_same_model,
-    export_model,
     find_pretrained,
-    origin_of,
+    find_tuning,
 )
+from mpipipe.language.models.gpt import GPT, Architecture, Model, check_layers
+from mpipipe.language.models.huggingface.adapter import save_adapter
 from mpipipe.language.shard import Packing, Shard
 from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import Parameter, without_adapters
@@ -62,9 +62,8 @@ def train(
     """Train a model on bytes or tokens, on all ranks of a communicator; collective.
 
     Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
-    empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A standard output
-    that is closed and metrics that cannot be written do not end the training. A checkpoint that cannot be written does,
-    unless `config.on_storage_error` says otherwise.
+    empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A checkpoint that
+    cannot be written ends the training, unless `config.on_storage_error` says otherwise.
 
     Parameters
     ----------
@@ -75,7 +74,7 @@ def train(
     comm : communicator, optional
         The ranks, COMM_WORLD by default. It is duplicated.
     data : Source, optional
-        What to read in place of `config.data`; the same on every rank. See `mpipipe.language.data.Source`.
+        What to read in place of `config.data`, the same on every rank.
 
     Returns
     -------
@@ -84,14 +83,8 @@ def train(
 
     Raises
     ------
-    ConfigError, DataError, MismatchError, ArgumentError
-        On every rank, before anything is written.
-    OwnerError
-        On every rank: another job owns the folder, or has taken it from this one. See docs/checkpoints.md.
-    BackendError
-        On every rank, where the device is missing.
-    StorageError
-        On every rank, where a checkpoint cannot be written.
+    ConfigError, DataError, MismatchError, ArgumentError, OwnerError, BackendError, StorageError
+        On every rank. Only of an owner (docs/checkpoints.md) and of storage after something was written.
     NonFiniteError, ReplicaError
         Where the loss is NaN or infinite, or a gradient is and no smaller loss scale can help. Where replicas differ.
     SystemExit
@@ -132,11 +125,7 @@ def estimate(config: TrainConfig, architecture: Architecture, ranks: int) -> Mem
 
 
 class TextTask(Task):
-    """The training of a model on windows of text.
-
-    vocab : token ids in the data, once these are found
-    base : the model that the training begins from, if it does
-    """
+    """The training of a model on windows of text; `base` is the model that it begins from, if it does."""
 
     def __init__(
         self,
@@ -164,7 +153,7 @@ class TextTask(Task):
         """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
         config, base = find_pretrained(config, comm)
         tuning = find_tuning(config, comm)
-        return cls(config, architecture_of(base, architecture), tuning=tuning, base=base, data=data)
+        return cls(config, architecture if base is None else base.architecture, tuning=tuning, base=base, data=data)
 
     # -- the model, on paper ------------------------------------------------------------------------------------
 
@@ -228,7 +217,9 @@ class TextTask(Task):
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         config = self.config
-        check_export(config, self.tuning, self.model, self.base)
+        self.tuning.check(self.model, self.origin)
+        if config.save_as == "huggingface":
+            huggingface.config_of(cast(GPT, self.model), config.save_dtype or "float32", self.origin)
         if config.packing == "segments" and asdict(self.model).get("positions") == "learned":
             raise ConfigError(
                 "documents cannot be packed for a model with learned positions, which begin with the sequence",
@@ -293,6 +284,16 @@ class TextTask(Task):
     def fingerprint(self) -> str:
         return "" if self.listing is None else self.listing.fingerprint
 
+    @property
+    def origin(self) -> huggingface.Origin:
+        """Where the model comes from; without a base that is the folder of the tokenizer, if one was named."""
+        if self.base is not None:
+            return self.base.origin
+        if self.config.tokenizer is None:
+            return huggingface.Origin()
+        path = Path(self.config.tokenizer)
+        return huggingface.Origin(path if path.is_dir() else path.parent)
+
     # -- the model, on this rank --------------------------------------------------------------------------------
 
     def loss(self, output: Any, target: Any, factor: float = 1.0) -> tuple[Any, Any]:
@@ -314,7 +315,7 @@ class TextTask(Task):
             folder.load(without_adapters(stages, merged=False), mesh)
         elif base is not None:
             base.folder.load(without_adapters(stages, merged=False), mesh)
-        self.tuning.load(stages, self.model, origin_of(config, base), mesh)
+        self.tuning.load(stages, self.model, self.origin, mesh)
 
     # -- what is said and written -------------------------------------------------------------------------------
 
@@ -372,7 +373,21 @@ class TextTask(Task):
         return self.tokens.summary(record)
 
     def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        export_model(out, self.config, self.tuning, self.model, plan.schedule, stages=stages, mesh=mesh, base=self.base)
+        """Write the model to weights/ or huggingface/, as --save-as says; its adapters, merged there, to adapter/."""
+        lora, ours, theirs = self.tuning.lora, weights.folder_of(out), out / model_folder.INSIDE
+        if lora is not None:
+            save_adapter(out / INSIDE, lora, cast(GPT, self.model), weights.own_arrays(stages), mesh, self.origin)
+        stages = without_adapters(stages, merged=True)
+        if self.config.save_as == "mpipipe":
+            weights.save(ours, self.model, stages, plan.schedule, mesh, self.origin)
+        else:
+            model, dtype = cast(GPT, self.model), self.config.save_dtype or stages[0].parameters.flat.dtype.name
+            huggingface.save(
+                theirs, model, weights.own_arrays(stages), mesh, dtype=dtype, origin=self.origin, replaces=True
+            )
+        with group_of(mesh.comm).raise_together("train: the model in the other format"):
+            if mesh.rank == 0:  # what the training left there before it was resumed would be taken for the newest
+                shutil.rmtree(theirs if self.config.save_as == "mpipipe" else ours, ignore_errors=True)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""

@@ -6,23 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
+from mpipipe.language.config import DataOptions
 from mpipipe.language.data import DataListing, Source, UserSource, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
-from mpipipe.language.options import DataOptions
 
+RATES = ("bits_per_byte", "validation_bits_per_byte")  # of training and validation
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
 def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | UserSource:
-    """Return what the data are, on every rank: those of `config.data`, or a source of the user's own.
+    """Return what the data are, on every rank: those of `config.data`, or a source of the user's own; collective.
 
-    All ranks raise the same error. Rank 0 alone lists files and looks into all of them: a file system that thousands
-    of ranks share is slow.
+    Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share is slow.
     """
     listing = None
     with group.raise_together("train: the data"):
@@ -45,10 +45,9 @@ def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> Data
 def open_data(
     config: DataOptions, comm: Communicator, found: DataListing | UserSource, reads: bool, model: Path | None
 ) -> tuple[Source | None, TokenUnits]:
-    """Return (source, units). `source` is None on ranks that do not read data.
+    """Return (source, units), after a glance at the files that rank 0 has listed; collective.
 
-    A rank that reads checks that a few of its files are the files that rank 0 has listed. `model` is the folder of the
-    model that the training begins from. All ranks raise the same error.
+    `source` is None on ranks that do not read data. `model` is the folder of the model that the training begins from.
     """
     tokenizer = None
     source = seen = None
@@ -60,7 +59,8 @@ def open_data(
             seen = glance(found.files)
         if comm.rank == 0:
             tokenizer = find_tokenizer(found, config.tokenizer, model)
-    ratios = BytesPerToken() if source is None else BytesPerToken.of(source)
+    parts = () if source is None else zip(RATES, (source.train, source.validation))
+    ratios = {name: text.nbytes / len(text) for name, text in parts if text.nbytes}
     everyone = group.gather("train: the data", (seen, ratios))
     all_seen = [rank_seen for rank_seen, _ in everyone]
     others = [rank for rank, other in enumerate(all_seen) if other not in (None, all_seen[0])]
@@ -73,43 +73,33 @@ def open_data(
             "hosts have different Python versions",
         )
         raise_on_all(0, error, group)
-    known = next((of_rank for _, of_rank in everyone if of_rank.train is not None), ratios)
-    return source, TokenUnits(found.vocab, found.unit, known, tokenizer)
-
-
-class BytesPerToken(NamedTuple):
-    """Mean bytes of text of a token; None if they are not known."""
-
-    train: float | None = None
-    validation: float | None = None
-
-    @classmethod
-    def of(cls, source: Source) -> BytesPerToken:
-        """Return those of a source."""
-        pairs = [(text.nbytes, len(text)) for text in (source.train, source.validation)]
-        return cls(*(None if not nbytes else nbytes / count for nbytes, count in pairs))
+    known = next((of_rank for _, of_rank in everyone if RATES[0] in of_rank), ratios)
+    return source, TokenUnits(found.unit, known, tokenizer)
 
 
 @dataclass(frozen=True)
 class TokenUnits:
-    """What the tokens of a training are; `tokenizer` is on the rank that shows text, None for bytes and without one."""
+    """What the tokens of a training are; `tokenizer` is on the rank that shows text, None for bytes and without one.
 
-    vocab: int
+    `bytes_per_token` are means, where they are known, by the names that the rates have in a Record.
+    """
+
     unit: str
-    bytes_per_token: BytesPerToken
+    bytes_per_token: dict[str, float]
     tokenizer: Tokenizer | None = None
 
     def bits(self, loss: float | None, validation: float | None) -> dict[str, Any]:
-        """Return losses in nats per token as bits per byte of text, by the names that they have in a Record."""
-        parts = (("bits_per_byte", loss, self.bytes_per_token.train),
-                 ("validation_bits_per_byte", validation, self.bytes_per_token.validation))  # fmt: skip
+        """Return losses in nats per token as bits per byte of text."""
+        losses = dict(zip(RATES, (loss, validation)))
         return {
-            name: value / math.log(2) / ratio for name, value, ratio in parts if value is not None and ratio is not None
+            name: value / math.log(2) / ratio
+            for name, ratio in self.bytes_per_token.items()
+            if (value := losses[name]) is not None
         }
 
     def summary(self, record: Mapping[str, float]) -> str:
         """Return what the last line of a training says besides: of tokens, the validation in bits per byte."""
-        bits = record.get("validation_bits_per_byte")
+        bits = record.get(RATES[1])
         return "" if bits is None or self.unit == "bytes" else f" bits/byte={bits:.4f}"
 
     def text(self, ids: Sequence[int]) -> str:
@@ -120,13 +110,10 @@ class TokenUnits:
 
 
 def find_tokenizer(found: DataListing | UserSource, named: str | None, model: Path | None) -> Tokenizer | None:
-    """Return the tokenizer of the data, None if there is none; one rank calls this.
+    """Return the tokenizer of the data, that in the folder `named` or else `model`; one rank calls this.
 
-    Raises ConfigError if the data are not of this tokenizer, DataError if it cannot be read. Without the library
-    BackendError is raised where the tokenizer was named; that of a model is then used for its name alone.
-
-    `named` is the folder of a tokenizer that the user has named, `model` that of the model that the training begins
-    from, which may have one.
+    Without the library BackendError is raised where the tokenizer was named; that of a model is used for its name
+    alone.
     """
     folder = named if named is not None else model
     own = None if folder is None else hash_of(folder)

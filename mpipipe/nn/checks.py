@@ -27,6 +27,19 @@ def check_features(layer: Any, x: Array, expected: int) -> None:
         )
 
 
+def check_sequence(layer: Any, x: Array, dim: int, positions: np.ndarray | None) -> None:
+    """Raise ArgumentError unless x is (batch, seq, dim), with one of the positions, where there are some, for a row."""
+    check_features(layer, x, dim)
+    seq = "seq" if positions is None else len(positions)
+    if x.ndim != 3 or seq not in ("seq", x.shape[1]):
+        raise ArgumentError(
+            f"layer {layer.name} ({type(layer).__name__}): the input has the wrong shape",
+            found=f"shape {x.shape}",
+            expected=f"(batch, {seq}, {dim})",
+            remedy="one position for each row of the sequence",
+        )
+
+
 def check_positive(**sizes: int) -> None:
     """Raise ArgumentError unless every named size is an integer of at least 1."""
     for name, size in sizes.items():

@@ -12,7 +12,7 @@ forward and the gradient of the input are those of the layer without adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.layers.layer import LORA_A, LORA_B, Adapter, Layer, StageOfLayer
-from mpipipe.nn.parameters import Parameter, zeros
+from mpipipe.nn.parameters import Parameter, showing, zeros
 
 PIECE = 1 << 16  # elements of a matrix that are summed at once on the host: they stay in a core's cache
 
@@ -33,10 +33,8 @@ class LoRA:
 
     Parameters
     ----------
-    rank : int
-        Rank of each adapter, at least 1.
-    alpha : float
-        Above 0; an adapter counts alpha / rank times.
+    rank, alpha : int, float
+        Rank of each adapter, at least 1; above 0, an adapter counts alpha / rank times.
     targets : sequence of str
         Names of projections: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; or, for stacked queries,
         keys and values and a feed-forward layer without a gate, c_attn, c_proj, c_fc. `linear` is each `nn.Linear`.
@@ -161,54 +159,29 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
             kernels.cast(total, out)
 
 
-def merge(stage: StageOfLayer, adapted: Mapping[str, Layer], merged: Mapping[str, Array]) -> None:
-    """Renew the rows with adapters of the matrices that a stage computes with."""
-    for name, target in merged.items():
-        merge_into(stage, name, adapted[name], target)
-
-
-def copy_plain(stage: StageOfLayer, merged: Mapping[str, Array]) -> None:
-    """Set the matrices that a stage computes with to those without adapters."""
-    for name, target in merged.items():
-        (stage.kernels.copy if target.dtype == stage.parameters[name].dtype else stage.kernels.cast)(
-            stage.parameters[name], target
-        )
-
-
-class PlainParameters(Mapping[str, Any]):
-    """The parameters of a stage under the names that the model without adapters has.
-
-    Parameters
-    ----------
-    stage : with adapters or without
-    merged : whether matrices come with their adapters, as new arrays; else they are the frozen ones themselves
-    """
-
-    def __init__(self, stage: Any, merged: bool):
-        self.flat = stage.parameters.flat  # for its dtype; `offsets` tells that no array here is to be looked up in it
-        self.offsets: dict[str, int] = {}
-        self._views = {name: array for name, array in stage.parameters.items() if not is_adapter(name)}
-        for name, layer in stage.adapted.items() if merged else ():
-            wide = self._views[name]
-            self._views[name] = arrays.empty(wide.shape, wide.dtype, stage.device)
-            stage.kernels.copy(wide, self._views[name])
-            merge_into(stage, name, layer, self._views[name])
-
-    def __getitem__(self, name: str) -> Array:
-        return self._views[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
+def merge(stage: StageOfLayer, merged: Mapping[str, tuple[Layer, Array]], anew: bool = False) -> None:
+    """Renew the rows with adapters of the matrices that a stage computes with, or all rows `anew`."""
+    for name, (layer, target) in merged.items():
+        if anew:
+            plain = stage.parameters[name]
+            (stage.kernels.copy if target.dtype == plain.dtype else stage.kernels.cast)(plain, target)
+        merge_into(stage, name, layer, target)
 
 
 class PlainStage:
-    """A stage with adapters, as one that loads or saves a model sees it: with the parameters of the plain model."""
+    """A stage with adapters, as one that loads or saves a model sees it: with the parameters of the plain model.
+
+    Matrices come with their adapters, as new arrays, where they are `merged`; else they are the frozen ones themselves.
+    """
 
     def __init__(self, stage: Any, merged: bool):
-        self.parameters = PlainParameters(stage, merged)
+        views = {name: array for name, array in stage.parameters.items() if not is_adapter(name)}
+        for name, layer in stage.adapted.items() if merged else ():
+            wide = views[name]
+            views[name] = arrays.empty(wide.shape, wide.dtype, stage.device)
+            stage.kernels.copy(wide, views[name])
+            merge_into(stage, name, layer, views[name])
+        self.parameters = showing(stage.parameters, views)
         self.before_write, self.index = stage.before_write, stage.index
         self.sync_compute = stage.sync_compute
 

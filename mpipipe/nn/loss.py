@@ -18,7 +18,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
 from mpipipe.nn.layers.embedding import Head
-from mpipipe.nn.layers.layer import last_leaf
+from mpipipe.nn.layers.layer import leaf
 from mpipipe.nn.stage import Stage
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,7 +46,7 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     Returns
     -------
     value : float, or cupy.ndarray without axes
-        The mean, summed in float64. It stays on the GPU where the output is there.
+        The mean, summed in float64, on the side of the output.
     gradient : array
         `factor` * 2 (output - target) / size, of the shape and dtype of `output`: for complex numbers dRe + i dIm.
 
@@ -69,7 +69,9 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
             expected="equal shapes, not empty",
         )
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
-        target = _on_device_of(output, target)
+        _check_side(output, target)
+        if arrays.is_device(output) and not arrays.is_device(target):
+            target = arrays.upload(target.astype(output.dtype))
     if output.dtype.kind == "c":  # twice as many squares, of real numbers
         target = target if target.dtype == output.dtype else target.astype(output.dtype)
         parts = arrays.as_reals(output), arrays.as_reals(target)
@@ -90,13 +92,12 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     target : array of integers
         (...) in 0 ... vocab - 1. For an output on a GPU it may be on the host: it is uploaded.
     factor : float
-        Multiplies the gradient before it is rounded: float16 loses small gradients that do not carry a scale.
+        As for `mean_squared_error`.
 
     Returns
     -------
     value : float, or cupy.ndarray without axes
-        The mean, summed in float64. It stays on the GPU where the output is there, and is NaN if a target that was
-        there is out of range.
+        The mean, summed in float64, on the side of the output; NaN if a target that was on a GPU is out of range.
     gradient : array
         `factor` * (softmax(output) - onehot(target)) / rows, of the shape and dtype of `output`.
 
@@ -125,14 +126,6 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device).reshape(-1)
     value, gradient = kernels.of_array(output).softmax_cross_entropy(rows(output), ids, factor)
     return value, gradient.reshape(output.shape)
-
-
-def _on_device_of(output: Array, target: Array) -> Array:
-    """Return the target on the device of the output; in its dtype where it is uploaded."""
-    _check_side(output, target)
-    if arrays.is_device(output) and not arrays.is_device(target):
-        return arrays.upload(target.astype(output.dtype))
-    return target
 
 
 def _check_side(output: Array, target: Array) -> None:
@@ -168,7 +161,7 @@ def tile_rows(vocab: int, itemsize: int, device: str) -> int:
 
 def worth_tiles(stage: Stage, count: int) -> bool:
     """Return whether a stage ends with a head whose logits of `count` rows do not fit a tile."""
-    head = last_leaf(stage.layers[-1]) if stage.layers else None
+    head = leaf(stage.layers[-1], -1) if stage.layers else None
     return isinstance(head, Head) and count > tile_rows(head.outputs, stage.dtype.itemsize, stage.device)
 
 
@@ -185,31 +178,22 @@ class HeadCrossEntropy:
     tile : int, optional
         Rows of a tile; by default as many as fit 64 MiB of logits on the host, or 512 MiB on a GPU.
 
-    Raises
-    ------
-    ArgumentError
-        The last layer is no `Head`, or `tile` is no positive integer.
-
     Examples
     --------
     >>> import numpy as np
-    >>> from mpipipe import Pipeline, nn, schedules
-    >>> from mpipipe.job import inprocess
+    >>> from mpipipe import nn
     >>> stage = nn.Stage([nn.Embedding(50, 8), nn.RMSNorm(8), nn.Head(8, 50)])
-    >>> ids = np.arange(12).reshape(2, 6)
-    >>> def on_each_rank(comm):
-    ...     loss = nn.HeadCrossEntropy(stage, tile=4)
-    ...     with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=loss) as pipeline:
-    ...         return pipeline.step(ids, ids).loss, pipeline.forward(ids).shape
-    >>> [(loss, shape)] = inprocess.run(1, on_each_rank)
-    >>> bool(loss > 0), shape
-    (True, (2, 6, 50))
+    >>> loss, ids = nn.HeadCrossEntropy(stage, tile=4), np.arange(12).reshape(2, 6)
+    >>> with loss.taking_over():
+    ...     y, saved = stage.forward(ids)
+    >>> y.shape, loss(y, ids)[1].shape
+    ((2, 6, 8), (2, 6, 8))
     """
 
     mean_over_entries = True
 
     def __init__(self, stage: Stage, tile: int | None = None):
-        head = last_leaf(stage.layers[-1]) if stage.layers else None
+        head = leaf(stage.layers[-1], -1) if stage.layers else None
         if not isinstance(head, Head):
             raise ArgumentError(
                 "the loss cannot take over the head's product",
@@ -239,27 +223,8 @@ class HeadCrossEntropy:
     def __call__(self, output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array | None]:
         """Return the mean loss over all rows, and its gradient times `factor`; add to the gradient of the head.
 
-        Parameters
-        ----------
-        output : array
-            What the stage puts out before its head, (..., dim).
-        target : array of integers
-            (...) in 0 ... vocab - 1. For an output on a GPU it may be on the host: it is uploaded.
-        factor : float
-            Multiplies the gradients before they are rounded.
-
-        Returns
-        -------
-        value : float, or cupy.ndarray without axes
-            As from `softmax_cross_entropy`.
-        gradient : array or None
-            Of the shape and dtype of `output`; None if the stage is not in a training step: then the gradient of the
-            head stays as it is, too.
-
-        Raises
-        ------
-        ArgumentError
-            As from `softmax_cross_entropy`.
+        `output` is what the stage puts out before its head, (..., dim); all else is as for `softmax_cross_entropy`.
+        Without a training step the gradient is None, and that of the head stays as it is, too.
         """
         head, device = self.head, arrays.device_of(output)
         check_features(head, output, head.inputs)
@@ -272,30 +237,26 @@ class HeadCrossEntropy:
         ids = checked_ids(target, head.outputs, "HeadCrossEntropy: the target", device).reshape(-1)
         x = rows(output)
         tile = self.tile or tile_rows(head.outputs, x.dtype.itemsize, device)
-        if tile >= len(x):
-            value, dx = self._tile(x, ids, factor)
-        else:
-            value, dx = self._tiles(x, ids, factor, tile)
+        value, dx = self._tile(x, ids, factor) if tile >= len(x) else self._tiles(x, ids, factor, tile)
         return value, None if dx is None else dx.reshape(output.shape)
 
     def _tiles(self, x: Array, ids: Array, factor: float, tile: int) -> tuple[Any, Array | None]:
         """Go through all rows tile by tile."""
         kernels, poll = self.stage.kernels, self.stage.poll
+        total: Any = 0.0
         dx = arrays.empty(x.shape, x.dtype, self.stage.device) if self.stage.position.training else None
-        total: Any = None
         for start in range(0, len(x), tile):
             at = slice(start, min(start + tile, len(x)))
             share = (at.stop - start) / len(x)
             value, part = self._tile(x[at], ids[at], factor * share)
             if dx is not None:
                 kernels.copy(part, dx[at])
-            value = self._scaled(value, share)
-            if total is None:
-                total = value
-            elif arrays.is_device(total):
-                kernels.accumulate(total, value)
+            if not arrays.is_device(value):
+                total += value * share
+            elif start:
+                kernels.accumulate(total, kernels.scale(value, share))
             else:
-                total += value
+                total = kernels.scale(value, share)
             if poll is not None:
                 poll()
         return total, dx
@@ -309,9 +270,3 @@ class HeadCrossEntropy:
             return value, None
         head.backward_weight((dlogits, x))
         return value, kernels.linear_backward_input(dlogits, head.weight)
-
-    def _scaled(self, value: Any, factor: float) -> Any:
-        """Return a loss times a factor, on the host or on a GPU."""
-        if factor == 1:
-            return value
-        return self.stage.kernels.scale(value, factor) if arrays.is_device(value) else value * factor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -24,10 +25,8 @@ class Parameter:
 
     Parameters
     ----------
-    shape : tuple of int
-        Shape of the array.
-    draw : callable
-        `draw(generator, shape)` returns the initial values, of float64.
+    shape, draw : tuple of int, callable
+        Shape of the array; `draw(generator, shape)` returns the initial values, of float64.
     decay : bool
         Whether weight decay applies. Layers here set it for matrices, and not for biases and gains.
     tie : str, optional
@@ -35,12 +34,6 @@ class Parameter:
         values are drawn for the key and not for the name, and the pipeline sums their gradients.
     frozen : bool
         Whether the array stays as it is in a training: it has no gradient, and an optimizer does not see it.
-
-    Examples
-    --------
-    >>> from mpipipe import nn
-    >>> nn.Parameter((2, 3), lambda generator, shape: generator.uniform(-1, 1, shape)).size
-    6
     """
 
     shape: Shape
@@ -55,9 +48,9 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def normal(std: float) -> Draw:
-    """Draw initial values from a normal distribution of mean 0."""
-    return lambda generator, shape: generator.standard_normal(shape) * std
+def ones(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
+    """Start with ones."""
+    return np.ones(shape)
 
 
 def zeros(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
@@ -65,9 +58,15 @@ def zeros(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
     return np.zeros(shape)
 
 
-def ones(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
-    """Start with ones."""
-    return np.ones(shape)
+def matrix(outputs: int, inputs: int, gain: float = 1.0, tie: str | None = None) -> Parameter:
+    """Return a matrix that starts normal with standard deviation gain / sqrt(inputs)."""
+    std = gain * inputs**-0.5
+    return Parameter((outputs, inputs), lambda generator, shape: generator.standard_normal(shape) * std, tie=tie)
+
+
+def vector(size: int, draw: Draw = zeros) -> Parameter:
+    """Return a vector without weight decay."""
+    return Parameter((size,), draw, decay=False)
 
 
 class FlatBuffer(Mapping[str, Any]):
@@ -80,10 +79,8 @@ class FlatBuffer(Mapping[str, Any]):
     ----------
     shapes : mapping of str to tuple of int
         Of the arrays, by name.
-    dtype : str or numpy.dtype
-        Of the buffer.
-    device : str
-        "cpu", or "cuda" for the current GPU.
+    dtype, device : str or numpy.dtype, str
+        Of the buffer; "cpu", or "cuda" for the current GPU.
     narrowest : numpy.dtype, optional
         The narrowest dtype of the buffers that are to have the same offsets; by default `dtype`.
     order : iterable of str, optional
@@ -91,10 +88,8 @@ class FlatBuffer(Mapping[str, Any]):
 
     Attributes
     ----------
-    flat : array
-        The buffer, zero at the start.
-    whole : array
-        The buffer as it was made, with what has been given up since.
+    flat, whole : array
+        The buffer, zero at the start; and as it was made, with what has been given up since.
     offsets : dict of str to int
         Where each array starts in it, in the order of memory; without those that lie in another buffer.
 
@@ -138,6 +133,13 @@ class FlatBuffer(Mapping[str, Any]):
         return len(self._views)
 
 
+def showing(buffer: FlatBuffer, views: Mapping[str, Array]) -> FlatBuffer:
+    """Return a buffer with the same `flat`, and these arrays, which are not to be looked up in it."""
+    other = copy(buffer)
+    other._views, other.offsets = dict(views), {}
+    return other
+
+
 def drawn(
     declared: Mapping[str, Parameter], dtype: np.dtype, device: str, seed: int, layout: Mapping[str, Any]
 ) -> FlatBuffer:
@@ -155,14 +157,10 @@ def drawn(
 
 def decay_ranges(offsets: Mapping[str, int], decays: Mapping[str, bool], end: int) -> list[tuple[int, int, bool]]:
     """Cut a flat buffer of `end` elements, gaps included, into the longest (start, stop, decay) of equal decay."""
-    ranges: list[tuple[int, int, bool]] = []
-    for name, start in offsets.items():
-        if ranges and ranges[-1][2] == decays[name]:
-            continue
-        if ranges:
-            ranges[-1] = (ranges[-1][0], start, ranges[-1][2])
-        ranges.append((start, end, decays[name]))
-    return ranges
+    starts = [(start, decays[name]) for name, start in offsets.items()]
+    changes = [now for before, now in zip([(0, None), *starts], starts) if now[1] != before[1]]
+    stops = [*(start for start, _ in changes[1:]), end]
+    return [(start, stop, decay) for (start, decay), stop in zip(changes, stops)]
 
 
 def memory_order(declared: Mapping[str, Parameter]) -> list[str]:
@@ -220,9 +218,9 @@ def partly_frozen_error(key: str, trained: Collection[str]) -> ArgumentError:
 class StageBuffers:
     """The arrays of a stage: `parameters.flat` and `compute.flat` are those that are trained, `held` the frozen ones.
 
-    `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged` are the sums of
-    matrices and their adapters. With `optimizer_writes` only optimizers write `compute`; `written` is whether they have
-    since the adapters were last merged.
+    `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged` are the layers with
+    adapters, by the name of a matrix, and its sum with them. With `optimizer_writes` only optimizers write `compute`;
+    `written` is whether they have since the adapters were last merged.
     """
 
     parameters: FlatBuffer
@@ -231,7 +229,7 @@ class StageBuffers:
     held: FlatBuffer
     held_compute: FlatBuffer
     decay_ranges: list[tuple[int, int, bool]]
-    merged: dict[str, Array] = field(default_factory=dict)
+    merged: dict[str, tuple[Any, Array]] = field(default_factory=dict)
     optimizer_writes: bool = False
     written: bool = False
 

@@ -44,10 +44,8 @@ class RopeScaling(ABC):
 
         Parameters
         ----------
-        frequencies : numpy.ndarray
-            Plain frequencies (head_dim / 2,).
-        base : float
-            Base of the plain frequencies.
+        frequencies, base : numpy.ndarray, float
+            Plain frequencies (head_dim / 2,), and their base.
 
         Returns
         -------
@@ -65,11 +63,6 @@ class LinearScaling(RopeScaling):
     factor : float
         At least 1.
 
-    Raises
-    ------
-    ArgumentError
-        The factor is none.
-
     Examples
     --------
     >>> import numpy as np
@@ -82,7 +75,7 @@ class LinearScaling(RopeScaling):
     kind: str = field(default="linear", init=False)
 
     def __post_init__(self) -> None:
-        _check_at_least("factor of LinearScaling", self.factor, 1)
+        _check_numbers(self)
 
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         return frequencies / self.factor
@@ -105,11 +98,6 @@ class Llama3Scaling(RopeScaling):
     original_positions : int
         The first length, in positions.
 
-    Raises
-    ------
-    ArgumentError
-        A number is out of its range.
-
     Examples
     --------
     >>> import numpy as np
@@ -126,9 +114,7 @@ class Llama3Scaling(RopeScaling):
     kind: str = field(default="llama3", init=False)
 
     def __post_init__(self) -> None:
-        _check_at_least("factor of Llama3Scaling", self.factor, 1)
-        _check_positions("Llama3Scaling", self.original_positions)
-        _check_order("Llama3Scaling", low_freq_factor=self.low_freq_factor, high_freq_factor=self.high_freq_factor)
+        _check_numbers(self, "low_freq_factor", "high_freq_factor")
 
     def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         count = self.original_positions * frequencies / (2 * math.pi)
@@ -155,11 +141,6 @@ class YarnScaling(RopeScaling):
     attention_factor : float, optional
         Factor on cosine and sine, of queries and of keys, above 0; by default 0.1 ln(factor) + 1 (section 3.4 there).
 
-    Raises
-    ------
-    ArgumentError
-        A number is out of its range.
-
     Examples
     --------
     >>> import numpy as np
@@ -180,11 +161,7 @@ class YarnScaling(RopeScaling):
     kind: str = field(default="yarn", init=False)
 
     def __post_init__(self) -> None:
-        _check_at_least("factor of YarnScaling", self.factor, 1)
-        _check_positions("YarnScaling", self.original_positions)
-        _check_order("YarnScaling", beta_slow=self.beta_slow, beta_fast=self.beta_fast)
-        if self.attention_factor is not None:
-            _check_at_least("attention_factor of YarnScaling", self.attention_factor, 0, above=True)
+        _check_numbers(self, "beta_slow", "beta_fast")
 
     @property
     def amplitude(self) -> float:
@@ -221,29 +198,22 @@ def scaling_of(numbers: Mapping[str, Any]) -> RopeScaling:
         raise ArgumentError(f"the numbers of a rope scaling do not fit: {error}", found=repr(dict(numbers))) from error
 
 
-def _check_at_least(what: str, value: object, least: float, above: bool = False) -> None:
-    number = value if type(value) in (int, float) else math.nan
-    assert isinstance(number, (int, float))
-    if not (math.isfinite(number) and (number > least or (number == least and not above))):
-        words = "above" if above else "of at least"
-        raise ArgumentError(what, found=repr(value), expected=f"a finite number {words} {least}")
-
-
-def _check_positions(what: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise ArgumentError(
-            f"original_positions of {what}", found=repr(value), expected="an integer of at least 1, the first length"
-        )
-
-
-def _check_order(what: str, **pair: float) -> None:
-    (low_name, low), (high_name, high) = pair.items()
-    for name, value in pair.items():
-        _check_at_least(f"{name} of {what}", value, 0, above=True)
-    if not low < high:
-        raise ArgumentError(
-            f"{low_name} and {high_name} of {what}", found=f"{low} and {high}", expected=f"{low_name} below {high_name}"
-        )
+def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
+    """Raise ArgumentError unless the numbers are in their ranges, and that called `low` is below that called `high`."""
+    of, numbers = f"of {type(scaling).__name__}", vars(scaling)
+    for name, value in numbers.items():
+        if name == "kind" or (name == "attention_factor" and value is None):
+            continue
+        least, words = (1, "of at least") if name == "factor" else (0, "above")
+        number = value if type(value) in (int, float) else math.nan
+        fits, expected = number >= least and number > 0 and number < math.inf, f"a finite number {words} {least}"
+        if name == "original_positions":
+            fits, expected = type(value) is int and value > 0, "an integer of at least 1, the first length"
+        if not fits:
+            raise ArgumentError(f"{name} {of}", found=repr(value), expected=expected)
+    if low and not numbers[low] < numbers[high]:
+        found = f"{numbers[low]} and {numbers[high]}"
+        raise ArgumentError(f"{low} and {high} {of}", found=found, expected=f"{low} below {high}")
 
 
 # -- Rotary position embedding (Su et al., "RoFormer", 2021) ----------------------------------------------------------
@@ -279,18 +249,17 @@ class RopeTables:
         self.make, self.dtype, self.device = make, dtype, device
         self._kept = lru_cache(maxsize=TABLES)(self._made)
 
-    def of(self, positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-        """Return the table of any positions: its i-th row turns the i-th row of the sequence."""
-        return self._held(np.ascontiguousarray(positions, np.int64).tobytes(), head_dim, base, scaling)
+    def of(self, positions: int | ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
+        """Return the table whose i-th row turns the i-th row of the sequence: of these positions, or of the first ones.
 
-    def first(self, seq: int, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
-        """Return the table of the positions 0 ... seq - 1, a part of that of the next power of two."""
-        length = 1 << max(seq - 1, 0).bit_length()
-        return self._held(length, head_dim, base, scaling)[:seq]
-
-    def _held(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
-        """Return a table that is kept, and that lives as long as a graph which is recorded now."""
-        return arrays.keep_for_graph(self._kept(positions, head_dim, base, scaling))
+        That of the first ones is a part of that of the next power of two. A table lives as long as a graph which is
+        recorded now.
+        """
+        if isinstance(positions, int):
+            length = 1 << max(positions - 1, 0).bit_length()
+            return arrays.keep_for_graph(self._kept(length, head_dim, base, scaling))[:positions]
+        known = np.ascontiguousarray(positions, np.int64).tobytes()
+        return arrays.keep_for_graph(self._kept(known, head_dim, base, scaling))
 
     def _made(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
         """Make the table of the first positions, or of those whose int64 values these bytes are."""

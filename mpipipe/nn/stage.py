@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,15 @@ from mpipipe.faces import renamed
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Layer, Position, first_leaf
-from mpipipe.nn.lora import copy_plain, merge
+from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf
+from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
 from mpipipe.text import counted
 
 
 @renamed(keep_compute="optimizer_writes_compute()", renew_compute="sync_compute()")
-class Stage:
+class Stage(Differentiable):
     """Layers, bound to flat buffers.
 
     Parameters
@@ -49,18 +50,23 @@ class Stage:
         "cpu" or "cuda"; the number of the GPU, None on the host.
     kernels, tables : Kernels, RopeTables
         The functions that layers compute with there (see nn.kernels), and the rotary tables that they share.
-    position : Position
-        Of the forward under way, or of the last one; read by random layers.
-    headless : bool
-        Whether a `Head` at the end leaves its product to a `HeadCrossEntropy` (set by the pipeline).
-    poll : callable or None
-        A function without arguments, called after each layer (to keep messages moving).
-    index : int or None
-        Logical stage number, set by the pipeline.
-    before_write : list of callable
-        Called without arguments before an optimizer or a load writes parameters (see nn.write_hooks).
     buffers : StageBuffers
         Where all arrays lie (see nn.parameters).
+    parameters : FlatBuffer
+        All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere.
+    gradients : FlatBuffer
+        Gradients of what is trained, with the offsets of `parameters`.
+    compute : FlatBuffer
+        What layers compute with: `parameters`, or its copy in a half dtype, which `refresh` makes.
+    position : Position
+        Of the forward under way, or of the last one; read by random layers.
+    poll : callable or None
+        A function without arguments, called after each layer (to keep messages moving).
+    before_write : list of callable
+        Called without arguments before an optimizer or a load writes parameters (see nn.write_hooks).
+    index, headless : int or None, bool
+        Set by the pipeline: the logical stage number, and whether a `Head` at the end leaves its product to a
+        `HeadCrossEntropy`.
     tied_copies : set of str
         Names of parameters here that are counted elsewhere (set by the pipeline).
     owners : dict of str to (Stage, str)
@@ -120,9 +126,10 @@ class Stage:
                 )
         self._chain = Sequential(self.layers)
         self._chain.stage = self
-        declared = {f"{name}.{key}": p for name, layer in self._named_layers() for key, p in layer.declared.items()}
+        declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
         names = frozen_names(declared, tuple(frozen))
-        self.buffers = StageBuffers.of(declared, names, self.dtype, self.device, self.seed)
+        buffers = self.buffers = StageBuffers.of(declared, names, self.dtype, self.device, self.seed)
+        self.parameters, self.gradients, self.compute = buffers.parameters, buffers.gradients, buffers.compute
         self._bind()
 
     def _bind(self) -> None:
@@ -131,15 +138,16 @@ class Stage:
         named = self._named_layers()
         for name, layer in named:
             layer.bind(self, name)
-        shapes = {name: self.parameters[name].shape for name in self.adapted}
+        adapted = self.adapted
+        shapes = {name: self.parameters[name].shape for name in adapted}
         halves = self.compute is not self.parameters  # in memory of their own then
         sums = self.compute if halves else FlatBuffer(shapes, self.dtype, self.device)
-        self.buffers.merged = {name: sums[name] for name in shapes}
-        for name, layer in self.adapted.items():
+        for name, layer in adapted.items():
+            self.buffers.merged[name] = layer, sums[name]
             setattr(layer, name.rpartition(".")[2], sums[name])
-        if shapes:
-            self.before_write.append(self._note_write)
-            self._merge_anew()
+        if adapted:
+            self.before_write.append(partial(setattr, self.buffers, "written", True))
+            merge(self, self.buffers.merged, anew=True)
         _mark_frozen(named)
         self.end_backward(self.first_layer.uploads_integers)  # which have no gradient
 
@@ -149,21 +157,6 @@ class Stage:
         return f"<{type(self).__name__} of {layers}, {parameters} in {self.dtype} on {self.device}>"
 
     # -- parameters and gradients
-
-    @property
-    def parameters(self) -> FlatBuffer:
-        """All parameters by name; `.flat` is what is trained, for frozen ones lie elsewhere."""
-        return self.buffers.parameters
-
-    @property
-    def gradients(self) -> FlatBuffer:
-        """Gradients of what is trained, with the offsets of `parameters`."""
-        return self.buffers.gradients
-
-    @property
-    def compute(self) -> FlatBuffer:
-        """What layers compute with: `parameters`, or its copy in a half dtype, which `refresh` makes."""
-        return self.buffers.compute
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
@@ -179,10 +172,10 @@ class Stage:
     def ties(self) -> dict[str, list[str]]:
         """Names of the parameters on this stage that carry a tie, by its key."""
         ties: dict[str, list[str]] = {}
-        for name, layer in self._named_layers():
-            for key, parameter in layer.declared.items():
-                if parameter.tie is not None:
-                    ties.setdefault(parameter.tie, []).append(f"{name}.{key}")
+        for name, (layer, key) in self._places().items():
+            tie = layer.declared[key].tie
+            if tie is not None:
+                ties.setdefault(tie, []).append(name)
         return ties
 
     @property
@@ -193,16 +186,18 @@ class Stage:
     @property
     def layer_of(self) -> dict[str, tuple[Layer, str]]:
         """The layer of each parameter that is trained, and what that calls it."""
-        places = {f"{name}.{key}": (layer, key) for name, layer in self._named_layers() for key in layer.declared}
-        return {name: place for name, place in places.items() if name in self.gradients}
+        return {name: place for name, place in self._places().items() if name in self.gradients}
 
     @property
     def first_layer(self) -> Layer:
         """The layer that sees the input, within the first one."""
-        return first_leaf(self._chain)
+        return leaf(self._chain, 0)
 
     def _named_layers(self) -> list[tuple[str, Layer]]:
         return [pair for place, layer in enumerate(self.layers) for pair in layer.walk(str(self.first + place))]
+
+    def _places(self) -> dict[str, tuple[Layer, str]]:
+        return {f"{name}.{key}": (layer, key) for name, layer in self._named_layers() for key in layer.declared}
 
     # -- the copy of parameters that layers compute with, and the sums with their adapters
 
@@ -212,7 +207,7 @@ class Stage:
             self.sync_compute()
         elif self.buffers.written:
             self.buffers.written = False
-            merge(self, self.adapted, self.buffers.merged)
+            merge(self, self.buffers.merged)
 
     def sync_compute(self) -> None:
         """Copy parameters to what layers compute with, even after `optimizer_writes_compute`.
@@ -223,7 +218,7 @@ class Stage:
         for wide, compute in ((self.parameters, self.compute), held):
             if compute is not wide and wide.flat.size:
                 self.kernels.cast(wide.flat, compute.flat)
-        self._merge_anew()
+        merge(self, self.buffers.merged, anew=True)
 
     def optimizer_writes_compute(self) -> None:
         """From now on let optimizers write `compute`, and `refresh` do nothing: nobody else may write parameters."""
@@ -234,14 +229,6 @@ class Stage:
     def kept_copy(self) -> Array | None:
         """What optimizers write besides the parameters: `compute.flat` after `optimizer_writes_compute`."""
         return self.compute.flat if self.buffers.optimizer_writes and self.compute is not self.parameters else None
-
-    def _merge_anew(self) -> None:
-        if self.buffers.merged:
-            copy_plain(self, self.buffers.merged)
-            merge(self, self.adapted, self.buffers.merged)
-
-    def _note_write(self) -> None:
-        self.buffers.written = True
 
     # -- what a pipeline sets around steps and backwards
 
@@ -295,10 +282,8 @@ class Stage:
 
         Returns
         -------
-        y : array
-            The output.
-        saved : object
-            All that the backward of this micro-batch needs.
+        y, saved : array, object
+            The output, and all that the backward of this micro-batch needs.
 
         Raises
         ------
@@ -312,57 +297,17 @@ class Stage:
         return self._chain.forward(x)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        """Compute the gradient of the input of one micro-batch.
-
-        Parameters
-        ----------
-        dy : array
-            Gradient of the output.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        dx : array or None
-            Gradient of the input; None for integers.
-        pending : object
-            All that `backward_weight` needs.
-        """
         return self._chain.backward_input(dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
-        """Add this micro-batch's part to the gradients of the parameters.
-
-        Parameters
-        ----------
-        pending : object
-            What `backward_input` returned.
-        """
         self._chain.backward_weight(pending)
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        """Do `backward_input` and `backward_weight` at once.
-
-        Parameters
-        ----------
-        dy : array
-            Gradient of the output.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        array or None
-            Gradient of the input; None for integers.
-        """
         return self._chain.backward(dy, saved)
 
 
 def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
-    """Let each layer know whether all parameters in it are frozen, when all of them are bound.
-
-    Raises ArgumentError for a layer that has frozen and trained parameters, and does not say that it can.
-    """
+    """Let each bound layer know whether all parameters in it are frozen; refuse a part where it cannot do with that."""
     for name, layer in named:
         frozen = [getattr(inner, f"{key}_grad") is None for _, inner in layer.walk("") for key in inner.declared]
         layer.frozen = bool(frozen) and all(frozen)

@@ -2,8 +2,7 @@
 
 optimizers   AdamW and SGD, groups of parameters, the curve of the learning rate
 norm         the global norm of gradients: gathered by MPI, begun and ended, or on GPUs
-scaling      the scale of the loss
-step         clipping, and steps with a norm and a scale: at once, or begun and ended
+step         clipping, the scale of the loss, and steps with a norm and a scale: at once, or begun and ended
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 from mpipipe.optim.norm import GlobalNorm, gradient_norm
 from mpipipe.optim.optimizers import SGD, AdamW, Group, warmup_cosine
 from mpipipe.optim.optimizers import duplicate_name_error as duplicate_name_error  # for other rooms of the package
-from mpipipe.optim.scaling import LossScaler
-from mpipipe.optim.step import PendingUpdate, begin_step, clip_by_global_norm, scaled_step
+from mpipipe.optim.step import LossScaler, PendingUpdate, begin_step, clip_by_global_norm, scaled_step
 
 __all__ = [
     "SGD",

@@ -131,7 +131,7 @@ class Norm:
 
     def ask(self, scale: float, max_norm: float, divisor: float = 1.0) -> NormOnDevice:
         """Begin the norm on the device, and the factor that clips to `max_norm` and divides by `divisor`."""
-        counted, numbers = self._counted(), Clipping(scale, max_norm, divisor)
+        counted, numbers = self._counted(), (max_norm, scale, divisor)
         if self._row is not None:
             return NormOnDevice(numbers, counted, self._owners, self._mine.start, self._row)
         return NormOnDevice(numbers, counted, _owners(counted, None if self.comm is None else self.comm.rank))
@@ -233,30 +233,23 @@ def expansion(numbers: Iterable[float]) -> list[float]:
     return parts
 
 
-class Clipping(NamedTuple):
-    """Numbers of a norm on the device: the scale in the gradients, and what the factor clips to and divides by."""
-
-    scale: float
-    max_norm: float
-    divisor: float
-
-
 class NormOnDevice:
     """The norm of all gradients, begun on the device; `factor` () in float64 is what to multiply gradients by.
 
-    It is NaN where a gradient is not finite. `owners` are those of all numbers of the row of squares, in which those of
-    this rank begin at `start`; `row` brings in those of other ranks.
+    It is NaN where a gradient is not finite. `numbers` are those of `clip_factor`: what is clipped to, the scale in the
+    gradients, the divisor. `owners` are those of all numbers of the row of squares, in which those of this rank begin
+    at `start`; `row` brings in those of other ranks.
     """
 
     def __init__(
         self,
-        numbers: Clipping,
+        numbers: tuple[float, float, float],
         counted: Sequence[Counted],
         owners: Sequence[NonFiniteParameter],
         start: int = 0,
         row: NcclRow | None = None,
     ) -> None:
-        self._owners, self._row, self._scale = owners, row, numbers.scale
+        self._owners, self._row, self._scale = owners, row, numbers[1]
         with nullcontext() if row is None else row.failing():
             make = arrays.empty if row is None else arrays.zeros
             squares = make((len(owners),), np.dtype(np.float64), "cuda")
@@ -265,7 +258,7 @@ class NormOnDevice:
                 stage.kernels.sums_of_squares(stage.gradients.flat, ranges, out=squares[first:stop])
             if row is not None:
                 row.share(squares)
-        self.factor = clip_factor(squares, numbers.max_norm, numbers.scale, numbers.divisor)
+        self.factor = clip_factor(squares, *numbers)
         self._download = arrays.Download([squares])
 
     def result(self) -> MeasuredNorm:
@@ -295,10 +288,8 @@ class GlobalNorm:
     ----------
     stages : sequence of stages
         The stages of this rank, those of the optimizer. Where they belong to a pipeline, it must have been built.
-    comm : communicator, optional
-        Over which the stages of the model are spread. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count.
+    comm, skip : communicator or None, collection of str
+        As for `gradient_norm`.
     replicas : communicator, optional
         The ranks with the same stages, as for `Pipeline`. They are asked as well whether NCCL can be used.
 

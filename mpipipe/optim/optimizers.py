@@ -14,20 +14,23 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import announce_write
-from mpipipe.nn.kernels import Kernels
+from mpipipe.nn.kernels import AdamWNumbers, Kernels, Update
 from mpipipe.stages import StageAdapter, check_finished
 
 State: TypeAlias = dict[str, Array]  # of a stage, by kind
 
 
 class FlatOptimizer:
-    """What the optimizers here have in common: state buffers laid out as the parameters, and steps piece by piece."""
+    """State buffers that are laid out as the parameters, and steps piece by piece."""
 
     def __init__(
         self, stages: Sequence[Any], lr: float, weight_decay: float, groups: Sequence[Group], kinds: Sequence[str]
     ):
         self.stages, self.lr, self.weight_decay = tuple(stages), lr, weight_decay
-        self._updated, self.groups = _checked_stages(self.stages), _checked_groups(groups)
+        self._updated, self.groups = _checked_stages(self.stages), tuple(groups)
+        strange = [type(group).__name__ for group in self.groups if not isinstance(group, Group)]
+        if strange:
+            raise ArgumentError("groups of an optimizer", found=", ".join(strange), expected="a list of optim.Group")
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
@@ -42,8 +45,8 @@ class FlatOptimizer:
         lr : float, optional
             Overrides the learning rate for this step.
         scale : float or cupy.ndarray
-            Factor of the gradients. They stay as they are. For stages on a GPU it may be there, () of float64; where it
-            is NaN then, parameters and state stay as they are.
+            Factor of the gradients, which stay as they are. For stages on a GPU it may be there, () of float64; where
+            it is NaN then, parameters and state stay as they are.
 
         Raises
         ------
@@ -56,21 +59,16 @@ class FlatOptimizer:
         self.steps += 1
         for stage, state in zip(self._updated, self.state):
             parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
-            for at, factor, decay, ranges in pieces(stage, self.groups):
-                self._update(
-                    stage.kernels,
-                    parameters[at],
-                    gradients[at],
-                    {
-                        kind: buffer[at] for kind, buffer in state.items()
-                    },  # a pipeline may have shortened the parameters
-                    rate * factor,
-                    self.weight_decay if decay is None else decay,
-                    dict(g_scale=scale, ranges=ranges, copy=None if copy is None else copy[at]),
-                )
+            for at, factor, decay, ranges in pieces(stage, self.groups):  # a pipeline may have shortened the parameters
+                own = {kind: buffer[at] for kind, buffer in state.items()}
+                decay = self.weight_decay if decay is None else decay
+                update = Update(scale, ranges, None if copy is None else copy[at])
+                self._update(stage.kernels, parameters[at], gradients[at], own, rate * factor, decay, update)
 
-    def _update(self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Any) -> None:
-        """Update a piece; `how` are keywords that all these kernels take."""
+    def _update(
+        self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
+    ) -> None:
+        """Update a piece."""
         raise NotImplementedError
 
     def named_state(self) -> dict[str, dict[str, Array]]:
@@ -83,12 +81,8 @@ class FlatOptimizer:
         dict of dict of array
             The kinds are "first" and "second" of AdamW, and "momentum" of SGD if it has any. Each array has the shape
             of its parameter. A tied parameter that several places of this rank share has one state, under the name of
-            each place.
-
-        Raises
-        ------
-        ArgumentError
-            Two stages have a parameter of the same name, or one is shared with a stage that is not here.
+            each place. ArgumentError is raised for two stages with a parameter of the same name, and for one that is
+            shared with a stage that is not here.
 
         Examples
         --------
@@ -155,22 +149,12 @@ class AdamW(FlatOptimizer):
         super().__init__(stages, lr, weight_decay, groups, ("first", "second"))
         self.betas, self.eps = betas, eps
 
-    def _update(self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Any) -> None:
+    def _update(
+        self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
+    ) -> None:
         b1, b2 = self.betas
-        kernels.adamw(
-            p,
-            g,
-            state["first"],
-            state["second"],
-            b1=b1,
-            b2=b2,
-            eps=self.eps,
-            rate=rate,
-            correction1=1 - b1**self.steps,
-            correction2=1 - b2**self.steps,
-            shrink=1 - rate * decay,
-            **how,
-        )
+        numbers = AdamWNumbers(b1, b2, self.eps, rate, 1 - b1**self.steps, 1 - b2**self.steps, shrink=1 - rate * decay)
+        kernels.adamw(p, g, state["first"], state["second"], numbers, how)
 
 
 class SGD(FlatOptimizer):
@@ -180,36 +164,17 @@ class SGD(FlatOptimizer):
 
     Parameters
     ----------
-    stages : sequence of stages
-        The stages of this rank: each an nn.Stage, or any object whose `parameters` and `gradients` have one flat array
-        `flat` each (see `nn.FlatBuffer`).
-    lr : float
-        Learning rate.
+    stages, lr : sequence of stages, float
+        As for `AdamW`.
     momentum : float
         Factor of u from step to step; with 0 no u is kept.
-    weight_decay : float
-        Decay of the parameters whose `Parameter.decay` is set.
-    groups : sequence of Group
-        Parameters with another learning rate or weight decay; where several match, the first counts. A pattern may
-        match nothing here: other ranks have other parameters.
+    weight_decay, groups : float, sequence of Group
+        As for `AdamW`.
 
     Attributes
     ----------
     state : list of dict
-        For each stage `{"momentum": flat array u}`, or `{}` without momentum.
-    before_write : list of callable
-        Called without arguments before a step writes anything; so are those of the stages.
-    steps : int
-        Number of steps made.
-
-    Examples
-    --------
-    >>> from mpipipe import nn, optim
-    >>> stage = nn.Stage([nn.RMSNorm(3)])
-    >>> stage.gradients["0.gain"][...] = 1
-    >>> optim.SGD([stage], lr=0.5).step()
-    >>> stage.parameters["0.gain"]
-    array([0.5, 0.5, 0.5], dtype=float32)
+        For each stage `{"momentum": flat array u}`, or `{}` without momentum; all else is as for `AdamW`.
     """
 
     def __init__(
@@ -223,8 +188,10 @@ class SGD(FlatOptimizer):
         super().__init__(stages, lr, weight_decay, groups, ("momentum",) if momentum else ())
         self.momentum = momentum
 
-    def _update(self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Any) -> None:
-        kernels.sgd(p, g, state.get("momentum"), momentum=self.momentum, decay=decay, rate=rate, **how)
+    def _update(
+        self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
+    ) -> None:
+        kernels.sgd(p, g, state.get("momentum"), self.momentum, decay, rate, how)
 
 
 def _checked_stages(stages: Sequence[Any]) -> list[StageAdapter]:
@@ -263,11 +230,6 @@ class Group:
     weight_decay : float, optional
         In place of the optimizer's, and for vectors too. By default that of the optimizer, where a parameter decays.
 
-    Raises
-    ------
-    ArgumentError
-        `lr` or `weight_decay` is negative or not finite.
-
     Examples
     --------
     >>> from mpipipe import nn, optim
@@ -300,14 +262,6 @@ class GroupPiece(NamedTuple):
     ranges: list[tuple[int, int, bool]] | None  # (start, stop, decay)
 
 
-def _checked_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Return groups as a tuple; raises ArgumentError for anything else in it."""
-    strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
-    if strange:
-        raise ArgumentError("groups of an optimizer", found=", ".join(strange), expected="a list of optim.Group")
-    return tuple(groups)
-
-
 def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
     """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what is before them."""
     size = stage.parameters.flat.size
@@ -321,15 +275,11 @@ def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
         group = next((g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])), Group("*"))
         if 0 not in shape and cuts[-1][1:] != (group.lr, group.weight_decay):
             cuts = [cut for cut in cuts if cut[0] != start] + [(start, group.lr, group.weight_decay)]
-    stops = [*(start for start, _, _ in cuts[1:]), size]
-    return [
-        GroupPiece(slice(start, stop), lr, decay, _within(stage.decay_ranges, start, stop) if decay is None else None)
-        for (start, lr, decay), stop in zip(cuts, stops)
-    ]
-
-
-def _within(ranges: Sequence[tuple[int, int, bool]], start: int, stop: int) -> list[tuple[int, int, bool]]:
-    return [(max(a, start) - start, min(b, stop) - start, decay) for a, b, decay in ranges if a < stop and b > start]
+    found, all_ranges = [], stage.decay_ranges
+    for (start, lr, decay), stop in zip(cuts, [*(start for start, _, _ in cuts[1:]), size]):
+        ranges = [(max(a, start) - start, min(b, stop) - start, c) for a, b, c in all_ranges if a < stop and b > start]
+        found.append(GroupPiece(slice(start, stop), lr, decay, ranges if decay is None else None))
+    return found
 
 
 # -- The state of an optimizer by the names of the parameters that it belongs to --------------------------------------
@@ -339,7 +289,6 @@ def state_by_name(stages: Sequence[StageAdapter], states: Sequence[Mapping[str, 
     """Return views of flat state buffers: {kind: {name of a parameter: array of its shape}}.
 
     A tied parameter that several places of this rank share has one state, which appears under the name of each place.
-    Raises ArgumentError if two stages have a parameter of the same name, or share one with a stage that is not here.
     """
     buffers = {id(stage.given): state for stage, state in zip(stages, states)}
     named: dict[str, dict[str, Array]] = {kind: {} for state in states for kind in state}
@@ -381,14 +330,10 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int, floor: float 
 
     Parameters
     ----------
-    step : int
-        The step, 0 ... steps - 1; every later one has the rate of the last.
-    steps : int
-        Number of steps.
-    peak : float
-        The rate of step warmup - 1.
-    warmup : int
-        Number of steps of the line.
+    step, steps : int
+        The step, 0 ... steps - 1, and their number; every later step has the rate of the last.
+    peak, warmup : float, int
+        The rate of step warmup - 1, and the number of steps of the line.
     floor : float
         The rate of the last step, as a fraction of `peak`.
 
@@ -396,11 +341,6 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int, floor: float 
     -------
     float
         The learning rate.
-
-    Raises
-    ------
-    ArgumentError
-        `step` or `warmup` is negative, `steps` is below 1, or `warmup` above `steps`.
 
     Examples
     --------

@@ -18,7 +18,6 @@ from mpipipe.faces import renamed
 from mpipipe.job import Communicator
 from mpipipe.nn import rescale
 from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, norm_of
-from mpipipe.optim.scaling import LossScaler
 from mpipipe.stages import StageAdapter, check_finished, mark_begun
 
 
@@ -32,18 +31,14 @@ def clip_by_global_norm(
 ) -> float:
     """Scale the gradients in place so that their norm is at most `max_norm`.
 
-    The norm is that of `gradient_norm`.
-
     Parameters
     ----------
     stages : sequence of stages
         The stages of this rank, as for an optimizer.
     max_norm : float
         Above 0; infinity only measures.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count.
+    comm, skip : communicator or None, collection of str
+        As for `gradient_norm`, whose norm this is.
     scale : float
         Factor that the gradients carry, and go on carrying. Both norms are those of gradients / scale.
     over : GlobalNorm, optional
@@ -90,13 +85,103 @@ def clip_by_global_norm(
     return measured.norm
 
 
+# -- Scaling of the loss, for gradients too small for float16 ---------------------------------------------------------
+#
+# The loss, and with it every gradient, is multiplied by a scale before the backward; the optimizer divides by it. An
+# infinite or NaN gradient tells that the scale was too large: the step is left out and the scale made smaller. It grows
+# after many good steps in a row (Micikevicius et al., "Mixed precision training", 2018).
+#
+#     result = pipeline.step(inputs, targets, scale=scaler.scale)
+#     norm = optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=mesh.pipe)
+
+
+SMALLEST, LARGEST = 1.0, 2.0**64  # scale
+
+
+class LossScaler:
+    """The scale of the loss from step to step. It depends on nothing but the outcomes that `update` gets.
+
+    Parameters
+    ----------
+    initial : float
+        First scale, in 1 ... 2^64.
+    growth : float
+        At least 1: the scale is multiplied by it after `interval` steps in a row without overflow, up to 2^64.
+    backoff : float
+        Between 0 and 1: the scale is multiplied by it after an overflow, down to 1.
+    interval : int
+        At least 1.
+    dynamic : bool
+        False: the scale stays what it is. `LossScaler(1.0, dynamic=False)` is no scaling at all, which is enough for
+        bfloat16.
+
+    Attributes
+    ----------
+    scale : float
+        The scale for the next step.
+    good, skipped : int
+        Steps in a row without overflow at this scale, and steps with overflow so far.
+
+    Examples
+    --------
+    >>> from mpipipe import optim
+    >>> scaler = optim.LossScaler(initial=1024.0)
+    >>> scaler.update(finite=False)
+    >>> scaler.scale, scaler.skipped
+    (512.0, 1)
+    """
+
+    def __init__(
+        self,
+        initial: float = 65536.0,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        dynamic: bool = True,
+    ):
+        if not (SMALLEST <= initial <= LARGEST and 1 <= growth < math.inf and 0 < backoff < 1 and interval >= 1):
+            raise ArgumentError(
+                "wrong scaling of the loss",
+                found=f"initial={initial}, growth={growth}, backoff={backoff}, interval={interval}",
+                expected="1 <= initial <= 2^64, growth >= 1 and finite, 0 < backoff < 1, interval >= 1",
+            )
+        self.scale, self.growth, self.backoff, self.interval = float(initial), growth, backoff, interval
+        self.dynamic = dynamic
+        self.good = self.skipped = 0
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a smaller scale may cure an overflow."""
+        return self.dynamic and self.scale > SMALLEST
+
+    def update(self, finite: bool) -> None:
+        """Take note of a step.
+
+        Parameters
+        ----------
+        finite : bool
+            Whether all gradients of the step were finite.
+        """
+        if not finite:
+            self.skipped += 1
+            self.good = 0
+            if self.dynamic:
+                self.scale = max(SMALLEST, self.scale * self.backoff)
+            return
+        self.good += 1
+        if self.good == self.interval:
+            self.good = 0
+            if self.dynamic:
+                self.scale = min(LARGEST, self.scale * self.growth)
+
+
+# -- A step with clipping and scaling ---------------------------------------------------------------------------------
+
+
 def check_max_norm(max_norm: float) -> None:
     """Raise ArgumentError unless it is above 0."""
     if not max_norm > 0:
         raise ArgumentError("max_norm must be above 0", found=repr(max_norm), expected="above 0")
-
-
-# -- A step with clipping and scaling ---------------------------------------------------------------------------------
 
 
 class Stepping(Protocol):
@@ -163,20 +248,14 @@ def scaled_step(
 
     Parameters
     ----------
-    optimizer : SGD or AdamW
-        The optimizer of this rank's stages.
-    scaler : LossScaler
-        Equal on all ranks.
+    optimizer, scaler : SGD or AdamW, LossScaler
+        The optimizer of this rank's stages; the scaler is equal on all ranks.
     max_norm : float
-        Above 0: larger gradients are clipped to it, as by `clip_by_global_norm`, but without a pass of their own.
+        Above 0: larger gradients are clipped to it, without a pass of their own.
     lr : float, optional
         Overrides the learning rate for this step.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count in the norm.
-    over : GlobalNorm, optional
-        In place of `comm` and `skip`: the ranks may keep the norm on their GPUs.
+    comm, skip, over : optional
+        As for `clip_by_global_norm`.
 
     Returns
     -------
@@ -189,8 +268,8 @@ def scaled_step(
         A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not dynamic. All ranks
         raise it, and it names rank, stage and parameter.
     ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
-        these stages has not ended (see `begin_step`). The scaler is as it was.
+        As `clip_by_global_norm`; or another step of these stages has not ended (see `begin_step`). The scaler is as it
+        was.
 
     Examples
     --------
@@ -233,25 +312,13 @@ def begin_step(
         Above 0: larger gradients are clipped to it; infinity for the norm alone.
     scaler : LossScaler, optional
         Equal on all ranks; its scale is in the gradients.
-    lr : float, optional
-        Overrides the learning rate for this step.
-    comm : communicator, optional
-        Over which the stages of the model are spread: a collective call. None: all of them are here.
-    skip : collection of str
-        Names of parameters that do not count in the norm.
-    over : GlobalNorm, optional
-        In place of `comm` and `skip`. Where the ranks keep the norm on their GPUs, all is done in `wait`.
+    lr, comm, skip, over : optional
+        As for `scaled_step`. Where `over` keeps the norm on the GPUs, all is done in `wait`.
 
     Returns
     -------
     PendingUpdate
         Whose `wait()` makes the step.
-
-    Raises
-    ------
-    ArgumentError
-        `max_norm` is not above 0, or `over` comes with `comm` or `skip`, or is of other stages; or another step of
-        these stages has not ended.
 
     Examples
     --------
@@ -285,10 +352,9 @@ class PendingUpdate:
 
     Parameters
     ----------
-    end : callable
-        Waits for the norm, makes the step, and returns the norm.
-    stages : sequence
-        Stages of the optimizer. Until the end no training step and no other optimizer step of them may begin.
+    end, stages : callable, sequence of stages
+        What waits for the norm, makes the step, and returns the norm; and stages, whose next steps may not begin
+        until then.
     """
 
     def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:

@@ -75,11 +75,6 @@ def simulate_all(
     list of Timeline
         One for each schedule and number of micro-batches.
 
-    Raises
-    ------
-    ArgumentError
-        A name or a count is wrong, or a cost is not one number.
-
     Examples
     --------
     >>> from mpipipe import pictures
@@ -115,29 +110,9 @@ def draw_comparison(timelines: Iterable[Timeline], path: str | os.PathLike[str])
     Parameters
     ----------
     timelines : iterable of Timeline
-        As `simulate_all` returns them, or your own. Those of the same name are one line.
+        As `simulate_all` returns them, or your own, of one number of ranks. Those of the same name are one line.
     path : str or path
-        A file that ends in .png or .svg. One that is there is replaced.
-
-    Raises
-    ------
-    ArgumentError
-        The name of the file ends otherwise, there is no timeline, or two of the same name and number of micro-batches,
-        or they are of different numbers of ranks.
-    BackendError
-        Matplotlib (extra ``[plot]``) is not installed.
-    StorageError
-        The file cannot be written.
-
-    Examples
-    --------
-    >>> import os, tempfile
-    >>> from mpipipe import pictures
-    >>> found = pictures.simulate_all(ranks=2, microbatches=[2, 4], names=["gpipe", "one_f_one_b"])
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     pictures.draw_comparison(found, f"{folder}/comparison.svg")
-    ...     os.listdir(folder)
-    ['comparison.svg']
+        As for `draw_timeline`, and the same errors.
     """
     given = list(timelines)
     ranks = sorted({timeline.schedule.ranks for timeline in given})

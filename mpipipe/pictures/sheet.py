@@ -121,10 +121,8 @@ SETTINGS = {
 class Sheet:
     """A figure in which all is placed in points from the top left corner; `end_at` says how high it is.
 
-    figure : the matplotlib.figure.Figure
-    ink : axes over the whole sheet, in points, for title, key and labels
-    height : points
-    name : what a reader hears who cannot see the picture
+    `ink` are axes over the whole sheet, in points, for title, key and labels. `name` is what a reader hears who cannot
+    see the picture.
     """
 
     def __init__(self) -> None:
@@ -223,12 +221,8 @@ def check_can_draw(path: str | os.PathLike[str]) -> None:
 
     Raises
     ------
-    ArgumentError
-        The name ends neither in .png nor in .svg.
-    BackendError
-        Matplotlib (extra ``[plot]``) is not installed.
-    StorageError
-        There is no such folder, or it may not be written to.
+    ArgumentError, BackendError, StorageError
+        As for `draw_timeline`.
 
     Examples
     --------
@@ -330,16 +324,6 @@ def add_rows(
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
     return axes
-
-
-def name_time(axes: Any, unit: str = "the unit of the costs") -> None:
-    """Name the axis of time."""
-    axes.set_xlabel(f"time, in {unit}", fontsize=TEXT, labelpad=2)
-
-
-def hide_time(axes: Any) -> None:
-    """Leave the numbers to the panel below."""
-    axes.tick_params(axis="x", labelbottom=False)
 
 
 # -- Labels in a row, each as near as can be to what it names, and none upon another ----------------------------------

@@ -53,16 +53,7 @@ def draw_split(ranks: Sequence[Mapping[str, float]], path: str | os.PathLike[str
     ranks : sequence of mappings of str to float
         For each rank the seconds of each part. Parts stand in the order in which they are first named.
     path : str or path
-        A file that ends in .png or .svg. One that is there is replaced.
-
-    Raises
-    ------
-    ArgumentError
-        The name of the file ends otherwise, there are no ranks or no parts, or a time is negative or no finite number.
-    BackendError
-        Matplotlib (extra ``[plot]``) is not installed.
-    StorageError
-        The file cannot be written.
+        As for `draw_timeline`, and the same errors.
 
     Examples
     --------
@@ -71,8 +62,6 @@ def draw_split(ranks: Sequence[Mapping[str, float]], path: str | os.PathLike[str
     >>> ranks = [{"compute": 3.0, "bubble": 1.0}, {"compute": 2.5, "bubble": 1.5}]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     pictures.draw_split(ranks, f"{folder}/split.svg")
-    ...     os.listdir(folder)
-    ['split.svg']
     """
     parts = list(dict.fromkeys(part for times in ranks for part in times))
     if not parts:

@@ -1,4 +1,4 @@
-"""A schedule as a timeline: a row for each rank, time to the right, and what was measured below what was predicted."""
+"""A schedule over time, a row for each rank: its actions, with measured ones below, or the activations it holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from typing import Any, NamedTuple
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures.sheet import (
     AXIS,
+    BLUE,
     INK,
     LEFT,
+    LINE,
     MARGIN,
     PALE,
     RIGHT,
+    SKY_BLUE,
+    TEXT,
     WHITE,
     WIDTH,
     Look,
@@ -24,15 +28,13 @@ from mpipipe.pictures.sheet import (
     check_boxes,
     draw,
     height_of_row,
-    hide_time,
     ink_on,
     is_number,
     looks_of_ops,
-    name_time,
     shade,
     subject,
 )
-from mpipipe.schedules import Schedule, Timeline
+from mpipipe.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Schedule, Timeline
 from mpipipe.text import counted
 
 ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
@@ -54,12 +56,6 @@ class Measured(NamedTuple):
         Logical stage and micro-batch; None for what belongs to none.
     start, end : float
         Times in the unit of the costs, on one clock for all ranks.
-
-    Examples
-    --------
-    >>> from mpipipe import pictures
-    >>> pictures.Measured("F", stage=0, microbatch=3, start=0.5, end=1.5).microbatch
-    3
     """
 
     op: str
@@ -97,13 +93,9 @@ def draw_timeline(
 
     Raises
     ------
-    ArgumentError
-        The name of the file ends otherwise, there are more boxes than a picture can show, or `measured` has another
-        number of ranks, or times that are no numbers or run backwards.
-    BackendError
-        Matplotlib (extra ``[plot]``) is not installed.
-    StorageError
-        The file cannot be written.
+    ArgumentError, BackendError, StorageError
+        The data or the name of the file do not fit, matplotlib (extra ``[plot]``) is not installed, or the file cannot
+        be written.
 
     Examples
     --------
@@ -118,7 +110,9 @@ def draw_timeline(
     schedule = timeline.schedule
     panels: list[Boxes] = [[[Measured(a.op, a.stage, a.microbatch, s, e) for a, s, e in row] for row in timeline.spans]]
     if measured is not None:
-        panels.append(_from_zero(_checked(measured, schedule)))
+        panel = _checked(measured, schedule)
+        first = min(box.start for row in panel for box in row)
+        panels.append([[box._replace(start=box.start - first, end=box.end - first) for box in row] for row in panel])
     check_boxes(sum(len(row) for panel in panels for row in panel))
     draw(path, lambda: _sheet(timeline, panels, unit))
 
@@ -145,8 +139,8 @@ def _sheet(timeline: Timeline, panels: Sequence[Boxes], unit: str) -> Sheet:
         _fill(axes, panel, schedule, looks, row, end)
         top += name + schedule.ranks * row + 6
         if place < len(panels) - 1:
-            hide_time(axes)
-    name_time(axes, unit)
+            axes.tick_params(axis="x", labelbottom=False)  # the panel below has the numbers
+    axes.set_xlabel(f"time, in {unit}", fontsize=TEXT, labelpad=2)
     sheet.end_at(top - 6 + AXIS)
     return sheet
 
@@ -233,6 +227,76 @@ def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxe
     return panel
 
 
-def _from_zero(panel: Boxes) -> Boxes:
-    first = min((box.start for row in panel for box in row), default=0.0)
-    return [[box._replace(start=box.start - first, end=box.end - first) for box in row] for row in panel]
+# -- The activations that each rank holds over time -------------------------------------------------------------------
+
+
+MEMORY_ROW, PEAKS = 34.0, 54.0  # points: from one rank to the next; for the peaks at the right
+FULL = 0.86  # of a row's height, for the largest peak of all ranks
+
+
+def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Draw for each rank how many activations it holds at which time, with the peak at the end of its row.
+
+    An activation is that of one chunk and one micro-batch, and is counted as in `Timeline.peak_activations`: from its
+    forward until its backward, or until its weight gradient where the backward is split; one that is recomputed (``R``)
+    from then on. All rows have one scale.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        What `schedules.simulate` returns.
+    path : str or path
+        As for `draw_timeline`, and the same errors.
+    """
+    check_boxes(sum(map(len, timeline.spans)))
+    draw(path, lambda: _memory_sheet(timeline))
+
+
+def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[int]]:
+    """Return the times at which the number of activations of a rank changes, and the number from then on.
+
+    The first time is 0 and the last one is the makespan.
+    """
+    times, counts = [0.0], [0]
+    schedule = timeline.schedule
+    keeps = timeline.peak_activations[rank] > 0  # a schedule of forwards only keeps none
+    again = {(action.stage, action.microbatch) for action, _, _ in timeline.spans[rank] if action.op == RECOMPUTE}
+    for action, start, end in timeline.spans[rank]:
+        if action.op == FORWARD and keeps and schedule.has_backward(action.stage):
+            time, change = start, int((action.stage, action.microbatch) not in again)
+        elif action.op == RECOMPUTE:
+            time, change = start, 1
+        elif action.op in (BACKWARD, WEIGHT_GRAD):
+            time, change = end, -1
+        else:
+            continue
+        counts.append(counts[-1] + change)
+        times.append(time)
+        if times[-2] == time:  # one goes and one comes: no change that could be seen
+            del times[-2], counts[-2]
+    return [*times, timeline.makespan], [*counts, counts[-1]]
+
+
+def _memory_sheet(timeline: Timeline) -> Sheet:
+    schedule, peaks = timeline.schedule, timeline.peak_activations
+    row = height_of_row(schedule.ranks, MEMORY_ROW)
+    sheet = Sheet()
+    sheet.title(subject(schedule), f"largest peak {max(peaks)}, smallest {min(peaks)}")
+    part = "" if schedule.chunks == 1 else f", each of one chunk of {schedule.chunks}"
+    sheet.text(MARGIN, TOP + LINE / 2, f"activations that each rank holds{part}; dotted: the largest peak of all ranks")
+    top = TOP + LINE + 4
+    axes = add_rows(sheet, top, schedule.ranks, row, timeline.makespan, right=PEAKS)
+    scale = FULL / max(1, *peaks)
+    for rank, peak in enumerate(peaks):
+        times, counts = profile(timeline, rank)
+        heights = [rank + 1 - scale * count for count in counts]
+        axes.fill_between(times, heights, rank + 1, step="post", color=SKY_BLUE, linewidth=0)
+        axes.plot(
+            times, heights, drawstyle="steps-post", color=BLUE, linewidth=min(1.0, row / 10), label=f"rank {rank}"
+        )
+        axes.axhline(rank + 1 - FULL, color=PALE, linewidth=min(0.8, row / 20), linestyle=":", zorder=0)
+        if row >= 10 or rank % int(-(-10 // row)) == 0:
+            sheet.text(WIDTH - PEAKS + 6, top + (rank + 0.55) * row, f"peak {peak}")
+    axes.set_xlabel("time, in the unit of the costs", fontsize=TEXT, labelpad=2)
+    sheet.end_at(top + schedule.ranks * row + AXIS)
+    return sheet

@@ -31,27 +31,21 @@ REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the sam
 
 
 class Agreement:
-    """The agreements of one pipeline: waited for by most calls, voted on by launched steps.
-
-    count : calls so far
-    runs_ahead : whether a launched step begins before the ranks have agreed on it; GPUs wait, as in any call
-    trained : this rank's facts of the last training step, and what was agreed on for that step
-    """
+    """The agreements of one pipeline: waited for by most calls, voted on by launched steps, unless on GPUs."""
 
     def __init__(self, pipe: RankGroup, replicas: RankGroup | None, name: str, runs_ahead: bool) -> None:
         self.pipe, self.replicas, self.where, self.runs_ahead = pipe, replicas, f" of {name}", runs_ahead
-        self.count = 0
+        self.count = 0  # calls so far
         self.codes: dict[tuple[str, tuple], int] = {}
-        self.trained: tuple[BatchFacts, Agreed] | None = None
+        self.trained: tuple[BatchFacts, Agreed] | None = None  # this rank's facts of the last step; what was agreed on
 
     def reach(
         self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0
     ) -> tuple[Agreed, MpipipeError | None]:
         """Return what was agreed on, and the error that every rank is to raise, or None; collective.
 
-        All ranks get the same error if a rank brings one, if they call different methods, or if inputs and targets have
-        different numbers of rows. They can go on together after such an error, and cannot after one that is raised
-        here. A launched step does not wait where all may run ahead: see `_presume`.
+        All ranks get the same error, and can go on together after it; they cannot after one that is raised here.
+        A launched step does not wait where all may run ahead: see `_presume`.
         """
         if call == "launch" and self.runs_ahead and self.trained is not None:
             return self._presume(batch, error, scale, *self.trained), None
@@ -63,13 +57,8 @@ class Agreement:
         whole = BatchFacts(*table.max(0).tolist())
         rows, target_rows = whole.rows, whole.target_rows
         if not ballot.failed and target_rows not in (0, rows):
-            ballot.refuse(
-                MismatchError(
-                    "inputs and targets have different numbers of rows",
-                    found=f"{counted(target_rows, 'row')} of targets",
-                    expected=f"{rows}, as the inputs have",
-                )
-            )
+            message, found = "inputs and targets have different numbers of rows", counted(target_rows, "row")
+            ballot.refuse(MismatchError(message, found=f"{found} of targets", expected=f"{rows}, as the inputs have"))
         targets: tuple[tuple[int, ...], ...] = (_of_replica(whole),)
         if self.replicas is not None:
             targets = tuple(map(tuple, ballot.cast(self.replicas, targets[0]).tolist()))
@@ -96,10 +85,7 @@ class Agreement:
     def _presume(
         self, batch: BatchFacts, error: Exception | None, scale: float, before: BatchFacts, agreed: Agreed
     ) -> Agreed:
-        """Begin the vote on a launched step, and return what was agreed on for the training step before it.
-
-        Raises, on this rank alone, what is wrong with its arguments or if its batch is not like the one of that step.
-        """
+        """Begin the vote on a launched step; return what was agreed on before. Raises on this rank alone."""
         if error is not None:
             wrong = error if isinstance(error, MpipipeError) else ArgumentError(f"{type(error).__name__}: {error}")
             wrong.rank = self.pipe.rank if wrong.rank is None else wrong.rank
@@ -156,10 +142,7 @@ def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> Agreed:
 
 
 def _described(batch: BatchFacts) -> str:
-    rows = [
-        f"{counted(rows, 'row')} of {what}"
-        for rows, what in ((batch.rows, "inputs"), (batch.target_rows, "targets"))
-        if rows
-    ]
+    both = (batch.rows, "inputs"), (batch.target_rows, "targets")
+    rows = [f"{counted(count, 'row')} of {what}" for count, what in both if count]
     pieces = f" in a list of {batch.microbatches}" if batch.listed else ""
     return (" and ".join(rows) or "nothing") + pieces

@@ -38,14 +38,14 @@ class BatchFacts(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks found out about the batch."""
+    """What the ranks found out about the batch; facts without a comment are those of BatchFacts."""
 
     signature: int
     microbatches: int
     listed: bool
     total: int  # rows of all replicas, or entries of their targets: what the loss is a mean over
     entries: int  # of the targets of all replicas
-    mean_over: int  # what the loss is a mean over: UNSAID, ROWS or ENTRIES
+    mean_over: int
     uneven: bool  # whether rows somewhere have more entries than elsewhere
     bare: bool  # whether a stage somewhere does not show its gradients
 
@@ -70,9 +70,8 @@ class BatchReader:
         self.schedule, self.has_loss, self.rank = schedule, loss is not None, rank
         said = getattr(loss, "mean_over_entries", None)
         self.mean_over = UNSAID if said is None else ENTRIES if said else ROWS
-        self.bare = bare
+        self.bare, self.trains = bare, trains(schedule)
         self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[-1]
-        self.trains = trains(schedule)
         self.signatures: dict[Any, int] = {}
 
     def read(self, call: str, inputs: Any, targets: Any) -> Batch:
@@ -85,8 +84,19 @@ class BatchReader:
             )
         holds_inputs = self.rank == self.first_rank
         holds_targets = self.rank == self.last_rank and call != "forward"
-        check_present("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0")
-        check_present("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage")
+        for name, value, wanted, where in (
+            ("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0"),
+            ("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage"),
+        ):
+            if wanted and value is None:
+                raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
+            if not wanted and value is not None:
+                raise ArgumentError(
+                    f"{name} on the wrong rank",
+                    found=type(value).__name__,
+                    expected=f"None here; {name} only on {where}",
+                    remedy=f"pass {name}=None on this rank",
+                )
         if holds_targets and not self.has_loss:
             raise ArgumentError(
                 "no loss on the rank of the last stage",
@@ -108,11 +118,11 @@ class BatchReader:
         """Return (what each micro-batch counts, number of all entries, whether rows differ in how many they have)."""
         if isinstance(targets, list):
             entries = [_entries(target) for target in targets]
-            uneven = any(size * rows[0] != entries[0] * count for size, count in zip(entries, rows))
-            return (entries if self.mean_over == ENTRIES else rows), sum(entries), uneven
-        size = _entries(targets)
-        width = size // sum(rows)
-        return ([width * count for count in rows] if self.mean_over == ENTRIES else rows), size, False
+            size, uneven = sum(entries), any(n * rows[0] != entries[0] * count for n, count in zip(entries, rows))
+        else:
+            size, uneven = _entries(targets), False
+            entries = [size // sum(rows) * count for count in rows]
+        return (entries if self.mean_over == ENTRIES else rows), size, uneven
 
     def _cut(self, call: str, batch: Any) -> tuple[list[Tree], list[int]]:
         microbatches = self.schedule.microbatches
@@ -124,16 +134,14 @@ class BatchReader:
 
     def _signature(self, batch: Any) -> int:
         """A number from 1 to 2^62 for the shapes and dtypes of a batch, the same in every process."""
-        facts: list = [isinstance(batch, list)]
-        for tree in batch if isinstance(batch, list) else [batch]:
-            leaves, structure = flatten(tree)
-            facts.append((structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
-        key = tuple(facts)
+        trees = [flatten(tree) for tree in (batch if isinstance(batch, list) else [batch])]
+        facts = [(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)) for leaves, structure in trees]
+        key = isinstance(batch, list), tuple(facts)
         if key not in self.signatures:
             if len(self.signatures) == KEPT_SIGNATURES:
                 self.signatures.clear()
-            named = [(structure, [(shape, kind.name) for shape, kind in leaves]) for structure, leaves in facts[1:]]
-            content = repr((facts[0], named)).encode("utf-8", "backslashreplace")
+            named = [(structure, [(shape, kind.name) for shape, kind in leaves]) for structure, leaves in facts]
+            content = repr((key[0], named)).encode("utf-8", "backslashreplace")
             number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
             self.signatures[key] = number % (1 << 62) + 1
         return self.signatures[key]
@@ -142,19 +150,6 @@ class BatchReader:
 def _entries(tree: Tree) -> int:
     """How many numbers the arrays of a tree have."""
     return tree.size if type(tree) is np.ndarray else sum(leaf.size for leaf in flatten(tree)[0])
-
-
-def check_present(name: str, value: Any, wanted: bool, where: str) -> None:
-    """Raise ArgumentError unless inputs, or targets, are there on one rank and nowhere else."""
-    if wanted and value is None:
-        raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
-    if not wanted and value is not None:
-        raise ArgumentError(
-            f"{name} on the wrong rank",
-            found=type(value).__name__,
-            expected=f"None here; {name} only on {where}",
-            remedy=f"pass {name}=None on this rank",
-        )
 
 
 # -- A batch cut into micro-batches, and outputs of micro-batches put together ----------------------------------------
@@ -179,8 +174,7 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
     """Cut a batch along axis 0; return the micro-batches and the number of rows of each. A list is cut already.
 
     On the host the micro-batches are read-only views of the user's arrays, of numpy.ndarray itself where those are of a
-    subclass, such as numpy.memmap. Raises ArgumentError where the batch is too small, or a list of the wrong length,
-    and for arrays that cannot be sent.
+    subclass, such as numpy.memmap. Raises ArgumentError for a batch that is too small or cannot be sent.
     """
     if isinstance(batch, list):
         if len(batch) != microbatches:
@@ -206,8 +200,6 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
         view = arrays.read_only(batch)
         return [view[at] for at in ranges], counts
     leaves, structure = flatten(read_only(batch))
-    if structure is None:
-        return [leaves[0][at] for at in ranges], counts
     return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
 
 
@@ -241,29 +233,21 @@ class CallInputs(NamedTuple):
 
 @dataclass(slots=True)
 class CallState:
-    """What this rank holds while a call runs, by (stage, micro-batch) or micro-batch.
-
-    saved : (what backward needs, lease), from forward until backward; the input until an R
-    pending : the same from input gradient until weight gradient
-    local : (edge, micro-batch, "F" or "B") -> tree for an action on this rank
-    alive, peak : whole activations (stage, micro-batch) held now, and at most
-    under_way, peak_under_way : the same with those whose input alone is kept, for an R
-    download : (micro-batches, copies of their losses to the host), once the device was asked for all losses
-    losses, outputs, input_gradients : results, by micro-batch; empty if they do not arise
-    """
+    """What this rank holds while a call runs, by (stage, micro-batch) or micro-batch."""
 
     inputs: CallInputs
     marks: list  # of the clock, two for each action that has run
+    # (what backward needs, lease), from forward until backward; the input until an R
     saved: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
-    pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)
-    local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)
+    pending: dict[tuple[int, int], tuple[Any, Lease]] = field(default_factory=dict)  # from I to W
+    local: dict[tuple[int, int, str], Tree] = field(default_factory=dict)  # (edge, micro-batch, "F" or "B"), here
     loss_gradients: dict[int, Tree] = field(default_factory=dict)
-    alive: int = 0
+    alive: int = 0  # whole activations (stage, micro-batch) held now, and at most
     peak: int = 0
-    under_way: int = 0
+    under_way: int = 0  # the same with those whose input alone is kept, for an R
     peak_under_way: int = 0
-    download: tuple[list[int], Download] | None = None
-    losses: dict[int, Any] = field(default_factory=dict)
+    download: tuple[list[int], Download] | None = None  # (micro-batches, copies of their losses to the host)
+    losses: dict[int, Any] = field(default_factory=dict)  # results, empty if they do not arise
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Tree] = field(default_factory=dict)
 

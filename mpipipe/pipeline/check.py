@@ -5,18 +5,18 @@
     loss      y -> dy       y and targets as they were; dy finite
     backward  dy -> dx      x, dy and saved as they were; gradients and dx finite     ... to here
 
-Stages, losses and messages are wrapped then, by classes that look at what goes in and comes out. Other
-pipelines have nothing of it. Checksums tell whether an array was written to. Each array is looked at a few times:
-results after the next actions of the rank, where a buffer that is used again shows, and until their messages have
-left; what was saved, when its backward begins; the batch at the end of the call.
+Stages, losses and messages are wrapped then, by classes that look at what goes in and comes out. Checksums tell whether
+an array was written to. Each array is looked at a few times: results after the next actions of the rank, where a buffer
+that is used again shows, and until their messages have left; what was saved, when its backward begins; the batch at the
+end of the call.
 
 With a `scale` other than 1 gradients may overflow: an optim.LossScaler looks for that. They are not looked at then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -28,48 +28,103 @@ from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import CallInputs
+from mpipipe.pipeline.diagnostics import named_leaves
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
 from mpipipe.text import counted
 
 OWN_ARRAYS = "write into arrays of your own: x.copy(), dy.copy(), and a new y and dx for each micro-batch"
-
-
 OVERFLOW = "look for a division by 0, a log or sqrt out of range, an overflow of exp or of a product, a step too large"
 SOURCE = "look at what is named last in `found`: it was so before"
+ON_ITS_WAY = (
+    "it was finite when it was sent: it was written to after that, or changed on its way. MPIPIPE_SYNC_SENDS=1, and "
+    "with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
+)
 Sources: TypeAlias = "Sequence[tuple[str, Any]]"  # (what it is, arrays) of all that a result was computed from
+
+
+# -- What is seen in arrays: entries that are not finite, and checksums that tell whether one was written to ----------
+
+
+def non_finite(value: Any, name: str) -> str | None:
+    """Describe the first array in `value` that has entries which are NaN or infinite; None where all are finite."""
+    for leaf, array in named_leaves(value, name):
+        if arrays.is_floating(array.dtype):
+            host = _on_host(array)
+            finite = np.isfinite(host)
+            if not finite.all():
+                first = np.unravel_index(int(np.argmin(finite)), host.shape)
+                nans, wrong = int(np.isnan(host).sum()), host.size - int(np.count_nonzero(finite))
+                at = f" at [{', '.join(map(str, first))}]" if host.ndim else ""
+                return (
+                    f"{leaf}, {_described(array)}: {wrong} of {counted(host.size, 'number')} not finite ({nans} NaN, "
+                    f"{wrong - nans} infinite), the first{at}: {host[first]}"
+                )
+    return None
 
 
 def first_source(sources: Sources) -> str:
     """Return the end of a sentence that describes the first of these that is not finite; "" where all are."""
-    for what, tree in sources:
-        found = non_finite(tree, what)
-        if found is not None:
-            return f"; before that: {found}"
-    return ""
+    found = next(filter(None, (non_finite(tree, what) for what, tree in sources)), None)
+    return f"; before that: {found}" if found else ""
 
 
+class Watched(NamedTuple):
+    """Arrays that must stay as they are, with their checksums."""
+
+    stage: int | None
+    microbatch: int | None
+    leaves: list[tuple[str, Array]]  # (name, array) of each
+    sums: list[int]  # the checksum of each
+
+    def change(self) -> str | None:
+        """Describe the first array that has been written to; None where all are as they were."""
+        for (name, array), before in zip(self.leaves, self.sums):
+            if _checksum(array) != before:
+                return f"{name}, {_described(array)}, with another checksum than before"
+        return None
+
+
+def watched(stage: int | None, microbatch: int | None, value: Any, name: str, without: Any = ()) -> Watched:
+    """Take the checksums of the arrays in `value`, except those that share memory with an array in `without`."""
+    others = [array for _, array in named_leaves(without, "")]
+    leaves = [
+        (leaf, array)
+        for leaf, array in named_leaves(value, name)
+        if not array.dtype.hasobject and not any(arrays.shares_memory(array, other) for other in others)
+    ]
+    return Watched(stage, microbatch, leaves, [_checksum(array) for _, array in leaves])
+
+
+def _checksum(array: Array) -> int:
+    return crc32(np.ascontiguousarray(_on_host(array)).reshape(-1).view(np.uint8).data)
+
+
+def _on_host(array: Array) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    return arrays.download(array if array.flags.c_contiguous else arrays.copy(array))
+
+
+def _described(array: Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
+
+
+# -- What is known of the arrays of a call ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
 class Returned:
-    """What a stage has returned, and who may read it.
+    """What a stage has returned, and who may read it."""
 
-    arrays : of y or dx
-    action : (stage, name of the action): the next of its kind would use a buffer again
-    sent : messages of this call that have to leave before nobody reads it; None before its own was sent
-    """
-
-    def __init__(self, arrays: Watched, action: tuple[int, str]):
-        self.arrays, self.action = arrays, action
-        self.sent: int | None = None
+    arrays: Watched  # of y or dx
+    action: tuple[int, str]  # (stage, name of the action): the next of its kind would use a buffer again
+    sent: int | None = None  # messages that have to leave before nobody reads it; None before its own was sent
 
 
 class Checks:
-    """What is known of the arrays of the call under way on this rank.
-
-    rank : of this process in the pipeline
-    last_stage : number of the last stage
-    mailbox : which knows what has been sent
-    """
+    """What is known of the arrays of the call under way on this rank; the mailbox knows what has been sent."""
 
     def __init__(self, rank: int, last_stage: int, mailbox: Mailbox) -> None:
         self.rank, self.last_stage, self.mailbox = rank, last_stage, mailbox
@@ -81,9 +136,8 @@ class Checks:
         self.handed: dict[tuple[int, int], Watched] = {}  # (stage, micro-batch) -> x
         self.batch: dict[tuple[str, int], Watched] = {}  # the user's arrays
         self.recent: list[Returned] = []
-        self.returned: dict[
-            tuple[int, int | None, str], Watched
-        ] = {}  # (stage, micro-batch, name) -> those after `recent`
+        # (stage, micro-batch, name) -> those after `recent`
+        self.returned: dict[tuple[int, int | None, str], Watched] = {}
 
     def begin(self, inputs: CallInputs) -> None:
         """Begin a call."""
@@ -109,34 +163,23 @@ class Checks:
                 self.finite(gradients(), "gradient", what, stage=stage)
 
     def finite(
-        self, tree: Any, name: str, what: str, sources: Sources = (), remedy: str = OVERFLOW, **place: int | None
+        self, tree: Any, name: str, what: str, sources: Sources = (), remedy: str = OVERFLOW, stage: int | None = None
     ) -> None:
         """Raise NonFiniteError if an array is not finite; the first of its `sources` that is not is named, too."""
         found = non_finite(tree, name)
         if found is not None:
             source = first_source(sources)
-            remedy = SOURCE if source else remedy
+            remedy, found = SOURCE if source else remedy, f"{found}{source}"
             raise NonFiniteError(
-                what, rank=self.rank, found=f"{found}{source}", expected="finite numbers", remedy=remedy, **place
+                what, rank=self.rank, stage=stage, found=found, expected="finite numbers", remedy=remedy
             )
 
     def unchanged(self, arrays: Watched, what: str) -> None:
         """Raise StageError if an array has been written to."""
         found = arrays.change()
         if found is not None:
-            raise StageError(
-                what,
-                rank=self.rank,
-                stage=arrays.stage,
-                microbatch=arrays.microbatch,
-                found=found,
-                expected="the content that it had",
-                remedy=OWN_ARRAYS,
-            )
-
-    def returns(self, arrays: Watched, action: tuple[int, str]) -> None:
-        """Watch what a stage has returned."""
-        self.recent.append(Returned(arrays, action))
+            place = dict(rank=self.rank, stage=arrays.stage, microbatch=arrays.microbatch)
+            raise StageError(what, **place, found=found, expected="the content that it had", remedy=OWN_ARRAYS)
 
     def after(self, action: tuple[int, str], microbatch: int) -> None:
         """Look at what was returned by the actions before this one."""
@@ -147,49 +190,33 @@ class Checks:
             result.sent = sent if result.sent is None else result.sent
             if result.action != action or left < result.sent:
                 self.recent.append(result)
-            else:
-                self._keep(result)
+                continue
+            # once more when its backward comes, or at the end, where the rank holds it until then
+            stage, name = result.action
+            if name == "forward" and (self.training or stage == self.last_stage):
+                self.returned[stage, result.arrays.microbatch, "y"] = result.arrays
+            elif name != "forward" and stage == 0:
+                self.returned[stage, result.arrays.microbatch, "dx"] = result.arrays
 
     def _look_at_recent(self, when: str) -> None:
         for result in self.recent:
             name = "y" if result.action[1] == "forward" else "dx"
-            self.unchanged(
-                result.arrays, f"{name} was written to after its stage had returned it, at the latest by {when}"
-            )
+            what = f"{name} was written to after its stage had returned it, at the latest by {when}"
+            self.unchanged(result.arrays, what)
 
     def take_back(self, stage: int, microbatch: int) -> None:
         """Look at y for the last time, before the backward: from now on the stage may write to it."""
+        found = self.returned.pop((stage, microbatch, "y"), None)
         for result in self.recent:
             if result.action == (stage, "forward") and result.arrays.microbatch == microbatch:
-                self.returned[stage, microbatch, "y"] = result.arrays
+                found = result.arrays
                 self.recent.remove(result)
                 break
-        found = self.returned.pop((stage, microbatch, "y"), None)
         if found is not None:
             self.unchanged(found, "y was written to after its stage had returned it")
 
-    def _keep(self, result: Returned) -> None:
-        """Look at a result once more, when its backward comes or at the end, where the rank holds it until then."""
-        stage, name, microbatch = *result.action, result.arrays.microbatch
-        if name == "forward" and (self.training or stage == self.last_stage):
-            self.returned[stage, microbatch, "y"] = result.arrays
-        elif name != "forward" and stage == 0:
-            self.returned[stage, microbatch, "dx"] = result.arrays
 
-
-# -- Stages, losses and messages in check mode: as others, with a look at what goes in and comes out (see check.py) ---
-
-
-ON_ITS_WAY = (
-    "it was finite when it was sent: it was written to after that, or changed on its way. MPIPIPE_SYNC_SENDS=1, and "
-    "with GPUs MPIPIPE_GPU_DIRECT=0, may tell which"
-)
-
-
-def attach(checks: Checks, stage: StageAdapter) -> None:
-    """Look at what goes into and comes out of a stage from now on."""
-    stage.computes = checked = CheckedStage(stage, checks)
-    checks.gradients_of[checked.number] = checked.named_gradients
+# -- Stages, losses and messages in check mode: as others, with a look at what goes in and comes out ------------------
 
 
 class Kept(NamedTuple):
@@ -201,15 +228,12 @@ class Kept(NamedTuple):
 
 
 class CheckedStage:
-    """Forward and backward of a stage, with a look at what goes in and comes out.
-
-    stage : the stage as the pipeline sees it
-    checks : of this rank
-    """
+    """Forward and backward of a stage, with a look at what goes in and comes out."""
 
     def __init__(self, stage: StageAdapter, checks: Checks) -> None:
         assert stage.number is not None  # it is attached
         self.adapter, self.stage, self.checks, self.number = stage, stage.given, checks, stage.number
+        checks.gradients_of[self.number] = self.named_gradients
 
     def forward(self, x: Tree, position: Position | None = None) -> Any:
         """As the stage's own; what it saved comes back within a Kept."""
@@ -234,7 +258,7 @@ class CheckedStage:
         checks.finite(y, "y", "forward returned an output that is not finite", self._sources(x))
         checks.after((self.number, "forward"), microbatch)
         if not again:
-            checks.returns(watched(*key, y, "y", without=x), (self.number, "forward"))
+            checks.recent.append(Returned(watched(*key, y, "y", without=x), (self.number, "forward")))
         if not checks.training:
             return y, saved
         checks.handed[key] = handed
@@ -244,8 +268,7 @@ class CheckedStage:
         """As the stage's own."""
         arrays = self._before(dy, kept)
         dx = self.stage.backward(dy, kept.saved)
-        self._after_backward("backward", arrays, kept)
-        self._look_at_gradients("backward")
+        self._after("backward", arrays, kept)
         self._return_gradient("backward", dx, dy, kept)
         return dx
 
@@ -253,7 +276,7 @@ class CheckedStage:
         """As the stage's own."""
         arrays = self._before(dy, kept)
         dx, pending = self.stage.backward_input(dy, kept.saved)
-        self._after_backward("input gradient", arrays, kept)
+        self._after("input gradient", arrays, kept)
         self._return_gradient("input gradient", dx, dy, kept)
         arrays["pending"] = self._watched(kept.microbatch, pending, "pending")
         return dx, Kept(pending, kept.microbatch, arrays)
@@ -264,8 +287,7 @@ class CheckedStage:
             self.checks.unchanged(copies, f"{name} was written to between input gradient and weight gradient")
         self.stage.backward_weight(kept.saved)
         del kept.arrays["pending"]  # they are the stage's own
-        self._after_backward("weight gradient", kept.arrays, kept)
-        self._look_at_gradients("weight gradient")
+        self._after("weight gradient", kept.arrays, kept)
 
     def named_gradients(self) -> dict[str, Array]:
         """The gradients by their names."""
@@ -284,21 +306,20 @@ class CheckedStage:
         del checks.handed[self.number, microbatch]
         return {"x": kept.arrays["x"], "dy": watched(self.number, microbatch, dy, "dy")}
 
-    def _after_backward(self, name: str, handed: dict[str, Watched], kept: Kept) -> None:
+    def _after(self, name: str, handed: dict[str, Watched], kept: Kept) -> None:
         for array, copies in handed.items():
             self.checks.unchanged(copies, f"{name} wrote to {array}, which the stage was handed")
         self.checks.after((self.number, name), kept.microbatch)
-
-    def _return_gradient(self, name: str, dx: Tree, dy: Tree, kept: Kept) -> None:
-        checks, x = self.checks, [array for _, array in kept.arrays["x"].leaves]
-        if checks.gradients:
-            checks.finite(dx, "dx", f"{name} returned an input gradient that is not finite", self._sources())
-        checks.returns(watched(self.number, kept.microbatch, dx, "dx", without=[dy, x]), (self.number, name))
-
-    def _look_at_gradients(self, name: str) -> None:
-        if self.checks.gradients:
+        if self.checks.gradients and name != "input gradient":
             what = f"{name} left the gradient of a parameter that is not finite"
             self.checks.finite(self.named_gradients(), "gradient", what, self._sources())
+
+    def _return_gradient(self, name: str, dx: Tree, dy: Tree, kept: Kept) -> None:
+        checks, others = self.checks, [dy, [array for _, array in kept.arrays["x"].leaves]]
+        if checks.gradients:
+            checks.finite(dx, "dx", f"{name} returned an input gradient that is not finite", self._sources())
+        result = watched(self.number, kept.microbatch, dx, "dx", without=others)
+        checks.recent.append(Returned(result, (self.number, name)))
 
     def _watched(self, microbatch: int, value: Any, name: str) -> Watched:
         """What a stage keeps for its backward, without the gradients, to which other micro-batches add meanwhile."""
@@ -358,11 +379,7 @@ class CheckedLoss(Loss):
 
 
 class CheckedMessages(StageMessages):
-    """Activations and gradients of one rank, with a look at those that arrive.
-
-    mailbox, warmup_calls : as of StageMessages
-    checks : of this rank
-    """
+    """Activations and gradients of one rank, with a look at those that arrive."""
 
     def __init__(self, mailbox: Mailbox, warmup_calls: int, checks: Checks) -> None:
         super().__init__(mailbox, warmup_calls)
@@ -371,101 +388,16 @@ class CheckedMessages(StageMessages):
     def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
         """Return (activation, lease)."""
         tree, lease = super().receive_activation(envelope)
-        self._checks.finite(tree, "x", _arrived(envelope), remedy=ON_ITS_WAY)
+        self._look_at(tree, "x", envelope)
         return tree, lease
 
     def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
         """Return (gradient, lease)."""
         tree, lease = super().receive_gradient(envelope)
         if self._checks.gradients:
-            self._checks.finite(tree, "dy", _arrived(envelope), remedy=ON_ITS_WAY)
+            self._look_at(tree, "dy", envelope)
         return tree, lease
 
-
-def _arrived(envelope: Envelope) -> str:
-    return f"{envelope.subject} is not finite as it arrived from rank {envelope.peer}"
-
-
-# -- What check mode sees in arrays: entries that are not finite, and checksums that tell whether one was written to
-
-
-def named_leaves(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Array]]:
-    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as ("x['mask']", array)."""
-    if arrays.is_array(value):
-        yield name, value
-        return
-    inner: list[tuple[str, Any]] = []
-    if id(value) in above:
-        return
-    if isinstance(value, Mapping):
-        inner = [(f"{name}[{key!r}]", each) for key, each in value.items()]
-    elif isinstance(value, (tuple, list)):
-        keys = getattr(value, "_fields", None)
-        inner = [(f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)]
-    elif is_dataclass(value) and not isinstance(value, type):
-        inner = [(f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)]
-    for key, each in inner:
-        yield from named_leaves(each, key, (*above, id(value)))
-
-
-def non_finite(value: Any, name: str) -> str | None:
-    """Describe the first array in `value` that has entries which are NaN or infinite; None where all are finite."""
-    for leaf, array in named_leaves(value, name):
-        if not arrays.is_floating(array.dtype):
-            continue
-        host = _on_host(array)
-        finite = np.isfinite(host)
-        if not finite.all():
-            first = np.unravel_index(int(np.argmin(finite)), host.shape)
-            nans = int(np.isnan(host).sum())
-            wrong = host.size - int(np.count_nonzero(finite))
-            at = f" at [{', '.join(map(str, first))}]" if host.ndim else ""
-            return (
-                f"{leaf}, {_described(array)}: {wrong} of {counted(host.size, 'number')} not finite ({nans} NaN, "
-                f"{wrong - nans} infinite), the first{at}: {host[first]}"
-            )
-    return None
-
-
-class Watched(NamedTuple):
-    """Arrays that must stay as they are, with their checksums.
-
-    stage, microbatch : to which they belong
-    """
-
-    stage: int | None
-    microbatch: int | None
-    leaves: list[tuple[str, Array]]  # (name, array) of each
-    sums: list[int]  # the checksum of each
-
-    def change(self) -> str | None:
-        """Describe the first array that has been written to; None where all are as they were."""
-        for (name, array), before in zip(self.leaves, self.sums):
-            if _checksum(array) != before:
-                return f"{name}, {_described(array)}, with another checksum than before"
-        return None
-
-
-def watched(stage: int | None, microbatch: int | None, value: Any, name: str, without: Any = ()) -> Watched:
-    """Take the checksums of the arrays in `value`, except those that share memory with an array in `without`."""
-    others = [array for _, array in named_leaves(without, "")]
-    leaves = [
-        (leaf, array)
-        for leaf, array in named_leaves(value, name)
-        if not array.dtype.hasobject and not any(arrays.shares_memory(array, other) for other in others)
-    ]
-    return Watched(stage, microbatch, leaves, [_checksum(array) for _, array in leaves])
-
-
-def _checksum(array: Array) -> int:
-    return crc32(np.ascontiguousarray(_on_host(array)).reshape(-1).view(np.uint8).data)
-
-
-def _on_host(array: Array) -> np.ndarray:
-    if isinstance(array, np.ndarray):
-        return array
-    return arrays.download(array if array.flags.c_contiguous else arrays.copy(array))
-
-
-def _described(array: Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)}"
+    def _look_at(self, tree: Tree, name: str, envelope: Envelope) -> None:
+        what = f"{envelope.subject} is not finite as it arrived from rank {envelope.peer}"
+        self._checks.finite(tree, name, what, remedy=ON_ITS_WAY)

@@ -30,22 +30,16 @@ class TimedCall(NamedTuple):
 
 
 class HostClock:
-    """Durations of the actions of one rank.
-
-    now : function that makes a mark
-    waits : whether reading marks waits for the device
-    busy : seconds of all actions of the last call
-    span : seconds from the first action of the last call to the end of the last one, where this clock knows
-    host_elapsed : seconds of the last call in all, by the host's clock
-    totals : (op, stage) -> [seconds, count] over all training steps
-    """
+    """Durations of the actions of one rank, by marks that `now` makes."""
 
     now: Callable[[], Any] = staticmethod(perf_counter)
-    waits = False
+    waits = False  # whether reading marks waits for the device
 
     def __init__(self) -> None:
-        self.busy = self.span = self.host_elapsed = self.entered = 0.0
-        self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])
+        self.busy = 0.0  # seconds of all actions of the last call
+        self.span = 0.0  # from the first action of the last call to the end of the last one, where this clock knows
+        self.host_elapsed = self.entered = 0.0  # seconds of the last call by the host's clock, and its start
+        self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])  # (op, stage) -> [seconds, count]
         self.recorder: Recorder | None = None
         self.ended: deque[TimedCall] = deque()  # calls that are not yet read
         self.running: TimedCall | None = None
@@ -98,8 +92,7 @@ class HostClock:
     def means(self, stages: int, recompute: bool) -> np.ndarray:
         """Return mean seconds of forward, input gradient and weight gradient, (3, stages); 0 for stages elsewhere.
 
-        The time of an R counts as that of a forward. With `recompute` it counts as a part of the input gradient, since
-        the user's schedule has no R.
+        An R counts as a forward; with `recompute` as a part of the input gradient, for the user's schedule has no R.
         """
         self.settle()
         names = {"F": "F", "B": "B", "I": "B", "W": "W", "R": "B" if recompute else "F"}
@@ -121,21 +114,17 @@ class HostClock:
         """Seconds of the host's clock of each mark."""
         return np.array(marks)
 
-    def _kinds(self, actions: Sequence[PlannedAction]) -> tuple[list[tuple[str, int]], np.ndarray]:
-        """Return every (op, stage) of these actions, and the number of each action among them."""
-        if self.counted[0] is not actions:  # one plan is run again and again
-            kinds: dict[tuple[str, int], int] = {}
-            numbers = np.array([kinds.setdefault((action.op, action.stage), len(kinds)) for action in actions], int)
-            self.counted = actions, list(kinds), numbers
-        return self.counted[1:]
-
     def _read(self, call: TimedCall) -> None:
         count = len(call.marks) // 2  # fewer than actions after an error
         times = self._seconds(call.start, call.marks[: 2 * count]).reshape(count, 2)
         durations = times[:, 1] - times[:, 0]
         self.busy = float(durations.sum())
         if call.training:
-            kinds, numbers = self._kinds(call.actions)
+            if self.counted[0] is not call.actions:  # one plan is run again and again
+                found: dict[tuple[str, int], int] = {}
+                places = [found.setdefault((action.op, action.stage), len(found)) for action in call.actions]
+                self.counted = call.actions, list(found), np.array(places, int)
+            _, kinds, numbers = self.counted
             seconds = np.bincount(numbers[:count], durations, len(kinds)).tolist()
             counts = np.bincount(numbers[:count], minlength=len(kinds)).tolist()
             for kind, total, times_run in zip(kinds, seconds, counts):

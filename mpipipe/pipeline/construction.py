@@ -89,14 +89,10 @@ def agree_on_construction(comm: Communicator, arguments: Arguments) -> Partners:
 
 
 def end_groups(groups: Sequence[RankGroup], error: BaseException) -> None:
-    """Free groups after an error that all their ranks raise; let the other ranks know of any other error.
-
-    A rank may fail elsewhere before it comes to the close. `error` is raised all the same, for this rank may be the one
-    that is to report it.
-    """
+    """Free groups after an error that all their ranks raise; let the other ranks know of any other error."""
     for group in groups:
         if group.agreed_on(error):
-            with suppress(PeerError):
+            with suppress(PeerError):  # of a rank that failed elsewhere: this rank may be the one to report `error`
                 group.close()
         else:
             text = f"{error}" if isinstance(error, MpipipeError) else f"{error!r}"
@@ -119,7 +115,6 @@ def _agree(groups: list[RankGroup], arguments: Arguments) -> Partners:
     assert arguments.replicas is not None
     others = RankGroup(arguments.replicas)
     groups.insert(0, others)
-    _raise_without_partners(others, error)
     error = _error_of_replicas(others, partners.stages, arguments, error)
     try:
         pipe.agree(f"{CALL}: the replicas of all stages", error=error)
@@ -139,32 +134,31 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
     replicas, schedule = arguments.replicas, arguments.schedule
     try:
         settings.check_settings()
-        _check_carrier(arguments.check)
+        if arguments.check and settings.nccl_is_demanded():  # the host would wait for a device that waits for ranks
+            raise ArgumentError(
+                "check mode looks at arrays on the host, between messages",
+                found="MPIPIPE_NCCL=on",
+                expected="messages and sums by MPI",
+                remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
+            )
         if replicas is not None:
             runtime.resolve(replicas)
         adapters = check_arguments(arguments, pipe.comm)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
         Tags(schedule.placement, schedule.microbatches, largest_tag, schedule.skip_ends)
         facts = (
-            ("schedule", f"{schedule.name} {digest(schedule)}"),
+            *_common_facts(arguments),
             ("number of micro-batches", schedule.microbatches),
-            ("recompute", bool(arguments.recompute)),
-            ("check", arguments.check),
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.nccl_is_demanded()),
-            ("setting MPIPIPE_GRAPHS", settings.graphs()),
         )
         mine = tie_facts(adapters, schedule.stages_of(pipe.rank)), device_of(adapters)
     except Exception as caught:
         error = caught
-    pipe.agree(
-        CALL,
-        facts,
-        error=error,
-        message="ranks were given different pipelines",
-        remedy="build the same schedule with the same arguments, and set the same environment, on every rank",
-    )
+    message = "ranks were given different pipelines"
+    remedy = "build the same schedule with the same arguments, and set the same environment, on every rank"
+    pipe.agree(CALL, facts, error=error, message=message, remedy=remedy)
     everyone = pipe.gather(f"{CALL}: ties and devices", mine)
     ties, devices = [ties for ties, _ in everyone], [device for _, device in everyone]
     try:
@@ -174,15 +168,14 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
     return Partners(pipe, None, ties, devices, adapters, arguments.check)
 
 
-def _check_carrier(check: bool) -> None:
-    """Refuse check mode where messages must go by NCCL: the host would wait for a device that waits for other ranks."""
-    if check and settings.nccl_is_demanded():
-        raise ArgumentError(
-            "check mode looks at arrays on the host, between messages",
-            found="MPIPIPE_NCCL=on",
-            expected="messages and sums by MPI",
-            remedy="MPIPIPE_NCCL=auto, which leaves NCCL out in check mode; or check=False",
-        )
+def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
+    """What all ranks, and all replicas, must have in common."""
+    return (
+        ("schedule", f"{arguments.schedule.name} {digest(arguments.schedule)}"),
+        ("recompute", bool(arguments.recompute)),
+        ("check", arguments.check),
+        ("setting MPIPIPE_GRAPHS", settings.graphs()),
+    )
 
 
 # -- Replicas: an error on one rank must come out on all ranks of all pipes ------------------------------------------
@@ -194,8 +187,13 @@ def _check_carrier(check: bool) -> None:
 # other pipes would wait in vain. So partners first ask each other whether that is so.
 
 
-def _raise_without_partners(others: RankGroup, error: MpipipeError | None) -> None:
-    """Raise where the pipe of any partner has ranks without replicas. Its own pipe learns that from this rank."""
+def _error_of_replicas(
+    others: RankGroup, stages: Sequence[StageAdapter], arguments: Arguments, error: MpipipeError | None
+) -> MpipipeError | None:
+    """Return the error that all partners are to raise: of one of their pipes, or because their stages differ.
+
+    Raises where the pipe of any partner has ranks without replicas. Its own pipe learns that from this rank.
+    """
     halved = isinstance(error, MismatchError) and error.fact == REPLICAS
     try:
         apart = bool(others.agree(f"{CALL}: whether all have partners", values=[int(halved)]).any())
@@ -204,27 +202,15 @@ def _raise_without_partners(others: RankGroup, error: MpipipeError | None) -> No
             raise
         apart = True  # a partner has raised already, for what this rank has said: its own error is the one to report
     if apart:
-        problem: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
-        raise_for_partners(problem, problem.reported_elsewhere or error is None)
-
-
-def _error_of_replicas(
-    others: RankGroup, stages: Sequence[StageAdapter], arguments: Arguments, error: MpipipeError | None
-) -> MpipipeError | None:
-    """Return the error that all partners are to raise: of one of their pipes, or because their stages differ."""
+        lacking: MpipipeError = error or PeerError("some ranks of another pipeline were given no replicas")
+        raise_for_partners(lacking, lacking.reported_elsewhere or error is None)
     facts: tuple = ()
     problem: Exception | None = error
     if error is None:
         try:
             shapes, values = _digests(stages)
-            facts = (
-                ("schedule", f"{arguments.schedule.name} {digest(arguments.schedule)}"),
-                ("recompute", bool(arguments.recompute)),
-                ("check", arguments.check),
-                ("setting MPIPIPE_GRAPHS", settings.graphs()),
-                ("parameters' names, shapes and dtypes", shapes),
-                ("parameters' values", values),
-            )
+            own = (("parameters' names, shapes and dtypes", shapes), ("parameters' values", values))
+            facts = (*_common_facts(arguments), *own)
         except Exception as caught:  # a stage of the user's own may not give its arrays
             problem = caught
     remedy = "give the stages of all replicas the same seed and sizes, and all ranks the same schedule"
@@ -241,41 +227,32 @@ def _digests(stages: Sequence[StageAdapter]) -> list[str]:
     """Two short texts: of the names, shapes and dtypes of this rank's parameters, and of their values."""
     shapes, values = blake2b(digest_size=8), blake2b(digest_size=8)
     for stage in stages:
-        text, flats = _parameter_facts(stage)
-        shapes.update(text.encode())
-        for flat in flats:
+        if stage.models:
+            named = [
+                (f"{name} {model.dtype}", array, "frozen" * (name in model.frozen))
+                for model in stage.models
+                for name, array in model.parameters.items()
+            ]
+            flats = [flat for model in stage.models for flat in (model.parameters.flat, model.buffers.held.flat)]
+        else:
+            holder, give = getattr(stage.given, "parameters", None), getattr(stage.given, "state_dict", dict)
+            view = None if flat_if_any(holder) is None else FlatView.of(holder)
+            trained: dict[str, Array] = dict(view or {})
+            rest = {name: array for name, array in give().items() if name not in trained and arrays.is_array(array)}
+            named = [("", flat, "") for flat in stage.gradient_arrays]
+            named += [(name, array, "") for name, array in (trained | rest).items()]
+            flats = [*([] if view is None else [view.flat]), *rest.values()]
+        shapes.update("".join(f"{name} {array.dtype} {array.shape} {more}" for name, array, more in named).encode())
+        for flat in map(arrays.download, flats):
             values.update(flat.reshape(-1).view(np.uint8).data)  # bfloat16 is no type that hashes know
     return [shapes.hexdigest(), values.hexdigest()]
-
-
-def _parameter_facts(stage: StageAdapter) -> tuple[str, list[np.ndarray]]:
-    """Return (names, shapes and dtypes; values on the host) of parameters, as far as known."""
-    if stage.models:
-        lines = [
-            f"{name} {model.dtype} {array.dtype} {array.shape} {'frozen' * (name in model.frozen)}"
-            for model in stage.models
-            for name, array in model.parameters.items()
-        ]
-        flats = [flat for model in stage.models for flat in (model.parameters.flat, model.buffers.held.flat)]
-        return "".join(lines), [arrays.download(flat) for flat in flats]
-    text = "".join(f"{flat.dtype} {flat.shape}" for flat in stage.gradient_arrays)
-    holder, give = getattr(stage.given, "parameters", None), getattr(stage.given, "state_dict", dict)
-    view = None if flat_if_any(holder) is None else FlatView.of(holder)
-    trained: dict[str, Array] = dict(view or {})
-    rest = {name: array for name, array in give().items() if name not in trained and arrays.is_array(array)}
-    shapes = "".join(f"{name} {array.dtype} {array.shape}" for name, array in (trained | rest).items())
-    flats = [*([] if view is None else [view.flat]), *rest.values()]
-    return text + shapes, [arrays.download(flat) for flat in flats]
 
 
 # -- What a pipeline may be given, checked on each rank before the ranks agree ----------------------------------------
 
 
 def device_of(stages: Sequence[StageAdapter]) -> str:
-    """Where the stages of this rank compute: "cpu" or "cuda", by their attribute `device`; "cpu" for those without.
-
-    Raises ArgumentError if they differ.
-    """
+    """Where the stages of this rank compute, "cpu" or "cuda"; raises ArgumentError if they differ."""
     devices = [stage.device for stage in stages]
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
@@ -335,7 +312,6 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
         except ArgumentError as error:
             error.rank, error.stage = comm.rank, number
             raise
-    device_of(adapters)
     if arguments.has_replicas:
         _check_own_gradients(numbers, adapters)
     if loss is not None and not callable(loss):

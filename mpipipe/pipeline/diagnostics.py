@@ -12,14 +12,14 @@ was skipped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from threading import get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from mpipipe import arrays
-from mpipipe.arrays import Shortage
+from mpipipe.arrays import Array
 from mpipipe.comm import Envelope
 from mpipipe.errors import StageError
 from mpipipe.job import Message, RankGroup, Snapshot
@@ -27,7 +27,7 @@ from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import PipelineState
-from mpipipe.pipeline.plan import ActionPlan, PlannedAction
+from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.stages import StageAdapter
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
@@ -53,8 +53,7 @@ class PipelineFlight:
     def __init__(self, group: RankGroup, messages: StageMessages, state: PipelineState, timed: bool) -> None:
         self.group, self.messages, self.state, self.timed = group, messages, state, timed
         self.calls: deque[KeptCall] = deque(maxlen=KEPT_CALLS)
-        self.begun = 0
-        self.running = False
+        self.begun, self.running = 0, False
         group.context.add_inspectable(self)
 
     def begin(self, call: str, number: int, plan: ActionPlan, marks: list) -> None:
@@ -63,10 +62,6 @@ class PipelineFlight:
         name = f"{call} (call {number}) of {self.state.name}"
         self.calls.append(KeptCall(name, number, plan, marks, self.messages.mailbox.sent, get_ident()))
         self.running = True
-
-    def end(self) -> None:
-        """Note that the call has ended."""
-        self.running = False
 
     def progress_token(self) -> object:
         """Return a value that changes with every progress."""
@@ -82,38 +77,31 @@ class PipelineFlight:
         if call is None:
             return idle
         done, computes = divmod(len(call.marks), 2)
-        action = call.plan.steps[done] if done < len(call.plan.steps) else None
-        awaited = None if action is None or computes else self._awaited(call, action)
-        doing = f"the end of {call.name}"
-        if action is not None:
-            doing = f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.microbatch}, in {call.name}"
-        return idle._replace(
+        steps, receives, taken = call.plan.steps, call.plan.receives, self.messages.mailbox.taken
+        # the last action may not have sent all of its own messages yet
+        ended, sent = done if computes or self.group.context.long_waits else done - 1, set(call.sent)
+        skipped = [message for step in steps[: max(0, ended)] for message in step.sends if message not in sent]
+        account = idle._replace(
             call=call.number,
-            doing=doing,
+            doing=f"the end of {call.name}",
             computes=bool(computes),
-            stage=None if action is None else action.stage,
-            microbatch=None if action is None else action.microbatch,
             thread=call.thread,
-            expects=None if awaited is None else self._message(awaited),
-            sent=tuple(self._message(envelope) for envelope in call.sent[-SENT:]),
-            skipped=tuple(self._message(envelope) for envelope in self._skipped(call, done, bool(computes))),
+            sent=tuple(map(self._message, call.sent[-SENT:])),
+            skipped=tuple(map(self._message, skipped)),
+        )
+        if done == len(steps):
+            return account
+        action = steps[done]
+        awaited = receives[taken : taken + 1] if not computes else []  # the first that was not taken
+        return account._replace(
+            doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.microbatch}, in {call.name}",
+            stage=action.stage,
+            microbatch=action.microbatch,
+            expects=next((self._message(each) for each in awaited if each in action.receives), None),
         )
 
-    def _awaited(self, call: KeptCall, action: PlannedAction) -> Envelope | None:
-        """Return the message that an action waits for: the first of its messages that was not taken."""
-        taken = self.messages.mailbox.taken
-        next_one = call.plan.receives[taken] if taken < len(call.plan.receives) else None
-        return next_one if next_one in action.receives else None
-
-    def _skipped(self, call: KeptCall, done: int, computes: bool) -> Iterator[Envelope]:
-        """Yield messages of ended actions that were not sent. The last action may not have sent all of its own yet."""
-        ended = done if computes or self.group.context.long_waits else done - 1
-        sent = set(call.sent)
-        for action in call.plan.steps[: max(0, ended)]:
-            yield from (message for message in action.sends if message not in sent)
-
     def _message(self, envelope: Envelope) -> Message:
-        peer = self.group.peers.members[envelope.peer]
+        peer = self.group.members[envelope.peer]
         return Message(envelope.name, envelope.subject, peer, envelope.data, self.messages.bytes_of(envelope))
 
     def _operations(self, call: KeptCall) -> Iterator[str]:
@@ -123,9 +111,9 @@ class PipelineFlight:
         for index in range(max(0, done - LISTED), done):
             action = call.plan.steps[index]
             ended = f" {now - call.marks[2 * index + 1]:.3f} s ago" if self.timed else ""
-            messages = [f"received {self._transfer(envelope, 'from')}" for envelope in action.receives]
-            for envelope in action.sends:
-                messages.append(f"{'sent' if envelope in sent else 'has not sent'} {self._transfer(envelope, 'to')}")
+            messages = [f"received {self._transfer(each, 'from')}" for each in action.receives]
+            for each in action.sends:
+                messages.append(f"{'sent' if each in sent else 'has not sent'} {self._transfer(each, 'to')}")
             yield "; ".join([f"  {action}: done{ended}", *messages])
 
     def _transfer(self, envelope: Envelope, preposition: str) -> str:
@@ -165,14 +153,20 @@ def memory_error(
     held = held_by(stages, state)
     graphs = any(isinstance(stage.computes, StageGraphs) for stage in stages)
     idle = f" ({held.idle:,} of them unused: places of a tied parameter share one array)" if held.idle else ""
+    if recompute:
+        again = "recompute=True is on already"
+    elif held.activations < 2:
+        again = "recompute=True: saves nothing here, since no more than one activation is alive"
+    else:
+        again = f"recompute=True: about {held.freed_by_recomputation:,} bytes of activations less"
     return StageError(
         f"{what} ran out of memory on the GPU",
-        found=f"{_asked(shortage)}, {shortage.free:,} bytes free of {shortage.total:,}; {held.activations} activations "
-        f"hold {held.saved:,} bytes, parameters and gradients {held.parameters:,}{idle}",
+        found=f"{'an unknown number of' if shortage.asked is None else f'{shortage.asked:,}'} bytes asked for, "
+        f"{shortage.free:,} bytes free of {shortage.total:,}; {held.activations} activations hold {held.saved:,} "
+        f"bytes, parameters and gradients {held.parameters:,}{idle}",
         remedy=("MPIPIPE_GRAPHS=0: without the temporary arrays that each CUDA graph keeps; " if graphs else "")
-        + f"{_recomputation(held, recompute)}; twice as many stages: about "
-        f"{held.parameters // 2:,} bytes of parameters and gradients less on each rank, and half of the optimizer's "
-        "state; more micro-batches: smaller activations",
+        + f"{again}; twice as many stages: about {held.parameters // 2:,} bytes of parameters and gradients less on "
+        "each rank, and half of the optimizer's state; more micro-batches: smaller activations",
     )
 
 
@@ -194,34 +188,12 @@ def held_by(stages: Sequence[StageAdapter], state: CallState | None) -> HeldByte
     return HeldBytes(parameters, idle, len(kept), saved, min(inputs, saved))
 
 
-def _asked(shortage: Shortage) -> str:
-    return "an unknown number of bytes asked for" if shortage.asked is None else f"{shortage.asked:,} bytes asked for"
-
-
-def _recomputation(held: HeldBytes, recompute: bool) -> str:
-    if recompute:
-        return "recompute=True is on already"
-    if held.activations < 2:
-        return "recompute=True: saves nothing here, since no more than one activation is alive"
-    return f"recompute=True: about {held.freed_by_recomputation:,} bytes of activations less"
-
-
 def _spans(value: Any) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the device memory of each array in tuples, lists, dicts and dataclasses."""
-    if arrays.is_array(value):
-        if arrays.is_device(value) and value.nbytes:
-            start = arrays.address(value)
-            yield start, start + value.nbytes
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(value, (tuple, list)):
-        inner = value
-    elif isinstance(value, dict):
-        inner = value.values()
-    elif is_dataclass(value) and not isinstance(value, type):
-        inner = [getattr(value, field.name) for field in fields(value)]
-    for part in inner:
-        yield from _spans(part)
+    """Yield (start, end) of the device memory of each array in `value`."""
+    for _, array in named_leaves(value, ""):
+        if arrays.is_device(array) and array.nbytes:
+            start = arrays.address(array)
+            yield start, start + array.nbytes
 
 
 def _covered(spans: Iterable[tuple[int, int]]) -> int:
@@ -231,3 +203,22 @@ def _covered(spans: Iterable[tuple[int, int]]) -> int:
         total += max(0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def named_leaves(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as ("x['mask']", array)."""
+    if arrays.is_array(value):
+        yield name, value
+        return
+    inner: list[tuple[str, Any]] = []
+    if id(value) in above:
+        return
+    if isinstance(value, Mapping):
+        inner = [(f"{name}[{key!r}]", each) for key, each in value.items()]
+    elif isinstance(value, (tuple, list)):
+        keys = getattr(value, "_fields", None)
+        inner = [(f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)]
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [(f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)]
+    for key, each in inner:
+        yield from named_leaves(each, key, (*above, id(value)))

@@ -19,7 +19,7 @@ from mpipipe.job import own, runtime, settings
 from mpipipe.nn import Position
 from mpipipe.pipeline.agreement import TRAINS, Agreement
 from mpipipe.pipeline.batch import Agreed, Batch, BatchReader, CallInputs, CallState
-from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, Checks, attach
+from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.diagnostics import PipelineFlight
 from mpipipe.pipeline.executor import Executor
@@ -39,10 +39,7 @@ logger = logging.getLogger("mpipipe")
 class Engine:
     """What a Pipeline is made of; the constructor and `close` are collective.
 
-    partners : the ranks that the pipeline is built with, and this rank's stages
-    schedule : the user's; recomputation runs another one, with an R before each backward
-    state : whether the pipeline is open
-    nccl : whether NCCL carries sums over replicas and messages, and why or why not
+    `schedule` is the user's; recomputation runs another one, with an R before each backward.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Engine:
         tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(pipe.comm), schedule.skip_ends)
         ties = TieNames(partners.ties, tags.channels, tags.base)
         pairs = sorted({*neighbours(schedule.placement, schedule.skip_ends), *ties.pairs})
-        self.nccl = choose_nccl(partners, pairs)
+        self.nccl = choose_nccl(partners, pairs)  # whether NCCL carries sums over replicas and messages, and why
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
         mailbox = make_mailbox(partners, tags.channels + ties.channels, pairs if self.nccl.messages else ())
         warmup = 2 if settings.graphs() else 1  # the second one records graphs
@@ -83,7 +80,7 @@ class Engine:
         for stage, number in zip(stages, numbers):
             stage.attach(number, poll, ends=0 < number == schedule.trained_from)
             if checks is not None:
-                attach(checks, stage)
+                stage.computes = CheckedStage(stage, checks)
             elif device == "cuda" and settings.graphs():
                 use_graphs(stage, mailbox.waits_on_host)
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
@@ -91,16 +88,14 @@ class Engine:
         self.plans = Plans(schedule, recompute, rank, tags)
 
         executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that nobody closed
-        abandon = partial(_abandon, executor, recorders)
+        abandon = partial(executor.abandon, recorders)
         self.state = PipelineState(name, rank, partners.groups, lambda: executor.place, abandon)
         self.flight = PipelineFlight(pipe, self.messages, self.state, timed=not self.executor.clock.waits)
         self._forget: Callable[[], object] = lambda: None  # takes the recorder out of the process
         agreement = weakref.ref(self.agreement)  # the groups of such an engine stay
         for group in partners.groups:
-            group.progress = lambda: f"call {_count(agreement)} of {name}"
+            group.progress = lambda: f"call {getattr(agreement(), 'count', 0)} of {name}"
             group.related = partners.groups
-
-    # -- one call -----------------------------------------------------------------------------------------------
 
     def agree(self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0) -> tuple[Batch, Agreed]:
         """Check this rank's arguments of a call, and agree with the peers that all ranks make it.
@@ -190,17 +185,16 @@ class Engine:
         """Begin to send the losses of a call to all ranks."""
         has_loss = state.inputs.targets is not None
         losses = self.executor.losses(state, self.schedule.stages - 1) if has_loss else None
-        return self.weighing.share(losses, f"{call} (call {self.agreement.count}) of {self.state.name}")
+        what = f"{call} (call {self.agreement.count}) of {self.state.name}"
+        return SharedLoss(self.weighing, losses, len(state.inputs.positions), what)
 
     def end(self, problem: MpipipeError | None = None) -> None:
         """Note how long the call took, and let go of its arrays; raise what all ranks have found wrong."""
         self.executor.clock.leave()
-        self.executor.end()
-        self.flight.end()
+        self.executor.state = None
+        self.flight.running = False
         if problem is not None:
             raise problem
-
-    # -- what is known of the calls -----------------------------------------------------------------------------
 
     @property
     def recorder(self) -> Recorder | None:
@@ -232,15 +226,13 @@ class Engine:
             pipe.wait(own(pipe.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
         return everyone.sum(0)
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Free the communicators, once the losses of launched steps are here: then no message is left on them."""
         self.agree("close")
         with self.state:
             self.weighing.wait()
         self.record(None)
-        self.state.close()
+        self.state.state = "closed"
         for stage in self.partners.stages:
             stage.detach()
         if self.sums is not None:
@@ -248,13 +240,6 @@ class Engine:
         self.messages.mailbox.transport.close()
         for group in self.partners.groups:
             group.close()
-
-
-def _abandon(executor: Executor, recorders: set[Recorder]) -> None:
-    """Give up a call that has failed: the step never ends, so later waits do not belong to it."""
-    if executor.clock.recorder is not None:
-        recorders.discard(executor.clock.recorder)
-    executor.abandon()
 
 
 class Plans:
@@ -271,16 +256,9 @@ class Plans:
         if call in TRAINS:
             return self.training
         if microbatches not in self.forwards:
-            self.forwards[microbatches] = ActionPlan(
-                self.schedule.forward_only_part(microbatches), self.rank, self.tags
-            )
+            schedule = self.schedule.forward_only_part(microbatches)
+            self.forwards[microbatches] = ActionPlan(schedule, self.rank, self.tags)
         return self.forwards[microbatches]
-
-
-def _count(agreement: Callable[[], Agreement | None]) -> int:
-    """Calls so far, by a weak reference to an Agreement."""
-    there = agreement()
-    return 0 if there is None else there.count
 
 
 # -- The choice of what carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks
@@ -303,5 +281,5 @@ def make_mailbox(partners: Partners, channels: int, pairs: Sequence[Pair]) -> Ma
     """Return the mailbox of this rank; `pairs` are the ranks whose messages go by NCCL. Collective."""
     pipe, devices = partners.pipe, partners.devices
     verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in devices else None
-    synchronous, device = settings.synchronous_sends(), devices[pipe.rank]
-    return Mailbox(make_transport(pipe.comm, channels, synchronous, device, verdict, group=pipe, pairs=pairs), pipe)
+    how = channels, settings.synchronous_sends(), devices[pipe.rank], verdict
+    return Mailbox(make_transport(pipe.comm, *how, group=pipe, pairs=pairs), pipe)

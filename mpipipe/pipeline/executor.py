@@ -7,7 +7,7 @@ received arrays go back to the mailbox then. Where the forward is run again, its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Tree, read_only
@@ -27,18 +27,7 @@ Function: TypeAlias = Callable[[PlannedAction, CallState], None]
 
 
 class Executor:
-    """The actions of one rank.
-
-    rank, stages : of this rank
-    messages : activations and gradients from and to other ranks
-    loss, weighing : the loss of the last stage, or None; and the shares of the micro-batches in it
-    recompute : whether every forward with a backward is run again, for errors
-    sums : of gradients over the replicas, or None
-    state : of the call under way, or of one that has failed: kernels and messages may still touch its arrays
-    peaks : most (stage, micro-batch) activations alive at once in the last training step, whole ones and all
-    clock : how long the actions took
-    place : where this rank is, for the report of an interruption
-    """
+    """The actions of one rank. With `recompute` every forward that has a backward is run again, for errors."""
 
     def __init__(
         self,
@@ -53,21 +42,20 @@ class Executor:
         device: str,
     ):
         self.rank, self.stages, self.messages, self.sums = rank, stages, messages, sums
-        self.loss, self.weighing, self.recompute = loss, weighing, recompute
+        self.loss, self.weighing, self.recompute = loss, weighing, recompute  # the shares of micro-batches in the loss
         self.functions: dict[str, Function] = {
             "F": self._forward,
             "B": self._backward,
-            "I": self._input_gradient,
+            "I": self._backward,
             "W": self._weight_gradient,
             "R": self._recompute,
         }
         self.clock = DeviceClock() if device == "cuda" else HostClock()
         self.now = self.clock.now
-        self.place = f"rank {rank}"
-        self.peaks = 0, 0
+        self.place = f"rank {rank}"  # for the report of an interruption
+        self.peaks = 0, 0  # most activations alive at once in the last training step, whole ones and all
+        # of the call under way, or of one that has failed: kernels and messages may still touch its arrays
         self.state: CallState | None = None
-
-    # -- one call -----------------------------------------------------------------------------------------------
 
     def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
         """Begin a call, whose messages are known."""
@@ -88,7 +76,11 @@ class Executor:
                     if sums is not None:
                         sums.watch(action)
                     functions[action.op](action, state)
-                    self._complete(action)
+                    self.stages[action.chunk].check_gradients()  # no later action adds to them
+                    if sums is not None:
+                        start = self.clock.host_seconds()
+                        sums.complete(action)
+                        self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
                 else:
                     functions[action.op](action, state)
         except PeerError:
@@ -106,12 +98,9 @@ class Executor:
         if state.inputs.training:
             self.peaks = state.peak, state.peak_under_way
 
-    def end(self) -> None:
-        """Let go of the arrays of the call."""
-        self.state = None
-
-    def abandon(self) -> None:
-        """Give up messages and sums of a call that has failed. Its state is kept: they may still touch its arrays."""
+    def abandon(self, recorders: set[Recorder]) -> None:
+        """Give up a call that has failed: its messages, its sums, and its recording, since the step never ends."""
+        recorders.discard(self.clock.recorder)
         self.messages.mailbox.cancel()
         if self.sums is not None:
             self.sums.cancel()
@@ -133,27 +122,18 @@ class Executor:
         """Return the error that explains a lack of device memory; None if `error` is of another kind."""
         return memory_error(what, error, self.stages, self.state, self.recompute)
 
-    def _complete(self, action: PlannedAction) -> None:
-        """End the gradients of a stage, and start their sums over the replicas."""
-        self.stages[action.chunk].end_gradients()
-        if self.sums is not None:
-            start = self.clock.host_seconds()
-            self.sums.complete(action)
-            self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
-
     def _stage_error(self, what: str, action: PlannedAction, error: Exception) -> StageError:
-        short = self.memory_error(what, error)
-        stage_error = short or StageError(f"{what} raised {type(error).__name__}: {error}", remedy=remedy_of(error))
-        self._locate(stage_error, action)
-        return stage_error
+        found = self.memory_error(what, error)
+        if found is None:
+            found = StageError(f"{what} raised {type(error).__name__}: {error}", remedy=remedy_of(error))
+        self._locate(found, action)
+        return found
 
     def _locate(self, error: MpipipeError, action: PlannedAction) -> None:
         """Add where it happened, as far as the error does not say that itself."""
         error.rank = self.rank if error.rank is None else error.rank
         error.stage = action.stage if error.stage is None else error.stage
         error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
-
-    # -- forwards -----------------------------------------------------------------------------------------------
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
         inputs, microbatch, envelope = state.inputs, action.microbatch, action.receive
@@ -246,34 +226,8 @@ class Executor:
         state.saved[key] = saved, lease
         state.count_activation()
 
-    # -- backwards ----------------------------------------------------------------------------------------------
-
     def _backward(self, action: PlannedAction, state: CallState) -> None:
-        dy, saved, leases = self._begin_backward(action, state)
-        dx = self.stages[action.chunk].computes.backward(dy, saved)
-        state.marks.append(self.now())
-        self._send_gradient(action, state, dx, leases)
-        if leases:
-            self.messages.mailbox.release(leases)
-        state.drop_activation()
-
-    def _input_gradient(self, action: PlannedAction, state: CallState) -> None:
-        dy, saved, leases = self._begin_backward(action, state)
-        dx, pending = self.stages[action.chunk].computes.backward_input(dy, saved)
-        state.marks.append(self.now())
-        self._send_gradient(action, state, dx, leases)
-        state.pending[action.stage, action.microbatch] = pending, leases
-
-    def _weight_gradient(self, action: PlannedAction, state: CallState) -> None:
-        pending, leases = state.pending.pop((action.stage, action.microbatch))
-        state.marks.append(self.now())
-        self.stages[action.chunk].computes.backward_weight(pending)
-        state.marks.append(self.now())
-        self.messages.mailbox.release(leases)
-        state.drop_activation()
-
-    def _begin_backward(self, action: PlannedAction, state: CallState) -> tuple[Tree, Any, Lease]:
-        """Return (gradient of the output, what the forward saved, leases on the arrays of both)."""
+        """Run a whole backward, or an input gradient, which keeps what its weight gradient needs."""
         microbatch, envelope = action.microbatch, action.receive
         lease: Lease = ()
         if action.last:
@@ -285,10 +239,15 @@ class Executor:
         if action.takes:
             dy, lease = self.messages.join(action, state.local, dy, lease)
         saved, kept = state.saved.pop((action.stage, microbatch))
+        leases = (*lease, *kept) if lease and kept else lease or kept
+        computes, whole = self.stages[action.chunk].computes, action.op == "B"
         state.marks.append(self.now())
-        return dy, saved, (*lease, *kept) if lease and kept else lease or kept
-
-    def _send_gradient(self, action: PlannedAction, state: CallState, dx: Tree, leases: Lease) -> None:
+        if whole:
+            dx = computes.backward(dy, saved)
+        else:
+            dx, pending = computes.backward_input(dy, saved)
+            state.pending[action.stage, microbatch] = pending, leases
+        state.marks.append(self.now())
         skips: dict[str, Tree] | None = None
         if action.gives or type(dx) is Branches:
             dx, skips = parted(dx, action.gives, NAMES[action.op])
@@ -297,11 +256,23 @@ class Executor:
         if action.send is not None:
             self.messages.send_gradient(action.send, dx)
         elif not action.ends:
-            state.local[action.stage, action.microbatch, "B"] = read_only(dx)
+            state.local[action.stage, microbatch, "B"] = read_only(dx)
         elif action.first:
-            state.input_gradients[action.microbatch] = unscaled(dx, state.inputs.scale)
+            state.input_gradients[microbatch] = unscaled(dx, state.inputs.scale)
         if skips:
             self.messages.give(action, state.local, skips, leases)
+        if whole:
+            if leases:
+                self.messages.mailbox.release(leases)
+            state.drop_activation()
+
+    def _weight_gradient(self, action: PlannedAction, state: CallState) -> None:
+        pending, leases = state.pending.pop((action.stage, action.microbatch))
+        state.marks.append(self.now())
+        self.stages[action.chunk].computes.backward_weight(pending)
+        state.marks.append(self.now())
+        self.messages.mailbox.release(leases)
+        state.drop_activation()
 
 
 def _annotated(function: Function) -> Function:

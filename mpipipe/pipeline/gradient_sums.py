@@ -33,56 +33,45 @@ from mpipipe.stages import StageAdapter
 
 
 class LayerBuckets:
-    """The buckets of a stage whose layers are known, which take their turns as its layers end.
-
-    model, ready : the stage, and which of its gradients are ready once a layer has ended
-    buckets : in the order in which the layers complete them
-    """
+    """The buckets of a stage in the order in which its layers complete them; they take their turns as layers end."""
 
     def __init__(self, model: Stage, ready: GradientReady) -> None:
-        self.model, self.ready = model, ready
+        self.model, self.ready = model, ready  # which gradients are ready once a layer has ended
         count = max(1, sums.BUCKET_BYTES // ready.arrays[0].array.itemsize)
         self.buckets = cut([gradients.pieces for gradients in ready.arrays], count)
-        self._left: deque[Bucket] = deque()  # whose sums have not started
+        self.left: deque[Bucket] = deque()  # whose sums have not started
 
     @property
     def is_current(self) -> bool:
         """Whether the gradients are where they were: a later pipeline may let parameters share their storage."""
         return self.model.gradients.flat is self.ready.arrays[0].array
 
-    def begin(self) -> None:
-        """Begin the backward that completes the gradients."""
-        self._left = deque(self.buckets)
-
     def take(self, place: int) -> Iterator[Array]:
         """Take the buckets that are left and complete once the layer at `place` has ended."""
-        while self._left and self._left[0].place >= place:
-            bucket = self._left.popleft()
+        while self.left and self.left[0].place >= place:
+            bucket = self.left.popleft()
             yield self.ready.arrays[bucket.array].array[bucket.start : bucket.stop]
 
 
 class GradientSums:
-    """The sums of one rank's gradients over the replicas; the constructor and `close` are collective over them.
-
-    nccl : the sums by NCCL, or None
-    mailbox : whose receives come before a sum
-    underway : sums that this call has started
-    """
+    """The sums of one rank's gradients over the replicas; the constructor and `close` are collective over them."""
 
     def __init__(self, replicas: RankGroup, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
         self.replicas, self.nccl, self.mailbox, self.stages = replicas, nccl, mailbox, stages
-        self.underway: list[ReplicaSum] = []
-        self._by_layers = [None] * len(stages) if nccl is None else self._agree(nccl)
+        self.underway: list[ReplicaSum] = []  # that this call has started
+        self._by_layers: list[LayerBuckets | None] = [None] * len(stages)
         self._postpones = False  # whether all sums of this call start when its last message has ended
         self._postponed: list[PlannedAction] = []
-
-    def _agree(self, nccl: NcclSums) -> list[LayerBuckets | None]:
-        """Cut the gradients of each stage into buckets, as far as all replicas have the same ones."""
-        cuts = [_cut_by_layers(stage, nccl) for stage in self.stages]
-        mine = [None if buckets is None else buckets.buckets for buckets in cuts]
-        everyone = self.replicas.gather("the order of sums over the replicas", mine)
-        same = [all(other[chunk] == own for other in everyone) for chunk, own in enumerate(mine)]
-        return [buckets if alike else None for buckets, alike in zip(cuts, same)]
+        if nccl is not None:  # by layers as far as all replicas have the same buckets
+            for chunk, stage in enumerate(stages):
+                ready = gradient_ready(stage.given) if type(stage.given) is Stage else None
+                if ready is not None and nccl.takes(ready.arrays[0].array):
+                    self._by_layers[chunk] = LayerBuckets(stage.models[0], ready)
+            mine = [buckets and buckets.buckets for buckets in self._by_layers]
+            everyone = replicas.gather("the order of sums over the replicas", mine)
+            for chunk, own in enumerate(mine):
+                if any(other[chunk] != own for other in everyone):
+                    self._by_layers[chunk] = None
 
     def by_layers(self, chunk: int) -> LayerBuckets | None:
         """Return the buckets of a stage whose sums start as its layers end; None if they start after its backward."""
@@ -99,7 +88,7 @@ class GradientSums:
         """Before the action that completes a stage's gradients: start the sums of its layers as these end."""
         buckets = self.by_layers(action.chunk)
         if buckets is not None:
-            buckets.begin()
+            buckets.left = deque(buckets.buckets)
             if not self._postpones:
                 buckets.model.on_layer_done = partial(self._layer_ended, action, buckets)
 
@@ -153,14 +142,6 @@ class GradientSums:
         """Free what carries the sums."""
         if self.nccl is not None:
             self.nccl.close()
-
-
-def _cut_by_layers(stage: StageAdapter, nccl: NcclSums) -> LayerBuckets | None:
-    """Cut the gradients of a stage into buckets, if its layers are known and NCCL sums them."""
-    ready = gradient_ready(stage.given) if type(stage.given) is Stage else None
-    if ready is None or not nccl.takes(ready.arrays[0].array):
-        return None
-    return LayerBuckets(stage.models[0], ready)
 
 
 # -- Gradients cut into buckets, in the order in which the layers of a stage complete them ----------------------------

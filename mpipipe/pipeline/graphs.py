@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from mpipipe import arrays, nn
 from mpipipe.arrays import Array
@@ -26,13 +26,6 @@ MOST_KINDS = 4  # shapes of input of one stage that are recorded; inputs of more
 Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
 
-class Recorded(NamedTuple):
-    """One action of one slot."""
-
-    graph: arrays.Graph  # the work
-    result: Any  # what the action returns; each launch writes its arrays
-
-
 @dataclass(slots=True)
 class Slot:
     """Fixed memory for one micro-batch under way."""
@@ -40,7 +33,8 @@ class Slot:
     number: int  # among those of its kind
     x: Array  # input
     dy: Array | None = None  # gradient of the output, once a backward was recorded
-    graphs: dict[Key, Recorded] = field(default_factory=dict)  # what was recorded
+    # action -> (its graph, what the action returns: each launch writes these arrays)
+    graphs: dict[Key, tuple[arrays.Graph, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,19 +52,22 @@ class Kind:
         self.made += 1
         return Slot(self.made, arrays.empty_like(x))
 
+    def meets(self, key: Key) -> bool:
+        """Whether an action has run before; from now on it has."""
+        known = key in self.met
+        self.met.add(key)
+        return known
+
 
 @dataclass(slots=True)
 class Saved:
-    """What the forward of a micro-batch leaves for its backward.
-
-    pending_key : of the recorded input gradient that writes `pending` each time; None without a graph
-    """
+    """What the forward of a micro-batch leaves for its backward."""
 
     saved: Any  # what the stage saved
     kind: Kind | None = None  # of the micro-batch; None if graphs are out of the question
     slot: Slot | None = None  # of the micro-batch; None if its forward ran without a graph
     pending: Any = None  # what the input gradient left for the weight gradient
-    pending_key: Key | None = None
+    pending_by_graph: bool = False  # whether a recorded input gradient writes `pending` each time
 
     def __del__(self) -> None:
         """The slot is free once nobody holds what was saved: after the last backward, or after a call that failed."""
@@ -87,11 +84,9 @@ def use_graphs(stage: StageAdapter, may_record: Callable[[], bool]) -> None:
 
 
 class StageGraphs:
-    """Forward and backward of a stage, with one launch each where that is possible.
+    """Forward and backward of a stage on a GPU, with one launch each where that is possible.
 
-    stage : on a GPU
     may_record : whether the host may wait for the device now, as it does to allocate the memory of a graph
-
     reason : why nothing more is recorded; "" where it is
     """
 
@@ -112,125 +107,79 @@ class StageGraphs:
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
         """As nn.Stage.forward."""
-        stage = self.stage
-        if self.reason:
-            return self._plain_forward(x)
-        buffers = (id(stage.compute.flat), id(stage.gradients.flat), tuple(stage.owners.items()))
-        if buffers != self._buffers:  # a later pipeline lets parameters share their storage
-            self._buffers, self._kinds = buffers, {}
-        x = stage.first_layer.upload(accepted_input(stage, x))
-        kind = self._kind(x)
+        stage, kind = self.stage, None
+        if not self.reason:
+            buffers = (id(stage.compute.flat), id(stage.gradients.flat), tuple(stage.owners.items()))
+            if buffers != self._buffers:  # a later pipeline lets parameters share their storage
+                self._buffers, self._kinds = buffers, {}
+            x = stage.first_layer.upload(accepted_input(stage, x))
+            if (x.shape, x.dtype) not in self._kinds and len(self._kinds) < MOST_KINDS:
+                self._kinds[x.shape, x.dtype] = Kind()
+            kind = self._kinds.get((x.shape, x.dtype))
         key = ("forward", stage.headless)
-        if kind is None or self._is_first(kind, key):
-            return self._plain_forward(x, kind)
-        slot = kind.take(x)
-        recorded = self._recorded(slot, key, lambda: stage.forward(slot.x))
-        if recorded is None:
+        if kind is not None and kind.meets(key):
+            slot = kind.take(x)
+            if self._record(slot, key, lambda: stage.forward(slot.x)):
+                arrays.copy_into(slot.x, x)
+                y, saved = self._launch(slot, key)
+                return arrays.copy(y), Saved(saved, kind, slot)
             kind.free[slot.number] = slot
-            return self._plain_forward(x, kind)
-        arrays.copy_into(slot.x, x)
-        recorded.graph.launch()
-        y, saved = recorded.result
-        return arrays.copy(y), Saved(saved, kind, slot)
+        y, saved = stage.forward(x)
+        return y, Saved(saved, kind)
 
     def backward(self, dy: Array, kept: Saved) -> Array | None:
         """As nn.Stage.backward."""
-        stage = self.stage
-        key: Key = ("backward",)
-        recorded = self._recorded_for(kept, key, dy, lambda dy: stage.backward(dy, kept.saved))
-        if recorded is None:
-            return stage.backward(dy, kept.saved)
-        recorded.graph.launch()
-        return _copied(recorded.result)
+        dx, by_graph = self._backward(("backward",), dy, kept, self.stage.backward)
+        return arrays.copy(dx) if by_graph and dx is not None else dx
 
     def backward_input(self, dy: Array, kept: Saved) -> tuple[Array | None, Saved]:
         """As nn.Stage.backward_input."""
-        stage = self.stage
-        key: Key = ("backward_input",)
-        recorded = self._recorded_for(kept, key, dy, lambda dy: stage.backward_input(dy, kept.saved))
-        if recorded is None:
-            dx, kept.pending = stage.backward_input(dy, kept.saved)
-            return dx, kept
-        recorded.graph.launch()
-        dx, kept.pending = recorded.result
-        kept.pending_key = key
-        return _copied(dx), kept
+        result, by_graph = self._backward(("backward_input",), dy, kept, self.stage.backward_input)
+        dx, kept.pending = result
+        kept.pending_by_graph = by_graph
+        return arrays.copy(dx) if by_graph and dx is not None else dx, kept
 
     def backward_weight(self, kept: Saved) -> None:
         """As nn.Stage.backward_weight."""
+        stage, slot, key = self.stage, kept.slot, ("backward_weight",)
+        if kept.kind is not None and kept.kind.meets(key) and slot is not None and kept.pending_by_graph:
+            if self._record(slot, key, lambda: stage.backward_weight(kept.pending)):
+                self._launch(slot, key)
+                return
+        stage.backward_weight(kept.pending)
+
+    def _backward(self, key: Key, dy: Array, kept: Saved, work: Callable[[Array, Any], Any]) -> tuple[Any, bool]:
+        """Return (what a backward of the stage returns, whether a graph has written it)."""
+        slot = kept.slot
+        if kept.kind is not None and kept.kind.meets(key) and slot is not None:
+            if arrays.is_device(dy) and dy.flags.c_contiguous:
+                place = slot.dy = arrays.empty_like(dy) if slot.dy is None else slot.dy
+                fits = (dy.shape, dy.dtype) == (place.shape, place.dtype)
+                if fits and self._record(slot, key, lambda: work(place, kept.saved)):
+                    arrays.copy_into(place, dy)
+                    return self._launch(slot, key), True
+        return work(dy, kept.saved), False
+
+    def _launch(self, slot: Slot, key: Key) -> Any:
+        graph, result = slot.graphs[key]
+        graph.launch()
+        return result
+
+    def _record(self, slot: Slot, key: Key, work: Callable[[], Any]) -> bool:
+        """Whether the slot has a graph of an action, which is recorded now if it can be."""
         stage = self.stage
-        recorded = None
-        key: Key = ("backward_weight",)
-        if kept.kind is not None and not self._is_first(kept.kind, key) and kept.slot is not None and kept.pending_key:
-            key = *key, kept.pending_key
-            recorded = self._recorded(kept.slot, key, lambda: stage.backward_weight(kept.pending))
-        if recorded is None:
-            stage.backward_weight(kept.pending)
-        else:
-            recorded.graph.launch()
-
-    # -- slots and recordings
-
-    def _plain_forward(self, x: Array, kind: Kind | None = None) -> tuple[Array, Saved]:
-        y, saved = self.stage.forward(x)
-        return y, Saved(saved, kind)
-
-    def _kind(self, x: Array) -> Kind | None:
-        key = x.shape, x.dtype
-        if key not in self._kinds and len(self._kinds) < MOST_KINDS:
-            self._kinds[key] = Kind()
-        return self._kinds.get(key)
-
-    def _is_first(self, kind: Kind, key: Key) -> bool:
-        """Whether an action comes for the first time; the next time it is not."""
-        first = key not in kind.met
-        kind.met.add(key)
-        return first
-
-    def _recorded_for(self, kept: Saved, key: Key, dy: Array, work: Callable[[Array], Any]) -> Recorded | None:
-        """Return the graph of a backward with dy in its place, or None if it has to run without one."""
-        kind, slot = kept.kind, kept.slot
-        if kind is None or self._is_first(kind, key) or slot is None:
-            return None
-        if not arrays.is_device(dy) or not dy.flags.c_contiguous:
-            return None
-        if slot.dy is None:
-            slot.dy = arrays.empty_like(dy)
-        place = slot.dy
-        if (dy.shape, dy.dtype) != (place.shape, place.dtype):
-            return None
-        recorded = self._recorded(slot, key, lambda: work(place))
-        if recorded is not None:
-            arrays.copy_into(place, dy)
-        return recorded
-
-    def _recorded(self, slot: Slot, key: Key, work: Callable[[], Any]) -> Recorded | None:
-        """Return the graph of an action, recorded now if it is not yet; None if that is impossible."""
-        if self.stage.on_layer_done is not None:  # of each layer as it ends: a graph has no such places
-            return None
-        found = slot.graphs.get(key)
-        if found is not None or self.reason or not self._may_record():
-            return found
-        stage = self.stage
-        poll = stage.poll
-        stage.poll = _no_poll  # messages are no part of the work
-        try:
-            graph, result = arrays.record_graph(work)
-            found = slot.graphs[key] = Recorded(graph, result)
-        except Exception as error:  # whatever it is, the work can be done without a graph, or raises it again
-            self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"
-            logger.warning("%s", self)
-        finally:
-            stage.poll = poll
-        return found
-
-
-def _copied(dx: Array | None) -> Array | None:
-    return None if dx is None else arrays.copy(dx)
-
-
-def _no_poll() -> None:
-    """The poll that does nothing."""
+        if stage.on_layer_done is not None:  # of each layer as it ends: a graph has no such places
+            return False
+        if key not in slot.graphs and not self.reason and self._may_record():
+            poll, stage.poll = stage.poll, lambda: None  # messages are no part of the work
+            try:
+                slot.graphs[key] = arrays.record_graph(work)
+            except Exception as error:  # whatever it is, the work can be done without a graph, or raises it again
+                self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"
+                logger.warning("%s", self)
+            finally:
+                stage.poll = poll
+        return key in slot.graphs
 
 
 # -- Whether CUDA graphs can record what a stage does -----------------------------------------------------------------

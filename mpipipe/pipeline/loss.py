@@ -74,8 +74,7 @@ class Loss:
                 raise ArgumentError(
                     "the value of a loss", found=f"an array of shape {value.shape}", expected="one number"
                 )
-            if isinstance(value, (np.ndarray, np.generic)):
-                value = value.item()
+            value = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
             on_device = arrays.is_device(value)
             if isinstance(value, complex) or (on_device and value.dtype.kind == "c"):
                 raise ArgumentError(
@@ -95,7 +94,7 @@ class Loss:
             if gradient.shape == output.shape and gradient.dtype == output.dtype and output.dtype.kind == "f":
                 return gradient
         outputs, expected = flatten(output)
-        leaves, structure = flatten(gradient) if factor else (list(map(_zeros_like, outputs)), expected)
+        leaves, structure = flatten(gradient) if factor else (list(map(arrays.zeros_like, outputs)), expected)
         if structure != expected:
             raise ArgumentError(
                 "the gradient of the loss has another structure than the output", found=structure, expected=expected
@@ -144,12 +143,6 @@ def check_finite(value: Any) -> None:
         )
 
 
-def _zeros_like(array: Array) -> Array:
-    zeros = arrays.empty_like(array)
-    arrays.set_zero(zeros)
-    return zeros
-
-
 def _alike(leaf: Array, like: Array) -> bool:
     """Whether both are arrays of one shape and dtype on one kind of device; refuses a masked array."""
     if type(leaf) is not type(like):
@@ -175,22 +168,15 @@ def unscaled(tree: Tree, scale: float) -> Tree:
 
 
 class Weighing:
-    """The shares of micro-batches in the loss of a pipeline, on one rank, and losses on their way to all ranks.
-
-    given : whether the loss of this rank returns weights; None before its first micro-batch, and where there is no loss
-    agreed : the same of all replicas, as far as all ranks know it: since the first call with a loss has ended
-    shares : of this rank's micro-batches in the call under way
-    known : whether a loss without a weight leaves them as they are
-    underway : losses of launched steps that have not arrived
-    """
+    """The shares of micro-batches in the loss of a pipeline, on one rank, and losses on their way to all ranks."""
 
     def __init__(self, pipe: RankGroup, replicas: RankGroup | None, root: int) -> None:
         self.pipe, self.replicas, self.root = pipe, replicas, root  # the rank of the last stage
-        self.given: bool | None = None
-        self.agreed: bool | None = None
-        self.shares: list[float] = []
-        self.known = False
-        self.underway: list[SharedLoss] = []
+        self.given: bool | None = None  # whether this rank's loss returns weights; None where none was evaluated yet
+        self.agreed: bool | None = None  # the same of all replicas, once all ranks know it
+        self.shares: list[float] = []  # of this rank's micro-batches in the call under way
+        self.known = False  # whether a loss without a weight leaves them as they are
+        self.underway: list[SharedLoss] = []  # losses of launched steps that have not arrived
         self._facts: Agreed | None = None
         self._exponent: int | None = None  # c is 2 to the power of minus this one
 
@@ -251,11 +237,6 @@ class Weighing:
         self.shares[microbatch] = share
         return share / presumed
 
-    def share(self, losses: Sequence[float] | None, what: str) -> SharedLoss:
-        """Begin to send the losses of a call to all ranks; `losses` are None on ranks without them."""
-        assert self._facts is not None
-        return SharedLoss(self, losses, self._facts.microbatches, what)
-
     def settle(
         self, shared: SharedLoss, stages: Sequence[StageAdapter] = (), *, wait: bool
     ) -> tuple[float, MpipipeError | None]:
@@ -292,12 +273,10 @@ class Weighing:
         """Return what all ranks find wrong in the same numbers; rank 0 of all is to report it."""
         givers, total, replicas = shared.givers, shared.total, 1 if self.replicas is None else self.replicas.size
         if 0 < givers < replicas:
-            problem: MpipipeError = MismatchError(
-                "the loss returns weights on some replicas only",
-                found=f"{givers} of {replicas} replicas with weights",
-                expected="all or none",
-                remedy="give the same loss to all replicas",
-            )
+            found = f"{givers} of {replicas} replicas with weights"
+            remedy = "give the same loss to all replicas"
+            message = "the loss returns weights on some replicas only"
+            problem: MpipipeError = MismatchError(message, found=found, expected="all or none", remedy=remedy)
         elif givers and not 0 < total < math.inf:
             problem = ArgumentError(
                 f"the weights of {shared.what} add up to {total}",
@@ -326,7 +305,6 @@ class SharedLoss:
 
     The constructor is collective. It waits on the ranks of the last stage alone, for each other; these have waited for
     each other's gradients already. The others learn it by a broadcast, which a later call of the pipeline may overtake.
-    What has no share has no loss either.
     """
 
     def __init__(self, weighing: Weighing, losses: Sequence[float] | None, microbatches: int, what: str) -> None:
@@ -334,6 +312,7 @@ class SharedLoss:
         self.table = np.zeros(microbatches + 3)
         if losses is not None:
             self.table[:-3] = losses
+            # what has no share has no loss either
             self.table[-3] = sum(share * loss for share, loss in zip(weighing.shares, losses) if share)
             if weighing.given:
                 self.table[-2:] = sum(weighing.shares), 1

@@ -45,8 +45,7 @@ class MessageSpec:
         return cls(structure, [(leaf.shape, leaf.dtype) for leaf in leaves])
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, MessageSpec) and self.structure == other.structure
-        return same and self.leaves == other.leaves  # type: ignore[attr-defined]  # by the line above
+        return isinstance(other, MessageSpec) and (self.structure, self.leaves) == (other.structure, other.leaves)
 
     __hash__ = None  # type: ignore[assignment]  # compared, never a key
 
@@ -71,8 +70,7 @@ class MessageSpec:
     def decode(cls, content: bytes) -> MessageSpec:
         """Return the spec that a header tells."""
         structure, leaves = json.loads(content)
-        if isinstance(structure, list):
-            structure = tuple(structure)
+        structure = tuple(structure) if isinstance(structure, list) else structure
         return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
 
     def gradient_tree(self, received: Sequence[Array]) -> Tree:
@@ -106,8 +104,8 @@ class MessageSpec:
 class StageMessages:
     """Activations and gradients of one rank, sent and received as trees.
 
-    A received tree comes with a lease on its buffers, which must go back through `mailbox.release` once nothing reads
-    the tree any more. After `warmup_calls` calls of one kind stages neither compile nor allocate anything any more.
+    A received tree comes with a lease on its buffers, which goes back through `mailbox.release` once nothing reads the
+    tree. After `warmup_calls` calls of one kind stages neither compile nor allocate anything any more.
     """
 
     def __init__(self, mailbox: Mailbox, warmup_calls: int = 1):
@@ -121,14 +119,18 @@ class StageMessages:
 
     def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
+        key = signature, id(plan)
         self.known = signature in self.kept
-        if not self.known and len(self.kept) == KNOWN_SHAPES:
-            self._drop_shapes()
+        if not self.known and len(self.kept) == KNOWN_SHAPES:  # every rank drops them at the same call
+            for known in (self.kept, self.receive_schedules, self.ended):
+                known.clear()
+            self.mailbox.drop_buffers()
         self.plan, self.specs = plan, self.kept.get(signature, {})
-        schedule = self._receive_schedule(plan, signature) if self.known else []
-        self.mailbox.begin_call(
-            schedule, plan.window, plan.order_keys, self.ended[signature, id(plan)] >= self.warmup_calls
-        )
+        if self.known and key not in self.receive_schedules:
+            leaves = [self._leaves(self.specs[each.edge, each.microbatch], each) for each in plan.receives]
+            self.receive_schedules[key] = self.mailbox.receive_schedule(plan.receives, leaves)
+        schedule = self.receive_schedules[key] if self.known else []
+        self.mailbox.begin_call(schedule, plan.window, plan.order_keys, self.ended[key] >= self.warmup_calls)
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
@@ -136,37 +138,20 @@ class StageMessages:
         self.kept[signature] = self.specs
         self.ended[signature, id(self.plan)] += 1
 
-    def _receive_schedule(self, plan: ActionPlan, signature: int) -> list:
-        key = signature, id(plan)
-        if key not in self.receive_schedules:
-            leaves = []
-            for envelope in plan.receives:
-                spec = self.specs[envelope.edge, envelope.microbatch]
-                leaves.append(spec.gradients if envelope.direction else spec.leaves)
-            self.receive_schedules[key] = self.mailbox.receive_schedule(plan.receives, leaves)
-        return self.receive_schedules[key]
-
-    def _drop_shapes(self) -> None:
-        """Drop all specs and the buffers kept for them; every rank does so at the same call."""
-        self.kept.clear()
-        self.receive_schedules.clear()
-        self.ended.clear()
-        self.mailbox.drop_buffers()
+    @staticmethod
+    def _leaves(spec: MessageSpec, envelope: Envelope) -> Sequence[tuple[arrays.Shape, np.dtype]]:
+        return spec.gradients if envelope.direction else spec.leaves
 
     def bytes_of(self, envelope: Envelope) -> int | None:
         """Bytes of a message; None where its spec is not known."""
         spec = self.specs.get((envelope.edge, envelope.microbatch))
-        if spec is None:
-            return None
-        leaves = spec.gradients if envelope.direction else spec.leaves
-        return sum(prod(shape) * kind.itemsize for shape, kind in leaves)
+        return (
+            None if spec is None else sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(spec, envelope))
+        )
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
-        """Bytes that the last call sent, by (edge or name of a skip, "forward" or "backward").
-
-        Of a failed call, those of a whole one.
-        """
+        """Bytes that the last call sent (a failed call: all of a whole one), by (edge or name of a skip, way)."""
         totals: dict[tuple[int | str, str], int] = {}
         for envelope in () if self.plan is None else self.plan.sends:
             nbytes = self.bytes_of(envelope)
@@ -175,14 +160,11 @@ class StageMessages:
                 totals[key] = totals.get(key, 0) + nbytes
         return totals
 
-    # -- during a call ------------------------------------------------------------------------------------------
-
     def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
         """Return (activation, lease)."""
         key = envelope.edge, envelope.microbatch
         if self.known:
-            leaves, lease = self.mailbox.take()
-            spec = self.specs[key]
+            (leaves, lease), spec = self.mailbox.take(), self.specs[key]
         else:
             self.specs[key] = spec = MessageSpec.decode(self.mailbox.take_header(envelope))
             leaves, lease = self.mailbox.take_unknown(envelope, spec.leaves)
@@ -190,11 +172,8 @@ class StageMessages:
 
     def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
         """Return (gradient of the activation that was sent under this edge and micro-batch, lease)."""
-        spec = self.specs[envelope.edge, envelope.microbatch]
-        if self.known:
-            leaves, lease = self.mailbox.take()
-        else:
-            leaves, lease = self.mailbox.take_unknown(envelope, spec.gradients)
+        spec, mailbox = self.specs[envelope.edge, envelope.microbatch], self.mailbox
+        leaves, lease = mailbox.take() if self.known else mailbox.take_unknown(envelope, spec.gradients)
         return spec.gradient_tree(leaves), lease
 
     def send_activation(self, envelope: Envelope, tree: Tree) -> None:
@@ -234,9 +213,9 @@ class StageMessages:
         return Branches(main, **skips), lease
 
     def give(self, action: PlannedAction, local: Local, skips: dict[str, Tree], lease: Lease) -> None:
-        """Hand on what an action gives over skips, after what it has sent to the next stage.
+        """Hand on what an action gives over skips, after what it has sent to the next stage: both ends know this order.
 
-        Both ends keep this order of the messages of one action. `lease` is that of the arrays which the action took.
+        `lease` is that of the arrays which the action took.
         """
         way = "F" if action.op == "F" else "B"
         send = self.send_activation if way == "F" else self.send_gradient

@@ -19,13 +19,11 @@ class StepResult:
     Attributes
     ----------
     loss : float
-        Mean loss over the batch of all replicas, each micro-batch weighted by what the loss says, or its rows; on every
-        rank.
+        Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its weight, or its rows.
     losses : list of float
         Loss of each micro-batch of this pipeline, in order; on every rank. NaN where the weight is 0.
     input_grads : list or None
-        On the rank of stage 0, the gradient of `loss` with respect to the inputs of each micro-batch, in order (None
-        for integer inputs); elsewhere None.
+        On the rank of stage 0, the gradients of `loss` with respect to the inputs, by micro-batch (None for integers).
     """
 
     loss: float
@@ -88,10 +86,8 @@ class PendingStep:
 
         Raises
         ------
-        PeerError
-            Another rank has failed before the loss was here; that ends the life of the pipeline.
-        ArgumentError
-            The pipeline has failed before the loss was here.
+        PeerError, ArgumentError
+            Another rank, or the pipeline, has failed before the loss was here.
         """
         if self._result is None:
             if not self._shared.is_here():
@@ -108,17 +104,15 @@ class PendingStep:
 class PipelineState:
     """Whether a pipeline is "open", "closed" or "failed". Any error inside `with state:` ends it on all ranks.
 
-    name, rank : of the pipeline and of this process, for errors
-    groups : ranks that must learn of a failure
-    state : "open", "closed" or "failed"
-    running : whether a call is under way, and has not failed
+    `groups` are the ranks that must learn of a failure; `where` says where this rank is; `abandon` gives up a call that
+    has failed. While a call is under way, `running` is true.
     """
 
     def __init__(
         self, name: str, rank: int, groups: Sequence[RankGroup], where: Callable[[], str], abandon: Callable[[], object]
     ) -> None:
         self.name, self.rank, self.groups, self.state, self.running = name, rank, groups, "open", False
-        self._where, self._abandon = where, abandon  # says where this rank is; gives up the call that has failed
+        self._where, self._abandon = where, abandon
 
     @property
     def is_open(self) -> bool:
@@ -159,10 +153,6 @@ class PipelineState:
         for group in self.groups:
             group.fail(error, text)
         self._abandon()
-
-    def close(self) -> None:
-        """Note that the pipeline is closed."""
-        self.state = "closed"
 
     def leave(self, error: BaseException | None, close: Callable[[], object]) -> None:
         """End a with-block: close the pipeline, or let it fail for an error that not all ranks raise."""

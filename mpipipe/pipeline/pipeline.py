@@ -49,21 +49,15 @@ class Pipeline:
 
     Attributes
     ----------
-    stages : list
-        This rank's stages.
-    schedule : Schedule
-        The schedule.
-    rank : int
-        This rank in the communicator.
+    stages, schedule, rank : list, Schedule, int
+        This rank's stages, the schedule, and this rank in the communicator.
 
     Raises
     ------
     ArgumentError, ScheduleError, MismatchError
         The same error on every rank: arguments are wrong, or ranks disagree. The collective methods do so, too.
     StageError, NonFiniteError
-        By a call, on the rank where a failure inside it happened. It ends the life of the pipeline.
-    PeerError
-        By the same call, on the other ranks.
+        By a call, on the rank where a failure inside it happened, and PeerError on the others. The pipeline ends.
 
     Notes
     -----
@@ -114,8 +108,6 @@ class Pipeline:
             raise
         self.stages, self.schedule, self.rank = list(stages), schedule, partners.pipe.rank
 
-    # -- calls --------------------------------------------------------------------------------------------------
-
     def step(self, inputs: Batched, targets: Batched, scale: float = 1.0) -> StepResult:
         """Run forward and backward of one batch, and leave its gradients in the stages.
 
@@ -139,10 +131,8 @@ class Pipeline:
 
         Raises
         ------
-        ArgumentError, MismatchError
-            On every rank: arguments do not fit, or ranks make different calls.
-        StageError, NonFiniteError, PeerError
-            A failure inside the step, which ends the life of the pipeline.
+        ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
+            As the class says: on every rank for arguments; a failure inside the step ends the life of the pipeline.
         """
         return self.engine.train("step", inputs, targets, scale).wait()
 
@@ -155,10 +145,8 @@ class Pipeline:
 
         Parameters
         ----------
-        inputs, targets : array, tuple or dict of arrays, list of such, or None
+        inputs, targets, scale : array, tuple or dict of arrays, list of such, or None; float
             As for `step`; after a `step` or a `launch`, of the same shapes and dtypes as there.
-        scale : float
-            As for `step`.
 
         Returns
         -------
@@ -268,8 +256,6 @@ class Pipeline:
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
         """`bytes_sent` by (edge or name of a skip, "forward" or "backward"); edge e joins stage e - 1 to stage e."""
         return self.engine.messages.bytes_per_edge
-
-    # -- end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the communicators; collective, may be called twice. After a failure nothing collective is done."""

@@ -1,8 +1,4 @@
-"""What one rank does in a step: its actions in the order of the schedule, each with its messages.
-
-A plan is data. `ActionPlan(schedule, rank, tags)` turns the actions of one rank into PlannedActions, names every
-message with its Envelope, and finds how far ahead receives must be posted.
-"""
+"""What one rank does in a step: its actions in the order of the schedule, each with its messages, as data."""
 
 from __future__ import annotations
 
@@ -64,16 +60,10 @@ class PlannedAction(NamedTuple):
 
 
 class ActionPlan:
-    """The steps of `rank`.
+    """The steps of `rank`, its messages in the order in which steps need and make them, and its window of receives.
 
-    Attributes
-    ----------
-    steps : list of PlannedAction
-    receives : Envelope of every message that this rank receives, in the order in which its steps need them
-    sends : Envelope of every message that this rank sends, in the order in which its steps make them
-    order_keys : Envelope -> (OrderKey of the action that makes the message, edge). They put the messages of all ranks
-        into one order, in which each action comes after the messages that it needs.
-    window : number of receives kept posted ahead, see `receive_window`
+    `order_keys` leads from an Envelope to (OrderKey of the action that makes the message, edge). These keys put the
+    messages of all ranks into one order, in which each action comes after the messages that it needs.
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
@@ -86,7 +76,7 @@ class ActionPlan:
                 self.order_keys[received] = (*clock(maker), received.edge)
         self.receives = [received for step in self.steps for received in step.receives]
         self.sends = [sent for step in self.steps for sent in step.sends]
-        self.window = receive_window(schedule, rank) if self.receives else 0
+        self.window = receive_windows(schedule)(rank) if self.receives else 0
 
 
 def _maker(schedule: Schedule, message: Envelope) -> int:
@@ -98,15 +88,14 @@ def _maker(schedule: Schedule, message: Envelope) -> int:
 
 
 def _clock(schedule: Schedule, rank: int) -> Callable[[Action], OrderKey]:
-    """Return a function from an action to its OrderKey.
+    """Return a function from an action, of this rank or one that makes a message for it, to its OrderKey.
 
-    It knows the actions of this rank, and those of other ranks that make messages for it. The times are those of a
-    simulation. For a large schedule they are the logical times by which the ranks divide the proof. A W or an R has
-    none: it follows the action before it on its rank.
+    The times are those of a simulation. For a large schedule they are the logical times by which the ranks divide the
+    proof. A W or an R has none: it follows the action before it on its rank.
     """
     logical_time = logical_time_of(schedule)
     if logical_time is None:
-        ends = _ends(schedule)
+        ends = {action: end for row in simulate(schedule).spans for action, _, end in row}
 
         def simulated(action: Action) -> OrderKey:
             action = action if action in ends else _split_otherwise(action)
@@ -130,10 +119,6 @@ def _clock(schedule: Schedule, rank: int) -> Callable[[Action], OrderKey]:
         return logical_time(stage, op != "F", microbatch), stage, "F" if op == "F" else "B", microbatch
 
     return proven
-
-
-def _ends(schedule: Schedule) -> dict[Action, float]:
-    return {action: end for row in simulate(schedule).spans for action, _, end in row}
 
 
 def _split_otherwise(action: Action) -> Action:
@@ -185,18 +170,11 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
     return steps
 
 
-def receive_window(schedule: Schedule, rank: int) -> int:
-    """The window of one rank; see `receive_windows`."""
-    return receive_windows(schedule)(rank)
-
-
 def receive_windows(schedule: Schedule) -> Callable[[int], int]:
-    """Return a function of the rank, for which the schedule is simulated once.
+    """Return a function of the rank: the fewest receives kept posted by which each is there before its message is sent.
 
-    It gives the smallest number of receives kept posted by which each is there before its message is sent.
-
-    That is simulated for stages of equal cost. A rank of a large schedule does not simulate the whole: it keeps AHEAD
-    receives posted, so that a message may take as long as several actions.
+    The schedule is simulated once, for stages of equal cost. A rank of a large one does not simulate the whole: it
+    keeps AHEAD receives posted, so that a message may take as long as several actions.
     """
     if logical_time_of(schedule) is not None:
         return lambda rank: AHEAD

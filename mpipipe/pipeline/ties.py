@@ -14,11 +14,11 @@ Messages and additions are where the gradients are: nothing of a GPU's passes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple, TypeAlias
 
-from mpipipe import arrays, nn
+from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.comm import Settled, Transport
 from mpipipe.errors import ArgumentError, MismatchError
@@ -39,7 +39,6 @@ class TieSite(NamedTuple):
 
 
 Facts: TypeAlias = dict[str, list[TieSite]]  # tie key -> places on one rank, in the order of the stages
-Owner: TypeAlias = Mapping[tuple[int, int], nn.Stage]  # (stage, inner) -> the nn.Stage
 
 
 def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
@@ -59,12 +58,10 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
                         "its values: new.parameters[name][...] = old.parameters[name] for each name",
                     )
             for key, names in model.ties.items():
-                copies = [(name, model.parameters[name]) for name in names]
-                places = [
-                    TieSite(number, inner, name, array.shape, array.dtype.name, name in model.frozen)
-                    for name, array in copies
-                ]
-                facts.setdefault(key, []).extend(places)
+                for name in names:
+                    array = model.parameters[name]
+                    site = TieSite(number, inner, name, array.shape, array.dtype.name, name in model.frozen)
+                    facts.setdefault(key, []).append(site)
     return facts
 
 
@@ -99,42 +96,30 @@ class TiedPlace(NamedTuple):
 class TieNames:
     """The order of all places, and the names of their messages, the same on every rank.
 
-    table : facts of every rank
-    first_channel : the channels from this one on are for ties alone
-    tags : how many tags a channel has
-
     order : tie key -> its places, two at least, in the order of the stages
     pairs : pairs of ranks that send to each other
-    channels : how many channels they need
+    channels : how many channels of `tags` tags they need, from `first_channel` on
     """
 
     def __init__(self, table: Sequence[Facts], first_channel: int, tags: int) -> None:
         self.order: dict[str, list[TiedPlace]] = {}
         count = 0
         for key in sorted({key for facts in table for key in facts}):
-            found = [(rank, index, place) for rank, facts in enumerate(table) for index, place in
-                     enumerate(facts.get(key, []))]  # fmt: skip
-            if len(found) < 2 or found[0][2].frozen:  # what stays as it is has no gradient to share
-                continue
-            self.order[key] = []
-            for rank, _, place in sorted(found, key=lambda entry: (entry[2].stage, entry[1])):
-                channel, tag = divmod(count, tags)
-                self.order[key].append(TiedPlace(place, rank, first_channel + channel, tag))
-                count += 1
-        self.pairs = {
-            pair for places in self.order.values() for pair in permutations({place.rank for place in places}, 2)
-        }
+            places = [(site.stage, index, rank, site) for rank, facts in enumerate(table)
+                      for index, site in enumerate(facts.get(key, []))]  # fmt: skip
+            if len(places) > 1 and not places[0][-1].frozen:  # what stays as it is has no gradient to share
+                self.order[key] = []
+                for *_, rank, site in sorted(places):
+                    channel, tag = divmod(count, tags)
+                    self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
+                    count += 1
+        ranks = [{place.rank for place in places} for places in self.order.values()]
+        self.pairs = {pair for several in ranks for pair in permutations(several, 2)}
         self.channels = -(-count // tags) if self.pairs else 0
 
 
 class Ties:
-    """The tied parameters of one pipeline.
-
-    pipe : group of the ranks of the pipeline; the constructor is collective
-    transport : carries gradients between ranks, over the channels of `names`
-    stages, numbers : this rank's stages and their logical numbers
-    names : of all places
-    """
+    """The tied parameters of one pipeline; the constructor is collective. The transport carries their gradients."""
 
     def __init__(
         self,
@@ -144,18 +129,23 @@ class Ties:
         numbers: Sequence[int],
         names: TieNames,
     ) -> None:
-        owner = {
+        models = {
             (number, inner): model for number, stage in zip(numbers, stages) for inner, model in enumerate(stage.models)
         }
-        for model in owner.values():
+        for model in models.values():
             model.tied_copies.clear()
-        share(list(_shared(names, owner, pipe.rank)))
+        tied = []  # parameters with a place on this rank: (all places, those of this rank)
+        shared: list[tuple[User, User]] = []
+        for places in names.order.values():
+            users = {p: User(models[p.place.stage, p.place.inner], p.place.name) for p in places if p.rank == pipe.rank}
+            if users:
+                tied.append((places, users))
+                mine = list(users.values())  # the storage stays where an earlier pipeline has put it
+                first = next((user for user in mine if user.name not in user.stage.owners), mine[0])
+                shared += [(user, first) for user in mine if user is not first]
+        share(shared)
         self.pipe, self.transport = pipe, transport
-        self.parameters = [
-            TiedParameter(pipe, transport, places, owner)
-            for places in names.order.values()
-            if any(place.rank == pipe.rank for place in places)
-        ]
+        self.parameters = [TiedParameter(pipe, transport, *each) for each in tied]
 
     def sum_gradients(self) -> None:
         """Give every rank the sum over all places, of each parameter."""
@@ -165,59 +155,43 @@ class Ties:
             self.pipe.wait(Settled(self.transport), "the gradients of tied parameters to arrive")
 
 
-def _shared(names: TieNames, owner: Owner, rank: int) -> Iterator[tuple[User, User]]:
-    """Yield each further place on this rank of a parameter, with the first one."""
-    for places in names.order.values():
-        mine = [User(owner[p.place.stage, p.place.inner], p.place.name) for p in places if p.rank == rank]
-        if mine:  # the storage stays where an earlier pipeline has put it
-            first = next((user for user in mine if user.name not in user.stage.owners), mine[0])
-            yield from ((user, first) for user in mine if user is not first)
-
-
-def _counted(first: TiedPlace, owner: Owner, rank: int) -> tuple[nn.Stage, str] | None:
-    """Return the array by which this rank counts a parameter in norms, or None if another rank counts it."""
-    if first.rank != rank:
-        return None
-    user = User(owner[first.place.stage, first.place.inner], first.place.name)
-    return user.stage.owners.get(user.name, user)
-
-
 class TiedParameter:
     """One parameter that has a place on this rank.
 
-    places : in the order of the model
+    places : in the order of the model; `users` are those of this rank
     parts : gradient of each place; the buffers that receive it for places of other ranks
     sums : the gradients of this rank that are to be the sum; more than one where storage could not be shared
     """
 
-    def __init__(self, pipe: RankGroup, transport: Transport, places: list[TiedPlace], owner: Owner) -> None:
+    def __init__(
+        self, pipe: RankGroup, transport: Transport, places: list[TiedPlace], users: Mapping[TiedPlace, User]
+    ) -> None:
         self.pipe, self.transport, self.places = pipe, transport, places
         self.peers = sorted({place.rank for place in places} - {pipe.rank})
         self.parts: list[Array] = []
         self.sums: list[Array] = []
         values: list[Array] = []
-        like = next(
-            owner[p.place.stage, p.place.inner].gradients[p.place.name] for p in places if p.rank == pipe.rank
-        )  # fmt: skip
-        counted = _counted(places[0], owner, pipe.rank)
-        for place, rank, *_ in places:
-            if rank != pipe.rank:
+        stage, name = next(iter(users.values()))
+        like, first = stage.gradients[name], users.get(places[0])
+        counted = first and first.stage.owners.get(first.name, first)  # the array that norms count; None: elsewhere
+        for place in places:
+            if place not in users:
                 self.parts.append(arrays.empty_like(like))
                 continue
-            model = owner[place.stage, place.inner]
-            self.parts.append(model.parts.get(place.name, model.gradients[place.name]))
-            if (model, place.name) != counted:
-                model.tied_copies.add(place.name)
-            if place.name not in model.owners:
-                self.sums.append(model.gradients[place.name])
-                values.append(model.parameters[place.name])
-        self._start_equal(values, owner)
+            stage, name = user = users[place]
+            self.parts.append(stage.parts.get(name, stage.gradients[name]))
+            if user != counted:
+                stage.tied_copies.add(name)
+            if name not in stage.owners:
+                self.sums.append(stage.gradients[name])
+                values.append(stage.parameters[name])
+        self._start_equal(values, first)
 
-    def _start_equal(self, values: list[Array], owner: Owner) -> None:
-        """Give all arrays of the parameter the values that it has at its first place."""
+    def _start_equal(self, values: list[Array], user: User | None) -> None:
+        """Give all arrays of the parameter the values that it has at its first place, which is that of `user`."""
         first = self.places[0]
-        if first.rank == self.pipe.rank:
-            value = owner[first.place.stage, first.place.inner].parameters[first.place.name]
+        if user is not None:
+            value = user.stage.parameters[user.name]
             self._wait([self._send(value, first, peer) for peer in self.peers], first)
         else:
             value = values[0]
@@ -228,17 +202,13 @@ class TiedParameter:
 
     def sum_gradients(self) -> None:
         """Give every array of the gradient on this rank the sum of all parts."""
-        here = self.pipe.rank
-        parts = list(zip(self.places, self.parts))
-        requests = []
+        here, parts, requests = self.pipe.rank, list(zip(self.places, self.parts)), []
         for place, part in parts:  # in this order on all ranks, as NCCL needs it
-            mine = (
-                [self._send(part, place, peer) for peer in self.peers]
-                if place.rank == here
-                else [self._receive(part, place)]
-            )
-            requests.append((mine, place))
-        for mine, place in requests:
+            if place.rank == here:
+                requests.append([self._send(part, place, peer) for peer in self.peers])
+            else:
+                requests.append([self._receive(part, place)])
+        for place, mine in zip(self.places, requests):
             self._wait(mine, place)
         total, *others = self.parts  # if it is of this rank, then it is the first of `sums`
         for part in others:
@@ -293,25 +263,15 @@ def share(places: list[tuple[User, User]]) -> None:
     It is where both stages have one dtype and device, and where no other parameter lies after the user's. Users that
     have shared before are pointed to their new owner.
     """
-    for user, owner in sorted(places, key=_from_the_end):
-        stage, name = user
+    for (stage, name), owner in sorted(places, key=lambda pair: -pair[0].stage.parameters.offsets.get(pair[0].name, 0)):
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
-        if name in stage.owners or (alike and stage.buffers.ends_with(name)):
-            _share(user, owner)
-
-
-def _from_the_end(place: tuple[User, User]) -> int:
-    stage, name = place[0]
-    return -stage.parameters.offsets.get(name, 0)
-
-
-def _share(user: User, owner: User) -> None:
-    stage, name = user
-    if name not in stage.owners:
-        stage.parts[name] = stage.buffers.give_up(name)
-    stage.buffers.point(name, owner.stage.buffers, owner.name)
-    stage.owners[name] = owner
-    layer, key = stage.layer_of[name]
-    setattr(layer, key, stage.compute[name])
-    stage.use_parts(False)
-    layer.bound()
+        if name not in stage.owners:
+            if not alike or not stage.buffers.ends_with(name):
+                continue
+            stage.parts[name] = stage.buffers.give_up(name)
+        stage.buffers.point(name, owner.stage.buffers, owner.name)
+        stage.owners[name] = owner
+        layer, key = stage.layer_of[name]
+        setattr(layer, key, stage.compute[name])
+        stage.use_parts(False)
+        layer.bound()

@@ -24,17 +24,8 @@ class Prediction:
         Idle part of the ranks' time between the first action of the step and the last.
     memory : tuple of int
         Bytes that each rank needs at most.
-    schedule : Schedule
-        The schedule that runs.
-    costs : Costs
-        Of its stages, in seconds.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> from mpipipe.planning import Prediction
-    >>> Prediction(1.5, 0.1, (100, 80), schedules.gpipe(2, 4), schedules.Costs()).peak
-    100
+    schedule, costs : Schedule and Costs
+        What runs, and the costs of its stages in seconds.
     """
 
     seconds: float
@@ -81,21 +72,14 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     Returns
     -------
     Prediction
-        Seconds, bubble and bytes.
-
-    Raises
-    ------
-    ArgumentError
-        The plan does not fit the ranks, or no recomputation keeps its limit.
+        Its time and memory; ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
 
     Examples
     --------
     >>> from mpipipe.planning import Choice, LayerCosts, Link, Profile, RankCosts, Sizes, predict
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> profile = Profile(
-    ...     kinds=(0, 0), costs={1: (rank, rank)}, links={1: (Link(), Link())}, sizes={1: Sizes((100,), (100,), 10)},
-    ...     states=(8, 8), trained=(1, 1), optimizer=(0.5, 0.5), sums=(0.0, 0.0),
-    ... )
+    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
+    >>> profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=(0.5, 0.5), sums=zeros)
     >>> found = predict(profile, Choice("one_f_one_b", 1, 4, (1, 1)), rows=4)
     >>> found.seconds, found.bubble, found.memory
     (15.5, 0.2, (208, 108))
@@ -193,10 +177,8 @@ class Choice:
     ----------
     schedule : str
         A name that `schedules.by_name` knows.
-    chunks : int
-        Stages on each rank.
-    microbatches : int
-        Of a step in each replica.
+    chunks, microbatches : int
+        Stages on each rank, and micro-batches of a step in each replica.
     partition : tuple of int
         Number of layers of each stage.
     recompute : bool
@@ -227,22 +209,16 @@ class Choice:
         return list(pairwise(accumulate(self.partition, initial=0)))
 
     def placement(self, ranks: int) -> tuple[int, ...]:
-        """Look up the rank of each stage.
-
-        Parameters
-        ----------
-        ranks : int
-            Of the pipeline.
+        """Look up the rank of each stage, as the schedule has it for any number of micro-batches.
 
         Returns
         -------
         tuple of int
-            As the schedule has it for any number of micro-batches.
         """
         return schedules.by_name(self.schedule, ranks=ranks, chunks=self.chunks, microbatches=1).placement
 
     def build(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
-        """Build the schedule that a training with this plan runs.
+        """Build the schedule that a training with this plan runs, with its recomputations.
 
         Parameters
         ----------
@@ -254,30 +230,17 @@ class Choice:
         Returns
         -------
         Schedule
-            With its recomputations.
-
-        Raises
-        ------
-        ArgumentError
-            The numbers do not fit, or no recomputation keeps the limit.
+            What runs; ArgumentError where the numbers do not fit, or no recomputation keeps the limit.
         """
         made = self.schedule_of(ranks, trained)
         return before_backwards(made) if self.recompute else made
 
     def schedule_of(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
-        """Build the schedule as `build` does, without the forwards that `recompute` runs again.
+        """Build the schedule without the forwards that `recompute` runs again: for a Pipeline that takes it by itself.
 
         Parameters
         ----------
-        ranks : int
-            Of the pipeline.
-        trained : collection of int, optional
-            Layers with something to train; by default all.
-
-        Returns
-        -------
-        Schedule
-            For a Pipeline, which takes `recompute` by itself.
+        ranks, trained : as for `build`
         """
         made = schedules.by_name(self.schedule, ranks=ranks, chunks=self.chunks, microbatches=self.microbatches)
         return completed(made, self.ranges, trained, self.recompute_limit)

@@ -87,7 +87,11 @@ class Probe:
             once = whole.median(place, "F"), whole.median(place, "B")
             again = max(0.0, self._again(place) - sum(once))
             by_kind.setdefault(kinds[place], []).append(LayerCosts(*once, first, second, again))
-        layers = tuple(_median(by_kind[kind]) for kind in range(len(by_kind)))
+        names = ("forward", "backward", "input_grad", "weight_grad", "again")
+        layers = tuple(
+            LayerCosts(*(median(getattr(each, name) for each in by_kind[kind]) for name in names))
+            for kind in range(len(by_kind))
+        )
         return RankCosts(layers, whole.median("loss", "F"), max(0.0, whole.median_beyond("stage", self.picked, "F")))
 
     def _again(self, place: int) -> float:
@@ -127,14 +131,12 @@ class Probe:
 
             step()
             self.optimizers.pop()
-            self._watch(self.watches[way], stage, pipeline)
+            watch = self.watches[way]
+            watch.watch("stage", stage, METHODS)
+            watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
+            for place, layer in zip(self.picked, stage.layers):
+                watch.watch(place, layer, METHODS)
             yield step
-
-    def _watch(self, watch: Stopwatch, stage: nn.Stage, pipeline: Pipeline) -> None:
-        watch.watch("stage", stage, METHODS)
-        watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
-        for place, layer in zip(self.picked, stage.layers):
-            watch.watch(place, layer, METHODS)
 
     def _repeats(self, steps: Iterable[Step]) -> int:
         seconds = max(self.group.gather("plan: the seconds of steps", sum(step() for step in steps)))
@@ -176,11 +178,6 @@ class Probe:
         return Sizes(
             tuple(activation[kind] for kind in each), tuple(waiting[kind] for kind in each), message, gradient.nbytes
         )
-
-
-def _median(alike: Sequence[LayerCosts]) -> LayerCosts:
-    names = ("forward", "backward", "input_grad", "weight_grad", "again")
-    return LayerCosts(*(median(getattr(each, name) for each in alike) for name in names))
 
 
 def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:

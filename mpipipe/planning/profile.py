@@ -16,21 +16,11 @@ class LayerCosts:
 
     Parameters
     ----------
-    forward : float
-        Of the forward.
-    backward : float
-        Of both gradients in one go.
-    input_grad, weight_grad : float
-        Of each by itself.
+    forward, backward, input_grad, weight_grad : float
+        Of the forward, of both gradients in one go, and of each by itself.
     again : float, optional
         What is added where the forward is run again right before the backward; by default the forward. It may be less:
         what the backward needs is then still in a cache.
-
-    Examples
-    --------
-    >>> from mpipipe.planning import LayerCosts
-    >>> LayerCosts(1.0, 2.0, 1.0, 1.0).backward
-    2.0
     """
 
     forward: float
@@ -48,16 +38,8 @@ class RankCosts:
     ----------
     layers : tuple of LayerCosts
         One for each kind of layer.
-    loss : float
-        Of the loss of one micro-batch.
-    action : float
-        What an action lasts longer than its layers, without messages.
-
-    Examples
-    --------
-    >>> from mpipipe.planning import LayerCosts, RankCosts
-    >>> RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),), loss=0.1).action
-    0.0
+    loss, action : float
+        Of the loss of one micro-batch, and what an action lasts longer than its layers, without messages.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -71,16 +53,8 @@ class Link:
 
     Parameters
     ----------
-    message : float
-        For which sending it, or receiving it, keeps a rank from computing.
-    transfer : float
-        Until it is there, beyond that.
-
-    Examples
-    --------
-    >>> from mpipipe.planning import Link
-    >>> Link(transfer=1e-3).message
-    0.0
+    message, transfer : float
+        For which sending it, or receiving it, keeps a rank from computing; and until it is there, beyond that.
     """
 
     message: float = 0.0
@@ -93,20 +67,11 @@ class Sizes:
 
     Parameters
     ----------
-    activation : tuple of int
-        For each kind of layer what its forward leaves for its backward.
-    split : tuple of int
-        The same where the backward is split: what is left until the weight gradient, where that is more.
-    message : int
-        Of what a stage hands to the next, and keeps for running a forward again.
-    loss : int
-        Of the gradient that the loss leaves for the backward of the last stage.
-
-    Examples
-    --------
-    >>> from mpipipe.planning import Sizes
-    >>> Sizes((100,), (120,), message=10).loss
-    0
+    activation, split : tuple of int
+        For each kind of layer what its forward leaves for its backward, and where that is split what is left until the
+        weight gradient, if that is more.
+    message, loss : int
+        Of what a stage hands to the next, and keeps for running a forward again; and of the gradient of the loss.
     """
 
     activation: tuple[int, ...]
@@ -129,14 +94,10 @@ class Profile:
         Link p joins the ranks p and p + 1, the last one the last rank and the first.
     sizes : mapping of int to Sizes
         The same on all ranks.
-    states : tuple of int
-        For each layer the bytes of parameters, gradients and the state of the optimizer.
-    trained : tuple of int
-        For each layer the number of parameters that are trained.
-    optimizer : tuple of float
-        For each rank the seconds of clipping and optimizer, for one parameter.
-    sums : tuple of float
-        For each rank the seconds of the sum over replicas, for one parameter.
+    states, trained : tuple of int
+        For each layer bytes of parameters, gradients and optimizer's state, and the number of trained parameters.
+    optimizer, sums : tuple of float
+        For each rank the seconds of clipping and optimizer, and of the sum over replicas, for one parameter.
     step : float
         Seconds of a step besides all that: the agreement of the ranks, and the loss that all of them learn.
     scale : float
@@ -191,12 +152,7 @@ def parse_bytes(text: str) -> int:
     Returns
     -------
     int
-        Bytes, rounded down.
-
-    Raises
-    ------
-    ArgumentError
-        The text is something else, such as a negative number or NaN.
+        Bytes, rounded down. ArgumentError where the text is something else.
 
     Examples
     --------

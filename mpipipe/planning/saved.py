@@ -33,12 +33,8 @@ class SavedProfile:
         What each kind of layer is.
     ranks : int
         On how many it was measured.
-    costs : mapping of int to RankCosts
-        Mean over the ranks.
-    links : mapping of int to Link
-        Mean over the links.
-    sizes : mapping of int to Sizes
-        Bytes.
+    costs, links, sizes : mappings of int to RankCosts, Link and Sizes
+        Means over the ranks and links; bytes.
     optimizer, sums, step, scale, alone : float
         As in a Profile; the first two as means over the ranks.
     oversubscribed : str
@@ -72,7 +68,7 @@ class SavedProfile:
     def of(
         cls, profile: Profile, signatures: Sequence[str], facts: Mapping[str, Any], oversubscribed: str = ""
     ) -> SavedProfile:
-        """Take the means of a profile.
+        """Take the means of a profile, for any number of ranks.
 
         Parameters
         ----------
@@ -81,14 +77,7 @@ class SavedProfile:
         signatures : sequence of str
             What each layer of the model is; equal ones are of one kind.
         facts : mapping of str to object
-            What the times hold for, besides the layers.
         oversubscribed : str
-            How many ranks shared how many cores, and what follows for the times; "" where none did.
-
-        Returns
-        -------
-        SavedProfile
-            For any number of ranks.
         """
         real = slice(0, max(1, profile.ranks - 1))  # the link from the last rank to the first is there for chunks alone
         return cls(
@@ -112,7 +101,6 @@ class SavedProfile:
         Parameters
         ----------
         facts, signatures : as for `of`
-            Of the training.
         """
         remedy = "measure this training: mpiexec -n 2 python -m mpipipe plan ... --save-profile FILE"
         for name, value in facts.items():
@@ -138,17 +126,14 @@ class SavedProfile:
 
         Parameters
         ----------
-        ranks, replicas : int
-            Of the pipeline.
-        rows : int
-            Sequences of a micro-batch.
+        ranks, replicas, rows : int
+            Ranks and replicas of the pipeline, and sequences of a micro-batch.
         linked : bool
             Whether a model of the links is given.
 
         Returns
         -------
         list of str
-            Lines; none where all was measured.
         """
         lines, largest = [], max(self.costs)
         if ranks > 1 and self.ranks == 1 and not linked:
@@ -189,11 +174,6 @@ class SavedProfile:
             Between ranks; by default each is like the mean of the measured ones.
         stride : int
             From a rank of the pipeline to the next, in the numbering of nodes.
-
-        Returns
-        -------
-        Profile
-            For `predict` and `find_plans`.
         """
         wanted = sorted({*sizes})
         bytes_ = {size: record_at(self.sizes, size) for size in wanted}
@@ -218,36 +198,14 @@ class SavedProfile:
         )
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all; raises ConfigError where it cannot be.
-
-        Parameters
-        ----------
-        path : Path
-            Where.
-        """
+        """Write the file, whole or not at all; raises ConfigError where it cannot be."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         with files.writing("the profile", path):
             files.write_whole(path, content.encode())
 
     @classmethod
     def read(cls, path: Path) -> SavedProfile:
-        """Read what `save` has written.
-
-        Parameters
-        ----------
-        path : Path
-            Of the file.
-
-        Returns
-        -------
-        SavedProfile
-            As it was saved.
-
-        Raises
-        ------
-        ConfigError
-            There is no such file, or `save` has not written it.
-        """
+        """Read what `save` has written; raises ConfigError where there is no such file."""
         try:
             given = json.loads(files.read_text(path, MOST))
             if given.pop("format") != FORMAT or not isinstance(given["facts"], dict):

@@ -34,12 +34,6 @@ class Plan:
         What is decided.
     prediction : Prediction
         Its time and memory.
-
-    Examples
-    --------
-    >>> from mpipipe.planning import Plan
-    >>> sorted(Plan.__dataclass_fields__)
-    ['choice', 'prediction']
     """
 
     choice: Choice
@@ -52,12 +46,8 @@ class Space:
 
     Parameters
     ----------
-    ranks : int
-        Of a pipeline.
-    layers : int
-        Of the model.
-    rows : int
-        Sequences of a step in each replica.
+    ranks, layers, rows : int
+        Ranks of a pipeline, layers of the model, and sequences of a step in each replica.
     fixed : mapping of str to object
         Fields of a Choice that stay as they are.
     trained : frozenset of int, optional
@@ -72,10 +62,8 @@ class Space:
     --------
     >>> from mpipipe.planning import Space
     >>> space = Space(ranks=2, layers=6, rows=8, fixed={"chunks": 1})
-    >>> space.microbatches
-    [2, 4, 8]
-    >>> space.forms[0]
-    ('gpipe', 1)
+    >>> space.microbatches, space.forms[0]
+    ([2, 4, 8], ('gpipe', 1))
     """
 
     ranks: int
@@ -188,10 +176,8 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     --------
     >>> from mpipipe.planning import LayerCosts, Link, Profile, RankCosts, Sizes, Space, find_plans
     >>> rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    >>> profile = Profile(
-    ...     kinds=(0, 0), costs={1: (rank, rank)}, links={1: (Link(), Link())}, sizes={1: Sizes((100,), (100,), 10)},
-    ...     states=(8, 8), trained=(1, 1), optimizer=(0.0, 0.0), sums=(0.0, 0.0),
-    ... )
+    >>> links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
+    >>> profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros)
     >>> best = find_plans(profile, Space(ranks=2, layers=2, rows=4, fixed={"microbatches": 4}))[0]
     >>> best.choice.schedule, best.prediction.seconds
     ('zero_bubble_h1', 13.0)
@@ -273,18 +259,15 @@ def _refined(profile: Profile, space: Space, plan: Plan, memory_limit: int | Non
     """Move layers between neighbouring stages, as long as that makes the step faster."""
     if "partition" in space.fixed:
         return plan
-    left, improved = MOVES, True
-    while improved and left > 0:
-        improved = False
-        for partition in _neighbours(plan.choice.partition):
-            left -= 1
-            other = _predicted(profile, space, replace(plan.choice, partition=partition))
-            keeps = other is not None and (memory_limit is None or other.prediction.peak <= memory_limit)
-            if other is not None and keeps and other.prediction.seconds < plan.prediction.seconds:
-                plan, improved = other, True
-                break
-            if left <= 0:
-                break
+    partitions = _neighbours(plan.choice.partition)
+    for _ in range(MOVES):
+        partition = next(partitions, None)
+        if partition is None:
+            break
+        other = _predicted(profile, space, replace(plan.choice, partition=partition))
+        keeps = other is not None and (memory_limit is None or other.prediction.peak <= memory_limit)
+        if other is not None and keeps and other.prediction.seconds < plan.prediction.seconds:
+            plan, partitions = other, _neighbours(partition)
     return plan
 
 

@@ -175,7 +175,6 @@ class _MicroBatch:
         self.dy: Array | None = None
         self.shape: tuple[int, ...] = ()
         stage.position = Position(0, 0, 0, True)
-        self.trains = any(not layer.frozen for layer in stage.layers)
 
     def forward(self) -> tuple[Any, Array | None, int]:
         """Return (saved, gradient of the output, bytes of the output)."""
@@ -322,49 +321,38 @@ def rank_bytes(
         x = np.zeros(shape, arrays.dtype(problem.dtype))
     windows = receive_windows(schedule)
     row = (example[0].nbytes + targets.nbytes) // len(targets) * plan.rows
+    narrow = arrays.dtype(problem.dtype)
+    wide = arrays.accumulator(narrow).itemsize
     ranks = []
     for rank in range(problem.ranks):
         held = peak_of_step(schedule, rank, stages, inputs, windows)
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
         own = [stages[number] for number in schedule.stages_of(rank)]
-        ranks.append(_rank(problem, plan, rank, held, own, batch=batch, copied=copied, process=process))
+        ranges = plan.ranges_of(rank)
+        sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
+        count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
+        step = round(held.total) + batch
+        ranks.append(
+            RankBytes(
+                rank=rank,
+                stages=dict(zip(plan.schedule.stages_of(rank), ranges)),
+                count=count,
+                parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
+                gradients=trained * wide,
+                moments=trained * wide * problem.moments,
+                tables=max(0, round(sum(stage.tables for stage in own))),
+                activations=round(held.activations),
+                messages=round(held.messages),
+                scratch=round(held.scratch),
+                batch=batch,
+                start=max(0, round(max(stage.drawing for stage in own))),
+                sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if copied else 0,
+                # MPI sums with a buffer as large, where a step has been
+                sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
+                process=process,
+            )
+        )
     return ranks
-
-
-def _rank(
-    problem: PlanningProblem,
-    plan: LayerPlan,
-    rank: int,
-    held: StepBytes,
-    own: Sequence[StageBytes],
-    *,
-    batch: int,
-    copied: bool,
-    process: int,
-) -> RankBytes:
-    narrow = arrays.dtype(problem.dtype)
-    wide = arrays.accumulator(narrow).itemsize
-    sizes = [parameters_of(problem.layers[start:stop]) for start, stop in plan.ranges_of(rank)]
-    count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-    step = round(held.total) + batch
-    return RankBytes(
-        rank=rank,
-        stages=dict(zip(plan.schedule.stages_of(rank), plan.ranges_of(rank))),
-        count=count,
-        parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
-        gradients=trained * wide,
-        moments=trained * wide * problem.moments,
-        tables=max(0, round(sum(stage.tables for stage in own))),
-        activations=round(held.activations),
-        messages=round(held.messages),
-        scratch=round(held.scratch),
-        batch=batch,
-        start=max(0, round(max(stage.drawing for stage in own))),
-        sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if copied else 0,
-        # MPI sums with a buffer as large, where a step has been
-        sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
-        process=process,
-    )
 
 
 def _with_buffers(step: int, buffers: list[int]) -> int:
@@ -419,39 +407,30 @@ def peak_of_step(
     best = StepBytes(0, 0, 0)
     activations, local, leased, buffers, leaving = 0.0, 0.0, 0, 0, 0.0
     for stage, op, microbatch in schedule.orders[rank]:
-        own = stages[stage]
-        again = (stage, microbatch) in schedule.recomputed
-        trained = schedule.has_backward(stage)
-        receives = _receives(schedule, rank, stage, op)
-        if receives:
+        own, trained = stages[stage], schedule.has_backward(stage)
+        from_here = stage > 0 and placement[stage - 1] == rank
+        from_away, to_away = stage > 0 and not from_here, stage < last and placement[stage + 1] != rank
+        if _receives(schedule, rank, stage, op):
             buffers = max(buffers, leased + min(window, waiting))
             waiting -= 1
             leased += 1
-        elif op == "F" and stage and placement[stage - 1] == rank:
+        elif op == "F" and from_here:
             local += inputs[stage]
-        scratch = {"F": own.forward, "R": own.forward, "B": own.backward, "I": own.input_grad, "W": own.weight_grad}[op]
+        stays = trained and (stage, microbatch) not in schedule.recomputed
+        scratch, more = {
+            "F": (own.forward, own.saved if stays else 0.0),
+            "R": (own.forward, own.saved),
+            "B": (own.backward, -own.saved),
+            "I": (own.input_grad, own.pending - own.saved),
+            "W": (own.weight_grad, -own.pending),
+        }[op]
         held = StepBytes(activations + local, buffers * largest, scratch + leaving)
         best = max(best, held, key=lambda bytes_: bytes_.total)
-        leaving = 0.0
-        if op == "F":
-            activations += own.saved if trained and not again else 0.0
-            leaving = own.output if stage < last and placement[stage + 1] != rank else 0.0
-        elif op == "R":
-            activations += own.saved
-        elif op == "I":
-            activations += own.pending - own.saved
-        elif op == "W":
-            activations -= own.pending
-        elif op == "B":
-            activations -= own.saved
-        if op in "BI":
-            leaving = inputs[stage] if stage and placement[stage - 1] != rank else 0.0
-        if (op in "BW") or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
-            if stage and placement[stage - 1] == rank:
-                local -= inputs[stage]
-            leased -= (stage > 0 and placement[stage - 1] != rank) + (
-                op != "F" and stage < last and placement[stage + 1] != rank
-            )
+        activations += more
+        leaving = own.output if op == "F" and to_away else inputs[stage] if op in "BI" and from_away else 0.0
+        if op in "BW" or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
+            local -= inputs[stage] if from_here else 0
+            leased -= from_away + (op != "F" and to_away)
     return best
 
 

@@ -18,18 +18,12 @@ class Action(NamedTuple):
     Parameters
     ----------
     stage : int
-        Logical stage; 0 is the first.
+        Logical stage.
     op : str
         ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the weights; B = I + W. ``R``
         is the forward once more: its F kept the input of the stage alone, from which R makes what the backward needs.
     microbatch : int
-        Index of the micro-batch.
-
-    Examples
-    --------
-    >>> from mpipipe.schedules import Action
-    >>> str(Action(stage=2, op="F", microbatch=0))
-    '2F0'
+        Its index; 0 is the first.
     """
 
     stage: int
@@ -50,10 +44,9 @@ LogicalTime: TypeAlias = Callable[[int, bool, int], int]  # of (stage, whether b
 class OrdersOnDemand(Sequence[Order]):
     """The orders of all ranks as a sequence. It keeps the order that was asked for last, and makes any other one anew.
 
-    `make(rank)` gives the actions of a rank. It is a function of a module, or a `functools.partial` of one: the same
-    function with the same arguments makes the same orders in every process. `logical_time(stage, backward, microbatch)`
-    gives the logical time of an F (`backward` is false) or of a B or I (see classic.py). `check_part` proves that it
-    rises as it has to.
+    `make(rank)` gives the actions of a rank: a function of a module, or a `functools.partial` of one, so that it makes
+    the same orders in every process. `logical_time` is that of an F, or of a B or I (see classic.py); `check_part`
+    proves that it rises as it has to.
     """
 
     def __init__(

@@ -39,15 +39,12 @@ ROUNDING = 1e-9  # share of a sum of times: what is less may be the rounding of 
 def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> float:
     """Return a time that no schedule with the same stages on the same ranks, and as many micro-batches, can beat.
 
-    The orders of `schedule` do not count, only its placement, its micro-batches, which stages have backwards, and
-    which forwards are recomputed.
-
     Parameters
     ----------
     schedule : Schedule
-        Such as the one to judge.
+        Its orders do not count, only placement, micro-batches, which stages have backwards, and what is recomputed.
     costs : Costs, optional
-        Times of the actions; by default one unit for each of F, I and W.
+        Times of the actions.
     memory_limit : float, optional
         Chunk activations that a rank may hold at once, at least its number of stages with backwards; by default there
         is no limit. It does not count where the schedule recomputes anything.
@@ -55,19 +52,13 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     Returns
     -------
     float
-        The bound, in the unit of the costs.
-
-    Raises
-    ------
-    ArgumentError
-        A cost does not fit, or no schedule keeps the limit.
+        The bound, in the unit of the costs; ArgumentError where a cost does not fit, or no schedule keeps the limit.
 
     Examples
     --------
     >>> from mpipipe import schedules
     >>> schedule = schedules.zero_bubble_h1(4, 8)
-    >>> least = schedules.lower_bound(schedule, memory_limit=4)
-    >>> least, schedules.simulate(schedule).makespan
+    >>> schedules.lower_bound(schedule, memory_limit=4), schedules.simulate(schedule).makespan
     (27.0, 27.0)
     """
     placement, microbatches, trained_from = schedule.placement, schedule.microbatches, _first_trained(schedule)
@@ -116,10 +107,8 @@ class Gap(NamedTuple):
     ----------
     share : float
         (makespan - bound) / bound: 0.4 says that the schedule is at most 40 % slower than the best one.
-    makespan : float
-        Time of the schedule.
-    bound : float
-        Time that no schedule beats.
+    makespan, bound : float
+        Time of the schedule, and time that no schedule beats.
     """
 
     share: float
@@ -137,20 +126,13 @@ def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | No
     costs : Costs, optional
         Times of the actions; by default one unit for each of F, I and W.
     memory_limit : float, optional
-        Chunk activations that a rank may hold at once, in this schedule and in the best one; by default there is no
-        limit. ``max(simulate(schedule).peak_activations)`` compares with schedules that need no more memory.
-
-    Returns
-    -------
-    Gap
-        The share, and both times.
+        Chunk activations that a rank may hold at once, here and in the best one; by default there is no limit.
+        ``max(simulate(schedule).peak_activations)`` compares with schedules that need no more memory.
 
     Raises
     ------
-    ScheduleError
-        The schedule cannot run.
-    ArgumentError
-        A cost does not fit, or the schedule does not keep the limit.
+    ScheduleError, ArgumentError
+        The schedule cannot run, a cost does not fit, or the schedule does not keep the limit.
 
     Examples
     --------
@@ -390,18 +372,14 @@ def _starts(problem: OrderProblem, backwards: bool) -> Ends:
             if closed > 0:
                 ends = sorted(when + seconds[other] for other in opened for when in starts[other][:k])
                 start = max(start, ends[closed - 1])
-                _count_closed(way, counts, opened, k + 1 - problem.limit)
+                if (
+                    least := k + 1 - problem.limit
+                ) > 0:  # must be closed even where other stages have closed all they can
+                    for other in {other for closing in opened for other in way.forced[closing]}:
+                        counts[other] = max(counts.get(other, 0), least)
                 start = max(start, full[problem.rank[task]].start(counts, closed))
             starts[task].append(max(start, _after_work(starts, seconds, counts)))
     return starts
-
-
-def _count_closed(way: _Direction, counts: dict[int, int], opened: list[int], least: int) -> None:
-    """Add those closings of each stage that must come even where the other stages have closed all they can."""
-    if least > 0:
-        for closing in opened:
-            for other in way.forced[closing]:
-                counts[other] = max(counts.get(other, 0), least)
 
 
 def _after_work(starts: Ends, seconds: Sequence[float], counts: dict[int, int]) -> float:
@@ -439,7 +417,7 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
     """Return the makespan of one machine that may interrupt its jobs: (head, time, tail)."""
     makespan = now = 0.0
     waiting: list[tuple[float, float]] = []  # minus the tail, the time that is left
-    arrivals = _arrivals(jobs)
+    arrivals = iter([*sorted(jobs), (NEVER, 0.0, 0.0)])
     head, time, tail = next(arrivals)
     while waiting or head < NEVER:
         if not waiting:
@@ -455,8 +433,3 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
             heappush(waiting, (after, left - (head - now)))
             now = head
     return makespan
-
-
-def _arrivals(jobs: list[tuple[float, float, float]]) -> Iterator[tuple[float, float, float]]:
-    yield from sorted(jobs)
-    yield NEVER, 0.0, 0.0

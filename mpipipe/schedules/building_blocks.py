@@ -38,8 +38,6 @@ PERIOD = 6
 class BuildingBlock(NamedTuple):
     """The way of one micro-batch through the ranks, in cells of time.
 
-    Attributes
-    ----------
     steps : cells from rank to rank: of F down, f up, i down, I up
     turns : cells from F to f on the last rank, from f to i on rank 0, from i to I on the last rank
     """
@@ -60,27 +58,20 @@ TRIED = 8  # they are tried on so many micro-batches more than ranks
 def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
     """Build V-Min: a third of 1F1B's memory, at about two thirds of its bubble.
 
-    A rank holds at most 2 floor((P+4)/3) chunk activations, half as many of a whole stage. Where F, I and W take the
-    same time, the bubble is at most 2/3 of 1F1B's for M >= 2P.
+    Where F, I and W take the same time, the bubble is at most 2/3 of 1F1B's for M >= 2P.
     Source: Qi et al. 2024, arXiv:2405.15362, schedule V-Min.
 
     Parameters
     ----------
     ranks, microbatches : int
-        P and M, at least 1.
+        A rank holds at most 2 floor((P+4)/3) chunk activations, half as many of a whole stage.
     costs : Costs, optional
-        Times of the 2P stages, for the places of the W's; by default one unit for each of F, I and W.
+        Times of the 2P stages, for the places of the W's.
 
     Returns
     -------
     Schedule
         Two stages per rank, placed on a V.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> max(schedules.simulate(schedules.v_min(8, 16)).peak_activations), 2 * (8 + 4) // 3
-    (8, 8)
     """
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     return _repeated("v_min", ranks, microbatches, costs, SHORT, _third)
@@ -93,21 +84,20 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
 def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
     """Build V-Half: half of 1F1B's memory, at less than half of its bubble.
 
-    A rank holds at most 2 floor((P+2)/2) chunk activations, half as many of a whole stage. Where F, I and W take the
-    same time, the bubble is at most 1/2 of 1F1B's for M >= 2P.
+    Where F, I and W take the same time, the bubble is at most 1/2 of 1F1B's for M >= 2P.
     Source: Qi et al. 2024, arXiv:2405.15362, schedule V-Half.
 
     Parameters
     ----------
     ranks, microbatches : int
-        P and M, at least 1.
+        A rank holds at most 2 floor((P+2)/2) chunk activations, half as many of a whole stage.
     costs : Costs, optional
-        Times of the 2P stages, for the places of the W's; by default one unit for each of F, I and W.
+        As for `v_min`.
 
     Returns
     -------
     Schedule
-        Two stages per rank, placed on a V.
+        As of `v_min`.
 
     Examples
     --------
@@ -154,7 +144,7 @@ def _repeated(
 
 
 def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]:
-    """List the shortest blocks without two actions of a rank on the same cell of the six."""
+    """List the shortest blocks that have no two actions of a rank on the same cell of the six."""
     cells = range(1, PERIOD + 1)
     blocks = (BuildingBlock(steps, (first, second, third)) for first in cells for second in cells for third in cells)
     return sorted((each for each in blocks if _is_free(ranks, each)), key=lambda each: sum(each.turns))[:BLOCKS]
@@ -217,7 +207,7 @@ class OrderRule(NamedTuple):
     """How the orders of F's and I's are made.
 
     `rule` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
-    slope / 2, or "I" or "F": whatever comes of preferring these.
+    slope / 2, or "I" or "F": whatever comes of preferring these. `patience` and `prompt` are those of `fill_waits`.
     """
 
     rule: str
@@ -243,18 +233,12 @@ def zero_bubble_2p(
     Parameters
     ----------
     ranks, microbatches : int
-        P and M, at least 1.
     costs : Costs, optional
-        Times of the P stages; by default one unit for each of F, I and W.
+        Times of the P stages.
     memory_limit : float, optional
         Activations that a rank may hold at once, at least 1; by default 2P.
     kept : float, optional
         Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit is concerned.
-
-    Returns
-    -------
-    Schedule
-        One stage per rank.
 
     Examples
     --------

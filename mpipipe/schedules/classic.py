@@ -35,15 +35,8 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     Parameters
     ----------
     ranks, microbatches : int
-        P and M, at least 1.
     backward : {"fifo", "lifo"}, optional
-        "fifo" takes the backwards in the order of the forwards. "lifo" takes the last micro-batch first, as reverse
-        differentiation does, and so sums the gradients in the reverse order.
-
-    Returns
-    -------
-    Schedule
-        All forwards of a rank before all its backwards.
+        "lifo" takes the last micro-batch first, as reverse differentiation does, and so sums gradients in reverse.
 
     Examples
     --------
@@ -66,19 +59,14 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Build 1F1B: as soon as the first micro-batch is back, one forward and one backward in turn.
 
-    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P.
+    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations.
     Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et al. 2021 (DAPPLE),
     arXiv:2007.01045.
 
     Parameters
     ----------
     ranks, microbatches : int
-        P and M, at least 1.
-
-    Returns
-    -------
-    Schedule
-        One forward and one backward in turn.
+        M may be below P.
 
     Examples
     --------
@@ -98,19 +86,14 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     """Build interleaved 1F1B: several chunks per rank, a group of micro-batches through one chunk at a time.
 
     Bubble (P-1)(f+b), where f and b are those of a chunk: 1/V of 1F1B's. With g the size of the first group, rank r
-    holds min(MV, (V-1)g + 2(P-1-r) + 1) chunk activations. M is free: the groups are an even split, the bigger ones
-    first. This keeps the bubble ideal for all M >= P and excludes deadlock; a short last group would not.
+    holds min(MV, (V-1)g + 2(P-1-r) + 1) chunk activations.
     Source: Narayanan et al. 2021, arXiv:2104.04473. For M % P == 0 the order is that of Megatron-LM.
 
     Parameters
     ----------
     ranks, chunks, microbatches : int
-        P, V and M, at least 1.
-
-    Returns
-    -------
-    Schedule
-        1F1B over `chunks` stages per rank.
+        M is free: the groups are an even split, the bigger ones first. This keeps the bubble ideal for all M >= P and
+        excludes deadlock; a short last group would not.
 
     Examples
     --------
@@ -130,26 +113,13 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
 def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
     """Build the breadth-first schedule: every chunk takes all micro-batches before the next chunk begins.
 
-    Bubble (P-1)(f+b) of a chunk for M >= P, as interleaved 1F1B's, but every rank holds all MV chunk activations. In
-    exchange the gradients of a chunk are complete early, which leaves time to communicate them.
+    The gradients of a chunk are complete early, which leaves time to communicate them.
     Source: Lamy-Poirier 2023, arXiv:2211.05953.
 
     Parameters
     ----------
     ranks, chunks, microbatches : int
-        P, V and M, at least 1.
-
-    Returns
-    -------
-    Schedule
-        The chunks of a rank one after the other, each with all micro-batches.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> print(schedules.looped_bfs(2, 2, 2).to_csv(), end="")
-    0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
-    1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1
+        For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds all MV activations.
     """
     ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
     sizes = ranks, chunks, microbatches
@@ -162,24 +132,10 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
 def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     """Build a schedule for inference: forwards only, in the order of interleaved 1F1B.
 
-    Bubble (P-1)f of a chunk for M >= P.
-
     Parameters
     ----------
     ranks, chunks, microbatches : int
-        P, V and M, at least 1.
-
-    Returns
-    -------
-    Schedule
-        Forwards only.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> print(schedules.forward_only(2, 2, 2).to_csv(), end="")
-    0F0,0F1,2F0,2F1
-    1F0,1F1,3F0,3F1
+        For M >= P the bubble is (P-1)f of a chunk.
     """
     ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
     sizes = ranks, chunks, microbatches

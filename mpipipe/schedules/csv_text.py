@@ -34,8 +34,7 @@ def from_csv(text: str) -> Schedule:
     Empty cells are idle slots and are skipped. A cell ``(0F3;3B1)OVERLAP_F_B`` of PyTorch's DualPipeV has two actions:
     they run one after the other here, in that order. Which rank a stage lies on, and how many stages and micro-batches
     there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call it.
-    `trained_from` is not in the table: `dataclasses.replace(schedule, trained_from=...)` sets it. Nor are skips:
-    `with_skips` sets them.
+    What is not in the table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set.
 
     Parameters
     ----------

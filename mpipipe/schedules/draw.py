@@ -23,19 +23,14 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     Parameters
     ----------
     schedule : Schedule
-        It is checked first.
+        It is checked first: ScheduleError where it cannot run.
     costs : Costs, optional
-        Times of the actions; by default one unit for each of F, I and W.
+        Times of the actions.
 
     Returns
     -------
     str
         Lines without a final newline.
-
-    Raises
-    ------
-    ScheduleError
-        The schedule cannot run.
 
     Examples
     --------

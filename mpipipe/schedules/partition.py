@@ -44,8 +44,6 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
     Examples
     --------
     >>> from mpipipe import schedules
-    >>> schedules.partition([1] * 10, 3)
-    [(0, 4), (4, 7), (7, 10)]
     >>> schedules.partition([4, 1, 1, 1, 1, 4], 3)
     [(0, 1), (1, 5), (5, 6)]
     """
@@ -147,18 +145,13 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
     schedule : Schedule
         A schedule with backwards.
     frozen : collection of int
-        Logical stages without a parameter that is trained.
+        Logical stages without a parameter that is trained: some, and not all.
 
     Returns
     -------
     Schedule
         It needs no longer than the given one, where `Costs.weight_grad` is 0 for frozen stages: their B has the
         gradient of the input alone, and the simulation counts B as both.
-
-    Raises
-    ------
-    ArgumentError
-        All stages are frozen, or there is no such stage.
 
     Examples
     --------
@@ -219,20 +212,8 @@ def advise(ranks: int, chunks: int = 1) -> Advice:
 
     Parameters
     ----------
-    ranks : int
-        P, at least 1.
-    chunks : int, optional
-        V, stages per rank. Interleaving makes the bubble smaller.
-
-    Returns
-    -------
-    Advice
-        The number of micro-batches and the bubble fraction.
-
-    Raises
-    ------
-    ArgumentError
-        A count is below 1.
+    ranks, chunks : int
+        P and V, stages per rank, at least 1. Interleaving makes the bubble smaller.
 
     Examples
     --------

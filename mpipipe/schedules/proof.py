@@ -81,7 +81,6 @@ def check(schedule: Schedule) -> None:
     Examples
     --------
     >>> from mpipipe import schedules
-    >>> schedules.check(schedules.one_f_one_b(2, 4))
     >>> try:
     ...     schedules.check(schedules.from_csv("0F0,0B0\n1B0,1F0"))
     ... except ValueError as error:

@@ -53,8 +53,7 @@ def with_recompute(
         time, of the choices that are tried; of equal choices the one with the fewest. Without a limit all are, and an R
         is moved ahead as long as its rank holds no more than one activation more than it must.
     activation, kept_input : float or sequence of float, optional
-        What a forward leaves for its backward, and how much of it is the input; see `peak_memory`. By default the unit
-        is one activation, and inputs are free.
+        As for `peak_memory`: by default the unit is one activation, and inputs are free.
 
     Returns
     -------
@@ -63,10 +62,8 @@ def with_recompute(
 
     Raises
     ------
-    ArgumentError
-        No choice keeps the limit, or a cost or size does not fit.
-    ScheduleError
-        The schedule cannot run.
+    ScheduleError, ArgumentError
+        The schedule cannot run, no choice keeps the limit, or a cost or size does not fit.
 
     Examples
     --------
@@ -216,8 +213,7 @@ def hidden_in_waits(
     """Return the fastest schedule that is found by moving R's ahead into waits, and its makespan.
 
     An R that fits into a wait delays no action, so moving it cannot make the schedule slower. If it does not fit, the
-    simulation decides. `limits` is the memory that each rank may hold; `whole` and `kept` are the sizes of an
-    activation, and of the input in it, of each stage.
+    simulation decides. `limits` is the memory that each rank may hold; `whole` and `kept` are those of `held`.
     """
     durations = action_times(costs, schedule.stages)
     transfer = costs.per_stage("transfer", schedule.stages)

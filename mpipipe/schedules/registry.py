@@ -49,12 +49,8 @@ def by_name(
     name : str
         gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_2p; with chunks interleaved_1f1b, looped_bfs,
         interleaved_zero_bubble, forward_only; with two chunks zero_bubble_v, dualpipe_v, v_half, v_min.
-    ranks : int
-        P, at least 1.
-    chunks : int, optional
-        V, stages per rank; 1 for a schedule with one stage per rank, 2 for one on a V.
-    microbatches : int
-        M, at least 1.
+    ranks, chunks, microbatches : int
+        P, V stages per rank, and M; V is 1 for a schedule with one stage per rank, 2 for one on a V.
     costs : Costs, optional
         Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not depend on them.
     memory_limit : float, optional
@@ -68,8 +64,7 @@ def by_name(
     Raises
     ------
     ArgumentError
-        The name is unknown, a count is below 1, `memory_limit` is no number, or the schedule has another number of
-        chunks.
+        The name is unknown, a count is below 1 or does not fit the schedule, or `memory_limit` is no number.
 
     Examples
     --------

@@ -21,7 +21,6 @@ from typing import NamedTuple
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.checks import counts
 from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
-from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Links, simulate
 from mpipipe.text import counted
 
@@ -84,12 +83,8 @@ def simulate_repeated(
     ----------
     name : str
         A schedule of `by_name` whose order does not depend on costs.
-    ranks : int
-        P, at least 1.
-    chunks : int, optional
-        V, stages per rank.
-    microbatches : int
-        M, at least 1.
+    ranks, chunks, microbatches : int
+        P, V stages per rank, and M.
     costs : Costs, optional
         Times of the actions. Each is one number, the same for all stages.
     links : Links, optional
@@ -166,7 +161,7 @@ class _Measure:
     def __call__(self, ranks: int, microbatches: int) -> tuple[int, int]:
         """Return the makespan in units, and the largest peak."""
         if (ranks, microbatches) not in self.sizes:
-            schedule = self._schedule(ranks, microbatches)
+            schedule = by_name(self.name, ranks=ranks, chunks=self.chunks, microbatches=microbatches)
             hops: int | list[int] = self.transfer
             if self.links is not None:
                 hops = [*map(self._whole, self.links.times(schedule.placement, self.message_bytes))]
@@ -174,9 +169,6 @@ class _Measure:
             timeline = simulate(schedule, Costs(forward, input_grad, weight_grad, hops))
             self.sizes[ranks, microbatches] = int(timeline.makespan), max(timeline.peak_activations)
         return self.sizes[ranks, microbatches]
-
-    def _schedule(self, ranks: int, microbatches: int) -> Schedule:
-        return by_name(self.name, ranks=ranks, chunks=self.chunks, microbatches=microbatches)
 
     def result(self, ranks: int, microbatches: int, makespan: int, peak: int) -> Repetition:
         """Add what follows from the makespan."""

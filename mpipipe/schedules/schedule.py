@@ -46,8 +46,6 @@ class Schedule:
     >>> from mpipipe.schedules import Action, Schedule, check
     >>> schedule = Schedule("by hand", placement=(0,), microbatches=1, orders=[[Action(0, "F", 0), Action(0, "B", 0)]])
     >>> check(schedule)
-    >>> schedule.ranks, schedule.stages
-    (1, 1)
     """
 
     name: str
@@ -108,31 +106,14 @@ class Schedule:
         return [(skip.source, skip.target) for skip in self.skips]
 
     def has_backward(self, stage: int) -> bool:
-        """Tell whether a stage has backwards in a training step.
-
-        Parameters
-        ----------
-        stage : int
-            The logical stage.
-
-        Returns
-        -------
-        bool
-            False for stages before `trained_from`.
-
-        Examples
-        --------
-        >>> from mpipipe import schedules
-        >>> schedules.with_frozen(schedules.gpipe(2, 1), {0}).has_backward(0)
-        False
-        """
+        """Tell whether a stage has backwards in a training step: not before `trained_from`."""
         return stage >= self.trained_from
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of 63 bits: the same in every process for the same placement, micro-batches and orders.
+        """A hash of 63 bits of placement, micro-batches, orders and skips, the same in every process.
 
-        The name does not count: a schedule read back from its CSV runs together with the one that wrote it. Skips do.
+        The name does not count: a schedule read back from its CSV runs together with the one that wrote it.
         """
         skips = f" {[*map(tuple, self.skips)]}" if self.skips else ""
         content = blake2b(f"{self.placement} {self.microbatches}{skips}\n".encode(), digest_size=8)
@@ -141,23 +122,11 @@ class Schedule:
         return int.from_bytes(content.digest(), "big") >> 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """List the logical stages that lie on `rank`.
-
-        Parameters
-        ----------
-        rank : int
-            Rank in the pipeline.
+        """List the logical stages that lie on `rank`, in ascending order.
 
         Returns
         -------
         tuple of int
-            The stages in ascending order.
-
-        Examples
-        --------
-        >>> from mpipipe import schedules
-        >>> schedules.looped_bfs(2, 2, 1).stages_of(1)
-        (1, 3)
         """
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
@@ -167,24 +136,12 @@ class Schedule:
         Parameters
         ----------
         microbatches : int
-            Number of micro-batches, 1 to M.
+            From 1 to M: ArgumentError otherwise.
 
         Returns
         -------
         Schedule
             A schedule of forwards, with the name "forward" and the same skips.
-
-        Raises
-        ------
-        ArgumentError
-            `microbatches` is below 1 or above M.
-
-        Examples
-        --------
-        >>> from mpipipe import schedules
-        >>> print(schedules.one_f_one_b(2, 4).forward_only_part(2).to_csv(), end="")
-        0F0,0F1
-        1F0,1F1
         """
         count = at_least_one("microbatches", microbatches)
         if count > self.microbatches:
@@ -200,12 +157,10 @@ class Schedule:
     def to_csv(self) -> str:
         r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
 
-        Skips and `trained_from` are not in it.
-
         Returns
         -------
         str
-            The table; `from_csv` reads it.
+            The table, without skips and `trained_from`; `from_csv` reads it.
 
         Examples
         --------
@@ -254,6 +209,9 @@ class Skip(NamedTuple):
 def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Schedule:
     """Give a schedule the skips of a model, in place of those that it has; its orders stay.
 
+    It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips, since they are sent
+    some stages before they are needed, and `peak_memory` no bytes: add what they hold to `activation` of both ends.
+
     Parameters
     ----------
     schedule : Schedule
@@ -266,9 +224,7 @@ def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Sche
     Returns
     -------
     Schedule
-        The same orders with these skips, sorted by name. It is another schedule: its `fingerprint` differs. `to_csv`
-        has the orders alone. `simulate` counts no time for skips, since they are sent some stages before they are
-        needed, and `peak_memory` no bytes: add what they hold to `activation` of the stages at both ends.
+        The same orders with these skips, sorted by name.
 
     Raises
     ------

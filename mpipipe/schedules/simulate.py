@@ -26,10 +26,8 @@ class Costs:
 
     Parameters
     ----------
-    forward : float or sequence of float, optional
-        Time of F.
-    input_grad, weight_grad : float or sequence of float, optional
-        Times of I and W. B takes both.
+    forward, input_grad, weight_grad : float or sequence of float, optional
+        Times of F, I and W. B takes the last two.
     transfer : float or sequence of float, optional
         Time of one message between stages l-1 and l, in either direction, where they lie on different ranks. In a
         sequence entry l is the hop between stages l-1 and l, and entry 0 is not used.
@@ -51,58 +49,23 @@ class Costs:
     recompute: float | Sequence[float] | None = None
 
     def per_stage(self, name: str, stages: int) -> list[float]:
-        """Give the cost `name` as one float for each stage.
+        """Give a cost as one float for each stage; ArgumentError if it is negative, not finite, or not one per stage.
 
         Parameters
         ----------
         name : str
             forward, input_grad, weight_grad, transfer or recompute.
         stages : int
-            Number of stages.
 
         Returns
         -------
         list of float
-            The cost in each stage.
-
-        Raises
-        ------
-        ArgumentError
-            The cost is negative, not finite, or not one number per stage.
-
-        Examples
-        --------
-        >>> from mpipipe.schedules import Costs
-        >>> Costs(forward=2).per_stage("forward", stages=3)
-        [2.0, 2.0, 2.0]
         """
         given = "forward" if name == "recompute" and self.recompute is None else name
         return one_per_stage(f"the cost {given}", given, getattr(self, given), stages)
 
     def average(self, stages: int) -> Costs:
-        """Give each cost as its mean over the stages.
-
-        Parameters
-        ----------
-        stages : int
-            Number of stages.
-
-        Returns
-        -------
-        Costs
-            Numbers, for any number of stages.
-
-        Raises
-        ------
-        ArgumentError
-            As for `per_stage`.
-
-        Examples
-        --------
-        >>> from mpipipe.schedules import Costs
-        >>> Costs(forward=[1, 2]).average(stages=2).forward
-        1.5
-        """
+        """Give each cost as its mean over the stages, a number that fits any number of stages."""
         return Costs(*(math.fsum(self.per_stage(entry.name, stages)) / stages for entry in fields(self)))
 
 
@@ -125,10 +88,8 @@ class Timeline:
         The schedule that ran.
     makespan : float
         Time from the first start to the last end, in the unit of the costs.
-    bubble_fraction : float
-        Idle time / (ranks * makespan).
-    bubble_ratio : float
-        Idle time / busy time: the (P-1)/M of the literature.
+    bubble_fraction, bubble_ratio : float
+        Idle time / (ranks * makespan), and idle time / busy time: the (P-1)/M of the literature.
     peak_activations : list of int
         For each rank the largest number of chunk activations alive at once. An activation is alive from F until B (or
         W where the backward is split), both ends included; one that is recomputed from R on. A schedule of forwards
@@ -178,10 +139,8 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
 
     Raises
     ------
-    ScheduleError
-        The schedule cannot run.
-    ArgumentError
-        A cost is negative, not finite, or not one per stage.
+    ScheduleError, ArgumentError
+        The schedule cannot run; a cost is negative, not finite, or not one per stage.
 
     Examples
     --------
@@ -277,11 +236,6 @@ def peak_memory(
         The peak of each rank, in that unit. By default activations: those that `Timeline.peak_activations` counts, and
         the one of each F in passing. A schedule of forwards only holds nothing.
 
-    Raises
-    ------
-    ArgumentError
-        A size is negative, not finite, or not one per stage; or an input is larger than its activation.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -343,18 +297,14 @@ FORM = "latency,bandwidth[,node-size[,latency inside,bandwidth inside]]"
 class Links:
     """The links between ranks: a message of n bytes takes latency + n / bandwidth.
 
-    Ranks fill one node after the other: ranks r and s share a node if r // node_size == s // node_size.
-
     Parameters
     ----------
-    latency : float
-        Seconds that a message without content takes between nodes.
-    bandwidth : float
-        Bytes per second between nodes; inf if the length of a message does not matter.
+    latency, bandwidth : float
+        Seconds that a message without content takes between nodes, and bytes per second; inf if length does not matter.
     node_size : int, optional
-        Ranks on a node; by default each rank has a node of its own.
+        Ranks on a node: r and s share one if r // node_size == s // node_size. By default each has its own.
     inside_latency, inside_bandwidth : float, optional
-        Latency and bandwidth within a node; by default a message takes no time there.
+        The same within a node; by default a message takes no time there.
 
     Examples
     --------
@@ -388,23 +338,7 @@ class Links:
         Parameters
         ----------
         text : str
-            2, 3 or 5 numbers.
-
-        Returns
-        -------
-        Links
-            The links.
-
-        Raises
-        ------
-        ArgumentError
-            The text has another form, or a number describes no link.
-
-        Examples
-        --------
-        >>> from mpipipe.schedules import Links
-        >>> Links.read("5e-6,25e9,8")
-        Links(latency=5e-06, bandwidth=25000000000.0, node_size=8, inside_latency=0.0, inside_bandwidth=inf)
+            2, 3 or 5 numbers, such as "5e-6,25e9,8"; ArgumentError if it has another form or describes no link.
         """
         parts = text.split(",")
         try:
@@ -427,23 +361,12 @@ class Links:
         placement : sequence of int
             Rank of each logical stage.
         message_bytes : float
-            Bytes of the activation of one micro-batch between two stages. Its gradient has as many bytes.
+            Bytes of the activation of one micro-batch between two stages, or of its gradient; at least 0 and finite.
 
         Returns
         -------
         list of float
             Entry l is the time between stages l-1 and l. Entry 0 is 0, and so is a hop between stages of one rank.
-
-        Raises
-        ------
-        ArgumentError
-            `message_bytes` is negative or not finite.
-
-        Examples
-        --------
-        >>> from mpipipe.schedules import Links
-        >>> Links(latency=1, bandwidth=10).times((0, 1, 1), message_bytes=20)
-        [0.0, 3.0, 0.0]
         """
         if not isinstance(message_bytes, (int, float)) or not 0 <= message_bytes < math.inf:
             raise ArgumentError(

@@ -30,19 +30,13 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     """Build ZB-H1: 1F1B whose weight gradients fill the bubble, in no more memory than 1F1B takes on rank 0.
 
     Rank r runs the W of a micro-batch r micro-batches after its I. Let f, b, w be the times of F, I, W, with w at most
-    f and b. The bubble is (P-1)(f+b) - (min(M,P)-1)w, which is (P-1)(f+b-w) for M >= P. Every rank holds min(M, P)
-    activations.
+    f and b. The bubble is (P-1)(f+b) - (min(M,P)-1)w, which is (P-1)(f+b-w) for M >= P.
     Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H1.
 
     Parameters
     ----------
     ranks, microbatches : int
-        P and M, at least 1.
-
-    Returns
-    -------
-    Schedule
-        1F1B with a split backward.
+        Every rank holds min(M, P) activations.
 
     Examples
     --------
@@ -60,26 +54,14 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
     """Build interleaved 1F1B with a split backward: ZB-H1 with several chunks per rank.
 
     Rank r runs each W r I's after its own I. Let f, b, w be the times of F, I, W of a chunk, with w at most f and b.
-    The bubble is (P-1)(f+b-w) for M >= P. Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is
-    the size of the first group of micro-batches (see `interleaved_1f1b`).
+    The bubble is (P-1)(f+b-w) for M >= P.
     Source: Qi et al. 2023, arXiv:2401.10241, on the chunks of Narayanan et al. 2021, arXiv:2104.04473.
 
     Parameters
     ----------
     ranks, chunks, microbatches : int
-        P, V and M, at least 1.
-
-    Returns
-    -------
-    Schedule
-        Interleaved 1F1B with a split backward.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> print(schedules.interleaved_zero_bubble(2, 2, 2).to_csv(), end="")
-    0F0,0F1,2F0,2F1,2I0,2W0,2I1,2W1,0I0,0W0,0I1,0W1
-    1F0,1F1,3F0,3I0,3F1,3I1,3W0,1I0,3W1,1I1,1W0,1W1
+        Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the first group of
+        micro-batches (see `interleaved_1f1b`).
     """
     ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
     orders = _on_demand(ranks, chunks, microbatches, 1)
@@ -93,8 +75,7 @@ def h2_orders(ranks: int, microbatches: int) -> OrdersOnDemand:
     """Make the orders of ZB-H2: no rank waits between its first action and its last, in twice the memory of 1F1B.
 
     That holds where F, I and W take the same time f, messages take none, and M is 2P - 1 or more. The makespan is then
-    3Mf + (P-1)f. Every rank holds 2P - 1 activations.
-    Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H2.
+    3Mf + (P-1)f. Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H2.
     """
     return _on_demand(ranks, 1, microbatches, 2)
 
@@ -150,16 +131,15 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     """Build ZB-V: no rank waits between its first action and its last, in the memory of 1F1B.
 
     Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P: ranks begin one after
-    the other, and end so. A rank holds at most 2P chunk activations, which are P of a whole stage.
-    Source: Qi et al. 2024, arXiv:2405.15362, schedule V-ZB; first in Qi et al. 2023, arXiv:2401.10241. For other costs
-    the forwards and I's keep an order of theirs, and W's are put where ranks would wait.
+    the other, and end so. For other costs F's and I's keep an order of theirs, and W's are put where ranks would wait.
+    Source: Qi et al. 2024, arXiv:2405.15362, schedule V-ZB; first in Qi et al. 2023, arXiv:2401.10241.
 
     Parameters
     ----------
     ranks, microbatches : int
-        P and M, at least 1.
+        A rank holds at most 2P chunk activations, which are P of a whole stage.
     costs : Costs, optional
-        Times of the 2P stages; by default one unit for each of F, I and W.
+        Times of the 2P stages.
 
     Returns
     -------
@@ -192,27 +172,18 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Build DualPipeV: in the middle each rank has one forward and one backward, of its two stages, in turn.
 
-    Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P, as that of
-    `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations. Most backwards are whole. The forward and the
-    backward of a pair are made to run at the same time on one device; here they run one after the other.
-    Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
+    Most backwards are whole. The two of a pair are made to run at the same time on one device; here they run one after
+    the other. Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
 
     Parameters
     ----------
     ranks, microbatches : int
-        P and M, at least 1.
+        For M >= 2P the makespan is that of `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations.
 
     Returns
     -------
     Schedule
         Two stages per rank, placed on a V.
-
-    Examples
-    --------
-    >>> from mpipipe import schedules
-    >>> timeline = schedules.simulate(schedules.dualpipe_v(4, 8))
-    >>> timeline.makespan - 6 * 8, timeline.peak_activations
-    (3.0, [9, 9, 9, 9])
     """
     return _on_a_v("dualpipe_v", ranks, microbatches, _dualpipe, 0)
 
@@ -241,10 +212,7 @@ def _logical_time(cells: Cells, ranks: int, full: int, stage: int, backward: boo
 
 @lru_cache(maxsize=4)  # a rank asks for its own times and for those of its neighbours
 def _logical_times(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
-    """Return the logical times of the F's, and of the B's and I's, of both stages of a rank.
-
-    The first action of rank r has time r, the second one r + 1, and so on.
-    """
+    """Return the logical times of F's, and of B's and I's, of both stages: action k of rank r has the time r + k."""
     both = rank, 2 * ranks - 1 - rank
     found = {(stage, backward): array("q", bytes(8 * full)) for stage in both for backward in (False, True)}
     for place, (stage, op, microbatch) in enumerate(_of_rank(cells, ranks, full, rank), rank):

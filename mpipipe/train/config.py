@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
-from mpipipe.options import document, key_of, read_fields
+from mpipipe.options import key_of, read_fields
 from mpipipe.schedules import is_path
 from mpipipe.text import as_word, near
 from mpipipe.train.options import INSTEAD, OTHER_NAMES, PLANNED, ParallelOptions, RunOptions, is_table
@@ -25,20 +25,8 @@ Config = TypeVar("Config", bound="TaskConfig")
 class TaskConfig(RunOptions, ParallelOptions):
     """The configuration of the training of any task.
 
-    Field names are the keys of a TOML file and, with dashes, the flags of a command. Every field has a default. Texts
-    with a meaning of their own, such as a partition, may be given as texts.
-
-    Raises
-    ------
-    ConfigError
-        For a value of the wrong type or out of its range.
-
-    Examples
-    --------
-    >>> from mpipipe.train import TaskConfig
-    >>> config = TaskConfig(steps=100, pipe=2, partition="3,5")
-    >>> config.partition
-    (3, 5)
+    Field names are the keys of a TOML file and, with dashes, the flags of a command. Texts with a meaning of their own,
+    such as a partition, may be given as texts.
     """
 
     other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
@@ -61,12 +49,8 @@ class TaskConfig(RunOptions, ParallelOptions):
         Returns
         -------
         TaskConfig
-            The defaults with these replacements.
-
-        Raises
-        ------
-        ConfigError
-            For a file that cannot be read, an unknown key, and whatever the constructor refuses.
+            The defaults with these replacements. Raises ConfigError where the constructor does, for a file that cannot
+            be read, and for an unknown key.
 
         Examples
         --------
@@ -95,17 +79,14 @@ class TaskConfig(RunOptions, ParallelOptions):
 
     @classmethod
     def _unknown_key_error(cls, key: str, source: str | None) -> ConfigError:
-        names, instead = [key_of(entry) for entry in fields(cls)], INSTEAD.get(as_word(key))
+        names, instead = {key_of(entry): entry.name for entry in fields(cls)}, INSTEAD.get(as_word(key))
         meant = near(key, names, cls.other_names) if instead is None else []
         return ConfigError(
             f"unknown key in {source}",
             found=key,
-            expected=" or ".join(meant) if meant else ", ".join(entry.name for entry in fields(cls)),
+            expected=" or ".join(meant) or ", ".join(names.values()),
             remedy=instead or "`mpipipe train --help` explains each",
         )
-
-
-document(TaskConfig)
 
 
 def _check_together(config: TaskConfig) -> None:
@@ -115,41 +96,40 @@ def _check_together(config: TaskConfig) -> None:
     if config.loss_scale is not None and 0 < config.loss_scale < 1:
         raise ConfigError("loss_scale shrinks gradients", found=config.loss_scale, expected="0, or at least 1")
     if config.resume == "auto" and config.out is None:
-        raise ConfigError(
-            "resume = auto without out", expected="the folder in which to look", remedy="name it with --out"
-        )
+        expected, remedy = "the folder in which to look", "name it with --out"
+        raise ConfigError("resume = auto without out", expected=expected, remedy=remedy)
     if config.recompute and config.recompute_limit is not None:
         raise ConfigError(
             "recompute and recompute_limit are both given",
             found=f"recompute_limit {config.recompute_limit}",
             expected="one of them: recompute runs all forwards again, recompute_limit some",
         )
-    _check_plan(config)
-
-
-def _check_plan(config: TaskConfig) -> None:
-    """Raise ConfigError if options of a plan have no effect, or leave it nothing to decide."""
     strange = [name for name in config.fixed if name not in PLANNED]
     if strange:
         raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
-    if config.plan != "auto":
-        alone = [name for name in ("memory_limit", "fixed") if getattr(config, name) not in (None, ())]
-        if alone:
+    if config.plan == "auto":
+        _check_plan(config)
+        return
+    for name in ("memory_limit", "fixed"):
+        if getattr(config, name) not in (None, ()):
             raise ConfigError(
-                f"{alone[0]} without plan = auto",
-                found=f"{alone[0]} {getattr(config, alone[0])}",
+                f"{name} without plan = auto",
+                found=f"{name} {getattr(config, name)}",
                 expected="none: it says which plans may be chosen",
                 remedy="give plan = auto, too, or leave it out; recompute_limit limits the memory of a given schedule",
             )
-        return
-    open_ = [name for name in ("microbatches", "partition") if name in config.fixed and getattr(config, name) is None]
-    if open_:
-        raise ConfigError(
-            f"fixed names {open_[0]}, which has no value",
-            found=f"fixed {', '.join(config.fixed)}",
-            expected="options with a value, which a plan leaves as it is",
-            remedy=f"give {open_[0]} a value, or leave it out of fixed",
-        )
+
+
+def _check_plan(config: TaskConfig) -> None:
+    """Raise ConfigError if options leave a plan nothing to decide."""
+    for name in ("microbatches", "partition"):
+        if name in config.fixed and getattr(config, name) is None:
+            raise ConfigError(
+                f"fixed names {name}, which has no value",
+                found=f"fixed {', '.join(config.fixed)}",
+                expected="options with a value, which a plan leaves as it is",
+                remedy=f"give {name} a value, or leave it out of fixed",
+            )
     if is_path(config.schedule) or is_table(config.schedule):
         raise ConfigError(
             "plan = auto and an order of a schedule are both given",
@@ -177,16 +157,12 @@ MOST_BYTES = 1 << 27  # of a file: the order of a schedule may be in it
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Return the keys of a TOML file and their values.
-
-    Raises ConfigError where it cannot be read, is not TOML, or has a table.
-    """
+    """Return what a TOML file says. Raises ConfigError where it cannot be read, is not TOML, or has a table."""
     try:
         with files.reading("the config file", path, ConfigError, remedy="name a TOML file with --config"):
             keys = tomllib.loads(files.read_text(path, MOST_BYTES))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config file is not TOML: {error}", found=str(path)) from error
-    keys = {name: _as_given(value) for name, value in keys.items()}
     for name, value in keys.items():
         if isinstance(value, dict):
             known = f"{next(iter(value))} is" if value else "keys are"
@@ -196,7 +172,7 @@ def read_keys(path: Path) -> dict[str, Any]:
                 expected="keys at the top level, without tables",
                 remedy=f"leave out the line [{name}]: {known} known without it",
             )
-    return keys
+    return {name: _as_given(value) for name, value in keys.items()}
 
 
 def _as_given(value: Any) -> Any:

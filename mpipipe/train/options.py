@@ -25,9 +25,8 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """Read the numbers of layers of stages. Raises ArgumentError for anything else."""
     counts = [part.strip() for part in text.split(",")]
     if not all(LAYERS.fullmatch(count) for count in counts):
-        raise ArgumentError(
-            "no partition", found=f"{text!r:.80}", expected="numbers of layers with commas between, such as 3,2,2,3"
-        )
+        expected = "numbers of layers with commas between, such as 3,2,2,3"
+        raise ArgumentError("no partition", found=f"{text!r:.80}", expected=expected)
     return tuple(map(int, counts))
 
 
@@ -205,65 +204,39 @@ class ClusterOptions:
 class RunOptions(ClusterOptions, OutputOptions, TrainingOptions):
     """The run: its steps, what it writes and shows, and what keeps it safe."""
 
+    @property
+    def may_save(self) -> bool:
+        """Whether a checkpoint may be saved: at steps that are configured, or where the training has to leave."""
+        limited = self.time_limit is None or self.time_limit > 0  # None: SLURM may set a limit
+        return self.save_every > 0 or bool(self.preempt_signals) or limited
+
 
 # -- What other programs call these options: for the question what a user may have meant ------------------------------
 
-
-OTHER_NAMES = {
-    "accumulation_steps": "microbatches",
-    "batch_size": "batch",
-    "bf16": "dtype",
-    "checkpoint_every": "save_every",
-    "checkpointing": "recompute",
-    "context_parallel": "seq",
-    "context_parallel_size": "seq",
-    "cp": "seq",
-    "cp_size": "seq",
-    "fp16": "dtype",
-    "global_batch_size": "batch",
-    "grad_clip": "clip",
-    "gradient_accumulation": "microbatches",
-    "gradient_accumulation_steps": "microbatches",
-    "gradient_checkpointing": "recompute",
-    "learning_rate": "lr",
-    "max_grad_norm": "clip",
-    "max_norm": "clip",
-    "max_steps": "steps",
-    "micro_batches": "microbatches",
-    "num_microbatches": "microbatches",
-    "output": "out",
-    "output_dir": "out",
-    "pipeline_parallel": "pipe",
-    "pipeline_parallel_size": "pipe",
-    "pp": "pipe",
-    "pp_size": "pipe",
-    "precision": "dtype",
-    "ring": "seq",
-    "sequence_parallel": "seq",
-    "sp": "seq",
-    "train_steps": "steps",
-    "virtual_pipeline": "chunks",
-    "virtual_stages": "chunks",
-    "warmup_steps": "warmup",
+_OTHERS = {
+    "batch": "batch_size global_batch_size",
+    "chunks": "virtual_pipeline virtual_stages",
+    "clip": "grad_clip max_grad_norm max_norm",
+    "dtype": "bf16 fp16 precision",
+    "lr": "learning_rate",
+    "microbatches": "accumulation_steps gradient_accumulation gradient_accumulation_steps micro_batches "
+    "num_microbatches",
+    "out": "output output_dir",
+    "pipe": "pipeline_parallel pipeline_parallel_size pp pp_size",
+    "recompute": "checkpointing gradient_checkpointing",
+    "save_every": "checkpoint_every",
+    "seq": "context_parallel context_parallel_size cp cp_size ring sequence_parallel sp",
+    "steps": "max_steps train_steps",
+    "warmup": "warmup_steps",
 }
-
-_REPLICAS = "the replicas are all ranks divided by pipe x seq: give pipe and seq"
-_ROWS = "a micro-batch has batch / (replicas x microbatches) sequences: give batch and microbatches"
-_TENSOR = "layers are not divided over ranks: give pipe for large models, and seq for long sequences"
+OTHER_NAMES = {other: name for name, others in _OTHERS.items() for other in others.split()}
 # what has no option here, and what to do instead
-INSTEAD = {
-    "data_parallel": _REPLICAS,
-    "data_parallel_size": _REPLICAS,
-    "dp": _REPLICAS,
-    "dp_size": _REPLICAS,
-    "micro_batch_size": _ROWS,
-    "microbatch_size": _ROWS,
-    "per_device_batch_size": _ROWS,
-    "per_device_train_batch_size": _ROWS,
-    "replicas": _REPLICAS,
-    "tensor_model_parallel_size": _TENSOR,
-    "tensor_parallel": _TENSOR,
-    "tensor_parallel_size": _TENSOR,
-    "tp": _TENSOR,
-    "tp_size": _TENSOR,
+_WITHOUT = {
+    "data_parallel data_parallel_size dp dp_size replicas": "the replicas are all ranks divided by pipe x seq: give "
+    "pipe and seq",
+    "micro_batch_size microbatch_size per_device_batch_size per_device_train_batch_size": "a micro-batch has batch / "
+    "(replicas x microbatches) sequences: give batch and microbatches",
+    "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp tp_size": "layers are not divided over ranks: "
+    "give pipe for large models, and seq for long sequences",
 }
+INSTEAD = {name: remedy for names, remedy in _WITHOUT.items() for name in names.split()}

@@ -7,9 +7,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from mpipipe import files
@@ -46,17 +47,15 @@ def shared_path(comm: Communicator, path: str | None) -> str:
 
 def _new(path: str) -> str:
     """Make the folder `path`, or the first of path-2, path-3, ... that another job has not made in the same second."""
-    numbered, number = path, 1
-    try:
+    numbered = path
+    with using(Path(path)):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        while True:
-            with suppress(FileExistsError):
-                os.mkdir(numbered)
-                return numbered
-            number += 1
-            numbered = f"{path}-{number}"
-    except OSError as error:
-        raise unusable(Path(numbered), error) from error
+    for number in count(2):
+        with using(Path(numbered)), suppress(FileExistsError):
+            os.mkdir(numbered)
+            break
+        numbered = f"{path}-{number}"
+    return numbered
 
 
 def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> Owner:
@@ -67,27 +66,20 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> O
     Raises what `take_folder` raises; ConfigError for a folder that cannot be used.
     """
     group, out = group_of(comm), Path(shared_path(comm, path))
-    owned = take_folder(out, group, unusable)
+    owned = take_folder(out, group, using)
     if path is None:
         owned.made.insert(0, out)
     try:
-        with group.raise_together("train: what a killed job has left"):
+        with group.raise_together("train: what a killed job has left"), using(out):
             if comm.rank == 0:
-                _mend(out, replaced)
+                for name in replaced:
+                    restore_folder(out / name)
+                for marker in out.glob(f"{MARKER}-*"):
+                    marker.unlink()
     except BaseException:
         owned.release()
         raise
     return owned
-
-
-def _mend(out: Path, replaced: Sequence[str]) -> None:
-    try:
-        for name in replaced:
-            restore_folder(out / name)
-        for marker in out.glob(f"{MARKER}-*"):
-            marker.unlink()
-    except OSError as error:
-        raise unusable(out, error) from error
 
 
 def is_ours(name: str) -> bool:
@@ -97,10 +89,8 @@ def is_ours(name: str) -> bool:
 
 def check_vacant(out: Path) -> None:
     """Raise ConfigError for a folder that holds anything: no run overwrites another."""
-    try:
+    with using(out):
         vacant = not out.exists() or all(is_ours(path.name) for path in out.iterdir())
-    except OSError as error:
-        raise unusable(out, error) from error
     if not vacant:
         raise ConfigError(
             "the folder for metrics is not empty",
@@ -110,42 +100,42 @@ def check_vacant(out: Path) -> None:
         )
 
 
-def unusable(out: Path, error: OSError) -> ConfigError:
-    """Make the error for a folder that cannot be used."""
-    return ConfigError(
-        f"the folder for metrics cannot be used: {error.strerror}",
-        found=str(out),
-        expected="a folder that can be made and written to",
-        remedy="choose another one with --out",
-    )
+@contextmanager
+def using(out: Path) -> Iterator[None]:
+    """Turn an OSError into the error for a folder that cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the folder for metrics cannot be used: {error.strerror}",
+            found=str(out),
+            expected="a folder that can be made and written to",
+            remedy="choose another one with --out",
+        ) from error
 
 
 def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     """Make the folder on rank 0, and check on each rank that writes that it sees the same one; collective.
 
-    Raises ConfigError on every rank if the folder cannot be made. So it does where a rank that writes sees another
-    folder or none, as with a disk that each host has for itself: weights would be lost or scattered. A rank that does
-    not write need not see it.
+    Raises ConfigError on every rank if the folder cannot be made, or a rank that writes sees another folder or none, as
+    with a disk that each host has for itself: weights would be lost or scattered.
     """
     group = group_of(comm)
     token = group.broadcast("the marker of the output folder", secrets.token_hex(16) if comm.rank == 0 else None)
     marker = out / f"{MARKER}-{token}"
-    with group.raise_together("making the output folder"):
+    with group.raise_together("making the output folder"), using(out):
         if comm.rank == 0:
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                with open(os.open(marker, flags, 0o644), "w") as file:
-                    file.write(token)
-            except OSError as error:
-                raise unusable(out, error) from error
+            out.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(marker, flags, 0o644), "w") as file:
+                file.write(token)
             keep_folder(out)
     try:
         with group.raise_together("looking at the output folder"):
             if writes and not _sees(marker, token):
                 raise ConfigError(
                     "the output folder of rank 0 is not there on this rank",
-                    found=f"no such {out} on {_host()}",
+                    found=f"no such {out} on {socket.gethostname()}",
                     expected="one folder that all ranks which write weights see and may write to",
                     remedy="choose one on a file system that all hosts share, with --out",
                 )
@@ -162,15 +152,10 @@ def _sees(marker: Path, token: str) -> bool:
         try:
             if files.read_text(marker, len(token)) == token and os.access(marker.parent, os.W_OK):
                 return True
-        except UnicodeDecodeError:
-            pass
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # of this process, not of the folder
-                raise unusable(marker.parent, error) from error
+        except (OSError, UnicodeDecodeError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # of this process
+                with using(marker.parent):
+                    raise
         if time.monotonic() > stop:
             return False
         time.sleep(PAUSE)
-
-
-def _host() -> str:
-    return socket.gethostname()

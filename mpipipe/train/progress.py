@@ -39,11 +39,6 @@ class Progress:
         self.outcome: Outcome = 0.0, 0.0, None
         self.reported, self.in_memory = -1, False
 
-    def check_weights(self, every: int) -> None:
-        """Compare the replicas after each `every` steps, 0 for never; collective. Raises ReplicaError on every rank."""
-        if every and self.step % every == 0:
-            checkpoint.check_replicas(self.mesh, self.pipeline.stages, self.optimizer)
-
     def scaling(self) -> dict[str, Any]:
         """Return what a record says of the loss scale, where that is dynamic."""
         return {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped} if self.scaler.dynamic else {}
@@ -107,9 +102,8 @@ def make_scaler(config: TrainingOptions) -> optim.LossScaler:
 
 
 class StepBarrier:
-    """An optimizer that changes nothing before all ranks of a group have come to the same step.
+    """An optimizer that, if ranks go `together`, changes nothing before all of a group have come to the same step.
 
-    together : whether ranks wait for each other; else each makes its step as soon as it can
     made : number of steps made
     pending : function that makes the step to which all ranks may have come; None if no step is pending
     """

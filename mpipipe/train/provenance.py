@@ -12,6 +12,8 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ from mpipipe import files
 from mpipipe.options import written
 from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
-from mpipipe.train.report import Reporter
 from mpipipe.train.task import Task
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
@@ -33,7 +34,7 @@ PASSING = ("time", "command", "job", "hosts")
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file or folder of this name in an output folder describes a training."""
+    """Whether a file or folder of this name in an output folder describes a training."""
     return OURS.fullmatch(name) is not None
 
 
@@ -43,13 +44,9 @@ def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe:
     Paths are absolute, so that the file works in any working folder. A training with these keys begins anew: `out` is
     left out, and so is `resume = "auto"`.
     """
-    values = written(config)
-    values |= {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
-    values = task.resolve(values)
-    if values["resume"] in ("auto", "no"):
-        del values["resume"]
-    else:
-        values["resume"] = absolute(values["resume"])
+    given = {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
+    values = task.resolve(written(config) | given)
+    values["resume"] = None if values["resume"] in ("auto", "no") else absolute(values["resume"])
     return {name.rstrip("_"): value for name, value in values.items() if value is not None and name != "out"}
 
 
@@ -58,49 +55,25 @@ def absolute(path: str) -> str:
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
-def describe(
-    reporter: Reporter, config: TaskConfig, task: Task, keys: dict[str, Any], surroundings: Mapping[str, Any]
-) -> None:
-    """Write both files, and open the sinks of the reporter, on rank 0. A file that cannot be written is a warning.
-
-    `keys` is the result of `resolved`, `surroundings` that of `mpipipe.environment.gather`.
-    """
-    try:
-        write(reporter.out, keys, surroundings, task.handed_over)
-    except OSError as error:
-        reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
-    reporter.open_sinks(config.metrics_to, keys)
-
-
 def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], given: str | None = None) -> None:
-    """Write both files into the output folder, on rank 0. Raises OSError.
-
-    `given` is the fingerprint of data that the caller of `train` has handed over; no key can name such data.
-    """
+    """Write both files on rank 0; `given` is the fingerprint of data that no key can name. Raises OSError."""
     command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config {shlex.quote(str(out / CONFIG))}"
-    lines = ["# This training as it was resolved. Train it again:", f"#   {command} --out NEW"]
+    content = f"# This training as it was resolved. Train it again:\n#   {command} --out NEW\n"
     if given is not None:
-        lines.append(f"# but for the data, which the caller of train handed over: fingerprint {given}")
-    content = "".join([*(f"{line}\n" for line in lines), *(toml_line(*key) for key in keys.items())])
-    text = json.dumps(environment, indent=1)
+        content += f"# but for the data, which the caller of train handed over: fingerprint {given}\n"
+    content += "".join(toml_line(*key) for key in keys.items())
     _replace(out / CONFIG, content, lambda content: content)
-    _replace(out / ENVIRONMENT, text + "\n", _lasting)
+    _replace(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n", _lasting)
 
 
 def _replace(path: Path, text: str, lasting: Any) -> None:
-    """Write a file. If one with other facts is there already, it is renamed to the first free number.
-
-    `lasting` returns the facts of a text that count.
-    """
-    try:
+    """Write a file. One that is there and has other facts, of those that are `lasting`, gets the first free number."""
+    before = None
+    with suppress(OSError, UnicodeDecodeError):
         before = files.read_text(path, MOST_BYTES)
-    except (OSError, UnicodeDecodeError):
-        before = None
     if before is not None and lasting(before) != lasting(text):
-        number = 1
-        while (former := path.with_suffix(f".{number}{path.suffix}")).exists():
-            number += 1
-        os.replace(path, former)
+        former = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
+        os.replace(path, next(name for name in former if not name.exists()))
     files.write_whole(path, text.encode(errors="surrogateescape"))  # a path may be no text
 
 

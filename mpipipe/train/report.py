@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,32 +32,20 @@ class Record:
     ----------
     step : int
         Number of steps that are done.
-    loss : float, optional
-        Mean loss over the batch of the last step, in nats per token: a byte, where the data are no tokens.
-    validation : float, optional
-        Mean loss over the validation windows, in nats per token.
-    lr : float, optional
-        Learning rate of the last step.
-    grad_norm : float, optional
-        Norm of all gradients of the last step, before clipping. None if they were not finite.
+    loss, validation : float, optional
+        Mean loss over the batch of the last step and over the validation windows, in nats per token: a byte, where the
+        data are no tokens.
+    lr, grad_norm : float, optional
+        Learning rate of the last step, and the norm of all its gradients before clipping, if they were finite.
     tokens_per_second : float, optional
         Tokens trained on per second since the last record, over all replicas.
-    bubble : float, optional
-        Idle share of the ranks' time, measured since the last record.
-    predicted : float, optional
-        Idle share that a simulation with the measured durations of the stages gives.
-    loss_scale : float, optional
-        Factor on the gradients of the next step, where it is dynamic.
-    skipped : int, optional
-        Steps skipped so far because the loss scale was too large, where it is dynamic.
+    bubble, predicted : float, optional
+        Idle share of the ranks' time, measured since the last record, and as a simulation with the measured durations
+        of the stages gives it.
+    loss_scale, skipped : float, optional
+        Where the loss scale is dynamic: the factor on the gradients of the next step, and steps skipped so far.
     bits_per_byte, validation_bits_per_byte : float, optional
         The two losses in bits per byte of text, where it is known how many bytes the tokens stand for.
-
-    Examples
-    --------
-    >>> from mpipipe.train import Record
-    >>> Record(10, loss=2.5).facts()
-    {'step': 10, 'loss': 2.5}
     """
 
     step: int
@@ -108,35 +96,32 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
     `timing` is the time gone and left, in words; empty if that is not known.
     """
     facts, place = record.facts(), f"step {record.step:>{len(str(steps))}}/{steps}"
+
+    def line(forms: Mapping[str, str], *more: str) -> str:
+        return "  ".join([place, *(form.format(facts[name], unit=unit) for name, form in forms.items()), *more])
+
     lines = []
     if record.loss is not None:
-        cells = {name: form.format(facts[name], unit=unit) for name, form in CELLS.items() if name in facts}
-        for name in (*LEFT_OUT, None):
-            line = "  ".join([place, *cells.values(), *([timing] if timing else [])])
-            if len(line) <= COLUMNS or name is None:
-                break
-            cells.pop(name, None)
-        lines.append(line)
+        forms, more = {name: form for name, form in CELLS.items() if name in facts}, [timing] if timing else []
+        for name in LEFT_OUT:
+            if len(line(forms, *more)) > COLUMNS:
+                forms.pop(name, None)
+        lines.append(line(forms, *more))
     if record.validation is not None:
-        lines.append(
-            "  ".join([place, *(form.format(facts[name]) for name, form in VALIDATION.items() if name in facts)])
-        )
+        lines.append(line({name: form for name, form in VALIDATION.items() if name in facts}))
     return lines
 
 
-def bubble_explained(record: Record, oversubscribed: str | None) -> list[str]:
-    """Return one line that says how large the bubble of a record is and where it comes from; none for a small bubble.
-
-    `oversubscribed` is a sentence if ranks share cores.
-    """
+def bubble_explained(record: Record, oversubscribed: str | None) -> str:
+    """Return a line that says how large the bubble of a record is and where it comes from; "" for a small bubble."""
     bubble, predicted = record.bubble or 0.0, record.predicted or 0.0
     if bubble < SMALL or predicted == 0:  # 0: a pipeline of one rank has no bubble
-        return []
+        return ""
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if bubble <= predicted + SMALL:
-        return [f"{text}, by schedule and stages; more micro-batches or evener stages help"]
+        return f"{text}, by schedule and stages; more micro-batches or evener stages help"
     why = "by waiting for messages" if oversubscribed is None else f"mostly since {oversubscribed}"
-    return [f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"]
+    return f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"
 
 
 class Reporter:
@@ -144,9 +129,8 @@ class Reporter:
 
     Metrics and the log are in `out`, lines go to `stream`, by default the standard output. `oversubscribed` is a
     sentence if ranks share cores. `done` counts the steps before this start; None is a new training, without metrics.
-    Once it exists, a failed write does not end the training.
-
-    Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is None.
+    Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is None; later a failed
+    write does not end the training.
     """
 
     def __init__(
@@ -167,7 +151,7 @@ class Reporter:
         terminal = find_terminal(stream)
         self.bar = None if terminal is None else Bar(terminal, steps)
         self.pace = Pace(steps, done or 0)
-        self.measured, self.explained = 0, False  # records with a bubble, and whether one was explained
+        self.measured = 0  # records with a bubble
 
     def open_sinks(self, names: Sequence[str], configuration: Mapping[str, Any]) -> None:
         """Hand records to these sinks from now on. The sinks find the records of earlier starts in metrics.jsonl."""
@@ -176,16 +160,16 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Write one or more lines, to the log as well. Characters that cannot be encoded are escaped."""
-        if self.bar is not None:
-            self.bar.clear()
-        self.stream.write(text + "\n")
-        self.log.append(text)
+        self._show(lambda line: self.stream.write(f"{line}\n"), text)
 
     def warn(self, text: str) -> None:
         """Write a line to standard error and to the log."""
+        self._show(warn, text)
+
+    def _show(self, write: Callable[[str], None], text: str) -> None:
         if self.bar is not None:
             self.bar.clear()
-        warn(text)
+        write(text)
         self.log.append(text)
 
     def advance(self) -> None:
@@ -201,10 +185,9 @@ class Reporter:
         self.sinks.write(facts)
         for line in lines_of(record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""):
             self.say(line)
-        self.measured += record.bubble is not None and record.predicted is not None
-        if self.measured == EXPLAINED and not self.explained:
-            self.explained = True
-            for line in bubble_explained(record, self.oversubscribed):
+        if record.bubble is not None and record.predicted is not None:
+            self.measured += 1
+            if self.measured == EXPLAINED and (line := bubble_explained(record, self.oversubscribed)):
                 self.say(line)
 
     def draw_losses(self) -> None:
@@ -326,9 +309,8 @@ def in_characters(points: Points) -> str:
     grid = [[" "] * WIDTH for _ in range(HEIGHT)]
     for name, mark in MARKS.items():
         for step, value in points[name]:
-            column = round((step - first) / max(last - first, 1) * (WIDTH - 1))
             row = round((high - value) / ((high - low) or 1.0) * (HEIGHT - 1))
-            grid[row][column] = mark
+            grid[row][round((step - first) / max(last - first, 1) * (WIDTH - 1))] = mark
     labels = {0: f"{high:>7.4f}", HEIGHT - 1: f"{low:>7.4f}"}
     lines = [f"{labels.get(row, ''):>7} |{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
     return "\n".join([f"--- loss of training (*) and of validation (o) over {counted(last, 'step')}", *lines])

@@ -77,11 +77,8 @@ def _is_in(found: Checkpoint, out: Path) -> bool:
 def _check_unfinished(out: Path, task: Task) -> None:
     """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
     ours = {sinks.NAME, sinks.NAME + PARTIAL, checkpoints_of(out).name, *task.unfinished(out)}
-    others = (
-        sorted(path.name for path in out.iterdir() if path.name not in ours and not _is_known(path.name))
-        if out.is_dir()
-        else []
-    )
+    names = sorted({path.name for path in out.iterdir()} - ours) if out.is_dir() else []
+    others = [name for name in names if not output_folder.is_ours(name) and not provenance.is_ours(name)]
     if others:
         raise ConfigError(
             "there is no checkpoint to go on from, and the folder is not empty",
@@ -91,30 +88,30 @@ def _check_unfinished(out: Path, task: Task) -> None:
         )
 
 
-def _is_known(name: str) -> bool:
-    return output_folder.is_ours(name) or provenance.is_ours(name)
-
-
 def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
-    place, now = str(found.path), facts_of(config, task)
+    place, now, others = str(found.path), facts_of(config, task), _others(config)
+
+    def fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what must stay the same. Sizes are those of the model, with what the options have left open."""
+        defaults = plain(written(type(config)()))
+        values = {**defaults, **facts["configuration"], **plain(task.compared(facts["model"]))}
+        return {key: value for key, value in values.items() if key not in others}
+
     try:
-        before = _fixed(
-            config, {**plain(written(type(config)())), **found.state["configuration"]}, found.state["model"], task
-        )
-        fingerprint = found.state["fingerprint"]
+        before, fingerprint = fixed(found.state), found.state["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             "the checkpoint is not one of `mpipipe train`", found=place, remedy="load it with mpipipe.checkpoint"
         ) from error
-    after = _fixed(config, now["configuration"], now["model"], task)
+    after = fixed(now)
     different = [key for key in after if before.get(key) != after[key]]
     if different:
         raise ConfigError(
             "the checkpoint is of a training with another configuration",
             found=", ".join(f"{key} = {before.get(key)!r}"[:80] for key in different) + f" in {place}",
             expected=", ".join(f"{key} = {after[key]!r}"[:80] for key in different),
-            remedy=f"what may change over a resume is {', '.join(_others(config))}; give all else as it was, or begin "
+            remedy=f"what may change over a resume is {', '.join(others)}; give all else as it was, or begin "
             "a new training with --init",
         )
     if fingerprint != now["fingerprint"]:
@@ -133,17 +130,8 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
         )
 
 
-def _fixed(config: TaskConfig, configuration: dict[str, Any], sizes: dict[str, Any], task: Task) -> dict[str, Any]:
-    """Return what must stay the same. Sizes are those of the model, with what the configuration has left open."""
-    values = {**configuration, **plain(task.compared(sizes))}
-    return {key: value for key, value in values.items() if key not in _others(config)}
-
-
 def _others(config: TaskConfig) -> list[str]:
-    """Return the options that decide where and how fast numbers are computed, how many steps there are, what is shown.
-
-    The paths of data may change, too: their fingerprint is compared.
-    """
+    """Return the options that may change: paths of data, too, whose fingerprint is compared."""
     return [entry.name for entry in fields(config) if not option_of(entry).decides]
 
 
@@ -155,7 +143,7 @@ def plain(values: Any) -> Any:
 def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
     """Rename the checkpoints in `out` after the one that is resumed: else they would be found as the newest.
 
-    Rank 0 calls this. Returns what they are called now. Raises OSError.
+    Returns what they are called now. Raises OSError.
     """
     if found is None or not _is_in(found, out):
         return []
@@ -175,9 +163,9 @@ class Checkpoints:
     Every method is collective. Where a checkpoint cannot be written, all ranks raise StorageError, or go on and rank 0
     says so in one line, as `config.on_storage_error` has it. The next save tries again.
 
-    `facts` is what is saved besides the progress, such as the configuration. The metrics of `reporter` must not end
-    before a checkpoint does, and `preemption` learns how long a save takes. `owed` says whether a save was begun that
-    is not known to be whole, or to have failed: where ranks have died meanwhile, `follow` begins another one.
+    The metrics of `reporter` must not end before a checkpoint does, and `preemption` learns how long a save takes.
+    `owed` says whether a save was begun that is not known to be whole, or to have failed: where ranks have died
+    meanwhile, `follow` begins another one.
     """
 
     def __init__(

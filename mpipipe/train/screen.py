@@ -47,9 +47,7 @@ _FOLD = textwrap.TextWrapper(
 
 
 def bar_line(done: int, steps: int, rate: float, timing: str, width: int) -> str:
-    """Write how far a training is, with a bar of the room that is left.
-
-    In a narrow window the bar shrinks and goes first, then the rate. The step and the time stay longest.
+    """Write how far a training is; in a narrow window the bar shrinks and goes first, then the rate.
 
     >>> for width in (70, 50, 40):
     ...     print(bar_line(150, 300, 2.5, "1m00s, 1m00s left", width))
@@ -70,8 +68,7 @@ class Bar:
     """One line on a terminal, drawn again and again: steps, a bar, steps per second, elapsed time and time left.
 
     Drawing never waits and never fails: if the terminal takes no more text or is closed, nothing is drawn. The line is
-    as wide as the terminal, so that what a launcher writes meanwhile, as on Ctrl-C, begins a new line. The descriptor
-    of the terminal is opened for writing without waiting; `close` closes it.
+    as wide as the terminal, so that what a launcher writes meanwhile, as on Ctrl-C, begins a new line.
     """
 
     def __init__(self, descriptor: int, steps: int) -> None:
@@ -83,7 +80,9 @@ class Bar:
         """Draw the line after `done` steps, unless it was drawn less than AGAIN seconds ago."""
         if monotonic() < self.next:
             return
-        width = _width(self.descriptor)
+        width = COLUMNS
+        with suppress(OSError):
+            width = os.get_terminal_size(self.descriptor).columns or COLUMNS
         text = bar_line(done, self.steps, rate, timing, width - 1)
         self._write(f"\r{text:<{width}}")
         self.next, self.drawn = monotonic() + AGAIN, True
@@ -106,20 +105,12 @@ class Bar:
             os.write(self.descriptor, text.encode())
 
 
-def _width(descriptor: int) -> int:
-    try:
-        return os.get_terminal_size(descriptor).columns or COLUMNS
-    except OSError:
-        return COLUMNS
-
-
 def find_terminal(stream: TextIO | None = None) -> int | None:
-    """Open the terminal on which `stream` is shown; None without a terminal.
+    """Open the terminal on which `stream`, by default the standard output, is shown; None without a terminal.
 
-    The stream, by default the standard output, may be that terminal itself. For a rank it is the terminal of its
-    launcher, on the same host.
+    It may be that terminal itself; for a rank it is the terminal of its launcher, on the same host.
     """
-    stream = sys.stdout if stream is None else stream
+    stream = stream or sys.stdout
     try:
         own = stream.fileno() if stream is not None else -1
         kind = os.fstat(own).st_mode
@@ -148,18 +139,13 @@ def _open(path: str) -> int | None:
     """Open a terminal so that no write can wait or stop this process; None if that is not possible."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
-    try:
-        if not stat.S_ISCHR(os.stat(path).st_mode):
-            return None
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        if termios.tcgetattr(descriptor)[3] & termios.TOSTOP == 0:  # TOSTOP stops a background job that writes
-            return descriptor
-    except termios.error:  # not a terminal
-        pass
-    os.close(descriptor)
+    with suppress(OSError):
+        if stat.S_ISCHR(os.stat(path).st_mode):
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            with suppress(termios.error):  # not a terminal
+                if termios.tcgetattr(descriptor)[3] & termios.TOSTOP == 0:  # TOSTOP stops a background job that writes
+                    return descriptor
+            os.close(descriptor)
     return None
 
 
@@ -173,10 +159,9 @@ KEPT = 10_000  # lines that wait for room on the disk; of more, the oldest are g
 
 
 class SafeStream:
-    """A stream of text that falls silent, for good, once it cannot be written to.
+    """A stream of text that falls silent, for good, once it cannot be written to; None is silent from the start.
 
     The program's exit code will be 1 then, unless the reader has left. Characters that cannot be encoded are escaped.
-    The stream None, which Python has in place of a closed standard output, is silent from the start.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -185,20 +170,19 @@ class SafeStream:
 
     def write(self, text: str) -> None:
         """Write the text and flush the stream."""
-        if self.stream is not None:
-            try:
-                self.stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-                self.stream.flush()
-            except (OSError, ValueError) as error:  # ValueError: the stream is closed
-                self._fall_silent(self.stream, error)
-
-    def _fall_silent(self, stream: TextIO, error: Exception) -> None:
-        self.stream = None
-        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a reader may leave, as `head` does
-            current_rank().unwritten = True
-            reason = error.strerror or str(error)
-            warn(f"mpipipe: the output cannot be written: {reason}; the work goes on, and its exit code will be 1")
-        files.silence(stream)
+        stream = self.stream
+        if stream is None:
+            return
+        try:
+            stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+            stream.flush()
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self.stream = None
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):  # a reader may leave, as `head`
+                current_rank().unwritten = True
+                reason = error.strerror or str(error)
+                warn(f"mpipipe: the output cannot be written: {reason}; the work goes on, and its exit code will be 1")
+            files.silence(stream)
 
 
 def warn(text: str) -> None:
@@ -212,9 +196,7 @@ class JsonLines:
     """A file of whole lines, which can be read as soon as they are written.
 
     A line that can be written in part only is cut off again, and waits for the next line or for `close`; one warning
-    says so. `goes_on` says whether a file of whole lines may be there already, to which lines are added.
-
-    Raises FileExistsError if the file exists and may not, another OSError if it cannot be made or opened.
+    says so. Unless it `goes_on`, FileExistsError is raised for a file that is there.
     """
 
     def __init__(self, path: Path, goes_on: bool = False) -> None:
@@ -223,8 +205,7 @@ class JsonLines:
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.whole = os.fstat(self.descriptor).st_size  # bytes of whole lines in the file
         self.waiting: deque[bytes] = deque(maxlen=KEPT)
-        self.lost = 0
-        self.told = False
+        self.lost, self.told = 0, False
 
     def append(self, line: str) -> None:
         """Write a line after those that wait. Never raises OSError."""

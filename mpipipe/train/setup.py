@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -11,19 +11,18 @@ from mpipipe import arrays, environment, optim
 from mpipipe.attention import kernels
 from mpipipe.checkpoint import Checkpoint, released_at_end
 from mpipipe.comm import Mesh, select_device
-from mpipipe.job import Communicator, RankGroup, group_of, runtime, watching
+from mpipipe.job import Communicator, Preemption, RankGroup, group_of, runtime, watching
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, check_training
 from mpipipe.train import output_folder, provenance, resume, sinks
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.planned import best_plan, problem_of
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
-from mpipipe.train.tracing import trace_folder
-from mpipipe.train.trainer import Trainer, may_save, preemption_of
-from mpipipe.train.training_plan import pipe_of, plan_layers, with_order
+from mpipipe.train.tracing import Tracing, trace_folder
+from mpipipe.train.trainer import Trainer
+from mpipipe.train.training_plan import best_plan, pipe_of, plan_layers, problem_of, with_order
 
 
 def check_same_config(group: RankGroup, config: TaskConfig) -> None:
@@ -42,61 +41,55 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     Returns the state at the end of the training. `train`, which does it for text, says what is raised when.
     """
     comm = runtime.resolve(comm)
-    check_same_config(group_of(comm), config)
-    with group_of(comm).raise_together("train: where metrics go"):
+    group = group_of(comm)
+    check_same_config(group, config)
+    with group.raise_together("train: where metrics go"):
         if comm.rank == 0:
             sinks.check_installed(config.metrics_to)
     owned = output_folder.own(comm, config.out, task.folders)
-    with released_at_end(owned, None if config.survive else group_of(comm)):
-        return _run_owned(task, config, comm, owned.folder)
+    with released_at_end(owned, None if config.survive else group):
+        return _run_owned(task, with_order(config, comm, owned.folder), comm, owned.folder)
 
 
 def _run_owned(task: Task, config: TaskConfig, comm: Communicator, out: Path) -> Record:
-    config = with_order(config, comm, out)
     trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
     pipe = pipe_of(config, comm.size)
     if config.survive:
         elastic = ElasticRun(config, comm, pipe, out)
         with watching(config.watchdog, out):
-            return elastic.train(lambda mesh: _run_on(mesh, task, config, out, trace, elastic))
+            return elastic.train(lambda mesh: _train(mesh, task, config, out, trace, elastic))
     with group_of(comm).raise_together("train: the mesh"):
         mesh = Mesh(comm, pipe=pipe, seq=config.seq)
     with watching(config.watchdog, out), mesh:
-        return _run_on(mesh, task, config, out, trace)
-
-
-def _run_on(
-    mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None, elastic: ElasticRun | None = None
-) -> Record:
-    device = select_device(config.device, mesh.comm)
-    if elastic is not None:
-        elastic.check_device(device)
-    with arrays.own_stream(device):
-        return _train(mesh, task, config, device, out, trace, elastic)
+        return _train(mesh, task, config, out, trace)
 
 
 def _train(
-    mesh: Mesh, task: Task, config: TaskConfig, device: str, out: Path, trace: Path | None, elastic: ElasticRun | None
+    mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None, elastic: ElasticRun | None = None
 ) -> Record:
     survivor = elastic if elastic is not None and elastic.goes_on else None  # has the state of the training in memory
-    group, chosen = group_of(mesh.comm), ""
-    task.find_data(group)
-    if config.plan == "auto":
-        config, chosen = best_plan(config, task, mesh, device)
-    plan = make_plan(config, task, mesh, device)
-    task.open_data(plan, mesh)
-    start = None if survivor else resume.find_start(config, task, mesh, out)
-    with group.raise_together("train: the shards of sequences"):
-        shard = task.shard(mesh.seq, plan.schedule.microbatches)
-    with group.raise_together("train: the stages"):
-        kernels.check_choice(device)
-        layers = task.layers(shard)
-        stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
-        loss = task.loss_for(stages[-1], plan.microbatch_rows, shard)
-    with (
-        Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas) as pipeline,
-        optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
-    ):
+    group, device, chosen = group_of(mesh.comm), select_device(config.device, mesh.comm), ""
+    if elastic is not None:
+        elastic.check_device(device)
+    with ExitStack() as stack:
+        stack.enter_context(arrays.own_stream(device))
+        task.find_data(group)
+        if config.plan == "auto":
+            config, chosen = best_plan(config, task, mesh, device)
+        plan = make_plan(config, task, mesh, device)
+        task.open_data(plan, mesh)
+        start = None if survivor else resume.find_start(config, task, mesh, out)
+        with group.raise_together("train: the shards of sequences"):
+            shard = task.shard(mesh.seq, plan.schedule.microbatches)
+        with group.raise_together("train: the stages"):
+            kernels.check_choice(device)
+            layers = task.layers(shard)
+            stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
+            loss = task.loss_for(stages[-1], plan.microbatch_rows, shard)
+        pipeline = stack.enter_context(
+            Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas)
+        )
+        norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         progress = Progress(config, pipeline, mesh)
         if survivor:
             survivor.restore(progress)
@@ -104,30 +97,41 @@ def _train(
             progress.load(start)
         else:
             task.load(stages, mesh)
-        output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or may_save(config))
+        output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
         make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-        reporter = _reporter(config, task, plan, mesh, device, partial(make, task.unit))
-        with reporter, preemption_of(config, mesh, reporter) as preemption:
-            trainer = Trainer(
-                config,
-                task,
-                mesh,
-                plan,
-                progress,
-                preemption,
-                shard=shard,
-                norm=norm,
-                reporter=reporter,
-                out=out,
-                trace=None if survivor else trace,
+        reporter = _reporter(config, task, plan, mesh, device, out, make)
+        stack.enter_context(reporter)
+        preemption = stack.enter_context(
+            Preemption(
+                mesh.comm,
+                signals=config.preempt_signals,
+                time_limit=config.time_limit,
+                grace=config.preempt_grace,
+                say=reporter.say,
             )
-            if elastic is not None:
-                elastic.enlist(trainer)
-            preemption.whereabouts = trainer.whereabouts
-            if chosen:
-                reporter.say(chosen)
-            with trainer.checkpoints, told(trainer.whereabouts):
-                return trainer.run()
+        )
+        tracing = Tracing(None if survivor else trace, pipeline, mesh, reporter.say)
+        trainer = Trainer(
+            config,
+            task,
+            mesh,
+            plan,
+            progress,
+            shard=shard,
+            norm=norm,
+            preemption=preemption,
+            reporter=reporter,
+            tracing=tracing,
+            out=out,
+        )
+        if elastic is not None:
+            elastic.enlist(trainer)
+        preemption.whereabouts = trainer.whereabouts
+        if chosen:
+            reporter.say(chosen)
+        stack.enter_context(trainer.checkpoints)
+        with told(trainer.whereabouts):
+            return trainer.run()
 
 
 def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
@@ -149,32 +153,31 @@ def make_reporter(
 ) -> Reporter:
     """Make the reporter of rank 0, with metrics that continue after the checkpoint `start`, if there is one."""
     step = 0 if start is None else start.step
-    try:
+    with output_folder.using(out):
         aside = resume.leave_behind(start, out)
         sinks.cut(out, step)
         goes_on = None if config.resume == "no" else step
         reporter = Reporter(config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on)
-    except OSError as error:
-        raise output_folder.unusable(out, error) from error
     for path in aside:
         reporter.say(f"mpipipe: a checkpoint behind the one that is resumed is now called {path}")
     return reporter
 
 
 def _reporter(
-    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, make: Callable[[str | None], Reporter]
+    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, out: Path, make: Callable[..., Reporter]
 ) -> Reporter | NullReporter:
-    """Make the reporter, and write down what the training depends on; collective.
-
-    `make` is called on rank 0, with a sentence if ranks share cores.
-    """
+    """Make the reporter, on rank 0 by `make`, and write down what the training depends on; collective."""
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
     with group_of(mesh.comm).raise_together("train: the reporter"):
         if surroundings is None:  # not on rank 0
             return NullReporter()
-        reporter = make(surroundings["oversubscribed"])
+        reporter = make(task.unit, surroundings["oversubscribed"])
         keys = provenance.resolved(config, task, plan, device, mesh.pipe.size)
-        provenance.describe(reporter, config, task, keys, surroundings)
+        try:
+            provenance.write(out, keys, surroundings, task.handed_over)
+        except OSError as error:
+            reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
+        reporter.open_sinks(config.metrics_to, keys)
         return reporter
 
 

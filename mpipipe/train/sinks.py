@@ -11,9 +11,9 @@ import importlib.util
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,11 +27,9 @@ Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always
 class Sink(Protocol):
     """Takes the metrics of a training, on rank 0. Any method may raise any Exception."""
 
-    def write(self, facts: Facts) -> None:
-        """Take one record."""
+    def write(self, facts: Facts) -> None: ...
 
-    def close(self) -> None:
-        """Write what is left. No further record comes."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,10 @@ class Csv:
     """
 
     def __init__(self, run: SinkContext) -> None:
-        self.columns = run.columns
-        text = self._row(dict(zip(run.columns, run.columns)))
-        path = run.out / "metrics.csv"
+        self.columns, path = run.columns, run.out / "metrics.csv"
         kept, _ = kept_records(run.out, run.done)
-        files.write_whole(path, (text + "".join(map(self._row, map(json.loads, kept.splitlines())))).encode())
+        rows = [dict(zip(run.columns, run.columns)), *map(json.loads, kept.splitlines())]
+        files.write_whole(path, "".join(map(self._row, rows)).encode())
         self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def _row(self, facts: Mapping[str, Any]) -> str:
@@ -82,11 +79,9 @@ class TensorBoard:
     def __init__(self, run: SinkContext) -> None:
         from tensorboardX import SummaryWriter
 
-        folder = str(run.out / "tensorboard")
-        if run.done:  # file names have whole seconds: without a suffix two starts might share a file
-            self.writer = SummaryWriter(folder, purge_step=run.done + 1, filename_suffix=f".{run.done}")
-        else:
-            self.writer = SummaryWriter(folder)
+        # file names have whole seconds: without a suffix two starts might share a file
+        later = dict(purge_step=run.done + 1, filename_suffix=f".{run.done}") if run.done else {}
+        self.writer = SummaryWriter(str(run.out / "tensorboard"), **later)
 
     def write(self, facts: Facts) -> None:
         step, time = int(facts["step"]), facts["time"]
@@ -130,10 +125,7 @@ LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # library of a si
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Return the sinks that `--metrics-to` names, separated by commas; "none" means no sink.
-
-    Raises ArgumentError for an unknown name, and for a name that comes twice.
-    """
+    """Return the sinks that `--metrics-to` names. Raises ArgumentError for a name that is unknown or comes twice."""
     names = tuple(name.strip() for name in text.split(",")) if text != "none" else ()
     for name in names:
         if name not in KINDS or names.count(name) > 1:
@@ -164,25 +156,26 @@ class Sinks:
         self.open: dict[str, Sink] = {}
         self.warn = warn
         for name in names:
-            self._try(name, partial(self._open, name, run))
+            with self._trying(name):
+                self.open[name] = KINDS[name](run)
 
     def write(self, facts: Facts) -> None:
         """Hand a record to every sink that has not failed."""
         for name, sink in list(self.open.items()):
-            self._try(name, partial(sink.write, facts))
+            with self._trying(name):
+                sink.write(facts)
 
     def close(self) -> None:
         """Close all sinks that have not failed. May be called twice."""
         for name, sink in list(self.open.items()):
-            self._try(name, sink.close)
+            with self._trying(name):
+                sink.close()
         self.open.clear()
 
-    def _open(self, name: str, run: SinkContext) -> None:
-        self.open[name] = KINDS[name](run)
-
-    def _try(self, name: str, work: Callable[[], object]) -> None:
+    @contextmanager
+    def _trying(self, name: str) -> Iterator[None]:
         try:
-            work()
+            yield
         except Exception as error:  # a library raises what it likes
             self.open.pop(name, None)
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -230,13 +223,11 @@ def cut(out: Path, step: int) -> int:
 
 
 def _step_of(line: str, number: int, path: Path) -> int:
-    try:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
         step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _wrong(path, f"line {number} is no record") from error
-    if type(step) is not int:
-        raise _wrong(path, f"line {number} is no record")
-    return step
+        if type(step) is int:
+            return step
+    raise _wrong(path, f"line {number} is no record")
 
 
 def _wrong(path: Path, text: str) -> ConfigError:

@@ -15,10 +15,10 @@ with the exit code 75 (PREEMPTED), for a start from the newest checkpoint.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ from mpipipe.arrays import Array
 from mpipipe.checkpoint import owner_of
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.job import PREEMPTED, Communicator, Preempted, RankGroup, StopSignals, exit, group_of, lifeline, own, write
+from mpipipe.job import PREEMPTED, Communicator, Preempted, StopSignals, exit, group_of, lifeline, own, write
 from mpipipe.text import counted
 from mpipipe.train import resume, sinks
 from mpipipe.train.config import TaskConfig
@@ -51,9 +51,7 @@ class ElasticRun:
             if comm.size != len(self.line.places):
                 raise ArgumentError("train: --survive on a part of the job", found=counted(comm.size, "rank"))
             # between two meshes, and on a rank that waits for a place, a signal ends nothing; the next mesh hears of it
-            self._signals = StopSignals(
-                config.preempt_signals, math.inf, lambda name: None, lambda text, code: None, lambda: False
-            )
+            self._signals = StopSignals(config.preempt_signals)
         self.config, self.pipe, self.out = config, pipe, out
         self.everyone, self.active = comm, comm
         self.takes_part, self.first, self.goes_on = True, 0, False
@@ -100,7 +98,7 @@ class ElasticRun:
         group = group_of(everyone)
         self.line.revoke_on_loss(everyone, group.comm)
         if self.trainer is not None:
-            self.retained, self.trainer = _retained(self.trainer), None
+            self.retained, self.trainer = RetainedState.of(self.trainer), None
         told = None if self.retained is None else self.retained.report()
         places = Assignment.of(group.gather("train: what survivors have", told), self.pipe, self.config)
         left = counted(everyone.size, "rank")
@@ -144,15 +142,19 @@ class ElasticRun:
         """Set the state of the training from that of the survivors; collective over the new mesh."""
         facts, retained = self.facts, self.retained
         group, targets = group_of(progress.mesh.replicas), _arrays_of(progress)
-        here = retained is not None and retained.pipe == progress.mesh.pipe.rank and retained.step == facts["step"]
-        steps = retained.optimizer_steps if retained is not None and here else 0
-        table = group.agree("train: who has the state", values=[int(here), steps])
+        if retained is not None and (retained.pipe, retained.step) != (progress.mesh.pipe.rank, facts["step"]):
+            retained = None  # of another stage or step
+        known = [0, 0] if retained is None else [1, retained.optimizer.steps]
+        table = group.agree("train: who has the state", values=known)
         root = int(table[:, 0].argmax())
-        if retained is not None and here:
+        if retained is not None:
             for target, source in zip(targets, retained.arrays, strict=True):
                 target[...] = source
         if not table[:, 0].all():
-            _send(group, targets, root)
+            what = "the state of a stage, for a rank that takes a new place"
+            for target in targets:
+                with group.failing(what):
+                    group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
         progress.optimizer.steps = int(table[root, 1])
         progress.step, progress.record = facts["step"], facts["record"]
         scaler = progress.scaler
@@ -180,19 +182,6 @@ class ElasticRun:
         self.trainer, self.retained = trainer, None
 
 
-def _retained(trainer: Trainer) -> RetainedState:
-    progress, step_barrier = trainer.progress, trainer.step_barrier
-    facts = {
-        "scalars": step_barrier.scalars(),
-        "outcome": progress.outcome,
-        "reported": progress.reported,
-        "owed": trainer.checkpoints.owed,
-        "record": progress.record,
-    }
-    pipe = progress.mesh.pipe.rank
-    return RetainedState(pipe, step_barrier, facts, _arrays_of(progress), progress.optimizer)
-
-
 def _arrays_of(progress: Progress) -> list[Array]:
     """All that is not drawn, as flat arrays: parameters, trained and frozen, and the state of the optimizer."""
     arrays = []
@@ -200,13 +189,6 @@ def _arrays_of(progress: Progress) -> list[Array]:
         size = stage.parameters.flat.size
         arrays += [stage.parameters.flat, stage.buffers.held.flat, *(state[kind][:size] for kind in sorted(state))]
     return arrays
-
-
-def _send(group: RankGroup, targets: Sequence[Array], root: int) -> None:
-    for target in targets:
-        what = "the state of a stage, for a rank that takes a new place"
-        with group.failing(what):
-            group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
 
 
 # -- After a death: which survivor takes which place in the new mesh, and after which step all continue; pure functions
@@ -227,34 +209,34 @@ class SurvivorReport(NamedTuple):
     facts: dict[str, Any]
 
 
+@dataclass(frozen=True)
 class RetainedState:
     """What is left of a training on this rank: its place in the pipeline, and the state of the steps it has made."""
 
-    def __init__(
-        self,
-        pipe: int,
-        step_barrier: StepBarrier,
-        facts: dict[str, Any],
-        arrays: list[Array],
-        optimizer: optim.AdamW | optim.SGD,
-    ) -> None:
-        self.pipe, self.step_barrier, self.facts, self.arrays, self.optimizer = (
-            pipe,
-            step_barrier,
-            facts,
-            arrays,
-            optimizer,
-        )
+    pipe: int
+    step_barrier: StepBarrier
+    facts: dict[str, Any]
+    arrays: list[Array]
+    optimizer: optim.AdamW | optim.SGD
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> RetainedState:
+        """Keep what a trainer leaves, whose mesh has lost ranks."""
+        progress = trainer.progress
+        facts = {
+            "scalars": trainer.step_barrier.scalars(),
+            "outcome": progress.outcome,
+            "reported": progress.reported,
+            "owed": trainer.checkpoints.owed,
+            "record": progress.record,
+        }
+        place = progress.mesh.pipe.rank
+        return cls(place, trainer.step_barrier, facts, _arrays_of(progress), progress.optimizer)
 
     @property
     def step(self) -> int:
         """Number of steps made."""
         return self.step_barrier.made
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Those of them that the optimizer has made."""
-        return self.optimizer.steps
 
     def report(self) -> SurvivorReport:
         """Return what the others are to know."""
@@ -306,14 +288,9 @@ class Assignment:
         if replicas == 0:
             return cls(problem=f"too few for a pipeline of {pipe} x seq {config.seq}")
         facts = next(report for report in known if report.step == step).facts | {"step": step}
-        return cls(step, facts, _order(having, len(told), replicas * config.seq))
-
-
-def _order(having: dict[int, list[int]], size: int, count: int) -> tuple[int, ...]:
-    """Deal `count` ranks to each place: those that have its state, then others."""
-    chosen = {place: ranks[:count] for place, ranks in having.items()}
-    taken = {rank for ranks in chosen.values() for rank in ranks}
-    free = iter([rank for rank in range(size) if rank not in taken])
-    return tuple(
-        rank for ranks in chosen.values() for rank in [*ranks, *(next(free) for _ in range(count - len(ranks)))]
-    )
+        # to each place those that have its state, then others
+        count = replicas * config.seq
+        chosen = [ranks[:count] for ranks in having.values()]
+        free = iter(sorted({*range(len(told))}.difference(*chosen)))
+        order = [rank for ranks in chosen for rank in [*ranks, *islice(free, count - len(ranks))]]
+        return cls(step, facts, tuple(order))

@@ -2,7 +2,7 @@
 
 Recorded are the second step since the training was started and the 15 after it, as far as there are any; a start
 with one step to make records that one. The first step is unlike the others: memory is allocated and shapes are agreed
-on. Between recorded steps validation and checkpoints go on as ever; they belong to no step.
+on. Validation and checkpoints belong to no step.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from mpipipe.analysis import Recording, Trace, check_new, library
+from mpipipe.analysis import Recording, check_new, library
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Pipeline
+from mpipipe.text import counted
 from mpipipe.train import output_folder
 
 RECORDED = 16  # steps
@@ -72,15 +73,13 @@ class Tracing:
         recording, self.recording = self.recording, None
         if recording is not None:
             recording.end()
-            if recording.trace is not None and self.folder is not None:
-                self._write(recording.trace, self.folder)
-
-    def _write(self, trace: Trace, folder: Path) -> None:
-        steps = len(trace.records[0].steps)
-        self.say(f"mpipipe: where the time of {steps} step{'s' * (steps > 1)} went\n{trace.table()}")
-        try:
-            trace.write(folder)
-        except (OSError, ArgumentError) as error:  # no reason to lose a training
-            self.say(f"mpipipe: the trace cannot be written: {error}")
-        else:
-            self.say(f"mpipipe: the trace is in {folder}")
+            trace = recording.trace
+            if trace is not None and self.folder is not None:
+                self.say(
+                    f"mpipipe: where the time of {counted(len(trace.records[0].steps), 'step')} went\n{trace.table()}"
+                )
+                try:
+                    trace.write(self.folder)
+                    self.say(f"mpipipe: the trace is in {self.folder}")
+                except (OSError, ArgumentError) as error:  # no reason to lose a training
+                    self.say(f"mpipipe: the trace cannot be written: {error}")

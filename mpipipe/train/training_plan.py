@@ -1,22 +1,24 @@
-"""The plan of layers that follows from a configuration and a number of ranks, before data or memory are touched."""
+"""The plan of a training: layers of each rank, memory, and the fastest way, on ranks that are measured or on paper."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
-from mpipipe import schedules
+from mpipipe import planning, schedules
+from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of
-from mpipipe.planning import LayerPlan, completed, layers_with
-from mpipipe.schedules import WITH_COSTS, Schedule, from_file, is_path
+from mpipipe.schedules import WITH_COSTS, Links, Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train import resume
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import ParallelOptions, TrainingOptions, in_one_text, is_table
+from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_one_text, is_table
+from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.task import Task
 
 logger = logging.getLogger("mpipipe")
@@ -43,19 +45,15 @@ def rows_of(config: TrainingOptions, replicas: int) -> int:
     return rows
 
 
-def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> LayerPlan:
+def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> planning.LayerPlan:
     """Plan a training on `replicas` pipelines of `pipe` ranks.
 
     Stages in which nothing is trained have no weight gradients in the schedule, and no backward if nothing before them
-    is trained either.
-
-    Raises ConfigError or ArgumentError if the configuration does not fit these numbers. For a schedule that nobody can
-    mean that happens before anything is built.
+    is trained either. Raises ConfigError or ArgumentError if the configuration does not fit these numbers; for a
+    schedule that nobody can mean before anything is built.
     """
-    rows = rows_of(config, replicas)
-    order = None
-    if is_table(config.schedule):
-        order = fitting(config.schedule, pipe, config.chunks, config.microbatches)
+    rows, table = rows_of(config, replicas), config.schedule
+    order = fitting(table, pipe, config.chunks, config.microbatches) if is_table(table) else None
     microbatches = config.microbatches if order is None else order.microbatches
     if microbatches is None:
         microbatches = min(rows, schedules.advise(pipe, config.chunks).microbatches)
@@ -73,8 +71,8 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> Lay
     costs = task.costs()
     task.check_stages(schedule.stages)
     ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
-    schedule = completed(schedule, ranges, layers_with(task.trained()), config.recompute_limit)
-    return LayerPlan(schedule, ranges, rows)
+    schedule = planning.completed(schedule, ranges, planning.layers_with(task.trained()), config.recompute_limit)
+    return planning.LayerPlan(schedule, ranges, rows)
 
 
 def check_actions(name: str, ranks: int, chunks: int, microbatches: int) -> None:
@@ -96,9 +94,9 @@ def check_actions(name: str, ranks: int, chunks: int, microbatches: int) -> None
 
 def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tuple[int, int]]:
     """Return (start, stop) of the layers of each stage as the configuration says it; nothing if it does not."""
-    if config.partition is None:
-        return []
     counts = config.partition
+    if counts is None:
+        return []
     if len(counts) != stages or sum(counts) != layers:
         raise ConfigError(
             "the partition does not fit",
@@ -115,21 +113,16 @@ def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tupl
 # checkpoint, and a training that is resumed finds it there where the file is gone.
 
 
-def named(table: str) -> Schedule:
-    """Read a table, and prove it; its name says which one it is."""
-    schedule = schedules.from_csv(table)
-    schedules.check(schedule)
-    return replace(schedule, name=f"order {fingerprint(table)}")
-
-
 def fingerprint(table: str) -> str:
     """Return eight digits that tell two tables apart."""
     return f"{schedules.from_csv(table).fingerprint:016x}"[:8]
 
 
 def fitting(table: str, pipe: int, chunks: int, microbatches: int | None) -> Schedule:
-    """Read a table for pipelines of `pipe` ranks; raises ConfigError if it is of other sizes."""
-    schedule = named(table)
+    """Read a table for pipelines of `pipe` ranks, and prove it; raises ConfigError if it is of other sizes."""
+    schedule = schedules.from_csv(table)
+    schedules.check(schedule)
+    schedule = replace(schedule, name=f"order {fingerprint(table)}")
     stages = set(Counter(schedule.placement).values())
     for key, there, wanted in (
         ("pipe", schedule.ranks, pipe),
@@ -157,35 +150,184 @@ def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
     """
     if not is_path(config.schedule):
         return config
-    group, table = group_of(comm), None
-    with group.raise_together("train: the order of the schedule"):
+    group, table, call = group_of(comm), None, "train: the order of the schedule"
+    with group.raise_together(call):
         if comm.rank == 0:
             table = _read(config, out)
-    return replace(config, schedule=group.broadcast("train: the order of the schedule", table))
+    return replace(config, schedule=group.broadcast(call, table))
 
 
 def _read(config: TaskConfig, out: Path) -> str:
-    saved = _saved(config, out)
+    """Read the table of the file; where that is gone, of the checkpoint after which the training continues."""
+    name, checkpoint = config.schedule, resume.checkpoint_of(config, out)
+    configuration = None if checkpoint is None else checkpoint.state.get("configuration")
+    saved = configuration.get("schedule") if isinstance(configuration, dict) else None
+    if not isinstance(saved, str) or not is_table(saved):
+        saved = None
     try:
-        table = from_file(config.schedule).to_csv()
+        table = from_file(name).to_csv()
     except ConfigError as error:
         if isinstance(error.__cause__, FileNotFoundError) and saved is not None:
-            logger.warning("%s is gone: order %s of the checkpoint is taken", config.schedule, fingerprint(saved))
+            logger.warning("%s is gone: order %s of the checkpoint is taken", name, fingerprint(saved))
             return saved
         raise
     if saved is not None and saved != table:
-        logger.warning(
-            "%s is now order %s; the checkpoint was made with %s",
-            config.schedule,
-            fingerprint(table),
-            fingerprint(saved),
-        )
+        orders = fingerprint(table), fingerprint(saved)
+        logger.warning("%s is now order %s; the checkpoint was made with %s", name, *orders)
     return table
 
 
-def _saved(config: TaskConfig, out: Path) -> str | None:
-    """Return the table in the checkpoint after which the training continues, None if there is none."""
-    checkpoint = resume.checkpoint_of(config, out)
-    configuration = None if checkpoint is None else checkpoint.state.get("configuration")
-    schedule = configuration.get("schedule") if isinstance(configuration, dict) else None
-    return schedule if isinstance(schedule, str) and is_table(schedule) else None
+# -- The fastest way to train, measured on the ranks of a job ---------------------------------------------------------
+
+
+def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> planning.PlanningProblem:
+    """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
+    rows_of(config, replicas)
+    fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
+    names = ("dtype", "seq", "layout", "optimizer")
+    return planning.PlanningProblem(
+        layers=task.layers(None),
+        costs=task.costs(),
+        trained=task.trained(),
+        batch=config.batch,
+        ranks=pipe,
+        replicas=replicas,
+        seq=config.seq,
+        dtype=config.dtype,
+        optimizer=config.optimizer,
+        moments=2 if config.optimizer == "adamw" else int(config.momentum > 0),
+        fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"},
+        memory_limit=config.memory_limit,
+        facts={**task.planning_facts(), **{name: getattr(config, name) for name in names}},
+    )
+
+
+def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.MeasuredRanks:
+    """Return the ranks of a job as those to measure a training on; collective. Raises the same error on every rank."""
+    with group_of(mesh.comm).raise_together("plan: the shards of sequences"):
+        shard = task.shard(mesh.seq, 1)
+    return planning.MeasuredRanks(
+        problem=problem_of(config, task, mesh.pipe.size, mesh.data.size),
+        mesh=mesh,
+        layers=lambda: task.layers(shard),
+        loss_for=lambda stage, rows: task.loss_for(stage, rows, shard),
+        example=lambda rows, microbatches: task.example(rows, microbatches, shard),
+        message_shape=lambda rows: task.message_shape(rows, shard),
+        optimizer=lambda pipeline: make_optimizer(config, pipeline),
+        scaler=lambda: make_scaler(config),
+        lr=config.lr,
+        clip=config.clip,
+        seed=config.seed,
+        frozen=task.freeze,
+    )
+
+
+def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
+    """Return the configuration with the best plan, and in a line what it is; collective over all ranks."""
+    report = planning.find_plan(measured_ranks(config, task, mesh), device)
+    rough = f" ({report.oversubscribed})" if report.oversubscribed else ""
+    line = f"mpipipe: plan: {planning.in_words(report.plans[0])}{rough}" if report.plans else ""
+    chosen = {name: getattr(report.choice, name) for name in PLANNED}
+    return replace(config, plan="no", memory_limit=None, fixed=(), **chosen), line
+
+
+# -- On paper: for ranks that are not there ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a training would be: its plan, the shape of the mesh, and the memory of each rank of a pipeline."""
+
+    config: TaskConfig
+    task: Task
+    problem: planning.PlanningProblem
+    plan: planning.LayerPlan
+    ranks: list[planning.RankBytes]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, each tied one once."""
+        sizes = {entry.tie or name: entry.size for name, entry in planning.declared(self.problem.layers).items()}
+        return sum(sizes.values())
+
+    @property
+    def count(self) -> int:
+        """Number of all ranks."""
+        return self.problem.ranks * self.problem.replicas * self.problem.seq
+
+
+def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
+    """Return the ranks of a pipeline, and the number of replicas."""
+    pipe = pipe_of(config, ranks)
+    replicas, rest = divmod(ranks, pipe * config.seq)
+    if rest or not replicas:
+        raise ConfigError(
+            "the mesh does not fit the ranks",
+            found=f"{counted(ranks, 'rank')}, pipe {pipe}, seq {config.seq}",
+            expected=f"a multiple of {pipe * config.seq}",
+        )
+    return pipe, replicas
+
+
+def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
+    """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`; raises as that would.
+
+    `process` are the bytes of this process without the training. One micro-batch runs on the processor, on stages with
+    at most two repetitions of the layers that repeat.
+    """
+    if config.plan == "auto":
+        raise ConfigError(
+            "a dry run cannot foresee what a plan chooses",
+            found="plan auto",
+            expected="no: a plan is made of measurements on the ranks of the training",
+            remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
+        )
+    config = with_order(config, comm, Path(config.out or "."))
+    pipe, replicas = mesh_of(config, ranks)
+    plan = plan_layers(config, task, pipe, replicas)
+    problem = problem_of(config, task, pipe, replicas)
+    shard, rows = task.shard(comm, plan.schedule.microbatches), plan.microbatch_rows
+    meter = planning.StageMeter(
+        lambda: task.layers(shard), config.dtype, task.freeze, lambda stage: task.loss_for(stage, rows, shard)
+    )
+    example = task.example(rows, 1, shard)
+    found = planning.rank_bytes(
+        problem, plan, meter, example, recompute=config.recompute, copied=task.copies, process=process
+    )
+    return MemoryEstimate(config, task, problem, plan, found)
+
+
+def plans_on_paper(
+    problem: planning.PlanningProblem, config: ParallelOptions, saved: planning.SavedProfile, links: Links | None
+) -> list[planning.Plan]:
+    """Find the plans of a training on ranks that are not there, the fastest first.
+
+    Raises ConfigError where the profile is of another training, or no plan can be.
+    """
+    _check_cpu(config)
+    profile: planning.Profile = planning.profile_of(problem, saved, problem.space.sizes, links)
+    return planning.find_plans(profile, problem.space, problem.memory_limit)
+
+
+def predicted(estimate: MemoryEstimate, saved: planning.SavedProfile) -> planning.Prediction:
+    """Predict the steps of a training whose memory was estimated."""
+    config, plan, problem = estimate.config, estimate.plan, estimate.problem
+    if is_table(config.schedule):
+        raise ConfigError(
+            "a profile does not predict an order from a file",
+            found=plan.schedule.name,
+            expected="a schedule by its name",
+            remedy="leave out --profile, or compare with `mpipipe simulate --csv FILE`",
+        )
+    counts = tuple(stop - start for start, stop in plan.layer_ranges)
+    choice = planning.Choice(
+        config.schedule, config.chunks, plan.schedule.microbatches, counts, config.recompute, config.recompute_limit
+    )
+    _check_cpu(config)
+    profile = planning.profile_of(problem, saved, [plan.microbatch_rows])
+    return planning.predict(profile, choice, problem.rows, problem.trained_layers)
+
+
+def _check_cpu(config: ParallelOptions) -> None:
+    if config.device == "cuda":
+        raise ConfigError("a profile is of the CPU", found="device cuda", expected="cpu: GPUs are not measured")

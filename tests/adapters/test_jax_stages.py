@@ -13,7 +13,7 @@ from support import dense, jax_models  # noqa: E402
 from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
 from mpipipe.adapters.jax import functions  # noqa: E402
 from mpipipe.adapters.jax.stage import of_inputs, of_parameters  # noqa: E402
-from mpipipe.errors import ArgumentError, PeerError, StageError  # noqa: E402
+from mpipipe.errors import ArgumentError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.nn import Position  # noqa: E402
 
@@ -259,58 +259,31 @@ def test_replicas_and_checkpoints(pair, mpi_tmp_path):
     np.testing.assert_allclose(y, jax_models.layer(stage.tree, mine[0]), rtol=1e-12)
 
 
-def test_64_bits_are_refused_where_jax_would_make_32_of_them():
+def test_64_bits_are_refused_where_jax_would_make_32_of_them_and_parameters_of_several_dtypes():
+    for parameters in ({"a": np.ones(2), "b": np.ones(2, np.float32)}, {"a": np.ones(2, int)}):
+        with pytest.raises(ArgumentError, match="one dtype"):
+            adapters.jax_stage(lambda p, x: x, parameters)
     stage = adapters.jax_stage(lambda p, x: x * p, np.ones(3, np.float32))
     jax.config.update("jax_enable_x64", False)
     try:
-        for make in (
-            lambda: adapters.jax_stage(lambda p, x: x * p, np.ones(3)),
-            lambda: stage.forward(np.ones((2, 3))),
-        ):
+        for call in (lambda: adapters.jax_stage(stage.function, np.ones(3)), lambda: stage.forward(np.ones((2, 3)))):
             with pytest.raises(ArgumentError, match="64-bit numbers switched off") as caught:
-                make()
+                call()
             assert "jax_enable_x64" in caught.value.remedy
     finally:
         jax.config.update("jax_enable_x64", True)
 
 
-@pytest.mark.parametrize(
-    "parameters, match",
-    [({"a": np.ones(2), "b": np.ones(2, np.float32)}, "one dtype"), ({"a": np.ones(2, int)}, "one dtype")],
-)
-def test_parameters_of_several_dtypes_or_integers_are_refused(parameters, match):
-    with pytest.raises(ArgumentError, match=match):
-        adapters.jax_stage(lambda p, x: x, parameters)
-
-
-def test_an_error_in_a_function_names_rank_stage_and_micro_batch(pair):
-
-    def failing(parameters, x):
-        raise ValueError("no such thing")
-
-    schedule, data = schedules.one_f_one_b(2, 2), jax_models.batch()
-    (stage,) = own_stages(schedule, pair.rank, failing if pair.rank else jax_models.layer)
-    with (
-        pytest.raises((StageError, PeerError), match="no such thing") as caught,
-        Pipeline([stage], schedule, pair, loss=adapters.jax_loss(jax_models.squared_error)) as pipeline,
-    ):
-        pipeline.step(*dense.placed(schedule, pair.rank, *data))
-    assert "rank 1, stage 1, micro-batch 0" in str(caught.value)
-
-
-def first(parameters, x):
-    return jnp.tanh(x @ parameters["w"]), jnp.sin(x @ parameters["v"])
-
-
-def middle(parameters, x):
-    return jnp.tanh(x @ parameters["w"])
-
-
-def last(parameters, x, more):
-    return (x @ parameters["w"]) * (more @ parameters["v"])
-
-
 def test_functions_hand_data_over_skips():
+    def first(parameters, x):
+        return jnp.tanh(x @ parameters["w"]), jnp.sin(x @ parameters["v"])
+
+    def middle(parameters, x):
+        return jnp.tanh(x @ parameters["w"])
+
+    def last(parameters, x, more):
+        return (x @ parameters["w"]) * (more @ parameters["v"])
+
     draw = np.random.default_rng(0).normal
     functions, values = (first, middle, last), [{name: draw(size=(4, 4)) for name in "wv"} for _ in range(3)]
     x, target = draw(size=(2, 6, 4))
@@ -331,14 +304,3 @@ def test_functions_hand_data_over_skips():
     for stage, expected in zip(stages, gradients):
         for name in "wv":
             close(stage.gradients[name], expected[name], name)
-
-
-def test_a_function_alone_is_refused_at_the_end_of_a_skip():
-    schedule = schedules.with_skips(schedules.interleaved_1f1b(1, 3, 1), {"a": (0, 2)})
-    stages = own_stages(schedule, 0)
-
-    def job(comm):
-        with pytest.raises(ArgumentError, match="knows nothing of them"):
-            Pipeline(stages, schedule, comm, loss=adapters.jax_loss(jax_models.squared_error))
-
-    inprocess.run(1, job)

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch")
 from support import dense, torch_models  # noqa: E402
 
 from mpipipe import Mesh, Pipeline, adapters, checkpoint, optim, schedules  # noqa: E402
+from mpipipe.job import inprocess  # noqa: E402
+from mpipipe.nn import Position  # noqa: E402
 
 pytestmark = pytest.mark.judges
-ENOUGH = (
-    1e-10  # of gradients about 1 in float64, by sums of some thousand terms: 1e3 * 2e-16 and room for the exponential
-)
+ENOUGH = 1e-10  # of gradients about 1 in float64, by sums of some thousand terms, with room for the exponential
 CASES = [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1), ("zero_bubble_v", 2), ("gpipe", 1)]
 
 
@@ -51,26 +51,39 @@ def test_gradients_are_those_of_autograd(comm, name, chunks, recompute):
             close(dict(stage.module.named_parameters())[name].grad, expected, name)
 
 
-def test_a_training_loop_of_pytorch_has_the_same_losses(subcomm):
-    """One rank, one micro-batch: to the bit."""
-    alone = subcomm(1)
-    if alone is None:
-        return
-    schedule, data = schedules.gpipe(1, 1), torch_models.batch()
-    (module,), (stage,) = own_stages(schedule, 0)
-    plain = copy.deepcopy(module)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    ours = torch.optim.AdamW(module.parameters(), lr=1e-2)
+def train_both(plain, theirs, stage, microbatches, step):
+    """Train a copy of the module by PyTorch; return (loss of the pipeline of one rank, PyTorch's) of each step."""
+    data = torch_models.batch()
     words, following = map(torch.from_numpy, data)
-    with Pipeline([stage], schedule, alone, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline:
-        for _ in range(6):
-            theirs.zero_grad()
-            loss = torch_models.cross_entropy(plain(words), following)
-            loss.backward()
-            theirs.step()
-            ours.zero_grad()
-            assert pipeline.step(*data).loss == loss.item()
-            ours.step()
+
+    def job(comm):
+        schedule, loss_of = schedules.gpipe(1, microbatches), adapters.torch_loss(torch_models.cross_entropy)
+        with Pipeline([stage], schedule, comm, loss=loss_of) as pipeline:
+            losses = []
+            for _ in range(5):
+                theirs.zero_grad()
+                loss = torch_models.cross_entropy(plain(words), following)
+                loss.backward()
+                theirs.step()
+                losses.append((pipeline.step(*data).loss, loss.item()))
+                step()
+            return losses
+
+    return inprocess.run(1, job)[0]
+
+
+def test_a_training_loop_of_pytorch_has_the_same_losses():
+    """One rank, one micro-batch: to the bit."""
+    (module,), (stage,) = own_stages(schedules.gpipe(1, 1), 0)
+    plain = copy.deepcopy(module)
+    theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, module))
+
+    def step():
+        ours.step()
+        ours.zero_grad()
+
+    for found, expected in train_both(plain, theirs, stage, 1, step):
+        assert found == expected
 
 
 def test_an_optimizer_of_pytorch_clips_over_all_ranks(comm):
@@ -100,26 +113,15 @@ def test_an_optimizer_of_pytorch_clips_over_all_ranks(comm):
         close(stage.parameters[f"{comm.rank}.{name}"], parameter.detach(), name)
 
 
-def test_our_adamw_on_a_module_is_that_of_pytorch(subcomm):
-    alone = subcomm(1)
-    if alone is None:
-        return
-    schedule, data = schedules.gpipe(1, 2), torch_models.batch()
-    (module,), (stage,) = own_stages(schedule, 0)
+def test_our_adamw_on_a_module_is_that_of_pytorch():
+    (module,), (stage,) = own_stages(schedules.gpipe(1, 2), 0)
     plain = copy.deepcopy(module)
     decaying = [p for p in plain.parameters() if p.ndim > 1]
     rest = [p for p in plain.parameters() if p.ndim < 2]
     theirs = torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
                                lr=1e-2, betas=(0.9, 0.95))  # fmt: skip
-    ours = optim.AdamW([stage], lr=1e-2)
-    with Pipeline([stage], schedule, alone, loss=adapters.torch_loss(torch_models.cross_entropy)) as pipeline:
-        for _ in range(4):
-            loss = torch_models.cross_entropy(*(f(torch.from_numpy(x)) for f, x in zip((plain, torch.asarray), data)))
-            theirs.zero_grad()
-            loss.backward()
-            theirs.step()
-            close(pipeline.step(*data).loss, loss.item(), "loss")
-            ours.step()
+    losses = train_both(plain, theirs, stage, 2, optim.AdamW([stage], lr=1e-2).step)
+    close(*zip(*losses), "losses")
     for (name, expected), found in zip(plain.named_parameters(), module.parameters()):
         close(found.detach(), expected.detach(), name)
 
@@ -167,8 +169,6 @@ def test_dropout_is_the_same_for_every_schedule_and_off_in_an_evaluation(comm, r
 
 def test_masks_differ_by_micro_batch_step_and_stage():
     def mask(stage, **place):
-        from mpipipe.nn import Position
-
         return stage.forward(np.ones((4, 64)), Position(**place))[0]
 
     stage = adapters.torch_stage(torch.nn.Dropout(0.5))

@@ -50,8 +50,8 @@ def test_sums_over_rows_have_the_same_bits(kind, rows, width):
     def compute(_):
         cuda = kernels.of("cuda")
         x, dy, gain, bias = given(kind, (rows, width), (rows, width), (width,), (width,))
-        y, scale = cuda.layer_norm(x, gain, bias, 1e-5)
-        z, root = cuda.rms_norm(x, gain, 1e-5)
+        _, y, scale = cuda.layer_norm(x, gain, bias, 1e-5)
+        _, z, root = cuda.rms_norm(x, gain, 1e-5)
         grad = arrays.zeros((width,), arrays.accumulator(x.dtype), "cuda")
         cuda.sum_rows(dy, grad)
         ids = arrays.upload(np.arange(rows) % width)
@@ -59,8 +59,8 @@ def test_sums_over_rows_have_the_same_bits(kind, rows, width):
             *(y, scale, z, root, grad),
             *cuda.layer_norm_backward(dy, x, scale, gain),
             *cuda.rms_norm_backward(dy, x, root, gain),
-            *cuda.add_layer_norm(x, dy, gain, bias, 1e-5),
-            *cuda.add_rms_norm(x, dy, gain, 1e-5),
+            *cuda.layer_norm(x, gain, bias, 1e-5, dy),
+            *cuda.rms_norm(x, gain, 1e-5, dy),
             *cuda.layer_norm_backward(dy, x, scale, gain, dy),
             *cuda.rms_norm_backward(dy, x, root, gain, dy),
             *cuda.softmax_cross_entropy(x, ids),
@@ -72,7 +72,7 @@ def test_sums_over_rows_have_the_same_bits(kind, rows, width):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 31, 33, 512, 513, 5000])
+@pytest.mark.parametrize("size", [31, 513, 5000])
 def test_dropout_draws_the_same_mask(kind, size):
     """A lane draws for 16 elements and passes the bits on: within its half of a wavefront."""
 
@@ -101,13 +101,7 @@ def test_rows_of_a_table_have_the_same_bits(kind):
 @pytest.mark.parametrize("sizes", [dict(seq=11, heads=4, kv_heads=2), dict(seq=70, heads=3, kv_heads=3, dim=40)])
 def test_attention_has_the_same_bits(kind, sizes, monkeypatch):
     monkeypatch.setenv("MPIPIPE_ATTENTION", "cupy")
-    first, second = (through_local_of(amd, kind, sizes) for amd in (False, True))
-    assert [x.tobytes() for x in first] == [x.tobytes() for x in second]
-
-
-def through_local_of(amd, kind, sizes):
-    with an_emulated_gpu(amd=amd) as device:
-        return through_local(make(kind, **sizes), device)[0]
+    same_bits(lambda device: through_local(make(kind, **sizes), device)[0])
 
 
 @pytest.mark.parametrize("source, target", [("float32", "bfloat16"), ("float64", "bfloat16"), ("float64", "float16")])
@@ -169,9 +163,6 @@ def test_products_tell_hipblas_the_type_of_their_sums_as_a_dtype(amd_gpu, monkey
     assert told == [single, single, double, double, single, single]
 
 
-def test_a_gpu_is_called_by_its_architecture(amd_gpu):
+def test_a_gpu_is_called_by_its_architecture_and_attention_is_by_the_own_kernels(amd_gpu):
     assert arrays.describe_gpus() == ["cuda:0 Emulated AMD device, 16 GiB, AMD gfx90a"]
-
-
-def test_attention_there_is_by_the_own_kernels(amd_gpu):
     assert "AMD's GPUs have no cuDNN" in attention.kernels.describe()

@@ -100,19 +100,14 @@ def first_existing(*patterns) -> str | None:
 
 @lru_cache(maxsize=1)
 def nvrtc():
-    """(library, folder of the CUDA headers); skips where one is missing."""
-    packages = sysconfig.get_path("purelib")
+    """(library, folder of the CUDA headers), or what is missing."""
+    packages = f"{sysconfig.get_path('purelib')}/nvidia"
     toolkits = [os.environ.get("CUDA_PATH", ""), os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    library = first_existing(
-        f"{packages}/nvidia/cu1[2-9]/lib/libnvrtc.so.1[0-9]",
-        f"{packages}/nvidia/cuda_nvrtc/lib/libnvrtc.so.1[0-9]",
-        *(f"{toolkit}/lib64/libnvrtc.so" for toolkit in toolkits if toolkit),
-    )
-    header = first_existing(
-        f"{packages}/nvidia/cu1[2-9]/include/cuda_fp16.h",
-        f"{packages}/nvidia/cuda_runtime/include/cuda_fp16.h",
-        *(f"{toolkit}/include/cuda_fp16.h" for toolkit in toolkits if toolkit),
-    )
+    toolkits = [toolkit for toolkit in toolkits if toolkit]
+    libraries = [f"{packages}/{folder}/lib/libnvrtc.so.1[0-9]" for folder in ("cu1[2-9]", "cuda_nvrtc")]
+    library = first_existing(*libraries, *(f"{toolkit}/lib64/libnvrtc.so" for toolkit in toolkits))
+    folders = [f"{packages}/cu1[2-9]", f"{packages}/cuda_runtime", *toolkits]
+    header = first_existing(*(f"{folder}/include/cuda_fp16.h" for folder in folders))
     if library is None:
         return "no libnvrtc: pip install nvidia-cuda-nvrtc"
     if header is None:
@@ -223,6 +218,7 @@ def compile_for_amd(code: str) -> str:
     return once([library._name], AMD_OPTIONS, code, partial(compiled_by, "hiprtc", library))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_for_an_amd_gpu(source, kind):
@@ -236,14 +232,14 @@ def test_what_platforms_say_differently_is_said_in_common_cuh(source):
     assert not ON_NVIDIA_ONLY.search((PACKAGE / source).read_text())
 
 
+def test_a_wrong_source_does_not_compile():
+    assert "undefined" in compile_for_gpu("__global__ void f(float* x) { x[0] = nothing; }")
+
+
 def test_a_wrong_source_does_not_compile_for_amd():
     assert "nothing" in compile_for_amd('extern "C" __global__ void f(float* x) { x[0] = nothing; }')
     masked = 'extern "C" __global__ void f(float* x) { x[0] = __shfl_sync(0xffffffffu, x[0], 0); }'
     assert compile_for_amd(masked)  # before ROCm 7 there is none, and since then the mask has 64 bits
-
-
-def test_a_wrong_source_does_not_compile():
-    assert "undefined" in compile_for_gpu("__global__ void f(float* x) { x[0] = nothing; }")
 
 
 def test_the_table_names_sources_that_exist():

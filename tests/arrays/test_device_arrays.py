@@ -58,17 +58,15 @@ def test_halves_round_as_numpy_does(gpu, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8", "bool"])
-@pytest.mark.parametrize("shape", [(3, 4), (), (0, 5), (1 << 17,)])
-def test_upload_and_download(gpu, name, shape):
-    host = (np.arange(np.prod(shape, dtype=int)) % 100).reshape(shape).astype(arrays.dtype(name))
-    x = arrays.upload(host)
-    assert (arrays.device_of(x), x.shape, x.dtype) == ("cuda", shape, host.dtype)
-    found = arrays.download(x)
-    assert isinstance(found, np.ndarray) and found.dtype == host.dtype
-    np.testing.assert_array_equal(found, host)
-    first, same, last = arrays.download(x, host, x)
-    assert same is host
-    np.testing.assert_array_equal(first, last)
+def test_upload_and_download(gpu, name):
+    for shape in ((3, 4), (), (0, 5), (1 << 17,)):
+        host = (np.arange(np.prod(shape, dtype=int)) % 100).reshape(shape).astype(arrays.dtype(name))
+        x = arrays.upload(host)
+        assert (arrays.device_of(x), x.shape, x.dtype) == ("cuda", shape, host.dtype)
+        found, same, last = arrays.download(x, host, x)
+        assert isinstance(found, np.ndarray) and found.dtype == host.dtype and same is host
+        np.testing.assert_array_equal(found, host)
+        np.testing.assert_array_equal(last, arrays.download(x))
 
 
 def test_upload_of_what_changes_afterwards(gpu):
@@ -121,8 +119,7 @@ def test_which_device(gpu):
 def test_annotations_nest(gpu):
     with arrays.annotated("outer"), pytest.raises(ZeroDivisionError), arrays.annotated("inner"):
         1 / 0  # noqa: B018
-    if not gpu.real:
-        assert gpu.machine.ranges == []
+    assert gpu.real or gpu.machine.ranges == []
 
 
 def test_large_arrays_travel_in_pieces_through_few_pages(gpu, monkeypatch):

@@ -75,9 +75,7 @@ def test_rocm_has_no_compiler_and_no_headers_of_cuda(machine, monkeypatch):
     machine.faults |= {"headers", "cublas"}
     with pytest.raises(BackendError, match="ROCm module") as caught:
         arrays.check_device("cuda")
-    assert (
-        "the first kernel does not compile: Failed to find CUDA headers" in caught.value.found
-    )  # as the emulator says
+    assert "the first kernel does not compile: Failed to find CUDA headers" in caught.value.found  # says the emulator
     assert "NVRTC" not in caught.value.found and len(caught.value.found.split("\n    ")) == 3
 
 
@@ -114,24 +112,34 @@ def test_each_rank_looks_at_its_own_gpu_alone(machine, monkeypatch):
     """A look makes a context, which takes memory: not on the first GPU of the host for every rank."""
     machine.devices, seen = 3, []
     handle = sys.modules["cupy.cuda.device"].get_cublas_handle
-    monkeypatch.setattr(
-        sys.modules["cupy.cuda.device"], "get_cublas_handle", lambda: seen.append(arrays.current_gpu()) or handle()
-    )
+    noting = lambda: seen.append(arrays.current_gpu()) or handle()  # noqa: E731
+    monkeypatch.setattr(sys.modules["cupy.cuda.device"], "get_cublas_handle", noting)
     assert inprocess.run(3, lambda comm: select_device("auto", comm)) == ["cuda"] * 3
     assert sorted(seen) == [0, 1, 2]
 
 
-def test_info_says_what_works_and_by_what_attention_is_computed(machine, comm, capsys):
+def printed_info(capsys):
     info()
-    printed = capsys.readouterr().out
+    return " ".join(capsys.readouterr().out.split())  # its lines are folded
+
+
+def test_info_says_what_works_and_by_what_attention_is_computed(machine, comm, capsys):
+    printed = printed_info(capsys)
     if comm.rank == 0:
-        assert "attention by   cudnn 9.24.0\n" in printed and "compiler, headers and cuBLAS work" in printed
+        assert "attention by cudnn 9.24.0 " in printed and "compiler, headers and cuBLAS work" in printed
+
+
+def test_info_says_of_a_cupy_that_is_too_old(machine, comm, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["cupy"], "__version__", "13.6.0")
+    printed = printed_info(capsys)
+    if comm.rank == 0:
+        assert "CuPy a GPU was asked for, and CuPy is too old found: CuPy 13.6.0" in printed
+        assert "GPU toolkit not looked for: no GPU" in printed
 
 
 def test_info_names_what_is_missing(machine, comm, capsys):
     machine.faults |= {"headers", "cublas", "cudnn"}
-    info()
-    printed = " ".join(capsys.readouterr().out.split())  # its lines are folded
+    printed = printed_info(capsys)
     if comm.rank == 0:
         assert SAYS["headers"] in printed and SAYS["cublas"] in printed
         assert "attention by cupy because the library libcudnn.so.9 cannot be loaded" in printed
@@ -139,20 +147,11 @@ def test_info_names_what_is_missing(machine, comm, capsys):
     machine.faults.clear()
 
 
-def test_info_says_of_a_cupy_that_is_too_old(machine, comm, capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules["cupy"], "__version__", "13.6.0")
-    info()
-    printed = " ".join(capsys.readouterr().out.split())
-    if comm.rank == 0:
-        assert "CuPy a GPU was asked for, and CuPy is too old found: CuPy 13.6.0" in printed
-        assert "GPU toolkit not looked for: no GPU" in printed
-
-
 WITH_FAULTS = """
 import os
 from mpi4py import MPI
 last = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
-os.environ[{name!r}] = {value!r} if last else {others!r}
+os.environ["MPIPIPE_TEST_GPU_FAULTS"] = {faults!r} if last else ""
 import mpipipe
 from mpipipe import nn
 nn.Stage([nn.Linear(2, 2)], device=mpipipe.select_device({device!r}))
@@ -161,17 +160,12 @@ print("went on")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "others", "device", "says"),
-    [
-        ("MPIPIPE_TEST_GPU_FAULTS", "headers,cublas", "", "cuda", SAYS["headers"]),
-        ("MPIPIPE_TEST_GPU_FAULTS", "driver", "", "auto", "some ranks have a GPU, and some have none"),
-    ],
+    "faults, device, says",
+    [("headers,cublas", "cuda", SAYS["headers"]), ("driver", "auto", "some ranks have a GPU, and some have none")],
 )
-def test_a_job_on_machines_of_two_kinds_ends_with_one_report(
-    launch, emulated_gpu, tmp_path, name, value, others, device, says
-):
+def test_a_job_on_machines_of_two_kinds_ends_with_one_report(launch, emulated_gpu, tmp_path, faults, device, says):
     script = tmp_path / "job.py"
-    script.write_text(WITH_FAULTS.format(name=name, value=value, others=others, device=device))
+    script.write_text(WITH_FAULTS.format(faults=faults, device=device))
     job = launch(2, ["-m", "mpipipe", "run", str(script)], env=emulated_gpu.environment)
     assert job.returncode not in (0, None), job.stdout
     assert job.stderr.count(says) == 1 and "remedy: " in job.stderr, job.stderr
@@ -213,15 +207,12 @@ def test_an_error_of_the_device_is_not_hidden_by_the_end_of_the_block(machine):
     assert "division by zero" in machine.errors.pop()
 
 
-def test_a_stream_for_each_thread(machine):
+def test_a_stream_for_each_thread_and_none_on_the_host(machine, monkeypatch):
     def mine(comm):
         with arrays.own_stream():
             return arrays.stream().ptr
 
     assert len({*inprocess.run(3, mine), 0}) == 4
-
-
-def test_the_host_needs_no_stream(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with arrays.own_stream("cpu"):
         assert arrays.zeros(3, "float32").sum() == 0

@@ -18,12 +18,6 @@ def kind(request):
     return arrays.dtype(request.param)
 
 
-def test_full_precision_passes_as_it_is():
-    x = np.ones(3)
-    assert upcast_halves(lambda y: y, returned=(0,))(x) is x
-    assert upcast(x) is x and upcast(None) is None and upcast(2.0) == 2.0
-
-
 def test_results_that_are_told_are_rounded(kind):
     def function(x, y, factor):
         assert x.dtype == y.dtype == np.float32
@@ -36,10 +30,12 @@ def test_results_that_are_told_are_rounded(kind):
     np.testing.assert_array_equal(rounded, exact.astype(kind))
 
 
-def test_a_single_result_is_rounded_or_not(kind):
-    x = np.ones(2, kind)
+def test_a_single_result_is_rounded_or_not_and_full_precision_passes_as_it_is(kind):
+    x, full = np.ones(2, kind), np.ones(3)
     assert upcast_halves(np.negative, returned=(0,))(x).dtype == kind
     assert upcast_halves(lambda x: x)(x).dtype == np.float32
+    assert upcast_halves(lambda y: y, returned=(0,))(full) is full
+    assert upcast(full) is full and upcast(None) is None and upcast(2.0) == 2.0
 
 
 def test_arguments_that_are_set_are_rounded_once(kind):

@@ -41,12 +41,9 @@ def same(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
-def test_forward_and_backward_are_enough():
-    same(through(Bare()), through(attention.Local()))
-
-
-def test_positions_are_asked_for_if_there_are_any():
+def test_forward_and_backward_are_enough_and_positions_are_asked_for_if_there_are_any():
     found, plain = through(Positioned()), through(Bare())
+    same(plain, through(attention.Local()))
     same(found, through(attention.Local(), positions=[3, 5, 7, 9, 11]))
     assert (found[0] != plain[0]).any()
 

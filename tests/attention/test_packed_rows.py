@@ -23,11 +23,12 @@ def random_segments(rng, batch, seq):
     return np.stack([np.cumsum(rng.random(seq) < rng.choice([0, 0.1, 0.5, 1])) + rng.integers(5) for _ in range(batch)])
 
 
-def by_row(found, expected_of, segments):
-    """Assert that each row of (out, lse, dq, dk, dv) is that of dense attention to its documents."""
+def by_row(found, whole, segments, window=None):
+    """Assert that each row of (out, lse, dq, dk, dv), lse (batch, seq, heads), is dense attention to its documents."""
+    found = [found[0], found[1].transpose(0, 2, 1), *found[2:]]
     for number, row in enumerate(segments):
-        documents = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)]
-        agrees([x[number : number + 1] for x in found], expected_of(number, documents))
+        documents, one = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)], slice(number, number + 1)
+        agrees([x[one] for x in found], dense(*[x[one] for x in whole], True, window, documents))
 
 
 def through(attend, mine, segments, room=None):
@@ -49,10 +50,6 @@ def part_of_qkv(batch, seq, dtype=np.float64):
     return whole[:, :, :4], whole[:, :, 4:6], whole[:, :, 6:]
 
 
-def whole_lse(found):
-    return [found[0], found[1].transpose(0, 2, 1), *found[2:]]
-
-
 @settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 4), st.sampled_from(KINDS), st.integers(0, 2**32))
 def test_each_row_is_what_it_would_be_alone(ranks, seq, batch, kind, seed):
@@ -68,11 +65,7 @@ def test_each_row_is_what_it_would_be_alone(ranks, seq, batch, kind, seed):
     found = [layout.unshard(parts) for parts in zip(*inprocess.run(ranks, on_rank))]
     local = attention.Local() if window is None else attention.Local().with_window(window)
     for result in (found, through(local, whole, segments), through(local, whole, segments, part_of_qkv(batch, seq))):
-        by_row(
-            whole_lse(result),
-            lambda row, documents: dense(*[x[row : row + 1] for x in whole], True, window, documents),
-            segments,
-        )
+        by_row(result, whole, segments, window)
 
 
 def test_documents_change_from_call_to_call_and_backwards_keep_theirs():
@@ -97,24 +90,21 @@ def test_real_ranks(comm, monkeypatch, kind):
     layout = Layout(kind, comm.size, 29)
     mine = [layout.shard(x, comm.rank) for x in whole]
     parts = comm.allgather(through(attention.Ring(comm, layout=kind), mine, segments))
-    found = [layout.unshard(each) for each in zip(*parts)]
-    by_row(whole_lse(found), lambda row, at: dense(*[x[row : row + 1] for x in whole], True, None, at), segments)
+    by_row([layout.unshard(each) for each in zip(*parts)], whole, segments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_the_gpu(gpu, dtype):
     whole = [x.astype(backend.dtype(dtype)) for x in arrays(20, batch=2)]
     segments = random_segments(np.random.default_rng(3), 2, 20)
-    found = through(attention.Local(), [backend.upload(x) for x in whole], segments)
-    by_row(whole_lse(found), lambda row, at: dense(*[x[row : row + 1] for x in whole], True, None, at), segments)
+    by_row(through(attention.Local(), [backend.upload(x) for x in whole], segments), whole, segments)
     layout = Layout("zigzag", 2, 20)
 
     def on_rank(comm):
         mine = [backend.upload(layout.shard(x, comm.rank)) for x in whole]
         return through(attention.Ring(comm, layout=layout), mine, segments)
 
-    found = [layout.unshard(parts) for parts in zip(*inprocess.run(2, on_rank))]
-    by_row(whole_lse(found), lambda row, at: dense(*[x[row : row + 1] for x in whole], True, None, at), segments)
+    by_row([layout.unshard(parts) for parts in zip(*inprocess.run(2, on_rank))], whole, segments)
 
 
 def test_segments_that_do_not_fit_are_refused_on_all_ranks(comm):

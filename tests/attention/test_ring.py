@@ -35,7 +35,7 @@ def cases(draw):
     return ranks, seq, draw(st.sampled_from(KINDS)), causal, window, documents, rotation, sizes
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(cases(), st.booleans())
 def test_any_ring_equals_dense_attention(case, synchronous):
     ranks, seq, layout, causal, window, documents, rotation, sizes = case
@@ -63,8 +63,7 @@ def test_real_ranks_equal_dense_attention(comm, monkeypatch, layout, mask):
     agrees(found, dense(*whole, mask["causal"], mask.get("window"), documents))
 
 
-@pytest.mark.parametrize("seq", [1, 3, 64, 1000])
-@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("layout, seq", [("zigzag", 1), ("striped", 3), ("contiguous", 1000), ("zigzag", 1000)])
 def test_lengths_on_real_ranks(comm, layout, seq):
     whole = arrays(seq, batch=1, heads=2, kv_heads=1)
     agrees(through_ring(comm, whole, layout=layout)[0], dense(*whole))
@@ -114,8 +113,7 @@ def test_extreme_scores(comm, layout):
         agrees(through_ring(comm, [q, k, v, dout], layout=layout)[0], dense(q, k, v, dout))
 
 
-def test_rows_that_see_no_key(comm):
-    """Without keys at all everything is zero; queries in front of all keys of a causal cross-attention too."""
+def test_without_keys_everything_is_zero(comm):
     q, k, v, dout = arrays(12, keys=0)
     (out, lse, dq, _, _), _ = through_ring(comm, [q, k, v, dout], causal=False)
     assert not out.any() and not dq.any() and np.isneginf(lse).all()
@@ -166,8 +164,6 @@ def test_ranks_that_disagree(comm):
     refused(comm, ArgumentError, "unknown layout", lambda: through(layout="z" if odd else "zigzag"))
     refused(comm, MismatchError, "differ in causal", lambda: through(causal=odd))
     refused(comm, ArgumentError, "float16 or bfloat16", lambda: call(q.astype(np.complex64) if odd else q, k, v))
-    half = [x.astype(dtype("bfloat16")) for x in (q, k, v)]
-    refused(comm, MismatchError, "differ in dtype", lambda: call(*(half if odd else narrow)))
     call(q, k, v)
     attention.ring_attention(q, k, v, comm, window=np.int64(2) if odd else 2)
 
@@ -199,21 +195,17 @@ def test_many_rings_share_one_communicator_and_few_plans(comm):
     assert len(ring.agreement.plans) <= 64
 
 
-@pytest.mark.parametrize(
-    "options, match",
-    [
-        (dict(layout="spiral"), "unknown layout"), (dict(rotation="sideways"), "unknown rotation"),
-        (dict(window=0), "window"), (dict(window=3, causal=False), "needs a causal mask"),
-    ],
-)  # fmt: skip
-def test_wrong_options(comm, options, match):
-    with pytest.raises(ArgumentError, match=match):
-        attention.Ring(comm, **options)
+def test_wrong_options(comm):
+    wrong = {"layout": "spiral", "rotation": "sideways", "window": 0}
+    for name, value in wrong.items():
+        with pytest.raises(ArgumentError, match=name):
+            attention.Ring(comm, **{name: value})
+    with pytest.raises(ArgumentError, match="needs a causal mask"):
+        attention.Ring(comm, window=3, causal=False)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
-@pytest.mark.parametrize("dim", [8, 64, 80, 128])
+@pytest.mark.parametrize("kv_heads, dim", [(8, 8), (4, 64), (2, 80), (1, 128)])
 def test_head_dims_and_grouped_heads(comm, dim, kv_heads, dtype):
     whole = arrays(61, batch=1, heads=8, kv_heads=kv_heads, dim=dim, value_dim=dim // 2, dtype=dtype)
     found, _ = through_ring(comm, whole)

@@ -50,8 +50,9 @@ SLICES = [
 
 
 @pytest.mark.parametrize("slices", SLICES, ids=str)
-@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (6, 2), (4, 1)])
-@pytest.mark.parametrize("value_dim, copy_rows", [(8, 1024), (5, 1024), (8, 1)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, value_dim, copy_rows", [(3, 3, 8, 1024), (6, 2, 8, 1), (4, 1, 8, 1024), (6, 2, 5, 1024)]
+)
 def test_slices_equal_those_of_the_host_kernel(torch_cpu, monkeypatch, slices, heads, kv_heads, value_dim, copy_rows):
     monkeypatch.setattr(torch_cpu, "COPY_ROWS", copy_rows)
     q, k, v, dout = arrays(300, heads=heads, kv_heads=kv_heads, value_dim=value_dim)
@@ -108,15 +109,12 @@ def test_arrays_that_pytorch_cannot_share(torch_cpu):
     agrees((out, saved.lse, *attend.backward(dout, saved)), expected)
 
 
-def test_the_host_kernel_is_the_default(monkeypatch):
-    for value in (None, "", "host"):
-        monkeypatch.delenv(kernels.VARIABLE, raising=False)
-        if value is not None:
-            monkeypatch.setenv(kernels.VARIABLE, value)
+def test_the_host_kernel_is_the_default_and_an_unknown_one_is_refused(monkeypatch):
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    assert kernels.chosen() is host
+    for value in ("", "host"):
+        monkeypatch.setenv(kernels.VARIABLE, value)
         assert kernels.chosen() is host
-
-
-def test_an_unknown_kernel_is_refused(monkeypatch):
     monkeypatch.setenv(kernels.VARIABLE, "abacus")
     with pytest.raises(ArgumentError, match=r"MPIPIPE_ATTENTION.*\n.*abacus.*\n.*host or torch"):
         attention.Local().forward(*arrays(4)[:3])

@@ -87,8 +87,19 @@ def taken(folder, own=None):
     return taking
 
 
+def record_in(folder):
+    return OwnerRecord.parse((folder / "owner.json").read_bytes())
+
+
 def token_in(folder):
-    return OwnerRecord.parse((folder / "owner.json").read_bytes()).token
+    return record_in(folder).token
+
+
+def wait_until(is_so):
+    stop = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < stop
+        time.sleep(0.01)
 
 
 def test_a_dead_owner_on_this_host_is_told_of_and_taken_over_at_once(tmp_path, capfd):
@@ -172,18 +183,16 @@ def test_an_owner_of_another_user_whose_processes_are_hidden_is_not_taken_for_de
     assert token_in(tmp_path) == "f" * 16
 
 
-def test_an_owner_on_another_host_is_dead_once_its_file_stays_as_it_is(tmp_path, quick, capfd):
-    leave(tmp_path, record(machine="another"))
+def test_an_owner_on_another_host_that_renews_its_file_is_alive_and_dead_once_that_stays_as_it_is(
+    tmp_path, quick, capfd
+):
+    with renewing(tmp_path, record(machine="another")), pytest.raises(OwnerError, match="another job owns"):
+        taken(tmp_path)
+    assert token_in(tmp_path) == DEAD
     start = time.monotonic()
     taken(tmp_path)
     assert time.monotonic() - start >= 0.4 and token_in(tmp_path) == "f" * 16
     assert "looks for 0.4 s whether it is alive" in capfd.readouterr().err
-
-
-def test_an_owner_on_another_host_that_renews_its_file_is_alive(tmp_path, quick):
-    with renewing(tmp_path, record(machine="another")), pytest.raises(OwnerError, match="another job owns"):
-        taken(tmp_path)
-    assert token_in(tmp_path) == DEAD
 
 
 def test_a_file_system_that_hangs_makes_no_owner_stale(tmp_path, monkeypatch):
@@ -239,23 +248,24 @@ def test_an_earlier_start_of_the_same_job_is_waited_for_longer_and_may_be_tried_
         taken(tmp_path, replace(again, starts="0"))
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
+def test_the_job_of_the_scheduler():
+    for environment, expected in (
         ({}, ("", "")),
         ({"SLURM_JOB_ID": "17"}, ("SLURM_JOB_ID 17", "0")),
         ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, ("SLURM_JOB_ID 17", "2")),
         ({"PBS_JOBID": "17.server"}, ("PBS_JOBID 17.server", "")),
         ({"LSB_JOBID": "17", "LSB_JOBINDEX": "3"}, ("LSB_JOBID 17[3]", "")),
         ({"LSB_JOBID": "17", "LSB_JOBINDEX": "0"}, ("LSB_JOBID 17", "")),
-    ],
-)
-def test_the_job_of_the_scheduler(environment, expected):
-    assert owner._job(environment) == expected
+    ):
+        assert owner._job(environment) == expected
 
 
-def failed(folder, error):
-    return StorageError(f"{folder}: {error}")
+@contextmanager
+def failed(folder):
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{folder}: {error}") from error
 
 
 def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
@@ -263,7 +273,7 @@ def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
     group = group_of(comm)
     owned = owner.take_folder(folder, group, failed)
     assert owner.owner_of(folder / "b") is owned and owner.owner_of(folder.parent) is None
-    assert OwnerRecord.parse((folder / "owner.json").read_bytes()).token == owned.token
+    assert token_in(folder) == owned.token
     shared = owner.share_folder(folder / "b", group, failed)
     assert shared is owned
     for _ in range(2):
@@ -275,14 +285,13 @@ def test_the_owner_is_the_job_and_leaves_nothing(comm, mpi_tmp_path):
     assert os.listdir(mpi_tmp_path) == [] and owner.owner_of(folder) is None
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(comm, mpi_tmp_path):
+def test_a_folder_that_cannot_be_made_or_is_another_jobs_is_an_error_on_all_ranks(
+    comm, mpi_tmp_path, quick, monkeypatch
+):
     if comm.rank == 0:
         (mpi_tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/run: "):
         owner.take_folder(mpi_tmp_path / "file" / "run", group_of(comm), failed)
-
-
-def test_a_job_that_is_refused_is_told_on_all_ranks(comm, mpi_tmp_path, quick, monkeypatch):
     if comm.rank == 0:
         leave(mpi_tmp_path, record(process=os.getppid(), job="SLURM_JOB_ID 17", starts="0"))
     comm.Barrier()
@@ -303,19 +312,14 @@ def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, m
         owner, "write_over", lambda *arguments: (written.append(time.monotonic()), original(*arguments))
     )
     owned = owner.take_folder(mpi_tmp_path, group_of(comm), failed)
-    stop = time.monotonic() + 60
     if comm.rank == 0:
-        while len(written) < 3:
-            assert time.monotonic() < stop
-            time.sleep(0.01)
+        wait_until(lambda: len(written) >= 3)
         assert min(np.diff(written)) >= 0.19
-        assert int(OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes()).renewals) >= 2
+        assert int(record_in(mpi_tmp_path).renewals) >= 2
         (mpi_tmp_path / "owner.json").rename(mpi_tmp_path / "former")  # as by a job that takes over
         leave(mpi_tmp_path, record())
         seen = len(written)
-        while len(written) < seen + 2:
-            assert time.monotonic() < stop
-            time.sleep(0.01)
+        wait_until(lambda: len(written) >= seen + 2)
     comm.Barrier()
     assert token_in(mpi_tmp_path) == DEAD and (comm.rank == 0 or written == [])
     comm.Barrier()
@@ -329,12 +333,9 @@ def test_the_ranks_that_are_left_keep_the_folder(comm, mpi_tmp_path, monkeypatch
     group, last = group_of(comm), comm.size - 1
     owned = owner.take_folder(mpi_tmp_path, group, failed)
     owned.hand_on(group, last)
-    found = OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes())
+    found = record_in(mpi_tmp_path)
     assert found.token == owned.token and len(found.processes) == comm.size
-    stop = time.monotonic() + 60
-    while OwnerRecord.parse((mpi_tmp_path / "owner.json").read_bytes()).renewals < f"{3:012d}":
-        assert time.monotonic() < stop
-        time.sleep(0.01)
+    wait_until(lambda: record_in(mpi_tmp_path).renewals >= f"{3:012d}")
     comm.Barrier()
     if comm.rank != last:
         owned.release()
@@ -361,6 +362,7 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
                 (theirs / f"part-{rank}.safetensors").write_text("theirs")
         comm.Barrier()
 
+    began, original = threading.Event(), tensor_files.crc32
     with Mesh(comm, pipe=comm.size) as mesh:
         stages, optimizer = trained(mesh)
         with pytest.raises(OwnerError, match="another job has taken the folder"):
@@ -370,13 +372,7 @@ def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp
                 if when == "before":
                     lose()
                     saver.save(2)
-                began, original = threading.Event(), tensor_files.crc32
-
-                def crc32(*arguments):
-                    began.wait(60)
-                    return original(*arguments)
-
-                monkeypatch.setattr(tensor_files, "crc32", crc32)
+                monkeypatch.setattr(tensor_files, "crc32", lambda *some: (began.wait(60), original(*some))[1])
                 saver.save(2)
                 lose()
                 began.set()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.small_training import config_in
 
 from mpipipe import Mesh, Pipeline, arrays, checkpoint, nn, optim, schedules
 from mpipipe.attention import Local
@@ -17,7 +19,7 @@ from mpipipe.checkpoint import contents, replicas
 from mpipipe.checkpoint.replicas import ABSENT, Hashes, compare, hash_of
 from mpipipe.errors import MismatchError, ReplicaError
 from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train
+from mpipipe.train import train
 from mpipipe.train.trainer import Trainer
 
 MODEL = GPT(dim=8, layers=3, heads=2, kv_heads=1, hidden=12, seq=16, tied=True)
@@ -126,15 +128,11 @@ def test_a_place_of_a_tied_parameter_that_no_optimizer_has_is_compared_without_s
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_share_a_sequence_are_compared(comm):
+def test_ranks_that_share_a_sequence_are_compared_and_optimizers_of_other_steps_told(comm):
     with Mesh(comm, seq=comm.size) as mesh:
         stages = [nn.Stage([nn.Linear(4, 4)], seed=1 + (comm.rank == comm.size - 1))]
         with pytest.raises(ReplicaError, match=r"differ in parameters/0\.weight"):
             checkpoint.check_replicas(mesh, stages)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_optimizers_of_other_steps_are_told(comm):
     with Mesh(comm) as mesh:
         stages = [nn.Stage([nn.Linear(4, 4)], seed=1)]
         optimizer = optim.SGD(stages, 0.1)
@@ -143,19 +141,13 @@ def test_optimizers_of_other_steps_are_told(comm):
             checkpoint.check_replicas(mesh, stages, optimizer)
 
 
-class Own:
-    """A stage without layers of this package; every rank calls its parameter alike."""
-
-    def __init__(self, value):
-        self.parameters = {"own": np.full(3, value)}
-
-
 def test_stages_of_ones_own_are_compared_with_those_of_the_same_place_alone(comm):
+    stage = SimpleNamespace(parameters={"own": np.full(3, comm.rank)})  # every rank calls its parameter alike
     with Mesh(comm, pipe=comm.size) as mesh:
-        checkpoint.check_replicas(mesh, [Own(comm.rank)])
+        checkpoint.check_replicas(mesh, [stage])
     if comm.size > 1:
         with Mesh(comm) as mesh, pytest.raises(ReplicaError, match="differ in parameters/own"):
-            checkpoint.check_replicas(mesh, [Own(comm.rank)])
+            checkpoint.check_replicas(mesh, [stage])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -198,14 +190,7 @@ def test_what_one_rank_alone_holds_or_lacks_is_named(size, victim, name, lacks):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_training_stops_before_it_saves_what_one_rank_has_alone(comm, mpi_tmp_path, monkeypatch):
-    if comm.rank == 0:
-        (mpi_tmp_path / "text").write_text("one two three four\n" * 200)
-    comm.Barrier()
-    config = TrainConfig(
-        data=(str(mpi_tmp_path / "text"),), out=str(mpi_tmp_path / "run"), dim=16, layers=2, heads=2, hidden=32,
-        seq_len=16, batch=8, microbatches=2, steps=6, sample_bytes=0, device="cpu", pipe=1, check_weights=2,
-        save_every=2, eval_batches=1,
-    )  # fmt: skip
+    config = config_in(mpi_tmp_path, comm, steps=6, pipe=1, check_weights=2, save_every=2)()
     original = Trainer.step
 
     def step(self, number):

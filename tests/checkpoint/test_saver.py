@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
 from mpipipe.language.models import weights
 
+FULL = OSError(28, "No space left on device")
 PATIENCE = 60  # seconds: far more than anything here takes
 
 
@@ -68,6 +70,15 @@ def change(stages, optimizer, steps=1):
         optimizer.step()
 
 
+def raising(error):
+    """A function that raises this."""
+
+    def function(*arguments):
+        raise error
+
+    return function
+
+
 class Gate:
     """Every piece that a thread is about to read, or each fsync, waits until the gate is open."""
 
@@ -83,44 +94,32 @@ class Gate:
         threading.Timer(0.2, self.opened.set).start()
 
 
-@pytest.fixture
-def reading(monkeypatch):
-    """A gate before every piece that is read."""
-    gate, original = Gate(), tensor_files.crc32
-
-    def crc32(*arguments):
-        gate.wait()
-        return original(*arguments)
-
-    monkeypatch.setattr(tensor_files, "crc32", crc32)
-    yield gate
-    gate.opened.set()
+def preceded(monkeypatch, owner, name, what):
+    """Let a function of a module call `what` before."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments: (what(), original(*arguments))[1])
 
 
-@pytest.fixture
-def forcing(monkeypatch):
-    """A gate before every fsync."""
-    gate, original = Gate(), os.fsync
+def gate_before(owner, name):
+    """A fixture: a gate before every call of this function."""
 
-    def fsync(descriptor):
-        gate.wait()
-        original(descriptor)
+    @pytest.fixture
+    def gate(monkeypatch):
+        made = Gate()
+        preceded(monkeypatch, owner, name, made.wait)
+        yield made
+        made.opened.set()
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    yield gate
-    gate.opened.set()
+    return gate
+
+
+reading, forcing = gate_before(tensor_files, "crc32"), gate_before(os, "fsync")
 
 
 @pytest.fixture
 def slow_reads(monkeypatch):
     """Reading takes far longer than a step."""
-    original = tensor_files.crc32
-
-    def crc32(*arguments):
-        time.sleep(2e-3)
-        return original(*arguments)
-
-    monkeypatch.setattr(tensor_files, "crc32", crc32)
+    preceded(monkeypatch, tensor_files, "crc32", lambda: time.sleep(2e-3))
     monkeypatch.setattr(tensor_files, "PIECE_BYTES", 256)
 
 
@@ -158,17 +157,24 @@ def test_a_checkpoint_has_the_bits_of_the_moment_of_its_save_whenever_the_optimi
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "one stage a rank, tied",
-        pytest.param("replicas of two stages", marks=pytest.mark.long),
-        pytest.param("bfloat16", marks=pytest.mark.long),
-    ],
+    ["one stage a rank, tied", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("replicas", "bfloat16"))],
 )
 def test_from_a_gpu_too_whose_work_comes_late(gpu, comm, mpi_tmp_path, slow_reads, kind):
     check_bits(comm, mpi_tmp_path, kind, device="cuda")
 
 
 def test_save_returns_before_anything_is_read_and_the_optimizer_waits_for_the_reading(comm, mpi_tmp_path, reading):
+    """Layers of half precision compute with a copy, so only the optimizer has to wait."""
+    with Mesh(comm) as mesh:
+        stage = nn.Stage([nn.Linear(8, 8)], dtype="bfloat16")
+        with checkpoint.Saver(mpi_tmp_path / "half", mesh, [stage], optim.AdamW([stage], 0.1)) as saver:
+            saver.save(1)
+            stage.refresh()
+            y, _ = stage.forward(np.ones((2, 8), arrays.dtype("bfloat16")))
+            assert not reading.opened.is_set() and y.shape == (2, 8)
+            reading.open_soon()
+    comm.Barrier()
+    reading.opened.clear()
     with saving(comm, mpi_tmp_path) as saver:
         saver.save(1)
         assert saver.poll() is None and saver.waited == 0
@@ -229,7 +235,9 @@ def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_pa
                 path, {name: a for stage in stages for name, a in stage.parameters.items()}
             )
             sums = {name: entry.checksum for name, entry in written.arrays.items()}
-            describe(path.parent, sums)
+            facts = {"model": {}, "dtype": "float32", "stages": 1, "checksums": sums}
+            description = json.dumps({**facts, "checksum": folders.checksum_of(facts)})
+            (path.parent / weights.DESCRIPTION).write_text(description)
         change(stages, optimizer)
         right = values(stages, optimizer)
         comm.Barrier()
@@ -248,94 +256,66 @@ def test_a_load_into_what_is_being_saved_waits_until_it_is_read(comm, mpi_tmp_pa
             np.testing.assert_array_equal(array, right[name], name)
 
 
-def describe(folder, sums):
-    """A description of weights in one file."""
-    import json
-
-    from mpipipe.checkpoint.folders import checksum_of
-
-    facts = {"model": {}, "dtype": "float32", "stages": 1, "checksums": sums}
-    (folder / weights.DESCRIPTION).write_text(json.dumps({**facts, "checksum": checksum_of(facts)}))
-
-
 def test_a_further_save_waits_for_the_files_of_the_one_before_and_for_the_manifest_of_the_one_before_that(
     comm, mpi_tmp_path, forcing
 ):
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer, keep=1) as saver:
-            first = saver.save(1)
-            forcing.open_soon()
-            saver.save(2)
-            assert forcing.opened.is_set()
-            assert {f"part-{rank}.safetensors" for rank in range(comm.size)} <= set(os.listdir(first))
-            last = saver.save(3)
-            assert checkpoint.newest(mpi_tmp_path) is not None
-        comm.Barrier()
-        assert names_in(mpi_tmp_path) == [last.name]
+    with saving(comm, mpi_tmp_path, keep=1) as saver:
+        first = saver.save(1)
+        forcing.open_soon()
+        saver.save(2)
+        assert forcing.opened.is_set()
+        assert {f"part-{rank}.safetensors" for rank in range(comm.size)} <= set(os.listdir(first))
+        last = saver.save(3)
+        assert checkpoint.newest(mpi_tmp_path) is not None
+    comm.Barrier()
+    assert names_in(mpi_tmp_path) == [last.name]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("none"), SystemExit(3)])
+@pytest.mark.parametrize("error", [FULL, MemoryError("none"), SystemExit(3)])
 def test_whatever_ends_a_thread_of_one_rank_is_raised_on_all_and_the_next_save_begins_anew(
     comm, mpi_tmp_path, monkeypatch, error
 ):
-    def write(file, start, count):
-        raise error
-
-    with Mesh(comm, pipe=comm.size) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            first = saver.save(1)
-            saver.wait()
-            with monkeypatch.context() as patch:
-                if comm.rank == comm.size - 1:
-                    patch.setattr(tensor_files.files, "begin_writing", write)
-                saver.save(2)
-                kind = StorageError if isinstance(error, OSError) else ArgumentError
-                with pytest.raises(kind, match=f"rank {comm.size - 1}: " if comm.size > 1 else None) as caught:
-                    while saver.in_flight:
-                        saver.poll()
-                        change(stages, optimizer)
-            assert caught.type is kind and str(error) in str(caught.value)
-            comm.Barrier()
-            assert names_in(mpi_tmp_path) == [first.name]
-            third = saver.save(3)
-            assert saver.wait() == third
-        assert sorted(names_in(mpi_tmp_path)) == [first.name, third.name]
-
-
-def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(subcomm, mpi_tmp_path, monkeypatch, slow_reads):
-    def write(file, start, count):
-        raise OSError(28, "No space left on device")
-
-    comm = subcomm(2)
-    if comm is None:
-        return
-    with saving(comm, mpi_tmp_path, pipe=2) as saver:
-        if comm.rank == 1:
-            monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1 << 20)  # it fails at once, and rank 0 is still reading
-            monkeypatch.setattr(tensor_files.files, "begin_writing", write)
-        saver.save(1)
-        if comm.rank == 1:
-            assert saver._saving.work.wait(PATIENCE)
+    with saving(comm, mpi_tmp_path, pipe=comm.size) as saver:
+        first = saver.save(1)
+        saver.wait()
+        with monkeypatch.context() as patch:
+            if comm.rank == comm.size - 1:
+                patch.setattr(tensor_files.files, "begin_writing", raising(error))
+            saver.save(2)
+            kind = StorageError if isinstance(error, OSError) else ArgumentError
+            with pytest.raises(kind, match=f"rank {comm.size - 1}: " if comm.size > 1 else None) as caught:
+                while saver.in_flight:
+                    saver.poll()
+                    change(saver.stages, saver.optimizer)
+        assert caught.type is kind and str(error) in str(caught.value)
         comm.Barrier()
+        assert names_in(mpi_tmp_path) == [first.name]
+        third = saver.save(3)
+        assert saver.wait() == third
+    assert sorted(names_in(mpi_tmp_path)) == [first.name, third.name]
+
+
+def test_a_rank_whose_thread_was_given_up_is_not_the_one_that_is_blamed(pair, mpi_tmp_path, monkeypatch, slow_reads):
+    with saving(pair, mpi_tmp_path, pipe=2) as saver:
+        if pair.rank == 1:
+            monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1 << 20)  # it fails at once, and rank 0 is still reading
+            monkeypatch.setattr(tensor_files.files, "begin_writing", raising(FULL))
+        saver.save(1)
+        if pair.rank == 1:
+            assert saver._saving.work.wait(PATIENCE)
+        pair.Barrier()
         with pytest.raises(StorageError, match=r"rank 1: the checkpoint cannot be written: .*No space left"):
             while saver.in_flight:
                 saver.poll()
 
 
 def test_a_thread_that_cannot_be_started_is_an_error_on_all_ranks(comm, mpi_tmp_path, monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        saver = checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer)
+    with saving(comm, mpi_tmp_path) as saver:
         with monkeypatch.context() as patch:
             if comm.rank == 0:
-                patch.setattr(threading.Thread, "start", start)
+                patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
             saver.save(1)
-            optimizer.step()
+            saver.optimizer.step()
             with pytest.raises(ArgumentError, match="can't start new thread"):
                 saver.wait()
         saver.close()
@@ -373,15 +353,12 @@ def test_an_error_of_the_training_leaves_nothing_of_the_save_in_flight(comm, mpi
 
 
 def test_an_error_that_all_ranks_raise_leaves_the_checkpoint_whole(comm, mpi_tmp_path, forcing):
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        with pytest.raises(NonFiniteError):
-            with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-                path = saver.save(1)
-                forcing.open_soon()
-                raise agreed_by(NonFiniteError("the loss is NaN"), group_of(mesh.comm))
-        comm.Barrier()
-        assert checkpoint.newest(mpi_tmp_path) == path
+    with pytest.raises(NonFiniteError), saving(comm, mpi_tmp_path) as saver:
+        path = saver.save(1)
+        forcing.open_soon()
+        raise agreed_by(NonFiniteError("the loss is NaN"), group_of(saver.mesh.comm))
+    comm.Barrier()
+    assert checkpoint.newest(mpi_tmp_path) == path
 
 
 @pytest.mark.mpi(min_size=2)
@@ -408,13 +385,10 @@ def test_a_rank_that_waits_for_its_disk_hears_of_the_failure_of_another(comm, mp
 
 
 def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_path, monkeypatch):
-    def write(*arguments):
-        raise OSError(30, "Read-only file system")
-
     with saving(comm, mpi_tmp_path, pipe=comm.size) as saver:
         saver.save(1)
         with monkeypatch.context() as patch:
-            patch.setattr("mpipipe.checkpoint.folders.write", write)
+            patch.setattr(folders, "write", raising(OSError(30, "Read-only file system")))
             with pytest.raises(StorageError, match="Read-only file system"):
                 saver.wait()
         comm.Barrier()
@@ -422,95 +396,54 @@ def test_a_manifest_that_cannot_be_written_takes_the_arrays_along(comm, mpi_tmp_
 
 
 def test_a_save_that_fails_is_told_of_once_the_one_before_it_is_whole(comm, mpi_tmp_path, monkeypatch):
-    gate, original = Gate(), folders.write
-
-    def write(*arguments):
-        gate.wait()
-        original(*arguments)
-
-    def fail(*arguments):
-        raise OSError(122, "Disk quota exceeded")
-
-    monkeypatch.setattr(folders, "write", write)
-    with Mesh(comm, pipe=comm.size) as mesh:
-        stages, optimizer = trained(mesh)
-        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
-            first = saver.save(1)
-            with monkeypatch.context() as patch:
-                if comm.rank == comm.size - 1:
-                    patch.setattr(
-                        tensor_files.files,
-                        "begin_writing",
-                        lambda file, *rest: fail() if first.name not in file.name else None,
-                    )
-                saver.save(2)  # the manifest of the first is on its way from here on
-                assert saver._saving.work.wait(PATIENCE)
-                assert saver.poll() is None and saver.poll() is None and saver.in_flight
-                assert checkpoint.newest(mpi_tmp_path) is None
-            comm.Barrier()
-            gate.opened.set()
-            with pytest.raises(StorageError, match="Disk quota exceeded") as caught:
-                saver.wait()
-            assert caught.value.remedy.endswith(f"the newest whole checkpoint beside it is {first}")
-            assert not saver.in_flight
-        assert names_in(mpi_tmp_path) == [first.name]
-
-
-def test_what_must_not_be_older_than_the_checkpoint_is_forced_to_the_disk_before_its_manifest(comm, mpi_tmp_path):
-    seen = []
-    with saving(comm, mpi_tmp_path) as saver:
-        saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
-    assert seen == ([None] if comm.rank == 0 else [])
+    gate, fail = Gate(), raising(OSError(122, "Disk quota exceeded"))
+    preceded(monkeypatch, folders, "write", gate.wait)
+    with saving(comm, mpi_tmp_path, pipe=comm.size) as saver:
+        first = saver.save(1)
+        with monkeypatch.context() as patch:
+            if comm.rank == comm.size - 1:
+                write = lambda file, *rest: fail() if first.name not in file.name else None  # noqa: E731
+                patch.setattr(tensor_files.files, "begin_writing", write)
+            saver.save(2)  # the manifest of the first is on its way from here on
+            assert saver._saving.work.wait(PATIENCE)
+            assert saver.poll() is None and saver.poll() is None and saver.in_flight
+            assert checkpoint.newest(mpi_tmp_path) is None
+        comm.Barrier()
+        gate.opened.set()
+        with pytest.raises(StorageError, match="Disk quota exceeded") as caught:
+            saver.wait()
+        assert caught.value.remedy.endswith(f"the newest whole checkpoint beside it is {first}")
+        assert not saver.in_flight
+    assert names_in(mpi_tmp_path) == [first.name]
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_no_reason_to_fail(comm, mpi_tmp_path, monkeypatch, caplog):
-    def prune(root, keep, **more):
-        raise ArgumentError("an old checkpoint cannot be removed: Permission denied")
-
-    with Mesh(comm) as mesh:
-        stages, optimizer = trained(mesh)
-        monkeypatch.setattr("mpipipe.checkpoint.folders.prune", prune)
-        checkpoint.save(mpi_tmp_path, mesh, stages, optimizer, step=1, keep=1)
-        assert ("cannot be removed: Permission denied" in caplog.text) == (comm.rank == 0)
-        assert checkpoint.newest(mpi_tmp_path).name == "step-00000001"
-
-
-def test_a_stage_of_half_precision_goes_on_while_its_parameters_are_saved(comm, mpi_tmp_path, reading):
-    """Layers compute with a copy; only the optimizer has to wait."""
-    with Mesh(comm) as mesh:
-        stage = nn.Stage([nn.Linear(8, 8)], dtype="bfloat16")
-        optimizer = optim.AdamW([stage], 0.1)
-        with checkpoint.Saver(mpi_tmp_path, mesh, [stage], optimizer) as saver:
-            saver.save(1)
-            stage.refresh()
-            y, _ = stage.forward(np.ones((2, 8), arrays.dtype("bfloat16")))
-            assert not reading.opened.is_set() and y.shape == (2, 8)
-            reading.open_soon()
-
-
-def test_a_save_takes_as_long_as_its_slowest_rank(comm, mpi_tmp_path, monkeypatch):
-    original, pause = tensor_files.write_tensors, 0.3 * (comm.rank == comm.size - 1)
-
-    def write(*arguments):
-        time.sleep(pause)
-        return original(*arguments)
-
-    monkeypatch.setattr(tensor_files, "write_tensors", write)
-    with saving(comm, mpi_tmp_path) as saver:
+    error = ArgumentError("an old checkpoint cannot be removed: Permission denied")
+    monkeypatch.setattr(folders, "prune", lambda root, keep, **more: raising(error)())
+    with saving(comm, mpi_tmp_path, keep=1) as saver:
         saver.save(1)
+    assert ("cannot be removed: Permission denied" in caplog.text) == (comm.rank == 0)
+    assert checkpoint.newest(mpi_tmp_path).name == "step-00000001"
+
+
+def test_a_save_takes_as_long_as_its_slowest_rank_and_other_work_is_done_before_its_manifest(
+    comm, mpi_tmp_path, monkeypatch
+):
+    """Such as to force to the disk what must not be older than the checkpoint."""
+    preceded(monkeypatch, tensor_files, "write_tensors", lambda: time.sleep(0.3 * (comm.rank == comm.size - 1)))
+    seen = []
+    with saving(comm, mpi_tmp_path) as saver:
+        saver.save(1, beforehand=lambda: seen.append(checkpoint.newest(mpi_tmp_path)))
         saver.wait()
+        assert seen == ([None] if comm.rank == 0 else [])
         assert comm.rank > 0 or saver.seconds > 0.3
 
 
 def test_a_last_save_that_fails_while_a_job_leaves_is_told_of(comm, mpi_tmp_path, monkeypatch, caplog):
-    def write(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tensor_files, "write_tensors", write)
-    with Mesh(comm) as mesh, Preemption(comm, signals="none", time_limit=1e-3, say=str) as preemption:
-        stages, optimizer = trained(mesh)
+    monkeypatch.setattr(tensor_files, "write_tensors", raising(FULL))
+    with Preemption(comm, signals="none", time_limit=1e-3, say=str) as preemption:
         assert preemption.due()
-        with pytest.raises(SystemExit), checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+        with pytest.raises(SystemExit), saving(comm, mpi_tmp_path) as saver:
             saver.save(1)
             preemption.leave("as it says")
     assert checkpoint.newest(mpi_tmp_path) is None

@@ -1,27 +1,27 @@
-"""A process is killed around each call that changes a folder which is replaced: a whole one is found each time."""
+"""A process is killed around each call that changes files: a whole checkpoint or folder is found each time."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import threading
 from contextlib import nullcontext
 
 import pytest
 
-from mpipipe import Mesh, nn, schedules
+from mpipipe import Mesh, checkpoint, files, nn, optim, schedules
 from mpipipe.attention import Local
-from mpipipe.checkpoint import whole_folder
+from mpipipe.checkpoint import contents, tensor_files, whole_folder
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT, huggingface, weights
-from mpipipe.language.models.conversion import convert
 from mpipipe.language.models.huggingface.adapter import open_adapter, read_adapter, save_adapter
 from mpipipe.language.models.huggingface.families import expressed
-from mpipipe.language.models.model_folder import open_model
+from mpipipe.language.models.model_folder import convert, open_model
 
 MODEL = GPT(dim=8, layers=1, heads=2)
 LORA = nn.LoRA(2, 4.0, ["q_proj"])
-CALLS = ("rename", "rmdir", "mkdir", "unlink", "fsync", "replace", "open")
+CALLS = [(os, name) for name in ("rename", "rmdir", "mkdir", "unlink", "fsync", "replace", "open")]
 
 
 def stage_of(value, lora=None):
@@ -77,16 +77,17 @@ def value_of_adapter(folder):
     return value
 
 
-def dying_at(moment, work):
-    """Whether `work` came to its end in a process that is killed around its n-th call of CALLS."""
+def dying_at(moment, work, calls=CALLS):
+    """Whether `work` came to its end in a process that is killed around its n-th of these calls, by any thread."""
     child = os.fork()
     if child == 0:
-        left, leave = [moment], os._exit
+        left, leave, lock = [moment], os._exit, threading.Lock()
 
         def die():
-            left[0] -= 1
-            if left[0] == 0:
-                leave(9)
+            with lock:
+                left[0] -= 1
+                if left[0] == 0:
+                    leave(9)
 
         def deadly(function):
             def call(*arguments, **keys):
@@ -97,8 +98,9 @@ def dying_at(moment, work):
 
             return call
 
-        for name in CALLS:
-            setattr(os, name, deadly(getattr(os, name)))
+        files.open = open
+        for owner, name in calls:
+            setattr(owner, name, deadly(getattr(owner, name)))
         try:
             work()
         except BaseException:
@@ -107,6 +109,50 @@ def dying_at(moment, work):
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert ended in (0, 9)
     return ended == 0
+
+
+def on_two_ranks(work):
+    """work(mesh, stages, optimizer, all their arrays) on each of two replicas; what it returns on rank 0."""
+
+    def rank(comm):
+        stages = [nn.Stage([nn.Linear(6, 5), nn.Linear(5, 3)], seed=1)]
+        optimizer = optim.AdamW(stages, 0.1)
+        with Mesh(comm) as mesh:
+            return work(mesh, stages, optimizer, contents.contents_of(stages, optimizer))
+
+    return inprocess.run(2, rank)[0]
+
+
+def save_checkpoint(root, step):
+    def save(mesh, stages, optimizer, arrays):
+        for array in arrays.values():
+            array[...] = step
+        checkpoint.save(root, mesh, stages, optimizer, step=step, state={"step": step}, keep=1)
+
+    on_two_ranks(save)
+
+
+def step_of_checkpoint(root):
+    def load(mesh, stages, optimizer, arrays):
+        found = checkpoint.load(root, mesh, stages, optimizer)
+        assert found.state == {"step": found.step} and all((array == found.step).all() for array in arrays.values())
+        return found.step
+
+    return on_two_ranks(load)
+
+
+@pytest.mark.long
+def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    """Also between pieces of arrays, and in each thread."""
+    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 32)
+    seen, ended, calls = [], False, [*CALLS, (files, "open"), (tensor_files, "crc32")]
+    save_checkpoint(tmp_path / "root", 1)
+    while not ended:
+        shutil.copytree(tmp_path / "root", tmp_path / "copy")
+        ended = dying_at(len(seen) + 1, lambda: save_checkpoint(tmp_path / "copy", 2), calls)
+        seen.append(step_of_checkpoint(tmp_path / "copy"))
+        shutil.rmtree(tmp_path / "copy")
+    assert len(seen) > 30 and seen[0] == 1 and seen[-1] == 2
 
 
 @pytest.mark.long

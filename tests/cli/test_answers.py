@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpipipe.cli.generate import Printed, Streamed, WrittenLines
+from mpipipe.cli.generate import printed, streamed, written_lines
 from mpipipe.errors import ConfigError
 from mpipipe.language.inference.generation import Drawn
 from mpipipe.language.inference.prompts import Bytes, Prompts
@@ -18,38 +18,38 @@ DRAWN = [
 
 
 def test_texts_are_printed_in_order_without_the_stop_token(capsys):
-    with Printed(PROMPTS, Bytes()) as shown:
-        for drawn in DRAWN[:-1]:
-            shown.take(drawn)
-        assert capsys.readouterr().out == ""
-        shown.take(DRAWN[-1])
+    take = printed(PROMPTS, Bytes())
+    for drawn in DRAWN[:-1]:
+        take(drawn)
+    assert capsys.readouterr().out == ""
+    take(DRAWN[-1])
     assert capsys.readouterr().out == "--- prompt 0\naxz\n--- prompt 1\nbcy\n"
 
 
 def test_ids_are_printed_with_all_tokens(capsys):
-    with Printed(Prompts(PROMPTS.tokens, [None, None]), None) as shown:
-        for drawn in DRAWN:
-            shown.take(drawn)
+    take = printed(Prompts(PROMPTS.tokens, [None, None]), None)
+    for drawn in DRAWN:
+        take(drawn)
     assert capsys.readouterr().out == "mpipipe: tokens 97,120,122\nmpipipe: tokens 98,99,121,0\n"
 
 
 def test_one_answer_streams(capsys):
-    with Streamed([97], Bytes()) as shown:
-        shown.take(Drawn(0, 0xC3, None))
-        assert capsys.readouterr().out == ""  # half a character
-        shown.take(Drawn(0, 0xBC, None))
-        assert capsys.readouterr().out == "a\u00fc"
-        shown.take(Drawn(0, 27, None))
-        assert capsys.readouterr().out == "\ufffd"
-        shown.take(Drawn(0, 0, "stop"))
-        assert capsys.readouterr().out == "\n"
+    take = streamed([97], Bytes())
+    take(Drawn(0, 0xC3, None))
+    assert capsys.readouterr().out == ""  # half a character
+    take(Drawn(0, 0xBC, None))
+    assert capsys.readouterr().out == "a\u00fc"
+    take(Drawn(0, 27, None))
+    assert capsys.readouterr().out == "\ufffd"
+    take(Drawn(0, 0, "stop"))
+    assert capsys.readouterr().out == "\n"
 
 
 def test_lines_of_json_appear_as_a_whole(tmp_path):
     path = tmp_path / "answers.jsonl"
-    with WrittenLines(PROMPTS, Bytes(), str(path)) as shown:
+    with written_lines(PROMPTS, Bytes(), str(path)) as take:
         for drawn in DRAWN:
-            shown.take(drawn)
+            take(drawn)
         assert not path.exists()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [
@@ -62,8 +62,8 @@ def test_lines_of_json_appear_as_a_whole(tmp_path):
 
 def test_nothing_is_left_of_answers_that_were_cut_short(tmp_path):
     path = tmp_path / "answers.jsonl"
-    with pytest.raises(RuntimeError), WrittenLines(PROMPTS, None, str(path)) as shown:
-        shown.take(Drawn(0, 1, "count"))
+    with pytest.raises(RuntimeError), written_lines(PROMPTS, None, str(path)) as take:
+        take(Drawn(0, 1, "count"))
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
@@ -72,5 +72,5 @@ def test_a_file_that_is_there_or_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "there").write_text("mine")
     for name, match in (("there", "exists already"), ("absent/file", "cannot be written")):
         with pytest.raises(ConfigError, match=match):
-            WrittenLines(PROMPTS, None, str(tmp_path / name)).__enter__()
+            written_lines(PROMPTS, None, str(tmp_path / name)).__enter__()
     assert (tmp_path / "there").read_text() == "mine"

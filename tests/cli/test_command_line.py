@@ -12,7 +12,7 @@ from typing import Annotated
 import pytest
 from support.command_line import invoke
 
-from mpipipe.cli.command_line import ALL, Command, Commands, parser_of
+from mpipipe.cli.command_line import ALL, Command, parser_of
 from mpipipe.cli.flags import Operand, parameters_of
 from mpipipe.job import settings
 from mpipipe.job.exit import Stop
@@ -56,11 +56,11 @@ def read(*words: str) -> dict:
     return parser_of("prog sample", sample).parse(list(words))
 
 
-def commands_below(commands: Commands) -> list[Command]:
+def commands_below(group: Command) -> list[Command]:
     return [
-        each
-        for entry in commands.commands
-        for each in (commands_below(entry) if isinstance(entry, Commands) else [entry])
+        below
+        for command in group.commands.values()
+        for below in ([command] if command.place else commands_below(command))
     ]
 
 

@@ -40,10 +40,7 @@ def test_several_buckets_and_sums_at_once(comm, monkeypatch):
         np.testing.assert_array_equal(flat, comm.size * (comm.size - 1) / 2 + comm.size * k)
 
 
-def test_64_megabytes(comm):
+def test_64_megabytes_and_an_empty_buffer(comm):
     flat = total(comm, np.ones(8 << 20))
     assert flat.min() == flat.max() == comm.size
-
-
-def test_empty_buffer(comm):
     assert total(comm, np.empty(0)).size == 0

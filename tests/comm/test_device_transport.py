@@ -12,16 +12,17 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from support.around import check_every_shape, check_names, content, envelopes, finish, go_round, make, neighbours
 
 from mpipipe import arrays
 from mpipipe.comm import allreduce
-from mpipipe.comm.mailbox import Envelope, Mailbox
+from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.device import DirectTransport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness
-from mpipipe.comm.transport.host import HostTransport, check_sendable
+from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
 from mpipipe.errors import ArgumentError, PeerError, StallError
 from mpipipe.job import context, inprocess
@@ -30,7 +31,6 @@ from mpipipe.job.wait import wait_for
 
 MIB = 1 << 20
 KINDS = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int64", "uint8", "bool"]
-SHAPES = [(), (0,), (1,), (3, 333), (2, 0, 4), (100_003,)]
 
 
 def check_mpi_takes(gpu, comm):
@@ -54,26 +54,6 @@ class Incurious(StagedTransport):
         advanced = super().progress()
         self.returned = returned + self.returned
         return advanced
-
-
-def neighbours(comm):
-    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-
-def content(shape, kind, seed):
-    return np.random.default_rng(seed).integers(0, 2 if kind == "bool" else 100, size=shape).astype(kind)
-
-
-def make(value, count=16):
-    """A new device array, filled by work that is queued on the current stream."""
-    array = arrays.empty((count,), np.dtype(float), "cuda")
-    arrays.copy_into(array, arrays.upload(np.full(count, float(value))))
-    return array
-
-
-def finish(*requests):
-    for request in requests:
-        wait_for(request)
 
 
 def settle(transport):
@@ -100,12 +80,10 @@ def unrecorded(gpu):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_dtype_and_shape_goes_round_the_ring(gpu, comm, kind_of_transport, kind):
     transport = kind_of_transport(comm, 2, synchronous=True)
-    right, left = neighbours(comm)
-    for number, shape in enumerate(SHAPES):
-        received = transport.empty(shape, np.dtype(kind))
-        sent = arrays.upload(content(shape, kind, 10 * number + comm.rank))
-        finish(transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5))
-        np.testing.assert_array_equal(arrays.download(received), content(shape, kind, 10 * number + left))
+    check_every_shape(comm, transport, kind)
+    for operation in (transport.isend, transport.irecv):
+        with pytest.raises(ArgumentError, match="not C-contiguous"):
+            operation(arrays.upload(np.ones((4, 6))).T, comm.rank, 0, 1)
     transport.close()
 
 
@@ -113,12 +91,10 @@ def test_every_dtype_and_shape_goes_round_the_ring(gpu, comm, kind_of_transport,
 @pytest.mark.parametrize("nbytes", [2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 9 * MIB + 13])
 def test_long_arrays(gpu, comm, kind_of_transport, nbytes):
     transport = kind_of_transport(comm)
-    right, left = neighbours(comm)
     received = transport.empty((nbytes,), np.dtype(np.uint8))
     for turn in range(2):
-        sent = arrays.upload(content(nbytes, "uint8", 2 * comm.rank + turn))
-        finish(transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1))
-        assert (arrays.download(received) == content(nbytes, "uint8", 2 * left + turn)).all()
+        go_round(comm, transport, arrays.upload(content(nbytes, "uint8", 2 * comm.rank + turn)), received, 0, 1)
+        assert (arrays.download(received) == content(nbytes, "uint8", 2 * neighbours(comm)[1] + turn)).all()
         transport.retire(received)
     transport.close()
 
@@ -130,34 +106,20 @@ def test_direct_messages_travel_in_pieces_too(gpu, comm):
         piece_bytes = 1000
 
     transport = Pieces(comm)
-    right, left = neighbours(comm)
     received = transport.empty((12_345,), np.dtype(float))
-    sent = arrays.upload(np.arange(12_345.0) + comm.rank)
-    finish(transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1))
-    np.testing.assert_array_equal(arrays.download(received), np.arange(12_345.0) + left)
+    go_round(comm, transport, arrays.upload(np.arange(12_345.0) + comm.rank), received, 0, 1)
+    np.testing.assert_array_equal(arrays.download(received), np.arange(12_345.0) + neighbours(comm)[1])
     transport.close()
 
 
 def test_the_host_waits_for_nothing(gpu, comm, kind_of_transport):
     transport = kind_of_transport(comm)
-    right, left = neighbours(comm)
     received = transport.empty((1 << 19,), np.dtype(float))
     gpu.reset()
     for turn in range(3):
-        sent = make(turn, 1 << 19)
-        finish(transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1))
+        go_round(comm, transport, make(turn, 1 << 19), received, 0, 1)
         transport.retire(received)
     assert gpu.synchronisations == []
-    transport.close()
-
-
-def test_an_array_that_is_not_contiguous_is_refused(gpu, comm, kind_of_transport):
-    transport = kind_of_transport(comm)
-    array = arrays.upload(np.ones((4, 6)))
-    for operation in (transport.isend, transport.irecv):
-        with pytest.raises(ArgumentError, match="not C-contiguous"):
-            operation(array.T, comm.rank, 0, 1)
-    check_sendable(array)
     transport.close()
 
 
@@ -195,47 +157,23 @@ def test_messages_of_one_name_keep_their_order_whichever_event_is_done_first(gpu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("window", [1, 3, 9])
-@pytest.mark.parametrize("count", [10, 300_000])
+@pytest.mark.parametrize("window, count", [(1, 10), (3, 300_000), (9, 300_000)])
 def test_messages_sent_in_another_order_arrive_under_their_names(gpu, comm, kind_of_transport, window, count):
     transport = kind_of_transport(comm, synchronous=True)
-    mailbox = Mailbox(transport)
-    right, left = neighbours(comm)
-    outgoing, incoming = (
-        [Envelope(peer, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(6)] for peer in (right, left)
-    )
-    leaf = ((count,), np.dtype(float))
-    for turn in range(2):
-        mailbox.begin_call(mailbox.receive_schedule(incoming, [[leaf]] * 6), window)
-        for m in (3, 0, 5, 1, 2, 4):
-            mailbox.put(outgoing[m], [make(100 * comm.rank + 10 * turn + m, count)])
-            mailbox.poll()
-        results = []
-        for _ in range(6):
-            (array,), lease = mailbox.take()
-            result = arrays.empty_like(array)
-            arrays.copy_into(result, array)
-            results.append(result)
-            mailbox.release(lease)
-        mailbox.flush()
-        for m, result in enumerate(arrays.download(*results)):
-            assert (result == 100 * left + 10 * turn + m).all()
-    assert len(mailbox.slots[leaf]) <= window + 1, "buffers are used again"
-    mailbox.drop_buffers()
+    check_names(comm, transport, window, count, make)
     transport.close()
 
 
 def test_headers_and_host_arrays_travel_beside_device_arrays(gpu, comm, kind_of_transport):
     transport = kind_of_transport(comm)
     mailbox = Mailbox(transport)
-    right, left = neighbours(comm)
-    name = (1, 0, 0, (0, 8), (0, 9))
-    mailbox.put_header(Envelope(right, *name), f"from {comm.rank}".encode())
+    ((to,), (source,)), left = envelopes(comm, 1), neighbours(comm)[1]
+    mailbox.put_header(to, f"from {comm.rank}".encode())
     ids = np.arange(5) + comm.rank
-    mailbox.put(Envelope(right, *name), [make(comm.rank), ids, arrays.upload(ids)])
-    assert mailbox.take_header(Envelope(left, *name)) == f"from {left}".encode()
+    mailbox.put(to, [make(comm.rank), ids, arrays.upload(ids)])
+    assert mailbox.take_header(source) == f"from {left}".encode()
     leaves = [((16,), np.dtype(float)), ((5,), ids.dtype), ((5,), ids.dtype)]
-    taken, lease = mailbox.take_unknown(Envelope(left, *name), leaves)
+    taken, lease = mailbox.take_unknown(source, leaves)
     values, first, second = arrays.download(*taken)
     assert (values == left).all() and (first == np.arange(5) + left).all() and (second == first).all()
     mailbox.release(lease)
@@ -300,8 +238,13 @@ def receive_again_while_the_consumer_is_late(comm, transport, turns=4):
         return [found[0] for found in arrays.download(*results)]
 
 
-def test_a_receive_waits_for_the_last_consumer_of_its_buffer(gpu, comm, kind_of_transport):
-    assert receive_again_while_the_consumer_is_late(comm, kind_of_transport(comm)) == [0, 1, 2, 3]
+def test_a_receive_waits_for_the_last_consumer_of_its_buffer_retired_or_not(gpu, comm, kind_of_transport):
+    class Forgetful(kind_of_transport):
+        def retire(self, array):
+            pass
+
+    for kind in (kind_of_transport, Forgetful):
+        assert receive_again_while_the_consumer_is_late(comm, kind(comm)) == [0, 1, 2, 3]
 
 
 def test_broken_a_receive_that_ignores_the_consumer(gpu, comm, kind_of_transport, unrecorded):
@@ -310,14 +253,6 @@ def test_broken_a_receive_that_ignores_the_consumer(gpu, comm, kind_of_transport
             self.retired[id(array)] = unrecorded, array
 
     assert receive_again_while_the_consumer_is_late(comm, Careless(comm)) != [0, 1, 2, 3]
-
-
-def test_a_buffer_that_was_never_retired_is_as_safe(gpu, comm, kind_of_transport):
-    class Forgetful(kind_of_transport):
-        def retire(self, array):
-            pass
-
-    assert receive_again_while_the_consumer_is_late(comm, Forgetful(comm)) == [0, 1, 2, 3]
 
 
 def send_at_once(comm, transport, count=16):
@@ -355,10 +290,9 @@ def test_broken_a_receive_that_does_not_wait_for_its_copies(gpu, comm, unrecorde
             return message
 
     transport = Careless(comm)
-    right, left = neighbours(comm)
     received = transport.empty((16,), np.dtype(float))
     arrays.copy_into(received, make(1))
-    finish(transport.irecv(received, left, 0, 1), transport.isend(make(7), right, 0, 1))
+    go_round(comm, transport, make(7), received, 0, 1)
     assert (arrays.download(received) != 7).all()
     transport.close()
 
@@ -405,15 +339,11 @@ def test_ranks_on_the_host_and_ranks_on_a_gpu_talk(gpu, comm, direct, count):
         check_mpi_takes(gpu, comm)
     device = "cuda" if comm.rank % 2 == 0 else "cpu"
     transport = make_transport(comm, 1, True, device, GpuAwareness(direct, "a test"))
-    right, left = neighbours(comm)
     value = content((count,), "float64", comm.rank)
     received = transport.empty((count,), np.dtype(float))
     assert arrays.device_of(received) == device
-    finish(
-        transport.irecv(received, left, 0, 3),
-        transport.isend(value if device == "cpu" else arrays.upload(value), right, 0, 3),
-    )
-    np.testing.assert_array_equal(arrays.download(received), content((count,), "float64", left))
+    go_round(comm, transport, value if device == "cpu" else arrays.upload(value), received, 0, 3)
+    np.testing.assert_array_equal(arrays.download(received), content((count,), "float64", neighbours(comm)[1]))
     transport.close()
 
 
@@ -432,9 +362,8 @@ def test_the_transport_follows_device_and_verdict(gpu, comm):
 def test_threads_of_one_process_exchange_device_arrays(gpu):
     def job(comm):
         transport = make_transport(comm, 1, False, "cuda")
-        right, left = neighbours(comm)
         received = transport.empty((300_000,), np.dtype(float))
-        finish(transport.irecv(received, left, 0, 1), transport.isend(make(comm.rank, 300_000), right, 0, 1))
+        go_round(comm, transport, make(comm.rank, 300_000), received, 0, 1)
         transport.close()
         return set(arrays.download(received).tolist())
 
@@ -478,10 +407,9 @@ def test_a_note_of_failure_ends_a_wait_for_a_device_array(gpu, comm, kind_of_tra
     group = RankGroup(comm)
     transport = kind_of_transport(comm)
     mailbox = Mailbox(transport, group)
-    leaf, left = ((300_000,), np.dtype(float)), neighbours(comm)[1]
-    envelopes = [Envelope(left, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(3)]
-    mailbox.begin_call(mailbox.receive_schedule(envelopes, [[leaf]] * 3), 2)
-    mailbox.put(Envelope(neighbours(comm)[0], 1, 2, 0, (0, 4), (0, 5)), [make(1, 300_000)])
+    outgoing, incoming = envelopes(comm, 3)
+    mailbox.begin_call(mailbox.receive_schedule(incoming, [[((300_000,), np.dtype(float))]] * 3), 2)
+    mailbox.put(outgoing[2], [make(1, 300_000)])
     comm.Barrier()  # nobody hears of it while the transports are made
     if comm.rank == 0:
         group.fail(ValueError(), "rank 0 failed: no paint")
@@ -524,33 +452,23 @@ def test_blocks_go_round_a_ring(gpu, comm, monkeypatch, override, mode):
 @pytest.mark.parametrize("kind", ["float32", "float64", "float16", ml_dtypes.bfloat16], ids=str)
 def test_sums_of_device_buffers_equal_those_of_host_buffers(gpu, comm, monkeypatch, kind):
     monkeypatch.setattr(allreduce, "BUCKET_BYTES", 4000)
-    values = [np.random.default_rng(5 * k + comm.rank).standard_normal(n).astype(kind) for k, n in enumerate(SUMS)]
+    values = [
+        np.random.default_rng(5 * k + comm.rank).standard_normal(n).astype(kind)
+        for k, n in enumerate((3001, 1, 501, 0, 9000))
+    ]
     expected = [value.copy() for value in values]
     for flat in expected:
         wait_for(allreduce.AllReduce(comm, flat))
-    flats = [value.copy() if k == 2 else late_copy(value) for k, value in enumerate(values)]
+    flats = [value.copy() if k == 2 else arrays.copy(arrays.upload(value)) for k, value in enumerate(values)]
     gpu.reset()
     pending = [allreduce.AllReduce(comm, flat) for flat in flats]
     queue = pending[0].queue
     for k in np.random.default_rng(comm.rank).permutation(len(flats)):  # each rank looks at them in its own order
         wait_for(pending[k])
-    assert (
-        gpu.synchronisations == []
-        and queue.buffers <= allreduce.BUFFERS
-        and queue not in context.current_rank().advancing
-    )
+    assert gpu.synchronisations == [] and queue.buffers <= allreduce.BUFFERS
+    assert queue not in context.current_rank().advancing
     for flat, sum_ in zip(flats, expected):
         np.testing.assert_array_equal(arrays.download(flat), sum_)
-
-
-SUMS = (3001, 1, 501, 0, 9000)
-
-
-def late_copy(value):
-    """A device array that gets its values by work that has not run."""
-    array = arrays.empty(value.shape, value.dtype, "cuda")
-    arrays.copy_into(array, arrays.upload(value))
-    return array
 
 
 def test_a_sum_under_way_advances_in_any_wait_and_can_be_given_up(gpu, comm):
@@ -601,11 +519,9 @@ def test_a_large_sum_follows_small_ones_on_one_communicator(gpu, comm, monkeypat
 
 def test_a_mailbox_that_forgets_lets_go_of_its_receive_buffers(gpu, comm, kind_of_transport):
     transport = kind_of_transport(comm)
-    mailbox = Mailbox(transport)
-    right, left = neighbours(comm)
-    name = (1, 0, 0, (0, 8), (0, 9))
-    mailbox.put(Envelope(right, *name), [make(comm.rank)])
-    (array,), lease = mailbox.take_unknown(Envelope(left, *name), [((16,), np.dtype(float))])
+    mailbox, ((to,), (source,)) = Mailbox(transport), envelopes(comm, 1)
+    mailbox.put(to, [make(comm.rank)])
+    (array,), lease = mailbox.take_unknown(source, [((16,), np.dtype(float))])
     mailbox.release(lease)
     mailbox.flush()
     settle(transport)
@@ -623,11 +539,10 @@ def test_closing_waits_for_copies_out_of_pinned_memory(gpu, comm):
     """Its buffers are freed after that, and given to whoever asks next."""
 
     transport = Incurious(comm)
-    right, left = neighbours(comm)
     with arrays.side_stream():
         received = [transport.empty((16,), np.dtype(float)) for _ in range(3)]
         for target in received:
-            finish(transport.irecv(target, left, 0, 1), transport.isend(make(7), right, 0, 1))
+            go_round(comm, transport, make(7), target, 0, 1)
         transport.close()
         del transport
         gc.collect()

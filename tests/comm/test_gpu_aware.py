@@ -131,41 +131,31 @@ def test_the_library_is_asked_about_the_platform_of_cupy(comm, monkeypatch):
     assert asked == [gpu_aware.CUDA, ROCM]
 
 
-def test_an_override_that_is_neither_yes_nor_no():
-    with pytest.raises(ArgumentError, match="MPIPIPE_GPU_DIRECT"):
-        verdict(MPIPIPE_GPU_DIRECT="maybe")
-
-
 def test_libraries_whose_question_would_end_the_process_are_asked_otherwise():
     assert asks_by_type(MPICH3) and asks_by_type(CRAY)
     assert not any(asks_by_type(version) for version in (MPICH, OPEN4, OPEN5, INTEL, MVAPICH, PARASTATION))
 
 
-def test_one_rank_against_is_all_against():
+def test_one_rank_against_is_all_against_and_an_override_is_yes_or_no():
+    with pytest.raises(ArgumentError, match="MPIPIPE_GPU_DIRECT"):
+        verdict(MPIPIPE_GPU_DIRECT="maybe")
     yes, no = GpuAwareness(True, "it can"), GpuAwareness(False, "it cannot")
     assert combine([yes, yes]) == yes
     assert combine([no, no]) == no
     assert combine([yes, yes, no, no]) == GpuAwareness(False, "on rank 2: it cannot")
 
 
-def test_the_verdict_is_the_same_on_all_ranks(comm, monkeypatch):
+def test_the_verdict_is_the_same_on_all_ranks_and_this_mpi_answers(comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0" if comm.rank == comm.size - 1 else "1")
     found = comm.allgather(gpu_aware.detect(comm))
     place = f"on rank {comm.size - 1}: " if comm.size > 1 else ""
     assert found == [GpuAwareness(False, f"{place}MPIPIPE_GPU_DIRECT=0")] * comm.size
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1")
     assert gpu_aware.detect(comm).direct
-
-
-def test_this_mpi_is_asked_and_answers(comm, monkeypatch):
-    monkeypatch.delenv("MPIPIPE_GPU_DIRECT", raising=False)
+    monkeypatch.delenv("MPIPIPE_GPU_DIRECT")
     for platform in (gpu_aware.CUDA, ROCM):
         assert gpu_aware._query(platform) in (0, 1, None)
     assert gpu_aware.detect(comm).reason
-
-
-def test_threads_of_one_process_stage():
-    assert inprocess.run(2, gpu_aware.detect) == [GpuAwareness(False, "the ranks are threads of one process")] * 2
 
 
 def test_memory_of_an_asynchronous_pool_is_refused(gpu, comm, monkeypatch):
@@ -230,8 +220,9 @@ def test_a_gpu_that_fails_on_one_rank_is_an_error_on_all(gpu, comm, monkeypatch)
     assert caught.value.remedy is not None
 
 
-def test_ranks_in_one_process_choose_too(gpu):
+def test_ranks_in_one_process_choose_too_and_stage(gpu):
     assert inprocess.run(2, lambda comm: select_device("auto", comm)) == ["cuda", "cuda"]
+    assert inprocess.run(2, gpu_aware.detect) == [GpuAwareness(False, "the ranks are threads of one process")] * 2
 
 
 # -- the probe --------------------------------------------------------------------------------------------------------
@@ -253,6 +244,13 @@ def test_the_probe_moves_device_memory_in_a_job_of_its_own(outside):
         assert result.works, result
 
 
+STALE = """from mpipipe.cli import probe; right = probe.content
+probe.content = lambda nbytes, rank, turn: right(nbytes, 0, 0)  # stale data go unseen
+import numpy; numpy.array_equal = lambda a, b: a.nbytes == 8
+probe.main()
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "text, outcome",
@@ -261,13 +259,7 @@ def test_the_probe_moves_device_memory_in_a_job_of_its_own(outside):
         ("import os; os.kill(os.getpid(), 11)", "crashed with signal 11"),
         ("import sys; sys.exit(3)", "could not start"),
         ("import time; print('tired', flush=True); time.sleep(60)", "timed out"),
-        (
-            "from mpipipe.cli import probe; right = probe.content\n"
-            "probe.content = lambda nbytes, rank, turn: right(nbytes, 0, 0)  # stale data go unseen\n"
-            "import numpy; numpy.array_equal = lambda a, b: a.nbytes == 8\n"
-            "probe.main()",
-            "wrong data",
-        ),
+        (STALE, "wrong data"),
         ("from mpipipe.cli import probe\nprobe.exchange = None\nprobe.main()", "failed"),
     ],
 )
@@ -279,32 +271,16 @@ def test_what_can_become_of_a_probe(outside, text, outcome):
     assert outcome != "timed out" or "tired" in " ".join(result.lines)
 
 
-def test_a_launcher_that_is_not_there():
+def test_the_launcher_belongs_to_the_library_and_may_be_missing():
     assert probe.probe("/nowhere/mpiexec").outcome == "could not start"
-
-
-def test_the_launcher_belongs_to_the_library(monkeypatch):
     assert Path(probe.find_launcher()).parent == Path(sys.executable).parent
 
 
 def test_what_a_job_of_its_own_inherits():
-    environment = probe.job_environment(
-        {
-            "PATH": "/bin",
-            "PMI_RANK": "1",
-            "OMPI_COMM_WORLD_SIZE": "4",
-            "OMPI_MCA_pml": "ucx",
-            "SLURM_JOB_ID": "7",
-            "SLURM_STEP_ID": "0",
-            "SLURM_PROCID": "3",
-            "MPIPIPE_GPU_DIRECT": "0",
-            "PMIX_RANK": "1",
-            "UCX_TLS": "all",
-        }
-    )
-    kept = {"PATH", "OMPI_MCA_pml", "SLURM_JOB_ID", "UCX_TLS"}
-    assert kept < set(environment)
-    assert not {"PMI_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID", "SLURM_PROCID", "PMIX_RANK"} & set(environment)
+    kept = dict(PATH="/bin", OMPI_MCA_pml="ucx", SLURM_JOB_ID="7", UCX_TLS="all")
+    dropped = dict(PMI_RANK="1", OMPI_COMM_WORLD_SIZE="4", SLURM_STEP_ID="0", SLURM_PROCID="3", PMIX_RANK="1")
+    environment = probe.job_environment(kept | dropped | {"MPIPIPE_GPU_DIRECT": "0"})
+    assert set(kept) < set(environment) and not set(dropped) & set(environment)
     assert environment["MPIPIPE_GPU_DIRECT"] == "1"
 
 

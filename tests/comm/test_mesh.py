@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from mpipipe import Mesh
@@ -16,16 +18,7 @@ def facts(comm, **extents):
 
 def test_seq_varies_fastest_then_data_then_pipe():
     found = inprocess.run(8, lambda comm: facts(comm, pipe=2, seq=2))
-    assert [coords for coords, *_ in found] == [
-        (0, 0, 0),
-        (0, 0, 1),
-        (0, 1, 0),
-        (0, 1, 1),
-        (1, 0, 0),
-        (1, 0, 1),
-        (1, 1, 0),
-        (1, 1, 1),
-    ]
+    assert [coords for coords, *_ in found] == [*product(range(2), repeat=3)]
     assert all(sizes == [2, 2, 2, 4] for _, *sizes in found)
 
 
@@ -52,16 +45,13 @@ def test_mesh_on_real_ranks(comm):
     assert (coords, pipe, data, seq, replicas) == ((0, comm.rank, 0), 1, comm.size, 1, comm.size)
 
 
-@pytest.mark.parametrize("extents", [{"pipe": 7}, {"pipe": 2, "data": 7}, {"seq": 9}])
-def test_extents_that_do_not_fill_the_communicator(comm, extents):
-    with pytest.raises(ArgumentError, match="does not fill"):
-        Mesh(comm, **extents)
-
-
-@pytest.mark.parametrize("extents", [{"pipe": 0}, {"seq": -1}, {"data": 0}, {"pipe": "2"}])
-def test_extents_must_be_counts(comm, extents):
-    with pytest.raises(ArgumentError, match="at least 1"):
-        Mesh(comm, **extents)
+def test_extents_are_counts_that_fill_the_communicator(comm):
+    for extents in ({"pipe": 7}, {"pipe": 2, "data": 7}, {"seq": 9}):
+        with pytest.raises(ArgumentError, match="does not fill"):
+            Mesh(comm, **extents)
+    for extents in ({"pipe": 0}, {"seq": -1}, {"data": 0}, {"pipe": "2"}):
+        with pytest.raises(ArgumentError, match="at least 1"):
+            Mesh(comm, **extents)
 
 
 def test_closing_twice_is_allowed(comm):

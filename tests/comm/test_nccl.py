@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from gpu_emulator import DeviceHangError, poisoned
 from gpu_emulator.fixture import own_gpus
+from support.around import check_every_shape, finish, go_round, make
+from support.around import neighbours as around
 
 from mpipipe import arrays
+from mpipipe.comm.mailbox import Settled
 from mpipipe.comm.nccl import channel, sums
 from mpipipe.comm.nccl.channel import Facts, NcclChoice, NcclTask, agree_on_nccl, judge
 from mpipipe.comm.nccl.sums import NcclRow, NcclSums
@@ -60,11 +63,12 @@ def test_one_rank_in_the_way_keeps_nccl_out(changes, reason):
     assert reason.removeprefix("on ") in str(caught.value)
 
 
-def test_every_rank_in_the_way_is_named():
+def test_every_rank_in_the_way_is_named_and_one_rank_alone_needs_no_nccl():
     with pytest.raises(BackendError) as caught:
         judge(ranks(3, setting={0: "on"}, gpu={1: "gpu 0"}, problem={2: "CuPy does not find libnccl"}))
     assert caught.value.rank == "1-2"
     assert caught.value.found == "rank 1: it shares GPU gpu 0 of a with rank 0; rank 2: CuPy does not find libnccl"
+    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has nobody to talk to")
 
 
 def test_sums_alone_where_messages_have_another_way_or_no_room():
@@ -72,10 +76,6 @@ def test_sums_alone_where_messages_have_another_way_or_no_room():
     assert judge(ranks(2, direct={1: "1"}, setting={0: "on", 1: "on"})).messages
     small = judge(ranks(2, room={1: 40}))
     assert small[:2] == (True, False) and "32 of 40 multiprocessors on rank 1" in small.reason
-
-
-def test_one_rank_alone_needs_no_nccl():
-    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has nobody to talk to")
 
 
 def test_threads_do_not_use_nccl():
@@ -141,10 +141,11 @@ def total(adder, host):
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64", "float16", "int64", "complex64"])
-def test_exact_sums(adder, comm, kind):
-    mine = (np.arange(1000) % 7 + comm.rank).astype(kind)
-    expected = sum((np.arange(1000) % 7 + rank).astype(kind) for rank in range(comm.size)).astype(kind)
-    np.testing.assert_array_equal(total(adder, mine), expected)
+def test_exact_sums_and_what_is_not_finite_on_one_rank(adder, comm, kind):
+    parts = [(np.arange(1000) % 7 + rank).astype(kind) for rank in range(comm.size)]
+    if kind != "int64":
+        parts[-1][:2] = np.inf, np.nan
+    np.testing.assert_array_equal(total(adder, parts[comm.rank]), sum(parts).astype(kind))
 
 
 def test_bfloat16_is_added_in_bfloat16(adder, comm):
@@ -153,14 +154,6 @@ def test_bfloat16_is_added_in_bfloat16(adder, comm):
     found = total(adder, parts[comm.rank]).astype(np.float64)
     exact, size = parts.astype(np.float64).sum(0), np.abs(parts.astype(np.float64)).sum(0)
     assert (np.abs(found - exact) <= comm.size * 2.0**-8 * size).all()
-
-
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(adder, comm):
-    mine = np.ones(3, np.float32)
-    if comm.rank == comm.size - 1:
-        mine[:2] = np.inf, np.nan
-    found = total(adder, mine)
-    assert np.isinf(found[0]) and np.isnan(found[1]) and found[2] == comm.size
 
 
 def test_several_sums_in_buckets_whatever_is_waited_for_first(own, adder, comm, monkeypatch):
@@ -175,8 +168,7 @@ def test_several_sums_in_buckets_whatever_is_waited_for_first(own, adder, comm, 
 
 
 def test_a_sum_follows_the_work_before_it(adder, comm):
-    flat = arrays.empty((1 << 12,), np.float64, "cuda")
-    arrays.copy_into(flat, arrays.upload(np.full(1 << 12, 1.0)))
+    flat = make(1, 1 << 12)
     wait_for(adder.start(flat))
     arrays.copy_into(flat, flat)
     assert (arrays.download(flat) == comm.size).all()
@@ -210,11 +202,7 @@ def test_a_row_has_the_part_of_each_rank_bit_by_bit(own, group, comm):
         mine = np.zeros(expected.size)
         part = slice(3 * comm.rank, 3 * comm.rank + 3)
         mine[part] = expected[part] * 2.0**turn
-        shared, copy = (
-            arrays.empty((expected.size,), np.dtype(float), "cuda"),
-            arrays.zeros(expected.size, float, "cuda"),
-        )
-        arrays.copy_into(shared, arrays.upload(mine))
+        shared, copy = arrays.copy(arrays.upload(mine)), arrays.zeros(expected.size, float, "cuda")
         row.share(shared)
         row.channel.stream.synchronize()
         arrays.copy_into(copy, shared)
@@ -241,15 +229,12 @@ def alone(gpu, comm):
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64", "float16", ml_dtypes.bfloat16, "int64", "complex64"], ids=str)
-def test_a_rank_alone_adds_nothing_to_its_values(alone, kind):
+def test_a_rank_alone_adds_nothing_to_its_values_and_a_row_is_its_part(alone, kind):
     mine = (np.arange(1000) % 7).astype(kind)
     adder = NcclSums(alone)
     for _ in range(2):
         np.testing.assert_array_equal(total(adder, mine), mine)
     adder.close()
-
-
-def test_a_row_of_one_rank_is_its_part(alone):
     row, values = NcclRow(alone, 3, "a test"), np.array([1.0, np.pi, np.inf])
     shared = arrays.upload(values)
     row.share(shared)
@@ -275,55 +260,33 @@ def transport(group, comm):
     found.close()
 
 
-def around(comm):
-    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-
-def content(shape, kind, seed):
-    return np.random.default_rng(seed).integers(0, 2 if kind == "bool" else 100, size=shape).astype(kind)
-
-
-SHAPES = [(), (0,), (1,), (3, 333), (2, 0, 4), (100_003,)]
-
-
 @pytest.mark.parametrize("kind", ["float32", "float64", ml_dtypes.bfloat16, "int64", "bool"], ids=str)
 def test_every_dtype_and_shape(transport, comm, kind):
-    right, left = around(comm)
-    for number, shape in enumerate(SHAPES):
-        received = transport.empty(shape, np.dtype(kind))
-        sent = arrays.upload(content(shape, kind, 10 * number + comm.rank))
-        requests = [transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5)]
-        for request in requests:
-            wait_for(request)
-        np.testing.assert_array_equal(arrays.download(received), content(shape, kind, 10 * number + left))
+    check_every_shape(comm, transport, kind)
 
 
 def test_messages_of_a_pair_arrive_in_their_order(transport, comm):
     right, left = around(comm)
     names = [(0, 3), (1, 3), (0, 7), (0, 3)]
+    buffers = [transport.empty((50 + place,), np.dtype(float)) for place in range(len(names))]
     receives, sends = [], []
     for place, name in enumerate(names):
-        receives.append((transport.empty((50 + place,), np.dtype(float)), name))
-        requests = [transport.irecv(receives[-1][0], left, *name)]
-        requests.append(transport.isend(arrays.upload(np.full(50 + place, 10.0 * comm.rank + place)), right, *name))
-        sends += requests
-    for place, (received, _) in enumerate(receives):
-        wait_for(sends[2 * place])
-        assert (arrays.download(received) == 10.0 * left + place).all(), place
-    for request in sends:
-        wait_for(request)
-    wait_for(Settled(transport))
+        receives.append(transport.irecv(buffers[place], left, *name))
+        sends.append(transport.isend(make(10 * comm.rank + place, 50 + place), right, *name))
+    for place, receive in enumerate(receives):
+        wait_for(receive)
+        assert (arrays.download(buffers[place]) == 10.0 * left + place).all(), place
+    finish(*sends, Settled(transport))
 
 
-class Settled:
-    def __init__(self, transport):
-        self.Test = transport.settled
+def only_queued(own):
+    if own.machine.background:
+        pytest.skip("needs a device on which nothing runs before something waits for it")
 
 
 def test_the_host_runs_ahead_by_one_message(own, transport, comm, monkeypatch):
     """It could otherwise fill CUDA's queue of launches, and wait there for a rank that has failed."""
-    if own.machine.background:
-        pytest.skip("needs a device on which nothing runs before something waits for it")
+    only_queued(own)
     right, left = around(comm)
     buffers = [transport.empty((10,), np.dtype(float)) for _ in range(2)]
     with monkeypatch.context() as patch:
@@ -332,16 +295,14 @@ def test_the_host_runs_ahead_by_one_message(own, transport, comm, monkeypatch):
         sends = [transport.isend(arrays.upload(np.full(10, 1.0)), right, 0, 1) for _ in range(2)]
         assert receives[0].Test() and not receives[1].Test()
         comm.Barrier()
-    for request in (*receives, *sends, Settled(transport)):
-        wait_for(request)
+    finish(*receives, *sends, Settled(transport))
 
 
 def test_the_host_does_not_wait_for_the_data(own, transport, comm, monkeypatch):
     """A receive is complete for the host, and its consumer queued, while no device has done anything yet."""
-    if own.machine.background:
-        pytest.skip("needs a device on which nothing runs before something waits for it")
+    only_queued(own)
     right, left = around(comm)
-    source, received = make(comm.rank), transport.empty((1000,), np.dtype(float))
+    source, received = make(comm.rank, 1000), transport.empty((1000,), np.dtype(float))
     copy = arrays.empty((1000,), np.dtype(float), "cuda")
     with monkeypatch.context() as patch:
         patch.setattr(own.machine, "glance", lambda queue, position: queue.finished >= position)
@@ -353,13 +314,6 @@ def test_the_host_does_not_wait_for_the_data(own, transport, comm, monkeypatch):
         comm.Barrier()
     wait_for(send)
     assert (arrays.download(copy) == left).all()
-
-
-def make(value):
-    """A device array that is filled by work on the current stream, which has not run yet."""
-    array = arrays.empty((1000,), np.dtype(float), "cuda")
-    arrays.copy_into(array, arrays.upload(np.full(1000, float(value))))
-    return array
 
 
 def test_a_buffer_is_overwritten_only_after_its_last_reader(transport, comm):
@@ -378,13 +332,10 @@ def test_a_buffer_is_overwritten_only_after_its_last_reader(transport, comm):
 
 
 def test_a_first_call_goes_another_way(own, transport, comm):
-    right, left = around(comm)
     transport.begin_call(repeated=False)
     before = sum(each._bytes for each in own.machine.communicators)
     received = transport.empty((1000,), np.dtype(float))
-    requests = [transport.irecv(received, left, 0, 1), transport.isend(arrays.upload(np.full(1000, 1.0)), right, 0, 1)]
-    for request in requests:
-        wait_for(request)
+    go_round(comm, transport, make(1, 1000), received, 0, 1)
     assert (arrays.download(received) == 1).all()
     assert sum(each._bytes for each in own.machine.communicators) == before
 

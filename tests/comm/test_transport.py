@@ -5,59 +5,33 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from support.around import check_names, content, envelopes, go_round, neighbours
 
-from mpipipe.comm.mailbox import Envelope, Mailbox
+from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.transport.choose import make_transport
 from mpipipe.comm.transport.host import HostTransport, check_sendable
 from mpipipe.errors import ArgumentError
-from mpipipe.job.wait import wait_for
 from mpipipe.pipeline.messages import MessageSpec
 
-DTYPES = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    ml_dtypes.bfloat16,
-]
+NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
+DTYPES = [*NAMES.split(), ml_dtypes.bfloat16]
 SHAPES = [(), (0,), (3,), (2, 0, 4), (5, 4), (2, 1, 3, 1, 2, 1, 1, 2), (1,) * 12]
-
-
-def content(shape, kind, seed):
-    return np.random.default_rng(seed).integers(0, 2, size=shape).astype(kind)
 
 
 @pytest.mark.parametrize("kind", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_dtype_and_shape_goes_round_the_ring(comm, kind, shape):
     transport = HostTransport(comm, 2, synchronous=True, piece_bytes=16, typed=comm.rank % 2 == 0)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sent, received = content(shape, kind, comm.rank), np.empty(shape, kind)
-    requests = [transport.irecv(received, left, 1, 5), transport.isend(sent, right, 1, 5)]
-    for request in requests:
-        wait_for(request)
-    np.testing.assert_array_equal(received, content(shape, kind, left))
+    received = np.empty(shape, kind)
+    go_round(comm, transport, content(shape, kind, comm.rank), received, 1, 5)
+    np.testing.assert_array_equal(received, content(shape, kind, neighbours(comm)[1]))
     transport.close()
 
 
 def test_long_arrays_travel_in_pieces(comm):
-    transport = HostTransport(comm, piece_bytes=10_000)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sent, received = np.arange(123_457.0) + comm.rank, np.empty(123_457)
-    requests = [transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1)]
-    for request in requests:
-        wait_for(request)
-    np.testing.assert_array_equal(received, np.arange(123_457.0) + left)
+    transport, received = HostTransport(comm, piece_bytes=10_000), np.empty(123_457)
+    go_round(comm, transport, np.arange(123_457.0) + comm.rank, received, 0, 1)
+    np.testing.assert_array_equal(received, np.arange(123_457.0) + neighbours(comm)[1])
     transport.close()
 
 
@@ -68,18 +42,12 @@ def test_host_arrays_take_the_plain_transport(comm):
     transport.close()
 
 
-@pytest.mark.parametrize(
-    "array, match",
-    [
-        (np.asfortranarray(np.ones((2, 3))), "not C-contiguous"),
-        (np.ones(6)[::2], "not C-contiguous"),
-        (np.array([None]), "object array"),
-        ([1.0], "not an array"),
-    ],
-)
-def test_what_cannot_travel_is_refused(array, match):
-    with pytest.raises(ArgumentError, match=match):
-        check_sendable(array)
+def test_what_cannot_travel_is_refused():
+    apart = np.asfortranarray(np.ones((2, 3))), np.ones(6)[::2]
+    wrong = [*((array, "not C-contiguous") for array in apart), (np.array([None]), "object array"), ([1.0], "not an")]
+    for array, match in wrong:
+        with pytest.raises(ArgumentError, match=match):
+            check_sendable(array)
 
 
 def test_header_describes_what_follows():
@@ -90,32 +58,11 @@ def test_header_describes_what_follows():
     assert [shape for shape, _ in wire.gradients] == [(2, 3), (0, 4)]
 
 
-def envelopes(comm, count):
-    """Messages 0..count-1 to the right neighbour, and from the left one."""
-
-    def names(peer):
-        return [Envelope(peer, 1, m, 0, (0, 2 * m), (0, 2 * m + 1)) for m in range(count)]
-
-    return names((comm.rank + 1) % comm.size), names((comm.rank - 1) % comm.size)
-
-
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("window", [1, 3, 9])
 def test_messages_sent_in_another_order_arrive_under_their_names(comm, window, synchronous):
     transport = HostTransport(comm, synchronous=synchronous)
-    mailbox = Mailbox(transport)
-    outgoing, incoming = envelopes(comm, 6)
-    leaf = ((20_000,), np.dtype(float))
-    for _ in range(3):
-        mailbox.begin_call(mailbox.receive_schedule(incoming, [[leaf]] * 6), window)
-        for m in (3, 0, 5, 1, 2, 4):
-            mailbox.put(outgoing[m], [np.full(20_000, 10.0 * comm.rank + m)])
-        for m in range(6):
-            (array,), lease = mailbox.take()
-            assert array[0] == array[-1] == 10.0 * ((comm.rank - 1) % comm.size) + m
-            mailbox.release(lease)
-        mailbox.flush()
-    assert len(mailbox.slots[leaf]) <= window + 1, "buffers are used again"
+    check_names(comm, transport, window, 20_000, lambda value, count: np.full(count, float(value)))
     transport.close()
 
 

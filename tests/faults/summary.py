@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from faults.fault import Case
 from faults.play import HUNG, LACKS, OUTLIVE, PASSED, SILENT, WRONG, Verdict, play
+from mpipipe.text import text_table
 
 STATUSES = (PASSED, HUNG, SILENT, WRONG)
 
@@ -51,7 +52,7 @@ def table(results: Iterable[tuple[str, Verdict]]) -> str:
         groups.setdefault((name, "all"), []).append(verdict)
     titles = ("mpi", "class", "cases", *STATUSES, "median s", "worst s")
     order = sorted(groups, key=lambda key: (key[0], key[1] == "all", key[1]))
-    return _aligned([titles, *((*key, *_numbers(groups[key])) for key in order)])
+    return "\n".join(text_table(titles, [(*key, *_numbers(groups[key])) for key in order], left=(0, 1)))
 
 
 def rows(results: Iterable[tuple[str, Verdict]]) -> str:
@@ -60,7 +61,8 @@ def rows(results: Iterable[tuple[str, Verdict]]) -> str:
     What a case checks when its job is over, as that its last checkpoint can be loaded, is in the column `after`.
     """
     titles = ("fault", "mpi", "case", "seconds", "ending", "code", "says", "orphans", "after", "status")
-    return _aligned([titles, *sorted((_row(name, verdict) for name, verdict in results), key=lambda row: row[:3])])
+    cells = sorted((_row(name, verdict) for name, verdict in results), key=lambda row: row[:3])
+    return "\n".join(text_table(titles, cells, left=(0, 1)))
 
 
 def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
@@ -72,18 +74,6 @@ def _row(name: str, verdict: Verdict) -> tuple[str, ...]:
     ending = "-" if verdict.ending is None else f"{verdict.ending:.1f}"
     cells = (f"{verdict.seconds:.1f}", ending, str(verdict.code), says, orphans, after, verdict.status)
     return (f"{case.fault.kind}: {case.fault.name}", name, f"{case.ranks} {case.mode}", *cells)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    titles = rows[0]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(titles))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    )
 
 
 def _numbers(verdicts: list[Verdict]) -> list[str]:

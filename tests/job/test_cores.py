@@ -90,12 +90,10 @@ def test_ranks_that_share_cores_have_no_more_threads_than_cores_unless_they_are_
         assert sum(mates) <= max(len(cores), len(mates))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 9])
-def test_ranks_that_are_not_pinned_divide_the_cores(ranks):
-    assert fair_shares([("n1", range(8))] * ranks) == [max(1, 8 // ranks)] * ranks
-
-
-def test_ranks_that_are_pinned_take_their_own_cores():
+def test_ranks_divide_the_cores_or_take_those_that_they_are_pinned_to():
+    for ranks in (1, 2, 3, 4, 8, 9):
+        assert fair_shares([("n1", range(8))] * ranks) == [max(1, 8 // ranks)] * ranks
+    assert fair_shares([("n1", [0]), ("n1", [0]), ("n1", [1, 2])]) == [1, 1, 2]
     assert fair_shares([("n1", [0, 1]), ("n1", [2, 3, 4]), ("n2", [0, 1])]) == [2, 3, 2]
     assert fair_shares([("n1", []), ("n1", [1])]) == [1, 1]  # a system that does not say
 

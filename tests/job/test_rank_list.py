@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import rank_list
-from mpipipe.job.context import PeerStatus
+from mpipipe.job.context import OpenGroup
 from mpipipe.job.group import group_of
 from mpipipe.job.inprocess import run
 
@@ -31,11 +31,13 @@ def test_ranks_that_follow_each_other_are_one_run(ranks, text):
     assert rank_list.named(ranks) == text
 
 
-def test_several_ranks_that_are_all_of_them_are_named_as_such():
+def test_ranks_that_say_the_same_are_one_text_and_several_that_are_all_of_them_are_named_as_such():
     assert rank_list.named(range(12), 12) == "all 12 ranks"
     assert rank_list.named(range(11), 12) == "ranks 0-10"
     assert rank_list.named([0], 1) == "rank 0"
     assert rank_list.grouped([(0, "lost"), (1, "lost")], 2) == ["all 2 ranks: lost"]
+    said = [(0, "done"), (1, "done"), (2, "lost"), (3, "done")]
+    assert rank_list.grouped(said) == ["ranks 0-1, 3: done", "rank 2: lost"]
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
@@ -48,11 +50,6 @@ def test_every_rank_is_written_or_counted(ranks):
     assert written <= ranks and len(ranks - written) == (int(more.split()[0]) if more else 0)
     assert all(rank > max(written) for rank in ranks - written)
     assert len(listed.split(", ")) <= rank_list.LISTED
-
-
-def test_ranks_that_say_the_same_are_told_together():
-    said = [(0, "done"), (1, "done"), (2, "lost"), (3, "done")]
-    assert rank_list.grouped(said) == ["ranks 0-1, 3: done", "rank 2: lost"]
 
 
 def test_errors_of_many_ranks_name_them_in_short():
@@ -74,5 +71,5 @@ def test_the_ranks_that_miss_a_call_are_named_in_short():
         rank=0, size=9, calls=3, waiting={5: (3, "painting"), 7: (2, "painting")}, members=range(9),
         _who_waits_elsewhere=lambda: elsewhere,
     )  # fmt: skip
-    text = PeerStatus.describe_missing(group)
+    text = OpenGroup.describe_missing(group)
     assert text == "missing: ranks 1, 3, 7-8, rank 2 (waits for a sum), ranks 4, 6 (wait for its input)"

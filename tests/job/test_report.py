@@ -43,12 +43,10 @@ def test_an_interrupt_is_told_in_three_lines_at_most():
     assert report.describe_error(KeyboardInterrupt(), heading) == f"{heading}\n  KeyboardInterrupt\n"
 
 
-def test_any_text_can_be_written(capfd):
+def test_any_text_can_be_written_and_nobody_needs_to_read(capfd, monkeypatch):
     report.write("caf\udce9\n")
     assert capfd.readouterr().err == "caf\\udce9\n"
 
-
-def test_nobody_needs_to_read(monkeypatch):
     def broken(descriptor, data):
         raise BrokenPipeError
 
@@ -59,31 +57,25 @@ def test_nobody_needs_to_read(monkeypatch):
 
 SCRIPT = """
 import sys
-from mpipipe.job import report as excepthook, runtime
+from mpipipe.job import report, runtime
 runtime.world()
 calls = []
 sys.excepthook = lambda *error, hook=sys.excepthook: (calls.append(error), hook(*error))
-if {suspended}:
-    with excepthook.suspended():
-        sys.excepthook(ValueError, ValueError("wet paint"), None)
-print(len(calls), len(excepthook._deaths), flush=True)
-if not {suspended} and runtime.world().rank == 1:
+with report.suspended():
+    sys.excepthook(ValueError, ValueError("dry paint"), None)
+print(len(calls), len(report._deaths), flush=True)
+runtime.world().Barrier()
+if runtime.world().rank == 1:
     raise ValueError("wet paint")
 runtime.world().Barrier()
 """
 
 
-def test_an_exception_of_one_rank_ends_a_plain_script(launch):
-    job = launch(2, SCRIPT.replace("{suspended}", "False"))
-    assert job.returncode != 0
+def test_an_exception_of_one_rank_ends_a_plain_script_unless_others_deal_with_it(launch):
+    job = launch(2, SCRIPT)
+    assert job.returncode != 0 and job.stdout.splitlines() == ["1 0"] * 2, job.stderr
     assert job.stderr.count("ValueError: wet paint") == 1
     assert "mpipipe: rank 1 of 2 died of ValueError: the job ends here" in job.stderr
-
-
-def test_an_exception_that_others_deal_with_ends_nothing(launch):
-    job = launch(2, SCRIPT.replace("{suspended}", "True"))
-    assert job.returncode == 0 and job.stdout.splitlines() == ["1 0"] * 2, job.stderr
-    assert "the job ends here" not in job.stderr
 
 
 # -- the end of a process by MPI_Abort ---------------------------------------------------------------------------------
@@ -124,12 +116,8 @@ def outcome(seconds):
     return float(at), read_at
 
 
-def test_a_process_ends_where_mpi_abort_returns():
-    outcome(0)
-
-
-def test_a_report_is_read_before_the_job_ends():
-    """A launcher that is told of an abort loses what it has not read: this one comes late."""
+def test_a_report_is_read_before_the_job_ends_and_the_process_ends_where_mpi_abort_returns():
+    """A launcher that learns of an abort loses what it has not read: this one comes late."""
     aborted, read = outcome(report.TAKEN_SECONDS / 2)
     assert aborted > read
 

@@ -37,24 +37,20 @@ def unset(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, value",
+    "name, values",
     [
-        ("MPIPIPE_TIMEOUT", "0.5"),
-        ("MPIPIPE_TIMEOUT", "0"),
-        ("MPIPIPE_TIMEOUT", "0.0"),
-        ("MPIPIPE_TIMEOUT", "1e3"),
-        ("MPIPIPE_WATCHDOG", "0"),
-        ("MPIPIPE_WATCHDOG", "1"),
-        ("MPIPIPE_TAG_UB", "1"),
-        ("MPIPIPE_TAG_UB", "32767"),
-        ("MPIPIPE_SYNC_SENDS", "1"),
-        ("MPIPIPE_GPU_DIRECT", "0"),
-        *((name, "") for name in NAMES),
+        ("MPIPIPE_TIMEOUT", ("0.5", "0", "0.0", "1e3")),
+        ("MPIPIPE_WATCHDOG", ("0", "1")),
+        ("MPIPIPE_TAG_UB", ("1", "32767")),
+        ("MPIPIPE_SYNC_SENDS", ("1",)),
+        ("MPIPIPE_GPU_DIRECT", ("0",)),
+        *((name, ("",)) for name in NAMES),
     ],
 )
-def test_what_has_a_meaning_is_taken(unset, monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    settings.check_settings()
+def test_what_has_a_meaning_is_taken(unset, monkeypatch, name, values):
+    for value in values:
+        monkeypatch.setenv(name, value)
+        settings.check_settings()
 
 
 @pytest.mark.parametrize(
@@ -78,17 +74,15 @@ def test_what_has_none_is_refused_with_both_sides(unset, monkeypatch, name, valu
     ]
 
 
-@pytest.mark.parametrize("value, seconds", [("", None), ("0", None), ("abc", None), ("inf", None), ("2.5", 2.5)])
-def test_limit_of_a_wait(unset, monkeypatch, value, seconds):
+@pytest.mark.parametrize(
+    "value, wait, watchdog",
+    [("", None, 600.0), ("0", None, None), ("abc", None, None), ("inf", None, None), ("2.5", 2.5, 2.5)],
+)
+def test_limits_of_a_wait_and_of_the_watchdog(unset, monkeypatch, value, wait, watchdog):
     assert settings.timeout() is None
-    monkeypatch.setenv("MPIPIPE_TIMEOUT", value)
-    assert settings.timeout() == seconds
-
-
-@pytest.mark.parametrize("value, seconds", [("", 600.0), ("0", None), ("abc", None), ("2.5", 2.5)])
-def test_limit_of_the_watchdog(unset, monkeypatch, value, seconds):
-    monkeypatch.setenv("MPIPIPE_WATCHDOG", value)
-    assert settings.watchdog() == seconds
+    for name in ("MPIPIPE_TIMEOUT", "MPIPIPE_WATCHDOG"):
+        monkeypatch.setenv(name, value)
+    assert (settings.timeout(), settings.watchdog()) == (wait, watchdog)
 
 
 def test_integers_and_switches(unset, monkeypatch):

@@ -191,64 +191,52 @@ def test_a_send_that_nobody_receives_is_named(comm, monkeypatch):
         mailbox.flush()
 
 
-def test_at_the_limit_rank_0_says_who_is_missing_and_the_others_hear_it(subcomm, monkeypatch):
-    comm = subcomm(3)
-    if comm is None:
-        return
+def test_at_the_limit_rank_0_says_who_is_missing_and_the_others_hear_it(three, monkeypatch):
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "1.5")
-    group = RankGroup(comm)
-    if comm.rank == 1:
-        comm.Barrier()  # never comes to the agreement
+    group = RankGroup(three)
+    if three.rank == 1:
+        three.Barrier()  # never comes to the agreement
         return
-    kind = StallError if comm.rank == 0 else PeerError
+    kind = StallError if three.rank == 0 else PeerError
     with pytest.raises(kind, match=r"(?m)waiting for a test \(call 1\); missing: rank 1$") as caught:
         group.agree("a test")
-    assert caught.value.reported_elsewhere is (comm.rank != 0)
-    comm.Barrier()
+    assert caught.value.reported_elsewhere is (three.rank != 0)
+    three.Barrier()
 
 
-def test_at_the_limit_the_others_say_that_rank_0_is_missing(subcomm, monkeypatch):
-    comm = subcomm(2)
-    if comm is None:
-        return
+def test_at_the_limit_the_others_say_that_rank_0_is_missing(pair, monkeypatch):
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "0.6")
     monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.2)
-    group = RankGroup(comm)
-    if comm.rank == 1:
+    group = RankGroup(pair)
+    if pair.rank == 1:
         with pytest.raises(StallError, match="nothing was heard of rank 0"):
             group.agree("a test")
-    comm.Barrier()
+    pair.Barrier()
 
 
-def test_ranks_that_wait_for_each_other_in_different_groups_are_told(subcomm, monkeypatch):
-    comm = subcomm(3)
-    if comm is None:
-        return
+def test_ranks_that_wait_for_each_other_in_different_groups_are_told(three, monkeypatch):
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.2)
-    one, two = RankGroup(comm), RankGroup(comm)
-    mine = two if comm.rank == 2 else one
+    one, two = RankGroup(three), RankGroup(three)
+    mine = two if three.rank == 2 else one
     with pytest.raises((MismatchError, PeerError)) as caught:
         mine.agree("a call of one" if mine is one else "a call of two")
-    kinds = comm.allgather((type(caught.value).__name__, str(caught.value)))
+    kinds = three.allgather((type(caught.value).__name__, str(caught.value)))
     assert [kind for kind, _ in kinds].count("MismatchError") == 1
     assert all("a call of one" in text and "a call of two" in text for _, text in kinds), kinds
 
 
-def test_groups_used_by_two_threads_of_a_rank_in_different_orders_are_no_circle(subcomm, monkeypatch):
+def test_groups_used_by_two_threads_of_a_rank_in_different_orders_are_no_circle(pair, monkeypatch):
     """What looks like a circle for a while is none where a second thread will come."""
-    comm = subcomm(2)
-    if comm is None:
-        return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
-    groups = [RankGroup(comm), RankGroup(comm)]
+    groups = [RankGroup(pair), RankGroup(pair)]
     found = []
 
     def use(group, pause):
         time.sleep(pause)
         for _ in range(3):
-            found.append(group.agree("a test", values=[comm.rank])[:, 0].tolist())
+            found.append(group.agree("a test", values=[pair.rank])[:, 0].tolist())
 
-    pauses = [0, 0.5] if comm.rank == 0 else [0.5, 0]
+    pauses = [0, 0.5] if pair.rank == 0 else [0.5, 0]
     threads = [threading.Thread(target=use, args=pair) for pair in zip(groups, pauses)]
     for thread in threads:
         thread.start()
@@ -259,55 +247,46 @@ def test_groups_used_by_two_threads_of_a_rank_in_different_orders_are_no_circle(
         group.close()
 
 
-def test_a_group_that_waited_for_long_leaves_no_note_behind(subcomm, monkeypatch):
+def test_a_group_that_waited_for_long_leaves_no_note_behind(three, monkeypatch):
     """The notes of those that waited, and their answers, are received before the communicator is freed."""
-    comm = subcomm(3)
-    if comm is None:
-        return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
-    group = RankGroup(comm)
-    notes = group.peers
+    group = RankGroup(three)
+    notes = group
     for late in (0, 1, 0):
-        if comm.rank == late:
+        if three.rank == late:
             time.sleep(0.3)
         group.agree("a test")
     group.close()
-    expected = (0, 0) if comm.rank == 0 else (notes.sent, notes.sent)
+    expected = (0, 0) if three.rank == 0 else (notes.sent, notes.sent)
     assert (notes.sent, notes.answers) == expected and not notes.unanswered
-    assert notes.sent >= 2 or comm.rank == 0
-    assert notes.received == sum(comm.allgather(notes.sent)) or comm.rank > 0
+    assert notes.sent >= 2 or three.rank == 0
+    assert notes.received == sum(three.allgather(notes.sent)) or three.rank > 0
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_comes_late_to_the_closing_keeps_nobody_waiting(subcomm, monkeypatch, late):
+def test_a_rank_that_comes_late_to_the_closing_keeps_nobody_waiting(three, monkeypatch, late):
     """The others tell rank 0 that they wait, in the very call in which notes are counted."""
-    comm = subcomm(3)
-    if comm is None:
-        return
     monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
-    group = RankGroup(comm)
-    if comm.rank == late:
+    group = RankGroup(three)
+    if three.rank == late:
         time.sleep(0.4)
     group.close()
-    assert group.closed and group.peers.answers == group.peers.sent
-    assert sum(comm.allgather(group.peers.sent)) == (2 if late == 0 else 1)
+    assert group.closed and group.answers == group.sent
+    assert sum(three.allgather(group.sent)) == (2 if late == 0 else 1)
 
 
-def test_a_failure_in_one_thread_leaves_the_calls_of_another_alone(subcomm):
-    comm = subcomm(2)
-    if comm is None:
-        return
-    bad, good = RankGroup(comm), RankGroup(comm)
+def test_a_failure_in_one_thread_leaves_the_calls_of_another_alone(pair):
+    bad, good = RankGroup(pair), RankGroup(pair)
     found = []
 
     def work():
-        if comm.rank == 0:
+        if pair.rank == 0:
             time.sleep(0.5)
-        found.append(good.agree("a test", values=[comm.rank])[:, 0].tolist())
+        found.append(good.agree("a test", values=[pair.rank])[:, 0].tolist())
 
     thread = threading.Thread(target=work)
     thread.start()
-    if comm.rank == 0:
+    if pair.rank == 0:
         bad.fail(ValueError("wet paint"), "rank 0 failed: wet paint")
     else:
         with pytest.raises(PeerError, match="wet paint"):
@@ -410,14 +389,11 @@ def test_a_wait_drives_what_its_own_thread_uses_and_nothing_else():
     assert engine.calls == 11
 
 
-def test_no_note_is_sent_once_notes_are_counted(subcomm):
-    comm = subcomm(2)
-    if comm is None:
-        return
-    group = RankGroup(comm)
+def test_no_note_is_sent_once_notes_are_counted(pair):
+    group = RankGroup(pair)
     group.begin()
-    group.peers.closing = True
-    group.peers.tell_leader("a test")
-    assert group.peers.sent == 0
-    group.peers.closing = False
+    group.closing = True
+    group.tell_leader("a test")
+    assert group.sent == 0
+    group.closing = False
     group.close()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from support.launch import ROOT, job_environment, mpiexec
+from support.small_training import training_job
 from train.test_kills import NEVER, TRAINING, outcome
 
 pytestmark = pytest.mark.jobs
@@ -144,10 +145,8 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path):
 
 
 def test_a_killed_rank_costs_a_start_and_no_bit(launch, tmp_path):
-    (tmp_path / "script.py").write_text(TRAINING)
-    (tmp_path / "text.txt").write_text("one two three four\n" * 200)
-    arguments = tmp_path / "script.py", tmp_path / "text.txt", tmp_path / "whole", 0, *NEVER, 2, 8
-    whole = launch(2, [str(each) for each in arguments])
+    words = [*training_job(tmp_path, TRAINING), tmp_path / "whole", 0, *NEVER, 2, 8]
+    whole = launch(2, [str(word) for word in words])
     assert whole.returncode == 0, whole.stderr
     (tmp_path / "job.sh").write_text(
         'echo start >> starts; moment=1000000000; [ "$(wc -l < starts)" != 1 ] || moment=30\n'

@@ -62,13 +62,13 @@ def test_an_empty_sequential_takes_the_whole_sum_that_a_residual_leaves(last):
     np.testing.assert_array_equal(left.gradients.flat, summed.gradients.flat)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_recompute_gives_the_same_bits_and_keeps_only_the_input(dtype):
     plain = nn.Stage(block(), dtype=dtype)
     again = nn.Stage(block(nn.Recompute), dtype=dtype)
     assert list(plain.parameters) == list(again.parameters)
     np.testing.assert_array_equal(plain.parameters.flat, again.parameters.flat)
-    x, dy = RANDOM.standard_normal((2, 2, 5, 8)).astype(dtype)
+    x, dy = RANDOM.standard_normal((2, 2, 5, 8)).astype(arrays.dtype(dtype))
     there = nn.Position(step=7, microbatch=3)
     (y, saved), (y_again, saved_again) = plain.forward(x, there), again.forward(x, there)
     np.testing.assert_array_equal(y, y_again)
@@ -78,10 +78,6 @@ def test_recompute_gives_the_same_bits_and_keeps_only_the_input(dtype):
     assert again.position == nn.Position(step=9, microbatch=0, training=False)
     kept = [part[0] for part in saved_again]
     assert kept[0] is x and all(isinstance(part, np.ndarray) for part in kept)
-
-
-def test_gradients_of_recompute_agree_with_finite_differences():
-    check_stage(nn.Stage(block(nn.Recompute), dtype="float64"), RANDOM.standard_normal((1, 3, 8)))
 
 
 def test_poll_is_called_between_layers_in_both_directions():
@@ -130,8 +126,9 @@ def test_a_norm_with_a_sum_has_the_bits_of_two_passes(gpu, device, kind, rows, w
     x, more, dy = (place(drawn((rows, width), kind)) for _ in range(3))
     vectors = [place(drawn(width, kind)) for _ in range(1 + (norm == "layer_norm"))]
     total = functions.add(x, more)
-    y, scale = getattr(functions, norm)(total, *vectors, 1e-5)
-    for found, expected in zip(getattr(functions, f"add_{norm}")(x, more, *vectors, 1e-5), (total, y, scale)):
+    normalise = getattr(functions, norm)
+    _, _, scale = apart = normalise(total, *vectors, 1e-5)
+    for found, expected in zip(normalise(x, *vectors, 1e-5, more), apart):
         equal(found, expected)
     backward = getattr(functions, f"{norm}_backward")
     dx, *parts = backward(dy, total, scale, vectors[0])
@@ -225,9 +222,6 @@ def test_a_gpt_needs_no_launch_for_its_sums(emulated_gpu):
     # a gradient of a gain takes one launch to add it up; "add" would be a sum in the residual or in the gradient
     assert back.count("add") == 0 and back.count("add_parts") == residuals + 1
     assert back.count("rms_norm_backward_add") == residuals and back.count("rms_norm_backward") == 1
-
-
-def test_a_recomputed_gpt_sums_as_often_as_a_kept_one(emulated_gpu):
     there, back = launches(emulated_gpu, recompute=True)
     assert there.count("add") == back.count("add") == 0
 
@@ -258,14 +252,3 @@ def test_what_a_subclass_redefines_is_never_passed_by():
     np.testing.assert_allclose(back2 - dy, 2 * (back - dy), rtol=1e-12)
     silent = nn.Stage([nn.PreNormResidual(WithoutGradient(4))], "float64")
     np.testing.assert_array_equal(silent.backward(dy, silent.forward(x)[1]), dy)
-
-
-@pytest.mark.parametrize("count, width", [(1, 5), (3, 8), (70, 19), (528, 33)])
-def test_parts_are_added_up(gpu, count, width):
-    parts, grad = drawn((count, width), "float32"), drawn(width, "float32")
-    expected, size = parts.astype(np.float64).sum(0) + grad, np.abs(parts).sum(0) + np.abs(grad)
-    there, target = arrays.upload(parts), arrays.upload(grad)
-    kernels.of("cuda").add_parts(there, target)
-    kernels.of("cpu").add_parts(parts, grad)
-    for found in (arrays.download(target), grad):
-        close(found, expected, count + 1, size)

@@ -251,7 +251,7 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
     bias, hbias = device(draw(width), kind)
     y, hscale, normal = normalised(hx, hgain, hbias * centred, 1e-5, centred)
     name, more = ("layer_norm", (bias,)) if centred else ("rms_norm", ())
-    found, scale = getattr(cuda, name)(x, gain, *more, 1e-5)
+    _, found, scale = getattr(cuda, name)(x, gain, *more, 1e-5)
     terms = hscale[:, None] * (np.abs(hx) + np.abs(hx).mean(1, keepdims=True) * centred)  # of a normalised number
     check(found, y, kind, 2 * width + 8, np.abs(hgain) * terms + np.abs(hbias) * centred)
     check(scale, hscale, scale.dtype, 2 * width + 8, hscale * (1 + terms.max(1, initial=0)))
@@ -282,14 +282,11 @@ def test_norms(cuda, kind, draw, rows, width, skew, centred):
 
 
 @pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("width", [1023, 1100, 3000, 8200])
-def test_norms_of_long_rows(cuda, draw, width, centred):
-    check_norm(cuda, arrays.dtype("bfloat16"), draw, 3, width, centred)
-
-
-@pytest.mark.parametrize("centred", [False, True])
-def test_norms_of_rows_too_long_for_registers(cuda, draw, centred):
-    check_norm(cuda, arrays.dtype("float64"), draw, 2, 1027, centred)
+@pytest.mark.parametrize(
+    "name, width", [*(("bfloat16", width) for width in (1023, 1100, 3000, 8200)), ("float64", 1027)]
+)
+def test_norms_of_long_rows(cuda, draw, name, width, centred):
+    check_norm(cuda, arrays.dtype(name), draw, 3, width, centred)
 
 
 def test_a_nan_stays_in_its_row(cuda, kind):
@@ -297,7 +294,7 @@ def test_a_nan_stays_in_its_row(cuda, kind):
     values[3, 5] = np.nan
     x, _ = device(values, kind)
     gain, bias = device(np.ones(32), kind)[0], device(np.zeros(32), kind)[0]
-    for y, scale in (cuda.rms_norm(x, gain, 1e-5), cuda.layer_norm(x, gain, bias, 1e-5)):
+    for _, y, scale in (cuda.rms_norm(x, gain, 1e-5), cuda.layer_norm(x, gain, bias, 1e-5)):
         bad = np.isnan(arrays.download(y).astype(np.float64))
         assert bad[3].all() and bad.sum() == 32 and np.isnan(arrays.download(scale)).sum() == 1
 
@@ -429,9 +426,12 @@ def cross_entropy(logits, ids):
     return value, (shares - one_hot) / len(ids), 1 + largest_pick + (shares * apart).sum(1).max(), size / len(ids)
 
 
-@pytest.mark.parametrize("rows, vocab", [(1, 1), (3, 17), (5, 256), (2, 1031), (1, 33001)])
-def test_softmax_cross_entropy(cuda, kind, draw, rows, vocab):
-    logits, host = device(draw(rows, vocab) * 3, kind)
+# the last one has rows that start between words
+@pytest.mark.parametrize(
+    "rows, vocab, skew", [(1, 1, 0), (3, 17, 0), (5, 256, 0), (2, 1031, 0), (1, 33001, 0), (3, 50, 3)]
+)
+def test_softmax_cross_entropy(cuda, kind, draw, rows, vocab, skew):
+    logits, host = device(draw(rows, vocab) * 3, kind, skew)
     ids = np.arange(rows) * 7 % vocab
     value, gradient = cuda.softmax_cross_entropy(logits, arrays.upload(ids), 4.0)
     expected, slope, *sizes = cross_entropy(host, ids)
@@ -471,15 +471,6 @@ def test_softmax_cross_entropy_shows_nan_and_ids_outside(cuda, kind, draw):
         assert np.isfinite(arrays.download(gradient).astype(np.float64)).all()
 
 
-def test_softmax_cross_entropy_where_rows_start_between_words(cuda, kind, draw):
-    logits, host = device(draw(3, 50), kind, 3)
-    ids = np.array([49, 0, 3])
-    value, gradient = cuda.softmax_cross_entropy(logits, arrays.upload(ids))
-    expected, slope, *sizes = cross_entropy(host, ids)
-    close(arrays.download(value), expected, 50 + 8, sizes[0], dtype=arrays.accumulator(kind))
-    check(gradient, slope, kind, 50 + 8, sizes[1])
-
-
 @pytest.mark.parametrize("shape, skew", [((1,), 0), ((3, 700), 0), ((5, 7), 1)])
 def test_mean_squared_error(cuda, kind, draw, shape, skew):
     output, y = device(draw(*shape), kind, skew)
@@ -505,8 +496,8 @@ def test_adamw(cuda, draw, name, size, skew):
     kind = arrays.dtype(name)
     (p, hp), (g, hg), (m, hm) = (device(draw(size), kind, skew) for _ in range(3))
     v, hv = device(draw(size) ** 2, kind, skew)
-    numbers = dict(b1=0.9, b2=0.95, eps=1e-6, rate=0.1, correction1=0.3, correction2=0.2, shrink=0.99, g_scale=0.5)
-    cuda.adamw(p, g, m, v, **numbers)
+    numbers = nn.kernels.AdamWNumbers(0.9, 0.95, 1e-6, rate=0.1, correction1=0.3, correction2=0.2, shrink=0.99)
+    cuda.adamw(p, g, m, v, numbers, nn.kernels.Update(0.5))
     m2, v2 = 0.9 * hm + (1 - 0.9) * 0.5 * hg, 0.95 * hv + (1 - 0.95) * 0.25 * hg * hg
     check(m, m2, kind, 4, np.abs(hm) + np.abs(hg))
     check(v, v2, kind, 4)
@@ -522,10 +513,10 @@ def test_sgd(cuda, draw, name, size, skew):
     kind = arrays.dtype(name)
     (p, hp), (g, hg), (u, hu) = (device(draw(size), kind, skew) for _ in range(3))
     size = np.abs(hp) + np.abs(hg) + np.abs(hu)
-    cuda.sgd(p, g, None, momentum=0.0, decay=0.1, rate=0.2, g_scale=0.5)
+    cuda.sgd(p, g, None, 0.0, 0.1, 0.2, nn.kernels.Update(0.5))
     hp = hp - 0.2 * (0.5 * hg + 0.1 * hp)
     check(p, hp, kind, 8, size)
-    cuda.sgd(p, g, u, momentum=0.9, decay=0.1, rate=0.2, g_scale=0.5)
+    cuda.sgd(p, g, u, 0.9, 0.1, 0.2, nn.kernels.Update(0.5))
     hu = 0.9 * hu + 0.5 * hg + 0.1 * hp
     check(u, hu, kind, 8, size)
     check(p, hp - 0.2 * hu, kind, 8, size)
@@ -563,7 +554,7 @@ def test_nothing_waits_for_the_device(cuda, gpu, draw):
     flat, _ = device(draw(64), arrays.dtype("float32"))
     grad = arrays.zeros((32, 32), flat.dtype, "cuda")
     gpu.reset()
-    y, scale = cuda.rms_norm(x, gain, 1e-5)
+    _, y, scale = cuda.rms_norm(x, gain, 1e-5)
     cuda.rms_norm_backward(y, x, scale, gain)
     cuda.softmax_cross_entropy(y, ids)
     cuda.embed_backward(y, ids, grad)

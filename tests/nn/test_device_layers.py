@@ -141,22 +141,9 @@ def test_no_rows_are_no_problem(gpu, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_masks_are_those_of_the_host(gpu, dtype):
-    host, device = twins(LAYERS["Dropout"], dtype)
-    for shape in [(5,), (3, 7), (130, 1031)]:
-        x = np.ones(shape, host.dtype)
-        (y, saved), (y_there, saved_there) = host.forward(x), device.forward(x)
-        np.testing.assert_array_equal(arrays.download(y_there), y)
-        np.testing.assert_array_equal(arrays.download(device.backward(y_there, saved_there)), host.backward(y, saved))
-    device.position = nn.Position(training=False)
-    here = arrays.upload(x)
-    assert device.forward(here)[0] is here
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["uint8", "int32", "int64"])
 def test_embedding_takes_ids_from_either_side(gpu, kind, dtype):
-    host, device = twins(lambda: [nn.Embedding(50, DIM)], dtype)
+    host, device = twins(lambda: [nn.Embedding(50, DIM, scale=3.0)], dtype)
     ids = np.random.default_rng(3).integers(0, 50, (4, 300)).astype(kind)
     y, saved = host.forward(ids)
     dy = numbers(y.shape, dtype, 2)
@@ -221,8 +208,6 @@ def test_wrong_targets_are_refused_or_give_nan(gpu):
         nn.softmax_cross_entropy(logits, np.array([0, 3]))
     value, _ = nn.softmax_cross_entropy(logits, arrays.upload(np.array([0, 3])))
     assert math.isnan(arrays.download(value))
-    with pytest.raises(ArgumentError, match="one target"):
-        nn.softmax_cross_entropy(logits, np.zeros(3, int))
     with pytest.raises(ArgumentError, match="output on the host"):
         nn.softmax_cross_entropy(np.zeros((2, 3)), arrays.upload(np.zeros(2, int)))
     with pytest.raises(ArgumentError, match="output on the host"):
@@ -264,20 +249,21 @@ def gpt(device, dtype, dropout=0.1):
     return nn.Stage(GPT(**SMALL, dropout=dropout).build(Local()), dtype=dtype, seed=5, device=device)
 
 
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(gpu, dtype):
+def test_a_small_gpt_in_halves_has_nearly_the_gradients_of_float64(gpu, dtype, where):
     """Forward, loss and backward wait for nothing, and the loss stays on the device."""
     text = np.random.default_rng(0).integers(0, SMALL["vocab"], (2, SMALL["seq"] + 1))
-    exact, device = gpt("cpu", "float64", dropout=0.2), gpt("cuda", dtype, dropout=0.2)
+    exact, halves = gpt("cpu", "float64", dropout=0.2), gpt(where, dtype, dropout=0.2)
     losses = []
-    for stage, scale in ((exact, 1.0), (device, 256.0)):
+    for stage, scale in ((exact, 1.0), (halves, 256.0)):
         gpu.reset()
         y, saved = stage.forward(text[:, :-1])
         value, dy = nn.softmax_cross_entropy(y, text[:, 1:], scale)
         stage.backward(dy, saved)
         assert gpu.synchronisations == []
         losses.append(value)
-    close_norm(arrays.download(losses[1]), losses[0], roundings(GPT(**SMALL)), dtype)
+    close_norm(arrays.download(losses[1]) if where == "cuda" else losses[1], losses[0], roundings(GPT(**SMALL)), dtype)
     for name, gradient in exact.gradients.items():
-        found = arrays.download(device.gradients[name]) / 256
+        found = arrays.download(halves.gradients[name]) / 256
         close_norm(found, gradient, roundings(GPT(**SMALL)), dtype, name)

@@ -9,7 +9,7 @@ import pytest
 from support.gradcheck import check_stage
 from support.tolerance import close, largest
 
-from mpipipe import arrays, nn
+from mpipipe import nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.host import any_dtype
 
@@ -162,15 +162,6 @@ def test_feed_forward_keeps_the_input_of_gelu_alone():
     assert kept is x and inner.shape == (4, 10)
 
 
-def test_names_values_at_the_start_and_decay():
-    stage = nn.Stage([nn.FeedForward(64, 256, gain=0.5)], dtype="float64")
-    assert sorted(stage.parameters) == ["0.down", "0.down_bias", "0.up", "0.up_bias"]
-    assert not stage.parameters["0.up_bias"].any() and not stage.parameters["0.down_bias"].any()
-    assert stage.parameters["0.up"].std() == pytest.approx(1 / 8, rel=0.05)
-    assert stage.parameters["0.down"].std() == pytest.approx(0.5 / 16, rel=0.05)
-    assert [decays for _, _, decays in stage.decay_ranges] == [True, False]
-
-
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "Gelu"])
 def test_a_wrong_input_size_is_named(name):
     stage = nn.Stage([LAYERS[name][0]()], dtype="float64", first=4)
@@ -226,14 +217,3 @@ def test_a_tied_head_starts_equal_but_apart():
     assert both.ties == {"tokens": ["0.weight", "1.weight"]}
     assert not np.shares_memory(both.parameters["0.weight"], both.parameters["1.weight"])
     assert not np.shares_memory(both.gradients["0.weight"], both.gradients["1.weight"])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scaled_rows_are_the_same_on_the_device(gpu, dtype):
-    host, device = (nn.Stage([nn.Embedding(5, 8, scale=3.0)], dtype, device=where) for where in ("cpu", "cuda"))
-    ids = np.array([[3, 1, 3]])
-    (y, saved), (y_there, saved_there) = host.forward(ids), device.forward(ids)
-    np.testing.assert_array_equal(arrays.download(y_there), y)
-    host.backward(y, saved)
-    device.backward(y_there, saved_there)
-    close(arrays.download(device.gradients.flat), host.gradients.flat, 3, largest(host.gradients.flat))

@@ -27,17 +27,9 @@ def layers():
 def test_parameters_are_aligned_views_of_one_buffer(dtype):
     stage = nn.Stage(layers(), dtype=dtype, first=2)
     assert list(stage.parameters) == [
-        "2.weight",
-        "3.layer.0.gain",
-        "3.layer.1.qkv",
-        "3.layer.1.out",
-        "4.layer.0.gain",
-        "4.layer.1.gate_up",
-        "4.layer.1.down",
-        "5.gain",
-        "5.bias",
-        "6.weight",
-    ]
+        "2.weight", "3.layer.0.gain", "3.layer.1.qkv", "3.layer.1.out", "4.layer.0.gain", "4.layer.1.gate_up",
+        "4.layer.1.down", "5.gain", "5.bias", "6.weight",
+    ]  # fmt: skip
     assert list(stage.gradients) == list(stage.parameters)
     for mapping in (stage.parameters, stage.gradients):
         inside = np.zeros(mapping.flat.size, bool)
@@ -63,11 +55,13 @@ def test_initial_values_do_not_depend_on_the_cut_or_the_dtype():
 
 
 def test_initial_values_have_the_promised_spread():
-    stage = nn.Stage([nn.Linear(400, 500, gain=0.5), nn.Embedding(500, 400)], dtype="float64")
-    for name, expected in (("0.weight", 0.5 / 20), ("1.weight", 1 / 20)):
+    layers = [nn.Linear(400, 500, gain=0.5), nn.Embedding(500, 400), nn.FeedForward(400, 600, gain=0.5)]
+    stage = nn.Stage(layers, dtype="float64")
+    spreads = {"0.weight": 0.5 / 20, "1.weight": 1 / 20, "2.up": 1 / 20, "2.down": 0.5 / 600**0.5}
+    for name, expected in spreads.items():
         weight = stage.parameters[name]  # 200 000 draws: six and nine standard deviations of both estimates
         assert abs(weight.std() / expected - 1) < 0.01 and abs(weight.mean()) < expected / 50
-    assert not stage.parameters["0.bias"].any()
+    assert not any(stage.parameters[name].any() for name in ("0.bias", "2.up_bias", "2.down_bias"))
 
 
 def test_runs_tell_matrices_from_gains_and_biases():
@@ -127,16 +121,6 @@ def test_a_stage_without_parameters_works():
     assert empty.forward(x)[0] is x
 
 
-def test_a_layer_belongs_to_one_place():
-    layer = nn.Linear(3, 3)
-    nn.Stage([layer])
-    with pytest.raises(ArgumentError, match="already belongs"):
-        nn.Stage([layer])
-    twice = nn.Linear(3, 3)
-    with pytest.raises(ArgumentError, match="already belongs"):
-        nn.Stage([twice, twice])
-
-
 def test_layers_cost_no_memory_before_a_stage_binds_them():
     layer = nn.SwiGLU(100_000, 400_000)
     assert not any(isinstance(value, np.ndarray) for value in vars(layer).values())
@@ -151,14 +135,18 @@ def test_an_input_of_another_dtype_is_refused(x):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ArgumentError, match="cannot compute"):
-        nn.Stage([], dtype="int32")
-    with pytest.raises(ArgumentError, match="unknown dtype"):
-        nn.Stage([], dtype="float31")
-    with pytest.raises(BackendError):
-        nn.Stage([], device="cuda:99")
-    with pytest.raises(ArgumentError, match="not a layer"):
-        nn.Stage([nn.Gelu])
+    layer, bound = nn.Linear(3, 3), nn.Linear(3, 3)
+    nn.Stage([bound])
+    for layers, options, error, match in (
+        ([], dict(dtype="int32"), ArgumentError, "cannot compute"),
+        ([], dict(dtype="float31"), ArgumentError, "unknown dtype"),
+        ([], dict(device="cuda:99"), BackendError, "GPU|cuda"),
+        ([nn.Gelu], {}, ArgumentError, "not a layer"),
+        ([bound], {}, ArgumentError, "already belongs"),
+        ([layer, layer], {}, ArgumentError, "already belongs"),
+    ):
+        with pytest.raises(error, match=match):
+            nn.Stage(layers, **options)
 
 
 def test_integers_only_where_the_first_layer_takes_them():

@@ -6,12 +6,12 @@ import math
 
 import pytest
 from gpu_emulator.fixture import own_gpus
-from support.gradients import contents, fill
+from support.device_pipelines import all_aborted
+from support.gradients import contents, fill, watched
 
 from mpipipe import arrays, nn, optim
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.job.wait import wait_for
 
 OPTIMIZERS = {
     "AdamW": lambda stages: optim.AdamW(stages, 0.01, weight_decay=0.1),
@@ -87,15 +87,8 @@ def test_copies_of_tied_parameters_do_not_count(own, comm):
 @pytest.mark.mpi(min_size=2)
 def test_the_host_asks_for_the_step_before_it_knows_the_norm(own, comm):
     stages = made(comm.rank)
-    optimizer, waits = optim.AdamW(stages, 0.01), []
-    make = optimizer.step
-
-    def step(**numbers):
-        waits.append(list(own.synchronisations))
-        make(**numbers)
-        waits.append(list(own.synchronisations))
-
-    optimizer.step = step
+    optimizer = optim.AdamW(stages, 0.01)
+    waits = watched(optimizer, own)
     with optim.GlobalNorm(stages, comm) as over:
         optim.scaled_step(optimizer, optim.LossScaler(1.0), 0.5, over=over)  # uploads its tables once
         fill(stages, 0)
@@ -199,16 +192,6 @@ def test_a_communicator_beside_a_global_norm_is_refused(own, comm):
     with optim.GlobalNorm(stages, comm) as over:
         with pytest.raises(ArgumentError, match="over with comm and skip"):
             optim.clip_by_global_norm(stages, 1.0, comm, {"0.bias"}, over=over)
-
-
-def all_aborted(machine):
-    """Whether every communicator with kernels under way ends; aborts run on threads."""
-
-    class Aborted:
-        def Test(self):
-            return all(each._aborted or not each._underway for each in machine.communicators)
-
-    wait_for(Aborted(), "aborts")
 
 
 @pytest.mark.mpi(min_size=2)

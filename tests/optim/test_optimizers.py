@@ -412,23 +412,6 @@ def test_a_stage_that_cannot_be_updated_is_refused(stage, match):
         optim.SGD([stage], lr=0.1)
 
 
-def test_a_stage_on_a_gpu_is_clipped_and_updated_there(gpu):
-    """The norm stays on the device, and the update is that of the host up to the rounding of float32."""
-    host, there = own("float32"), SimpleNamespace()
-    there.parameters, there.gradients = (nn.FlatBuffer(SHAPES, "float32", "cuda") for _ in range(2))
-    arrays.upload(host.parameters.flat, out=there.parameters.flat)
-    arrays.upload(host.gradients.flat, out=there.gradients.flat)
-    assert optim.GlobalNorm([there]).on_device and not optim.GlobalNorm([host]).on_device
-    norms = [optim.clip_by_global_norm([stage], 0.5) for stage in (host, there)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
-    for stage in (host, there):
-        optimizer = optim.AdamW([stage], lr=0.1)
-        optimizer.step()
-        optimizer.step()
-    found = arrays.download(there.parameters.flat)
-    close(found, host.parameters.flat, terms=40, size=1 + np.abs(host.parameters.flat))
-
-
 # -- learning-rate curves ---------------------------------------------------------------------------------------------
 
 

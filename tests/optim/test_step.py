@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -65,14 +65,6 @@ def test_an_expansion_is_the_exact_sum_in_few_numbers(numbers):
 @given(NUMBERS, NUMBERS)
 def test_sums_of_expansions_round_as_the_sum_of_all_numbers(some, others):
     assert math.fsum([*expansion(some), *expansion(others)]) == math.fsum([*some, *others])
-
-
-def test_the_norm_does_not_depend_on_which_rank_has_which_stage():
-    made = whole_model("float64", ((0, 1), (1, 2), (2, 3), (3, 4)))
-    for step in range(20):
-        fill(made, step, size=1 + step)
-        norms = {optim.clip_by_global_norm([made[i] for i in order], math.inf) for order in permutations(range(4))}
-        assert len(norms) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -209,44 +201,30 @@ def test_a_scaled_step_is_clipping_and_a_step_of_the_true_gradients(make, max_no
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("begun", [False, True], ids=["at once", "begun"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(comm, value, begun):
-    stage, scaler, history = model(comm.rank), optim.LossScaler(1024.0, interval=3), []
-    optimizer, start = optim.AdamW([stage], 0.1), stage.parameters.flat.copy()
-    for step in range(6):
-        draw(stage, comm.rank, step, scaler.scale)
-        if step in (0, 2) and comm.rank == comm.size - 1:
-            stage.gradients[f"{2 * comm.rank}.bias"][3] = value
-        if begun:
-            norm = optim.begin_step(optimizer, 1.0, scaler=scaler, comm=comm).wait()
-        else:
-            norm = optim.scaled_step(optimizer, scaler, 1.0, comm=comm)
-        history.append((norm, scaler.scale, scaler.skipped, optimizer.steps))
-        if step == 0:
-            np.testing.assert_array_equal(stage.parameters.flat, start)
-    assert [norm is None for norm, *_ in history] == [True, False, True, False, False, False]
-    assert [scale for _, scale, *_ in history] == [512, 512, 256, 256, 256, 512]
-    assert history[-1][2:] == (2, 4)
-    assert np.isfinite(stage.parameters.flat).all() and (stage.parameters[f"{2 * comm.rank}.weight"] != 0).all()
-    assert comm.allgather(history) == [history] * comm.size
-
-
-def test_begin_and_finish_have_the_bits_of_a_scaled_step_too(comm):
-    """With overflows on one rank: no rank makes the step then, and all scales shrink."""
-
-    def runs(update):
-        stage, scaler = model(comm.rank), optim.LossScaler(1024.0, interval=2)
-        optimizer, found = optim.AdamW([stage], lr=0.01), []
+def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(comm, value):
+    """Whether steps are made at once or begun and ended, to the bit."""
+    outcomes = []
+    for begun in (False, True):
+        stage, scaler, history = model(comm.rank), optim.LossScaler(1024.0, interval=3), []
+        optimizer, start = optim.AdamW([stage], 0.1), stage.parameters.flat.copy()
         for step in range(6):
-            draw(stage, comm.rank, step)
-            if step in (1, 4) and comm.rank == comm.size - 1:
-                stage.gradients.flat[3] = np.inf
-            found.append((update(optimizer, scaler, comm), scaler.scale, scaler.skipped))
-        return found, stage.parameters.flat.tobytes(), optimizer.steps
-
-    begun = runs(lambda o, s, c: optim.begin_step(o, 0.5, scaler=s, comm=c).wait())
-    assert begun == runs(lambda o, s, c: optim.scaled_step(o, s, 0.5, comm=c))
-    assert begun[0][1][0] is None and begun[0][4][2] == 2
+            draw(stage, comm.rank, step, scaler.scale)
+            if step in (0, 2) and comm.rank == comm.size - 1:
+                stage.gradients[f"{2 * comm.rank}.bias"][3] = value
+            if begun:
+                norm = optim.begin_step(optimizer, 1.0, scaler=scaler, comm=comm).wait()
+            else:
+                norm = optim.scaled_step(optimizer, scaler, 1.0, comm=comm)
+            history.append((norm, scaler.scale, scaler.skipped, optimizer.steps))
+            if step == 0:
+                np.testing.assert_array_equal(stage.parameters.flat, start)
+        assert [norm is None for norm, *_ in history] == [True, False, True, False, False, False]
+        assert [scale for _, scale, *_ in history] == [512, 512, 256, 256, 256, 512]
+        assert history[-1][2:] == (2, 4)
+        assert np.isfinite(stage.parameters.flat).all() and (stage.parameters[f"{2 * comm.rank}.weight"] != 0).all()
+        assert comm.allgather(history) == [history] * comm.size
+        outcomes.append((history, stage.parameters.flat.tobytes()))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_a_norm_over_kept_ranks_and_names_to_skip(comm):

@@ -54,12 +54,15 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     pictures.draw_comparison([two, other], tmp_path / "a.svg")
 
 
-def test_wrong_requests_are_refused():
-    with pytest.raises(ArgumentError, match="the cost forward is no number"):
-        pictures.simulate_all(2, [2], costs=Costs(forward=[1, 2]))
-    with pytest.raises(ArgumentError, match="the cost weight_grad is no number"):
-        pictures.simulate_all(2, [2], costs=Costs(weight_grad=float("nan")))
-    with pytest.raises(ArgumentError, match="unknown schedule"):
-        pictures.simulate_all(2, [2], ["gpip"])
-    with pytest.raises(ArgumentError, match="microbatches"):
-        pictures.simulate_all(2, [0], ["gpipe"])
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (dict(costs=Costs(forward=[1, 2])), "the cost forward is no number"),
+        (dict(costs=Costs(weight_grad=float("nan"))), "the cost weight_grad is no number"),
+        (dict(names=["gpip"]), "unknown schedule"),
+        (dict(microbatches=[0], names=["gpipe"]), "microbatches"),
+    ],
+)
+def test_wrong_requests_are_refused(arguments, match):
+    with pytest.raises(ArgumentError, match=match):
+        pictures.simulate_all(**{"ranks": 2, "microbatches": [2], **arguments})

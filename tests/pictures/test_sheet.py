@@ -61,23 +61,19 @@ def test_png_and_svg_by_the_ending_and_twice_the_same(tmp_path):
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.PNG").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["a.pdf", "a", "svg"])
-def test_other_endings_are_refused(name, tmp_path):
-    with pytest.raises(ArgumentError, match=r"ends in \.png or \.svg"):
-        pictures.draw_memory(schedules.simulate(schedules.gpipe(1, 1)), tmp_path / name)
-
-
-def test_places_where_no_file_can_be_are_refused(tmp_path):
-    found = schedules.simulate(schedules.gpipe(1, 1))
+@pytest.mark.parametrize(
+    "name, error, match",
+    [
+        *((name, ArgumentError, r"ends in \.png or \.svg") for name in ("a.pdf", "a", "svg")),
+        *((name, StorageError, "no such folder") for name in ("absent/a.png", "file/a.png")),
+        ("folder.png", StorageError, "a folder"),
+    ],
+)
+def test_places_where_no_picture_can_be_are_refused(name, error, match, tmp_path):
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")
-    for path, match in (
-        ("absent/a.png", "no such folder"),
-        ("file/a.png", "no such folder"),
-        ("folder.png", "a folder"),
-    ):
-        with pytest.raises(StorageError, match=match):
-            pictures.draw_timeline(found, tmp_path / path)
+    with pytest.raises(error, match=match):
+        pictures.draw_timeline(schedules.simulate(schedules.gpipe(1, 1)), tmp_path / name)
 
 
 def test_a_full_disk_is_one_error(tmp_path, monkeypatch):

@@ -36,19 +36,6 @@ def test_every_part_is_named_where_it_fits_or_above(tmp_path):
     assert "2 ranks, 3.81 s each on average" in words
 
 
-def test_low_rows_have_a_key_instead(tmp_path):
-    pictures.draw_split([{"compute": 3.0, "bubble": 1.0}] * 30, tmp_path / "split.svg")
-    words = [text.words for text in texts(tmp_path / "split.svg")]
-    assert words.count("compute") == words.count("bubble") == 1
-    assert len(shapes(tmp_path / "split.svg", "#009e73")) == 31  # with that of the key
-
-
-def test_more_names_than_have_room_have_a_key_instead(tmp_path):
-    pictures.draw_split([{f"part number {place}": 1.0 for place in range(20)}], tmp_path / "split.svg")
-    words = [text.words for text in texts(tmp_path / "split.svg")]
-    assert [word for word in words if word.startswith("part")] == [f"part number {place}" for place in range(20)]
-
-
 @pytest.mark.parametrize(
     "rows, match",
     [
@@ -79,6 +66,14 @@ def test_labels_that_are_spread_do_not_touch_and_stay_near():
     assert spread([50, 50], [10, 10], 0, 100) == [45, 55]
 
 
-def test_a_name_is_no_formula(tmp_path):
-    pictures.draw_split([{"a$_{b}$": 1.0}], tmp_path / "split.svg")
-    assert "a$_{b}$ 100%" in [text.words for text in texts(tmp_path / "split.svg")]
+def test_names_that_have_no_room_stand_in_a_key_and_are_no_formulas(tmp_path):
+    def words(rows):
+        pictures.draw_split(rows, tmp_path / "split.svg")
+        return [text.words for text in texts(tmp_path / "split.svg")]
+
+    low = words([{"compute": 3.0, "bubble": 1.0}] * 30)
+    assert low.count("compute") == low.count("bubble") == 1
+    assert len(shapes(tmp_path / "split.svg", "#009e73")) == 31  # with that of the key
+    names = [f"part number {place}" for place in range(20)]
+    assert [word for word in words([dict.fromkeys(names, 1.0)]) if word.startswith("part")] == names
+    assert "a$_{b}$ 100%" in words([{"a$_{b}$": 1.0}])

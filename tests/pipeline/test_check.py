@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import dense
 
 from mpipipe import Branches, Pipeline, arrays, nn, optim
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError, PeerError, StageError
@@ -22,7 +23,7 @@ def write(array, value=0.0):
     array[0, 0] = value
 
 
-class Mine:
+class Mine(dense.Halves):
     """y = x * w with one factor for each column; `plant(event, micro-batch, arrays)` may do what is forbidden."""
 
     def __init__(self, number, plant=None, dim=DIM):
@@ -50,11 +51,6 @@ class Mine:
         m, pending = kept
         self.g += pending
         self.plant("weight", m)
-
-    def backward(self, dy, kept):
-        dx, pending = self.backward_input(dy, kept)
-        self.backward_weight(pending)
-        return dx
 
 
 def at(event, action, microbatch=AT):
@@ -107,21 +103,24 @@ SCHEDULES = {
 }
 
 
-def raised(comm, schedule, plant=None, stage=1, call="step", build=Mine, loss=None, batch=None, prepare=id, **options):
+def given(comm, schedule, x=None, target=None):
+    """This rank's part of a batch, by default of ones and zeros."""
+    x, target = np.ones((ROWS, DIM)) if x is None else x, np.zeros((ROWS, DIM)) if target is None else target
+    return dense.placed(schedule, comm.rank, x, target)
+
+
+def raised(comm, schedule, plant=None, stage=1, call="step", build=Mine, loss=None, batch=(), prepare=id, **options):
     """The error of a step on the rank that has the cause; the others were told, and one alone reports."""
     stages = [build(number, plant if number == stage else None) for number in schedule.stages_of(comm.rank)]
-    x, target = batch or (np.ones((ROWS, DIM)), np.zeros((ROWS, DIM)))
-    mine = (x if schedule.placement[0] == comm.rank else None, target if schedule.placement[-1] == comm.rank else None)
     pipeline = Pipeline(stages, schedule, comm, **{"loss": loss or nn.mean_squared_error, "check": True, **options})
     prepare(pipeline)
     with pytest.raises(MpipipeError) as caught:
-        getattr(pipeline, call)(*mine)
+        getattr(pipeline, call)(*given(comm, schedule, *batch))
         pipeline.close()  # where a rank was done before another one failed
     errors = comm.allgather((str(caught.value), type(caught.value), caught.value.reported_elsewhere))
-    assert [elsewhere for _, _, elsewhere in errors].count(False) == 1
-    (found,) = [(text, kind) for text, kind, elsewhere in errors if not elsewhere]
+    ((text, kind, _),) = [error for error in errors if not error[2]]
     assert all(issubclass(kind, PeerError) for _, kind, elsewhere in errors if elsewhere)
-    return found
+    return text, kind
 
 
 def names(found, kind, rank, stage, microbatch, match):
@@ -209,7 +208,8 @@ def test_a_fault_in_the_loss(comm, name):
     names(raised(comm, schedule, loss=third(loss)), kind, *last(schedule), AT, match)
 
 
-def test_what_is_not_finite_in_the_batch_is_called_the_users(comm):
+def test_what_is_wrong_with_the_batch_is_called_the_users(comm):
+    """NaN in it, and a write to it, also after its forward; not NaN that no stage lets through."""
     schedule = two_chunks(comm)
     x, target = np.ones((ROWS, DIM)), np.zeros((ROWS, DIM))
     x[5, 1] = np.nan
@@ -218,26 +218,17 @@ def test_what_is_not_finite_in_the_batch_is_called_the_users(comm):
     x[5, 1], target[4, 0] = 1, np.inf
     found = raised(comm, schedule, batch=(x, target))
     names(found, NonFiniteError, *last(schedule), AT, "the loss is not finite.*before that: the targets of this call")
+    target[4, 0] = 0
+    found = raised(comm, schedule, at("weight", lambda a: write(x, 5.0), 1), stage=0, batch=(x, target))
+    names(found, StageError, 0, 0, 0, "the inputs of a call were written to before its end found: inputs, float64")
 
-
-def test_a_batch_with_nan_that_no_stage_lets_through_is_none_of_our_business(comm):
     class Filled(Mine):
         def forward(self, x, position):
             return super().forward(np.nan_to_num(x), position)
 
-    schedule = two_chunks(comm)
     stages = [Filled(number) for number in schedule.stages_of(comm.rank)]
-    x = np.full((ROWS, DIM), np.nan) if comm.rank == 0 else None
-    target = np.zeros((ROWS, DIM)) if schedule.placement[-1] == comm.rank else None
     with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error, check=True) as pipeline:
-        assert pipeline.step(x, target).loss == 0
-
-
-def test_the_users_arrays_are_looked_at_until_the_end_of_the_call(comm):
-    schedule = two_chunks(comm)
-    x, target = np.ones((ROWS, DIM)), np.zeros((ROWS, DIM))
-    found = raised(comm, schedule, at("weight", lambda a: write(x, 5.0), 1), stage=0, batch=(x, target))
-    names(found, StageError, 0, 0, 0, "the inputs of a call were written to before its end found: inputs, float64")
+        assert pipeline.step(*given(comm, schedule, x * np.nan)).loss == 0
 
 
 def test_a_parameter_that_is_not_finite_is_named(comm):
@@ -323,18 +314,15 @@ def test_the_argument_wins_over_the_environment(comm, monkeypatch):
     for text, check, on in (("1", None, True), ("1", False, False), ("0", True, True), ("", None, False)):
         monkeypatch.setenv("MPIPIPE_CHECK", text)
         with Pipeline([Mine(comm.rank)], schedule, comm, check=check) as pipeline:
-            assert (pipeline.engine.checks is not None) is on
             (stage,) = pipeline.engine.partners.stages
-            assert (stage.computes is stage.given) is not on
+            assert (pipeline.engine.checks is not None) is (stage.computes is not stage.given) is on
     monkeypatch.setenv("MPIPIPE_CHECK", "yes")
     with pytest.raises(ArgumentError, match="MPIPIPE_CHECK"):
         Pipeline([Mine(comm.rank)], schedule, comm)
-
-
-def test_nccl_and_check_mode_exclude_each_other(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_CHECK", "1")
     monkeypatch.setenv("MPIPIPE_NCCL", "on")
     with pytest.raises(ArgumentError, match="check mode looks at arrays on the host"):
-        Pipeline([Mine(comm.rank)], one_f_one_b(comm.size, MICROBATCHES), comm, check=True)
+        Pipeline([Mine(comm.rank)], schedule, comm)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -351,7 +339,7 @@ def test_what_is_right_has_the_same_bits(comm, kind, recompute):
             for number in schedule.stages_of(comm.rank)
         ]
         optimizer = optim.AdamW(stages, lr=0.01)
-        mine = (x if comm.rank == 0 else None), (target if schedule.placement[-1] == comm.rank else None)
+        mine = given(comm, schedule, x, target)
         with Pipeline(stages, schedule, comm, nn.mean_squared_error, recompute, check=check) as pipeline:
             losses = []
             for call in (pipeline.step, lambda *batch: pipeline.launch(*batch).wait()):
@@ -373,10 +361,8 @@ def test_gradients_may_overflow_where_a_scale_is_given(comm):
         pipeline.step = lambda *batch: step(*batch, scale=4.0)
 
     stages = [Mine(n, at("input", put("dx", np.inf)) if n == 1 else None) for n in schedule.stages_of(comm.rank)]
-    x, target = np.ones((ROWS, DIM)), np.zeros((ROWS, DIM))
-    mine = (x if comm.rank == 0 else None), (target if schedule.placement[-1] == comm.rank else None)
     with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error, check=True) as pipeline:
-        assert np.isfinite(pipeline.step(*mine, scale=4.0).loss)
+        assert np.isfinite(pipeline.step(*given(comm, schedule), scale=4.0).loss)
     found = raised(comm, schedule, at("forward", put("y", np.nan)), prepare=with_scale)
     names(found, NonFiniteError, 1 % comm.size, 1, AT, "forward returned")
 
@@ -389,9 +375,8 @@ def test_a_sum_over_replicas_that_overflows(comm):
     pipe, replicas = comm.Split(comm.rank), comm.Split(color)
     stage = Mine(0, at("weight", lambda a: a.g.fill(1e308), MICROBATCHES - 1))
     x = np.ones((ROWS, DIM))
-    pipeline = Pipeline(
-        [stage], one_f_one_b(1, MICROBATCHES), pipe, nn.mean_squared_error, replicas=replicas, check=True
-    )
+    options = dict(loss=nn.mean_squared_error, replicas=replicas, check=True)
+    pipeline = Pipeline([stage], one_f_one_b(1, MICROBATCHES), pipe, **options)
     with pytest.raises((NonFiniteError, PeerError), match="the sum of a gradient over replicas"):
         pipeline.step(x, x)
     pipe.Free()

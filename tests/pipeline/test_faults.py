@@ -11,7 +11,7 @@ from mpipipe import Pipeline
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError, ScheduleError, StageError
 from mpipipe.job import communicators, context
 from mpipipe.job.group import RankGroup
-from mpipipe.schedules import Action, Schedule, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
+from mpipipe.schedules import Schedule, gpipe, interleaved_1f1b, one_f_one_b, zero_bubble_h1
 
 
 def make(comm, schedule, **options):
@@ -70,28 +70,27 @@ def test_stage_without_the_methods_that_the_schedule_needs(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("other", [lambda p: gpipe(p, 4), lambda p: one_f_one_b(p, 3)])
-def test_ranks_with_different_schedules_or_micro_batches(comm, other):
-    schedule = other(comm.size) if comm.rank == 1 else one_f_one_b(comm.size, 4)
-    refuses(comm, MismatchError, "different pipelines", lambda: make(comm, schedule))
+@pytest.mark.parametrize(
+    "match, schedule, options",
+    [
+        ("different pipelines", lambda p: gpipe(p, 4), {}),
+        ("different pipelines", lambda p: one_f_one_b(p, 3), {}),
+        ("recompute True", lambda p: one_f_one_b(p, 4), {"recompute": True}),
+    ],
+)
+def test_ranks_with_different_pipelines(comm, match, schedule, options):
+    odd = comm.rank == 1
+    schedule = schedule(comm.size) if odd else one_f_one_b(comm.size, 4)
+    refuses(comm, MismatchError, match, lambda: make(comm, schedule, **(options if odd else {})))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_ranks_that_differ_in_recomputation(comm):
-    refuses(comm, MismatchError, "recompute True", lambda: make(comm, gpipe(comm.size, 2), recompute=comm.rank == 1))
-
-
-def test_schedule_that_would_deadlock_is_refused_with_the_grid(comm):
-    good = one_f_one_b(comm.size, 2)
-    swapped = tuple(order[::-1] for order in good.orders)
-    refuses(comm, ScheduleError, "0B1", lambda: make(comm, Schedule("backwards", good.placement, 2, swapped)))
-
-
-def test_schedule_with_a_missing_action(comm):
+@pytest.mark.parametrize("name, orders", [
+    ("backwards", lambda good: [order[::-1] for order in good]), ("short", lambda good: [good[0][:-1], *good[1:]]),
+])  # fmt: skip
+def test_a_schedule_that_cannot_run_is_refused_with_the_grid(comm, name, orders):
     good = gpipe(comm.size, 2)
-    orders = (good.orders[0][:-1], *good.orders[1:])
-    refuses(comm, ScheduleError, "0B1", lambda: make(comm, Schedule("short", good.placement, 2, orders)))
-    assert str(Action(0, "B", 1)) == "0B1"
+    wrong = Schedule(name, good.placement, 2, tuple(orders(good.orders)))
+    refuses(comm, ScheduleError, "0B1", lambda: make(comm, wrong))
 
 
 WRONG_CALLS = [
@@ -137,30 +136,28 @@ def test_an_error_of_all_ranks_that_only_some_handle_leaves_nobody_waiting(comm)
     comm.Barrier()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_inputs_on_the_wrong_rank(comm):
-    schedule = one_f_one_b(comm.size, 3)
-    x, t = dense.batch(6, schedule.stages)
-    with make(comm, schedule) as pipeline:
-        last = comm.rank == comm.size - 1
-        refuses(comm, ArgumentError, "wrong rank", lambda: pipeline.step(x, t if last else None))
-
-
-def test_no_loss_on_the_last_rank(comm):
+@pytest.mark.parametrize("scale", [0, float("inf"), float("nan"), None, "2"])
+def test_a_scale_that_is_no_scale_and_no_loss(comm, scale):
     schedule = gpipe(comm.size, 2)
-    x, t = dense.batch(2, schedule.stages)
+    mine = dense.placed(schedule, comm.rank, *dense.batch(2, schedule.stages))
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm) as pipeline:
-        refuses(comm, ArgumentError, "no loss", lambda: pipeline.step(*dense.placed(schedule, comm.rank, x, t)))
+        refuses(comm, ArgumentError, "no loss", lambda: pipeline.step(*mine))
+    with make(comm, schedule) as pipeline:
+        refuses(comm, ArgumentError, "scale", lambda: pipeline.step(*mine, scale=scale))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_call_different_methods(comm):
-    schedule = gpipe(comm.size, 2)
+def test_calls_that_differ_from_rank_to_rank(comm):
+    schedule, odd = gpipe(comm.size, 2), comm.rank == 1
     x, t = dense.batch(2, schedule.stages)
     with make(comm, schedule) as pipeline:
         mine = dense.placed(schedule, comm.rank, x, t)
-        call = pipeline.evaluate if comm.rank == 1 else pipeline.step
+        call = pipeline.evaluate if odd else pipeline.step
         refuses(comm, MismatchError, "different methods", lambda: call(*mine))
+        scale = 2.0 if odd else 1.0
+        refuses(comm, MismatchError, r"scale 2\.0", lambda: pipeline.step(*mine, scale=scale))
+        refuses(comm, ArgumentError, "wrong rank", lambda: pipeline.step(x, mine[1]))
+        pipeline.step(*mine, scale=2.0)
 
 
 class Fails(dense.TanhStage):
@@ -168,63 +165,49 @@ class Fails(dense.TanhStage):
         raise ValueError("wet paint")
 
 
-def fails_inside(comm, schedule, kind, match, where, **options):
-    """One rank raises `kind`, the others PeerError with its text, and the pipeline refuses further work."""
-    x, t = dense.batch(40_000, schedule.stages)
-    pipeline = make(comm, schedule, **options)
-    error = None
-    try:
-        pipeline.step(*dense.placed(schedule, comm.rank, x, t))
-    except (kind, PeerError) as caught:
-        error = caught
-    assert error is not None
-    assert isinstance(error, kind if comm.rank == where else PeerError)
-    assert match in str(error)
-    assert error.reported_elsewhere is (comm.rank != where)
+class Half(dense.TanhStage):
+    def backward_input(self, dy, saved):
+        dx, pending = super().backward_input(dy, saved)
+        return dx.astype(np.float32), pending
+
+
+def no_number(output, target):
+    value, gradient = dense.mean_squared(output, target)
+    return value * np.nan, gradient
+
+
+FAILURES = {  # (stage of the guilty rank, loss, its error and the text, which rank it is)
+    "an exception in a backward": (Fails, dense.mean_squared, StageError, "ValueError: wet paint", 0.5),
+    "a loss that is no number": (dense.TanhStage, no_number, NonFiniteError, "the loss is not finite", 1),
+    "an input gradient of a wrong dtype": (Half, dense.mean_squared, ArgumentError, "float32", 1),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_inside_a_step_reaches_every_rank(comm, name):
+    """The guilty rank names the place, the others say the same, and the pipeline refuses further work."""
+    kind, loss, error, match, share = FAILURES[name]
+    if kind is Half and comm.size == 1:
+        pytest.skip("needs 2 ranks")
+    schedule, where = one_f_one_b(comm.size, 4), min(int(share * comm.size), comm.size - 1)
+    extents = dense.widths(schedule.stages)[comm.rank : comm.rank + 2]
+    stages = [(kind if comm.rank == where else dense.TanhStage)(comm.rank, *extents)]
+    pipeline = make(comm, schedule, stages=stages, loss=loss)
+    with pytest.raises((error, PeerError), match=match) as caught:
+        pipeline.step(*dense.placed(schedule, comm.rank, *dense.batch(40_000, schedule.stages)))
+    found = caught.value
+    assert isinstance(found, error if comm.rank == where else PeerError)
+    assert found.reported_elsewhere is (comm.rank != where)
     if comm.rank == where:
-        assert error.rank == where and error.stage == where and error.microbatch is not None
+        assert found.rank == where and found.stage == where and found.microbatch is not None
     with pytest.raises(ArgumentError, match="failed"):
         pipeline.step(None, None)
     pipeline.close()
 
 
-def test_exception_in_a_backward_reaches_every_rank(comm):
-    schedule = one_f_one_b(comm.size, 4)
-    where = comm.size // 2
-    extents = dense.widths(schedule.stages)
-    stages = [(Fails if comm.rank == where else dense.TanhStage)(comm.rank, *extents[comm.rank : comm.rank + 2])]
-    fails_inside(comm, schedule, StageError, "ValueError: wet paint", where, stages=stages)
-
-
-def test_loss_that_is_not_a_number_names_its_micro_batch(comm):
-    schedule = one_f_one_b(comm.size, 4)
-
-    def loss(output, target):
-        value, gradient = dense.mean_squared(output, target)
-        return value * np.nan, gradient
-
-    fails_inside(comm, schedule, NonFiniteError, "the loss is not finite", comm.size - 1, loss=loss)
-
-
-def test_input_gradient_of_a_wrong_dtype(comm):
-    schedule = one_f_one_b(comm.size, 2)
-
-    class Half(dense.TanhStage):
-        def backward_input(self, dy, saved):
-            dx, pending = super().backward_input(dy, saved)
-            return dx.astype(np.float32), pending
-
-    last = comm.size - 1
-    if last == 0:
-        pytest.skip("needs an edge")
-    extents = dense.widths(schedule.stages)
-    stages = [(Half if comm.rank == last else dense.TanhStage)(comm.rank, *extents[comm.rank : comm.rank + 2])]
-    fails_inside(comm, schedule, ArgumentError, "float32", last, stages=stages)
-
-
 def test_output_whose_shape_does_not_follow_from_the_input_shapes(comm):
     if comm.size == 1:
-        pytest.skip("needs an edge")
+        pytest.skip("needs 2 ranks")
 
     class Moody:
         calls = 0

@@ -121,18 +121,16 @@ def test_embedding_and_head_that_are_tied_stay_equal_when_frozen(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_one_place_frozen_and_the_other_trained_is_refused_on_all_ranks(comm):
-    schedule = dense.build("gpipe", comm.size, 1, 2)
-    stages, _ = build(schedule, comm.rank, ["0.weight"], tied=True)
-    with pytest.raises(ArgumentError, match="frozen in some of its places only"):
-        Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy)
-
-
-def test_a_stage_that_trains_needs_a_backward(comm):
-    schedule = dense.build("looped_bfs", comm.size, 2, 2)
-    stages, _ = build(schedule, comm.rank, [])
-    with pytest.raises(ArgumentError, match="no backward for it"):
-        Pipeline(stages, with_frozen(schedule, {0}), comm, loss=nn.softmax_cross_entropy)
+@pytest.mark.parametrize(
+    "chunks, patterns, frozen, match",
+    [(1, ["0.weight"], (), "frozen in some of its places only"), (2, [], {0}, "no backward for it")],
+    ids=["one place of a tied parameter", "a stage that trains without a backward"],
+)
+def test_frozen_parameters_that_do_not_fit_are_refused_on_all_ranks(comm, chunks, patterns, frozen, match):
+    schedule = dense.build("looped_bfs", comm.size, chunks, 2)
+    stages, _ = build(schedule, comm.rank, patterns, tied=True)
+    with pytest.raises(ArgumentError, match=match):
+        Pipeline(stages, with_frozen(schedule, frozen) if frozen else schedule, comm, loss=nn.softmax_cross_entropy)
 
 
 def test_the_gradient_of_the_input_comes_back_from_a_frozen_stage(comm):

@@ -9,7 +9,7 @@ from support.small_gpt import MODEL, build, gradients, parts_of, text
 from support.tolerance import close, largest
 from support.training_tolerance import path
 
-from mpipipe import Mesh, Pipeline, nn, optim
+from mpipipe import Mesh, Pipeline, nn
 from mpipipe.attention import Layout, Ring
 from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, partition
@@ -86,41 +86,6 @@ def test_gradients_equal_the_derivatives_of_an_independent_model(comm, tied):
         close(predicted, exact, operations, size, what=str(names))
 
 
-def test_tied_copies_stay_equal_while_training(comm):
-    schedule = dense.build("one_f_one_b", comm.size, 1, 4)
-    stages = build(schedule, comm.rank, tied=True, layers=6, dtype="float32")
-    mine = dense.placed(schedule, comm.rank, *text(8))
-    optimizer = optim.AdamW(stages, lr=1e-2)
-    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
-        for _ in range(4):
-            loss = pipeline.step(*mine).loss
-            optim.clip_by_global_norm(stages, 1.0, comm)
-            optimizer.step()
-        assert pipeline.step(*mine).loss < loss
-    copies = [stage.parameters[name] for stage in stages for names in stage.ties.values() for name in names]
-    everyone = [copy for part in comm.allgather(copies) for copy in part]
-    assert len(everyone) == 2
-    assert everyone[0].tobytes() == everyone[1].tobytes()
-
-
-def test_norm_counts_tied_parameters_once_and_every_stage(comm):
-    schedule = dense.build("one_f_one_b", comm.size, 1, 2)
-    stages = build(schedule, comm.rank, tied=True)
-    mine = dense.placed(schedule, comm.rank, *text(4))
-    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
-        pipeline.step(*mine)
-    everything = {}
-    for part in comm.allgather({name: stage.gradients[name] for stage in stages for name in stage.gradients}):
-        everything.update(part)
-    del everything[f"{1 + 2 * MODEL['layers']}.1.weight"]  # the head's copy
-    expected = np.sqrt(sum(np.sum(gradient.astype(float) ** 2) for gradient in everything.values()))
-    numbers = sum(gradient.size for gradient in everything.values())
-    before = [stage.gradients.flat.copy() for stage in stages]
-    close(optim.clip_by_global_norm(stages, expected / 2, comm), expected, numbers)
-    for stage, gradient in zip(stages, before):
-        close(stage.gradients.flat, gradient / 2, numbers)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_replicas_with_different_dropout_and_one_update(comm):
     """Data parallel: gradients are the same bits on all replicas, though each dropped other values."""
@@ -164,7 +129,7 @@ def check_sharded(mesh, kind, expected, loss, rows=9):
     schedule = dense.build("interleaved_1f1b", mesh.pipe.size, 2, 3)
     layout = Layout(kind, mesh.seq.size, MODEL["seq"])
     ring = Ring(mesh.seq, layout=kind)
-    stages = build(schedule, mesh.pipe.rank, attend=ring, positions=layout.positions(mesh.seq.rank))
+    stages = build(schedule, mesh.pipe.rank, attend=ring, token_positions=layout.positions(mesh.seq.rank))
     share = rows // mesh.data.size
     mine = [
         layout.shard(array[mesh.data.rank * share : (mesh.data.rank + 1) * share], mesh.seq.rank)

@@ -14,31 +14,26 @@ from gpu_emulator.fixture import own_gpus
 from hypothesis import given
 from hypothesis import strategies as some
 from support import dense
-from support.small_gpt import text
+from support.device_pipelines import all_aborted
+from support.small_gpt import MODEL, build, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
-from mpipipe.attention import Local
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.job.wait import wait_for
-from mpipipe.language.models import GPT
 from mpipipe.language.shard import Shard
 from mpipipe.pipeline.gradient_sums import Bucket, GradientSums, cut
-from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
+from mpipipe.schedules import from_csv, gpipe, one_f_one_b
 
-SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
+SMALL = dict(layers=3, device="cuda", dtype="float32")
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
-@pytest.fixture(params=[False, True], ids=["streams", "one queue"])
-def own(request, comm, monkeypatch):
-    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")  # a deadlock is to be an error
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
     monkeypatch.setattr(sums, "BUCKET_BYTES", 2000)
-    with own_gpus(comm.rank, request.param) as device:
-        yield device
 
 
 @pytest.fixture
@@ -47,14 +42,6 @@ def mesh(own, comm):
     if comm.size % 2:
         pytest.skip("needs an even number of ranks")
     return Mesh(comm, pipe=comm.size // 2, data=2)
-
-
-def build(schedule, rank, kinds=nn.Stage, attend=None, positions=None, dtype="float32", device="cuda", **sizes):
-    model = GPT(**{**SMALL, **sizes})
-    layers = model.build(attend or Local(causal=True), positions)
-    parts = partition(model.costs(), schedule.stages)
-    cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [kinds(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
 
 
 def pipeline_of(mesh, schedule, stages, recompute=False):
@@ -78,7 +65,7 @@ def by_layers(pipeline):
 
 def run(mesh, schedule, steps=2, rows=4, recompute=False, **options):
     """The gradients of each step, and the losses."""
-    stages = build(schedule, mesh.pipe.rank, **options)
+    stages = build(schedule, mesh.pipe.rank, **{**SMALL, **options})
     mine, found = rows_of(mesh, schedule, rows), []
     with pipeline_of(mesh, schedule, stages, recompute) as pipeline:
         for _ in range(steps):
@@ -108,7 +95,7 @@ def test_weights_correct_what_was_summed_by_layers(mesh):
 
     found = {}
     for device in ("cpu", "cuda"):
-        stages = build(schedule, mesh.pipe.rank, dtype="float64", device=device, tied=True)
+        stages = build(schedule, mesh.pipe.rank, layers=3, device=device, tied=True)
         with Pipeline(stages, schedule, mesh.pipe, loss=weighted, replicas=mesh.replicas) as pipeline:
             losses = [pipeline.launch(*rows_of(mesh, schedule)).wait().loss for _ in range(2)]
             assert by_layers(pipeline) == [device == "cuda"] * len(stages)
@@ -135,20 +122,6 @@ def test_sums_by_layers_have_the_bits_of_sums_at_the_end(mesh, monkeypatch, case
         assert not any(early)
     found, early = run(mesh, schedule, **options)
     assert all(early)
-    assert found == expected
-
-
-@pytest.mark.long
-@pytest.mark.mpi(min_size=4)
-def test_four_replicas(own, comm, subcomm, monkeypatch):
-    four = subcomm(4)
-    if four is None:
-        return
-    with Mesh(four, pipe=1, data=4) as mesh:
-        with monkeypatch.context() as patch:
-            patch.setattr(GradientSums, "by_layers", lambda self, chunk: None)
-            expected, _ = run(mesh, gpipe(1, 2), rows=2)
-        found, _ = run(mesh, gpipe(1, 2), rows=2)
     assert found == expected
 
 
@@ -184,7 +157,7 @@ def mark(monkeypatch, machine, stage, method):
 @pytest.mark.parametrize("name, method", [("one_f_one_b", "backward"), ("zero_bubble_h1", "backward_weight")])
 def test_buckets_are_put_while_earlier_layers_are_still_to_come(own, mesh, monkeypatch, name, method):
     schedule = dense.build(name, mesh.pipe.size, 1, 4)
-    (stage,) = build(schedule, mesh.pipe.rank)
+    (stage,) = build(schedule, mesh.pipe.rank, **SMALL)
     mine = rows_of(mesh, schedule)
     with pipeline_of(mesh, schedule, [stage]) as pipeline:
         pipeline.step(*mine)  # in which NCCL connects ranks for each size of a bucket
@@ -208,7 +181,7 @@ def test_buckets_are_put_while_earlier_layers_are_still_to_come(own, mesh, monke
 def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh, comm, monkeypatch, name, chunks):
     """Every rank issues receives, sends and sums by the order keys of the schedule's simulation."""
     schedule = dense.build(name, mesh.pipe.size, chunks, 4)
-    stages = build(schedule, mesh.pipe.rank)
+    stages = build(schedule, mesh.pipe.rank, **SMALL)
     mine, issued, put, now = rows_of(mesh, schedule), [], [], []
     post, send, start = Mailbox._post_next, Mailbox.put, NcclSums.start
 
@@ -300,7 +273,7 @@ def test_what_is_not_known_keeps_its_sums_for_the_end(own, mesh, monkeypatch, wh
         made = Pipeline(stages, schedule, mesh.pipe, loss=nn.mean_squared_error, replicas=mesh.replicas)
     else:
         other = which == "a class of the user's" or (which == "on one replica" and mesh.data.rank == 1)
-        stages = build(schedule, mesh.pipe.rank, Other if other else nn.Stage)
+        stages = build(schedule, mesh.pipe.rank, kind=Other if other else nn.Stage, **SMALL)
         given = [User(stage) for stage in stages] if which == "a user's stage" else stages
         made = pipeline_of(mesh, schedule, given)
     with made as pipeline:
@@ -322,10 +295,10 @@ class User:
 def test_rings_of_attention_between_the_ranks_of_a_sum(own, comm, monkeypatch):
     """Layers that are still to come exchange messages with the ranks for which buckets on the device wait."""
     with Mesh(comm, pipe=1, seq=comm.size) as mesh:
-        shard = Shard(mesh.seq, "contiguous", SMALL["seq"])
+        shard = Shard(mesh.seq, "contiguous", MODEL["seq"])
 
         def steps():
-            stages = build(gpipe(1, 2), 0, attend=shard.attend, positions=shard.positions)
+            stages = build(gpipe(1, 2), 0, attend=shard.attend, token_positions=shard.positions, **SMALL)
             batch = [shard.cut(each) for each in text(2)]
             with pipeline_of(mesh, gpipe(1, 2), stages) as pipeline:
                 for _ in range(2):
@@ -340,22 +313,12 @@ def test_rings_of_attention_between_the_ranks_of_a_sum(own, comm, monkeypatch):
     assert early == [True] and found == expected
 
 
-def all_aborted(machine):
-    """Whether every communicator with kernels under way ends; aborts run on threads."""
-
-    class Aborted:
-        def Test(self):
-            return all(each._aborted or not each._underway for each in machine.communicators)
-
-    wait_for(Aborted(), "aborts")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("guilty", ["first", "last"])
 def test_a_layer_that_raises_behind_a_bucket_ends_all_ranks(own, mesh, comm, monkeypatch, guilty):
     """The bucket's kernel waits on the other replica, or this one's does, and nobody will come."""
     schedule = one_f_one_b(mesh.pipe.size, 2)
-    (stage,) = build(schedule, mesh.pipe.rank)
+    (stage,) = build(schedule, mesh.pipe.rank, **SMALL)
     mine = rows_of(mesh, schedule)
     pipeline = pipeline_of(mesh, schedule, [stage])
     pipeline.step(*mine)
@@ -382,7 +345,7 @@ def test_a_layer_that_raises_behind_a_bucket_ends_all_ranks(own, mesh, comm, mon
 def _fresh(stage):
     """(gradient of the output, what a forward saved) of a stage."""
     first = isinstance(stage.layers[0], nn.Embedding)
-    x = text(1)[0] if first else arrays.upload(np.ones((1, SMALL["seq"], SMALL["dim"]), np.float32))
+    x = text(1)[0] if first else arrays.upload(np.ones((1, MODEL["seq"], MODEL["dim"]), np.float32))
     y, saved = stage.forward(x)
     return arrays.upload(np.ones(y.shape, np.float32)), saved
 
@@ -443,47 +406,35 @@ def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch, 
 # -- Buckets of gradients: every element once, in the order in which layers end, cut at the edges of layers ------------
 
 
-def test_a_layer_that_fills_a_bucket_has_one_of_its_own():
-    layers = [(60, 0), (150, 1), (240, 2), (330, 3)]
-    assert cut([layers], 100) == [
-        Bucket(0, 240, 330, 3),
-        Bucket(0, 150, 240, 2),
-        Bucket(0, 60, 150, 1),
-        Bucket(0, 0, 60, 0),
-    ]
+CUTS = {  # (arrays, count): their buckets
+    "a layer that fills a bucket has one of its own": (
+        [[(60, 0), (150, 1), (240, 2), (330, 3)]],
+        100,
+        [(0, 240, 330, 3), (0, 150, 240, 2), (0, 60, 150, 1), (0, 0, 60, 0)],
+    ),
+    "small layers share a bucket and large ones have several": (
+        [[(1000, 0), (1010, 1), (1020, 2), (1250, 3)]],
+        100,
+        [(0, 1150, 1250, 3), (0, 1050, 1150, 3), (0, 1000, 1050, 1)]
+        + [(0, start, start + 100, 0) for start in range(900, -1, -100)],
+    ),
+    "what holds pieces of all layers stands apart": (  # gains; and a part of a tied parameter
+        [[(40, 0), (80, 1), (120, 2), (121, 0), (122, 1), (123, 2)], [(30, 2)]],
+        40,
+        [(0, 80, 120, 2), (1, 0, 30, 2), (0, 40, 80, 1), (0, 120, 123, 0), (0, 0, 40, 0)],
+    ),
+    "nothing is no bucket": ([[]], 10, []),
+}
 
 
-def test_small_layers_share_a_bucket_and_large_ones_have_several():
-    layers = [(1000, 0), (1010, 1), (1020, 2), (1250, 3)]
-    assert cut([layers], 100) == [
-        Bucket(0, 1150, 1250, 3),
-        Bucket(0, 1050, 1150, 3),
-        Bucket(0, 1000, 1050, 1),
-        *(Bucket(0, start, start + 100, 0) for start in range(900, -1, -100)),
-    ]
-
-
-def test_what_holds_pieces_of_all_layers_stands_apart():
-    """Matrices, then gains; and a part of a tied parameter, to which the last layer writes."""
-    flat, part = [(40, 0), (80, 1), (120, 2), (121, 0), (122, 1), (123, 2)], [(30, 2)]
-    found = cut([flat, part], 40)
-    assert found == [
-        Bucket(0, 80, 120, 2),
-        Bucket(1, 0, 30, 2),
-        Bucket(0, 40, 80, 1),
-        Bucket(0, 120, 123, 0),
-        Bucket(0, 0, 40, 0),
-    ]
-
-
-def test_nothing_is_no_bucket():
-    assert cut([[]], 10) == []
+@pytest.mark.parametrize("arrays, count, expected", CUTS.values(), ids=CUTS)
+def test_buckets_by_hand(arrays, count, expected):
+    assert cut(arrays, count) == [Bucket(*bucket) for bucket in expected]
 
 
 PIECES = some.lists(some.tuples(some.integers(1, 50), some.integers(0, 5)), max_size=20)
 
 
-@pytest.mark.long
 @given(some.lists(PIECES, max_size=3), some.integers(1, 60))
 def test_buckets_hold_every_element_once_and_wait_for_all_its_writers(arrays, count):
     given, writers = [], []

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 from gpu_emulator import emulated
 from support import dense
-from support.small_gpt import parts_of, text
+from support.small_gpt import build, parts_of, text
 
 from mpipipe import Pipeline, arrays, nn, optim
 from mpipipe.arrays import products
 from mpipipe.arrays.graphs import WORKSPACE_BYTES
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, BackendError, MismatchError, StageError
-from mpipipe.language.models import GPT
 from mpipipe.pipeline.graphs import unrecordable
-from mpipipe.schedules import Costs, gpipe, looped_bfs, one_f_one_b, partition, peak_memory, simulate, with_recompute
+from mpipipe.schedules import Costs, gpipe, looped_bfs, one_f_one_b, peak_memory, simulate, with_recompute
 
-SIZES = dict(vocab=32, dim=8, layers=3, heads=2, kv_heads=1, hidden=8, seq=12)  # 8 parts, for 4 ranks of 2 stages
+SIZES = dict(
+    dim=8, layers=3, heads=2, kv_heads=1, hidden=8, dtype="float32", device="cuda"
+)  # 8 parts, for 4 ranks of 2 stages
 STEPS = 3  # the first meets actions and records some, the second records what comes once in a step
 
 
@@ -34,24 +35,16 @@ def own_stream(request):
         yield
 
 
-def build(schedule, rank, **sizes):
-    model = GPT(**{**SIZES, **sizes})
-    parts = partition(model.costs(), schedule.stages)
-    cuts = [parts[number] for number in schedule.stages_of(rank)]
-    layers = model.build(Local(causal=True))
-    return [nn.Stage(layers[a:b], dtype="float32", seed=3, first=a, device="cuda") for a, b in cuts]
-
-
 def train(comm, schedule, monkeypatch, graphs, rows=4, stages=None, recompute=False, between=None, **sizes):
     """(gradients, losses of all steps, what the stages computed with) of a few steps."""
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if graphs else "0")
-    stages = build(schedule, comm.rank, **sizes) if stages is None else stages
+    stages = build(schedule, comm.rank, **SIZES, **sizes) if stages is None else stages
     losses = []
     with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
         for step in range(STEPS):
             losses.append(pipeline.step(*dense.placed(schedule, comm.rank, *text(rows, seed=step))).loss)
             found = between(pipeline, step) if between is not None else None
-            losses += [] if found is None else [found]
+            losses += [] if found is None else list(found)
         computes = [adapter.computes for adapter in pipeline.engine.partners.stages]
     return {name: arrays.download(s.gradients[name]) for s in stages for name in s.gradients}, losses, computes
 
@@ -133,42 +126,28 @@ def test_graphs_record_the_options_of_a_gpt(gpu, comm, monkeypatch, options):
 
 
 @pytest.mark.long
-def test_a_slot_for_each_activation_alive(gpu, comm, monkeypatch):
-    """As many as the schedule holds at once, all of them free after the call."""
-    schedule = one_f_one_b(comm.size, 6)
-    (found,) = compare(comm, schedule, monkeypatch, rows=6)
+def test_a_slot_for_each_activation_alive_of_each_shape(gpu, comm, monkeypatch):
+    """As many as the schedule holds at once, all of them free after the call; 10 rows make micro-batches of 2 and 1."""
+    (found,) = compare(comm, one_f_one_b(comm.size, 6), monkeypatch, rows=6)
     (kind,) = found._kinds.values()
     assert len(kind.free) == min(comm.size - comm.rank, 6)
+    (found,) = compare(comm, one_f_one_b(comm.size, 6), monkeypatch, rows=10)
+    assert len(found._kinds) == 2 and not found.reason
 
 
 @pytest.mark.long
-def test_micro_batches_of_several_shapes(gpu, comm, monkeypatch):
-    """6 rows in 4 micro-batches: of 2 and of 1."""
-    for found in compare(comm, gpipe(comm.size, 4), monkeypatch, rows=6):
-        assert len(found._kinds) == 2 and not found.reason
-
-
-@pytest.mark.long
-def test_more_shapes_than_are_recorded(gpu, comm, monkeypatch):
+def test_more_shapes_than_are_recorded_and_calls_without_backward(gpu, comm, monkeypatch):
     def between(pipeline, step):
-        rows = 4 * (2 + step)
-        return pipeline.step(*dense.placed(schedule, comm.rank, *text(rows, seed=step))).loss
+        loss = pipeline.step(*dense.placed(schedule, comm.rank, *text(4 * (2 + step), seed=step))).loss
+        inputs, targets = dense.placed(schedule, comm.rank, *text(4, seed=9))
+        found = pipeline.forward(inputs)
+        rest = 0.0 if found is None else float(np.linalg.norm(arrays.download(found)))
+        return loss, pipeline.evaluate(inputs, targets), rest
 
-    schedule = gpipe(comm.size, 4)
+    schedule = one_f_one_b(comm.size, 4)
     monkeypatch.setattr("mpipipe.pipeline.graphs.MOST_KINDS", 2)
     for found in compare(comm, schedule, monkeypatch, rows=4, between=between):
         assert len(found._kinds) == 2
-
-
-@pytest.mark.long
-def test_calls_without_backward_have_the_same_bits(emulated_gpu, comm, monkeypatch):
-    def between(pipeline, step):
-        inputs, targets = dense.placed(schedule, comm.rank, *text(4, seed=9))
-        found = pipeline.forward(inputs)
-        return pipeline.evaluate(inputs, targets), None if found is None else arrays.download(found).tobytes()
-
-    schedule = one_f_one_b(comm.size, 4)
-    compare(comm, schedule, monkeypatch, between=between)
 
 
 @pytest.mark.long
@@ -178,11 +157,11 @@ def test_tables_that_graphs_use_live_as_long_as_they_do(gpu, comm, monkeypatch):
     def between(pipeline, step):
         for stage in stages:
             for length in range(17):
-                stage.tables.first(1 << length, 4, 10000.0 + step)
+                stage.tables.of(1 << length, 4, 10000.0 + step)
         gc.collect()
 
     schedule = gpipe(comm.size, 4)
-    stages = build(schedule, comm.rank)
+    stages = build(schedule, comm.rank, **SIZES)
     compare(comm, schedule, monkeypatch, dict(stages=stages, between=between))
 
 
@@ -193,7 +172,7 @@ def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, comm, monkeypat
     for graphs in (False, True):
         monkeypatch.setenv("MPIPIPE_GRAPHS", str(int(graphs)))
         schedule = gpipe(1, 4)
-        with Pipeline(build(schedule, 0), schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
+        with Pipeline(build(schedule, 0, **SIZES), schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
             for step in range(STEPS):
                 emulated_gpu.reset()
                 pipeline.step(*text(4, seed=step))
@@ -327,28 +306,21 @@ def test_recorded_products_are_those_of_cublas(gpu, kind):
 
 def test_what_cublas_refuses_in_a_recording_is_told(emulated_gpu, monkeypatch):
     x = arrays.zeros((2, 2), "float32", "cuda")
-    monkeypatch.setattr(products, "_prepare_handle", lambda handle: None)
+    call = products._call_cublas  # without stream and workspace
+    monkeypatch.setattr(products, "_call_cublas", lambda name, *given: "Set" in name or call(name, *given))
     with pytest.raises(BackendError, match="cublasGemmEx has failed"):
         arrays.record_graph(lambda: products.gemm(x, x, x))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_with_different_settings_are_told(gpu, comm, monkeypatch):
+@pytest.mark.parametrize("replicas", [False, True])
+def test_ranks_and_replicas_with_different_settings_are_told(gpu, comm, monkeypatch, replicas):
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if comm.rank == 0 else "0")
-    schedule = gpipe(comm.size, 2)
+    pipe = parts_of(comm, 1 if replicas else comm.size)
+    schedule, across = gpipe(pipe.size, 2), comm if replicas else None
     with pytest.raises(MismatchError, match="setting MPIPIPE_GRAPHS"):
-        Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
-
-
-def test_replicas_with_different_settings_are_told(gpu, comm, monkeypatch):
-    if comm.size < 2:
-        pytest.skip("needs two replicas")
-    monkeypatch.setenv("MPIPIPE_GRAPHS", "1" if comm.rank == 0 else "0")
-    alone = parts_of(comm, 1)
-    stages = [nn.Stage([nn.Linear(4, 4)], device="cuda")]
-    with pytest.raises(MismatchError, match="setting MPIPIPE_GRAPHS"):
-        Pipeline(stages, gpipe(1, 2), alone, loss=nn.mean_squared_error, replicas=comm)
-    alone.Free()
+        Pipeline([nn.Stage([nn.Linear(4, 4)], device="cuda")], schedule, pipe, nn.mean_squared_error, replicas=across)
+    pipe.Free()
 
 
 @pytest.mark.long
@@ -357,7 +329,7 @@ def test_a_closed_pipeline_keeps_no_memory(emulated_gpu, comm, monkeypatch, repl
     """Though its stages live on, which let messages of the pipeline advance."""
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
     machine, alone = emulated_gpu.machine, parts_of(comm, 1)
-    stages = build(gpipe(1, 4), 0)
+    stages = build(gpipe(1, 4), 0, **SIZES)
     options = dict(loss=nn.softmax_cross_entropy, replicas=comm if replicas else None)
     with Pipeline(stages, gpipe(1, 4), alone, **options) as pipeline:
         before = machine.used_bytes
@@ -400,7 +372,7 @@ def test_graphs_follow_a_parameter_to_another_storage(emulated_gpu, comm, monkey
 
 def test_the_null_stream_records_nothing(emulated_gpu, comm, monkeypatch):
     with arrays.cupy().cuda.Stream.null:
-        stages = build(gpipe(comm.size, 2), comm.rank)
+        stages = build(gpipe(comm.size, 2), comm.rank, **SIZES)
         for found in compare(comm, gpipe(comm.size, 2), monkeypatch, dict(stages=stages), rows=4):
             assert "null stream" in found.reason
 
@@ -427,7 +399,7 @@ def test_memory_that_runs_out_in_a_recording_is_no_error(emulated_gpu, comm, mon
 def test_the_error_of_a_full_gpu_names_the_graphs(emulated_gpu, comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
     alone = parts_of(comm, 1)
-    pipeline = Pipeline(build(gpipe(1, 4), 0), gpipe(1, 4), alone, loss=nn.softmax_cross_entropy)
+    pipeline = Pipeline(build(gpipe(1, 4), 0, **SIZES), gpipe(1, 4), alone, loss=nn.softmax_cross_entropy)
     for step in range(2):
         pipeline.step(*text(4, seed=step))
     emulated_gpu.machine.memory = emulated_gpu.machine.used_bytes

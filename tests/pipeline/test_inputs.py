@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from support import dense
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.comm.transport.host import check_sendable
@@ -15,17 +16,7 @@ from mpipipe.schedules import looped_bfs, one_f_one_b
 ROWS, DIM = 8, 4
 
 
-class Same:
-    """A stage that hands its input on."""
-
-    def forward(self, x):
-        return x, None
-
-    def backward(self, dy, saved):
-        return dy
-
-
-class Writing(Same):
+class Writing(dense.Identity):
     """A stage that changes its input."""
 
     def forward(self, x):
@@ -41,7 +32,7 @@ def placed(comm, inputs, targets):
 def test_a_stage_that_writes_to_its_input_raises_and_the_users_array_stays(comm, shape):
     array = np.ones((ROWS, DIM))
     batch = {"array": array, "tuple": (array, array), "dict": {"x": array}, "list": [array[:4], array[4:]]}[shape]
-    stages = [Writing() if comm.rank == 0 else Same()]
+    stages = [Writing() if comm.rank == 0 else dense.Identity()]
     pipeline = Pipeline(stages, one_f_one_b(comm.size, 2), comm)
     with pytest.raises(Exception, match="read-only") as caught:
         pipeline.forward(placed(comm, batch, None)[0])
@@ -103,24 +94,28 @@ def test_a_stage_that_writes_to_what_it_is_handed_raises(comm, writes, kind, rec
             assert "copy an array that you were handed" in caught.value.remedy
 
 
-def test_a_loss_that_writes_to_the_output_raises(comm):
-    """It may be among what the last stage has saved."""
+@pytest.mark.parametrize("writes", ["output", "target"])
+def test_a_loss_that_writes_to_what_it_is_handed_raises_and_the_users_array_stays(comm, writes):
+    """The output may be among what the last stage has saved."""
 
     def loss(output, target):
-        output -= target
+        written = output if writes == "output" else target
+        written -= 1
         return 0.0, output
 
+    targets = np.ones((ROWS, DIM))
     pipeline = Pipeline([Multiplying(None, KINDS[0])], one_f_one_b(comm.size, 2), comm, loss=loss)
     with pytest.raises((StageError, PeerError), match=r"the loss raised ValueError: .*read-only"):
-        pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.ones((ROWS, DIM))))
+        pipeline.step(*placed(comm, np.ones((ROWS, DIM)), targets))
         pipeline.close()
+    assert targets.min() == 1 and targets.flags.writeable
 
 
 def test_an_output_with_names_keeps_them_for_the_loss(comm):
     class Output(NamedTuple):
         x: np.ndarray
 
-    class Naming(Same):
+    class Naming(dense.Identity):
         def forward(self, x):
             return Output(x * 1.0) if comm.rank == comm.size - 1 else x * 1.0, None
 
@@ -142,40 +137,27 @@ def test_buffers_of_messages_are_used_again_though_what_is_handed_out_is_read_on
         assert counts[1] == counts[3]
 
 
-def test_a_loss_that_writes_to_its_targets_raises_and_the_users_array_stays(comm):
-    def loss(output, target):
-        target -= output
-        return 0.0, output
-
-    targets = np.ones((ROWS, DIM))
-    pipeline = Pipeline([Same()], one_f_one_b(comm.size, 2), comm, loss=loss)
-    with pytest.raises(Exception, match="read-only"):
-        pipeline.step(*placed(comm, np.ones((ROWS, DIM)), targets))
-    assert targets.min() == 1 and targets.flags.writeable
-
-
 def memmap(array, folder):
     mapped = np.memmap(folder / "map", array.dtype, "w+", shape=array.shape)
     mapped[...] = array
     return mapped
 
 
-def matrix(array, _):
-    return np.asmatrix(array)
-
-
-def recarray(array, _):
-    return array.view(np.recarray)
+KINDS_OF_ARRAYS = {
+    "memmap": memmap,
+    "matrix": lambda array, _: np.asmatrix(array),
+    "recarray": lambda array, _: array.view(np.recarray),
+}
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
-@pytest.mark.parametrize("make", [memmap, matrix, recarray])
+@pytest.mark.parametrize("make", KINDS_OF_ARRAYS.values(), ids=KINDS_OF_ARRAYS)
 @pytest.mark.parametrize("listed", [False, True])
 def test_subclasses_of_ndarray_train_as_arrays_do(comm, tmp_path, make, listed):
     array = np.random.default_rng(0).normal(size=(ROWS, DIM))
     kinds = []
 
-    class Looking(Same):
+    class Looking(dense.Identity):
         def forward(self, x):
             kinds.append(type(x))
             return x * np.array(2.0), None  # a matrix has another product
@@ -199,12 +181,14 @@ def test_subclasses_of_ndarray_train_as_arrays_do(comm, tmp_path, make, listed):
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
-def test_a_subclass_of_ndarray_goes_through_a_stage_as_an_array():
+def test_a_stage_takes_a_subclass_of_ndarray_as_an_array_and_no_masked_one():
     stage = nn.Stage([nn.Linear(DIM, DIM)], dtype="float64")
     array = np.random.default_rng(0).normal(size=(ROWS, DIM))
     found, _ = stage.forward(np.asmatrix(array))
     assert type(found) is np.ndarray
     np.testing.assert_array_equal(found, stage.forward(array)[0])
+    with pytest.raises(ArgumentError, match="mask would be lost"):
+        stage.forward(masked())
 
 
 def masked():
@@ -218,21 +202,16 @@ def test_masked_arrays_are_refused_on_every_rank(comm, where):
         targets = masked()
     else:
         inputs = [masked()[:4], masked()[4:]] if where == "list" else masked()
-    with Pipeline([Same()], one_f_one_b(comm.size, 2), comm, loss=nn.mean_squared_error) as pipeline:
+    with Pipeline([dense.Identity()], one_f_one_b(comm.size, 2), comm, loss=nn.mean_squared_error) as pipeline:
         with pytest.raises(ArgumentError, match="mask would be lost") as caught:
             pipeline.step(*placed(comm, inputs, targets))
         assert "filled" in caught.value.remedy
         pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.ones((ROWS, DIM))))  # nothing is broken
 
 
-def test_masked_arrays_are_refused_by_a_stage():
-    with pytest.raises(ArgumentError, match="mask would be lost"):
-        nn.Stage([nn.Linear(DIM, DIM)], dtype="float64").forward(masked())
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_masked_output_is_refused_by_the_sender_in_every_step(comm):
-    class Masking(Same):
+    class Masking(dense.Identity):
         calls = 0
 
         def forward(self, x):
@@ -251,6 +230,6 @@ def test_records_and_text_are_refused_by_the_sender(comm, kind):
     with pytest.raises(ArgumentError, match="records or text") as caught:
         check_sendable(array)
     assert str(array.dtype) in caught.value.found
-    with Pipeline([Same()], one_f_one_b(comm.size, 2), comm) as pipeline:
+    with Pipeline([dense.Identity()], one_f_one_b(comm.size, 2), comm) as pipeline:
         with pytest.raises(ArgumentError, match="records or text"):
             pipeline.forward(array if comm.rank == 0 else None)

@@ -10,33 +10,15 @@ import sys
 
 import numpy as np
 import pytest
-from gpu_emulator.fixture import own_gpus
 from support import dense
-from support.small_gpt import text
+from support.device_pipelines import all_aborted
+from support.small_gpt import MODEL, build, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
-from mpipipe.attention import Local
 from mpipipe.errors import BackendError, MismatchError, MpipipeError, PeerError, StageError
-from mpipipe.job.wait import wait_for
-from mpipipe.language.models import GPT
-from mpipipe.schedules import from_csv, gpipe, one_f_one_b, partition
+from mpipipe.schedules import from_csv, gpipe, one_f_one_b
 
-SMALL = dict(vocab=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=12)
-
-
-@pytest.fixture(params=[False, True], ids=["streams", "one queue"])
-def own(request, comm, monkeypatch):
-    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")  # a deadlock is to be an error
-    with own_gpus(comm.rank, request.param) as device:
-        yield device
-
-
-def build(schedule, rank, dtype="float32", **sizes):
-    model = GPT(**{**SMALL, **sizes})
-    layers = model.build(Local(causal=True))
-    parts = partition(model.costs(), schedule.stages)
-    cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start, device="cuda") for start, stop in cuts]
+SMALL = dict(layers=3, device="cuda", dtype="float32")
 
 
 class Crossings:
@@ -61,7 +43,7 @@ def sent(machine):
 def run(own, pipe, schedule, monkeypatch, nccl, steps=3, rows=6, replicas=None, part=slice(None), **options):
     """({name: gradient}, loss, bytes that crossed, went by NCCL, and had to go to other ranks in the last step)."""
     monkeypatch.setenv("MPIPIPE_NCCL", nccl)
-    stages = build(schedule, pipe.rank, **options)
+    stages = build(schedule, pipe.rank, **{**SMALL, **options})
     mine = dense.placed(schedule, pipe.rank, *(each[part] for each in text(rows)))
     with Pipeline(stages, schedule, pipe, loss=nn.softmax_cross_entropy, replicas=replicas) as pipeline:
         ranks = pipe.size * (1 if replicas is None else replicas.size)
@@ -120,32 +102,26 @@ SCHEDULES = [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_b
 
 
 @pytest.mark.parametrize(
-    "own, name, chunks",
-    [(ONE_QUEUE, *each) for each in SCHEDULES] + [(STREAMS, *each) for each in SCHEDULES[1:3]],
+    "own, name, chunks, tied",
+    [(ONE_QUEUE, *each, False) for each in SCHEDULES]
+    + [(STREAMS, *each, False) for each in SCHEDULES[1:3]]
+    + [
+        pytest.param(queue, *each, True, marks=pytest.mark.long)
+        for queue in (STREAMS, ONE_QUEUE)
+        for each in (SCHEDULES[1], SCHEDULES[4])
+    ],
     indirect=["own"],
 )
-def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, name, chunks):
+def test_messages_by_nccl_give_the_bits_of_staged_ones(own, comm, monkeypatch, name, chunks, tied):
+    """Those of tied parameters, too."""
     schedule = dense.build(name, comm.size, chunks, 4)
-    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", steps=1)
-    found, other, crossed, by_nccl, needed = run(own, comm, schedule, monkeypatch, "auto")
+    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", steps=1, tied=tied)
+    found, other, crossed, by_nccl, needed = run(own, comm, schedule, monkeypatch, "auto", tied=tied)
     same_bits(found, expected)
     assert other == loss
-    assert by_nccl == needed
-    tokens = 6 * SMALL["seq"] * 8
-    assert crossed <= (2 if comm.size == 1 else 1) * tokens + 4 * 8, "inputs and targets, and losses"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("looped_bfs", 2)])
-def test_gradients_of_tied_parameters_go_by_nccl_too(own, comm, monkeypatch, name, chunks):
-    schedule = dense.build(name, comm.size, chunks, 4)
-    expected, loss, *_ = run(own, comm, schedule, monkeypatch, "off", steps=1, tied=True)
-    found, other, crossed, by_nccl, needed = run(own, comm, schedule, monkeypatch, "auto", tied=True)
-    same_bits(found, expected)
-    assert other == loss
-    tied = SMALL["vocab"] * SMALL["dim"] * 4 if comm.size > 1 and comm.rank in (0, comm.size - 1) else 0
-    assert by_nccl == needed + tied
-    tokens = 6 * SMALL["seq"] * 8
+    shared = MODEL["vocab"] * MODEL["dim"] * 4 if tied and comm.size > 1 and comm.rank in (0, comm.size - 1) else 0
+    assert by_nccl == needed + shared
+    tokens = 6 * MODEL["seq"] * 8
     assert crossed <= (2 if comm.size == 1 else 1) * tokens + 4 * 8, "inputs and targets, and losses"
 
 
@@ -171,7 +147,7 @@ def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):
 
     def calls(nccl):
         monkeypatch.setenv("MPIPIPE_NCCL", nccl)
-        stages = build(schedule, comm.rank, dtype="bfloat16", dropout=0.25)
+        stages = build(schedule, comm.rank, **{**SMALL, "dtype": "bfloat16"}, dropout=0.25)
         found = []
         with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
             for rows in (6, 5, 6, 4):
@@ -204,7 +180,7 @@ def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypat
     same_bits(found, expected)
     assert other == loss
     assert by_nccl == needed if not tied else by_nccl > needed
-    assert crossed <= 2 * 2 * SMALL["seq"] * 8 + 2 * 8
+    assert crossed <= 2 * 2 * MODEL["seq"] * 8 + 2 * 8
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -242,11 +218,11 @@ def test_sums_of_four_replicas_are_near_those_by_mpi(own, comm, subcomm, monkeyp
 # -- choice ------------------------------------------------------------------------------------------------------------
 
 
-def demand(comm, match):
-    """Building a pipeline raises the same BackendError on every rank, and one rank is left to report it."""
+def demand(comm, match, kind=BackendError):
+    """Building a pipeline raises the same error on every rank, and one rank is left to report it."""
     schedule = gpipe(comm.size, 2)
-    with pytest.raises(BackendError, match=match) as caught:
-        Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
+    with pytest.raises(kind, match=match) as caught:
+        Pipeline(build(schedule, comm.rank, **SMALL), schedule, comm, loss=nn.softmax_cross_entropy)
     assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1
     return str(caught.value)
 
@@ -261,20 +237,15 @@ def test_two_ranks_on_one_gpu_are_refused(emulated_gpu, comm, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_nccl_on_some_ranks_only_is_refused(own, comm, monkeypatch):
+@pytest.mark.parametrize("own", [STREAMS], indirect=True)
+def test_nccl_on_some_ranks_and_a_demand_of_one_rank_alone_are_refused(own, comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_NCCL", "on" if comm.rank else "auto")
+    demand(comm, "MPIPIPE_NCCL", MismatchError)
     monkeypatch.setenv("MPIPIPE_NCCL", "on")
     if comm.rank == 1:
         monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
     text = demand(comm, "rank 1: CuPy does not find libnccl")
     assert text.startswith("rank 1:") and "nvidia-nccl" not in text.splitlines()[0]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_demand_of_one_rank_alone_is_refused(own, comm, monkeypatch):
-    monkeypatch.setenv("MPIPIPE_NCCL", "on" if comm.rank else "auto")
-    schedule = gpipe(comm.size, 2)
-    with pytest.raises(MismatchError, match="MPIPIPE_NCCL"):
-        Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -299,30 +270,13 @@ class Breaking(nn.Stage):
         return super().backward(dy, saved)
 
 
-def breaking(schedule, rank):
-    layers = GPT(**SMALL).build(Local(causal=True))
-    parts = partition(GPT(**SMALL).costs(), schedule.stages)
-    cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [Breaking(layers[a:b], dtype="float32", seed=3, first=a, device="cuda") for a, b in cuts]
-
-
-def all_aborted(machine):
-    """Whether every communicator with kernels under way ends; aborts run on threads."""
-
-    class Aborted:
-        def Test(self):
-            return all(each._aborted or not each._underway for each in machine.communicators)
-
-    wait_for(Aborted(), "aborts")
-
-
 @pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("guilty", ["first", "last"])
 def test_a_stage_that_raises_in_mid_step_ends_all_ranks(own, comm, guilty):
     guilty = 0 if guilty == "first" else comm.size - 1
     schedule = one_f_one_b(comm.size, 4)
-    stages = breaking(schedule, comm.rank)
+    stages = build(schedule, comm.rank, kind=Breaking, **SMALL)
     mine = dense.placed(schedule, comm.rank, *text(8))
     pipeline = Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy)
     for _ in range(2):
@@ -340,7 +294,7 @@ def test_a_replica_that_raises_before_its_sums_ends_all_ranks(own, comm):
         pytest.skip("needs an even number of ranks")
     mesh = Mesh(comm, pipe=comm.size // 2, data=2)
     schedule = one_f_one_b(mesh.pipe.size, 2)
-    stages = breaking(schedule, mesh.pipe.rank)
+    stages = build(schedule, mesh.pipe.rank, kind=Breaking, **SMALL)
     mine = dense.placed(schedule, mesh.pipe.rank, *text(2))
     pipeline = Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
     pipeline.step(*mine)
@@ -354,55 +308,9 @@ def test_a_replica_that_raises_before_its_sums_ends_all_ranks(own, comm):
 def test_a_failure_that_nccl_notices_ends_all_ranks(own, comm):
     schedule = one_f_one_b(comm.size, 4)
     mine = dense.placed(schedule, comm.rank, *text(8))
-    pipeline = Pipeline(build(schedule, comm.rank), schedule, comm, loss=nn.softmax_cross_entropy)
+    pipeline = Pipeline(build(schedule, comm.rank, **SMALL), schedule, comm, loss=nn.softmax_cross_entropy)
     pipeline.step(*mine)
     if comm.rank == 0:
         own.machine.communicators[0]._failure = 6
     with pytest.raises(MpipipeError, match=r"NCCL reports a failure .*REMOTE_ERROR"):
         pipeline.step(*mine)
-
-
-JOB = """
-import os, signal, sys
-import numpy as np
-from mpi4py import MPI
-from mpipipe import Pipeline, nn
-from mpipipe.job.exit import run_or_abort
-from mpipipe.schedules import one_f_one_b
-
-class Stage(nn.Stage):
-    def backward(self, dy, saved):
-        if pipeline.engine.steps_taken == 2 and comm.rank == 1:
-            %s
-        return super().backward(dy, saved)
-
-def main():
-    global pipeline, comm
-    comm = MPI.COMM_WORLD
-    schedule = one_f_one_b(comm.size, 4)
-    stage = Stage([nn.Linear(64, 64), nn.Gelu()], first=2 * comm.rank, device="cuda")
-    x = np.ones((32, 64), np.float32)
-    with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
-        assert pipeline.engine.nccl.messages, pipeline.engine.nccl
-        for step in range(4):
-            pipeline.step(x if comm.rank == 0 else None, x if comm.rank == comm.size - 1 else None)
-
-sys.exit(run_or_abort(main))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "act, says",
-    [
-        ("raise ValueError('broken on purpose')", "broken on purpose"),
-        ("os._exit(3)", "os._exit(3) was called"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-    ],
-)
-def test_a_rank_that_ends_in_mid_step_ends_the_job(emulated_gpu, launch, act, says):
-    job = launch(2, JOB % act, timeout=60, env={**emulated_gpu.environment, "MPIPIPE_TEST_GPU_OWN": "1"})
-    assert job.returncode != 0
-    assert job.stderr.count(says) >= 1 and "DeviceHangError" not in job.stderr
-    if act.startswith("raise"):
-        assert job.stderr.count("Traceback") <= 1, job.stderr

@@ -5,41 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import dense
-from support.received_inputs import check_weight_gradients_from_received_inputs
-from support.tolerance import close, largest, within
+from support.device_pipelines import check_weight_gradients_from_received_inputs
+from support.tolerance import close, within
 
 from mpipipe import Pipeline, analysis
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
-
-
-def run(comm, schedule, rows, steps=1, **options):
-    """`steps` steps of the dense model; checks everything against the reference and returns (pipeline facts)."""
-    inputs, targets = dense.batch(rows, schedule.stages)
-    loss, gradients, dx, output = dense.reference(schedule.stages, inputs, targets)
-    allowed = dense.bounds(schedule.stages, inputs, targets)
-    stages = dense.model(schedule, comm.rank)
-    mine = dense.placed(schedule, comm.rank, inputs, targets)
-    with Pipeline(stages, schedule, comm, loss=dense.mean_squared, **options) as pipeline:
-        for _ in range(steps):
-            for stage in stages:
-                stage.gradient.fill(0)
-            result = pipeline.step(*mine)
-            within(result.loss, loss, allowed[0], "loss")
-            for stage, number in zip(stages, schedule.stages_of(comm.rank)):
-                within(stage.gradient, gradients[number], allowed[1][number], f"gradient of stage {number}")
-        if mine[0] is not None:
-            within(np.concatenate(result.input_grads), dx, allowed[2], "input gradient")
-        else:
-            assert result.input_grads is None
-        assert len(result.losses) == schedule.microbatches
-        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
-        produced = pipeline.forward(mine[0])
-        if mine[1] is not None:
-            within(produced, output, allowed[3], "output")
-        else:
-            assert produced is None
-        return pipeline.peak_activations
 
 
 @pytest.mark.parametrize("synchronous", [0, 1])
@@ -48,12 +19,8 @@ def run(comm, schedule, rows, steps=1, **options):
 def test_every_schedule_equals_the_dense_model(comm, monkeypatch, name, chunks, microbatches, synchronous):
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))
     schedule = dense.build(name, comm.size, chunks, microbatches)
-    peak = run(comm, schedule, rows=11, steps=2)
+    peak = dense.check(comm, schedule, rows=11, steps=2).peak_activations
     assert peak == simulate(schedule).peak_activations[comm.rank]
-
-
-def test_recomputation_gives_the_same_gradients(comm):
-    run(comm, interleaved_1f1b(comm.size, 2, 5), rows=10, recompute=True)
 
 
 @pytest.mark.mpi(min_size=4)
@@ -61,14 +28,12 @@ def test_measured_peaks_are_the_published_ones(subcomm):
     comm = subcomm(4)
     if comm is None:
         return
-    assert comm.allgather(run(comm, one_f_one_b(4, 8), rows=8)) == [4, 3, 2, 1]
-    assert comm.allgather(run(comm, interleaved_1f1b(4, 2, 8), rows=8)) == [11, 9, 7, 5]
-    assert comm.allgather(run(comm, gpipe(4, 8), rows=8)) == [8, 8, 8, 8]
-
-
-def test_schedule_from_a_csv_file_runs_unchanged(comm):
-    schedule = from_csv(one_f_one_b(comm.size, 3).to_csv())
-    run(comm, schedule, rows=7)
+    for schedule, peaks in (
+        (one_f_one_b(4, 8), [4, 3, 2, 1]),
+        (interleaved_1f1b(4, 2, 8), [11, 9, 7, 5]),
+        (gpipe(4, 8), [8, 8, 8, 8]),
+    ):
+        assert comm.allgather(dense.check(comm, schedule, rows=8).peak_activations) == peaks
 
 
 @pytest.mark.mpi(min_size=2)
@@ -80,7 +45,7 @@ def test_v_shaped_placement_runs(subcomm):
     rows = ["0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1", "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1"]
     schedule = from_csv("\n".join(rows) + "\n")
     assert schedule.placement == (0, 1, 1, 0)
-    run(comm, schedule, rows=5)
+    dense.check(comm, schedule, rows=5)
 
 
 @pytest.mark.parametrize("name, chunks", dense.CASES)
@@ -88,7 +53,7 @@ def test_messages_of_a_megabyte_and_artificial_tag_limits(comm, monkeypatch, nam
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
     monkeypatch.setenv("MPIPIPE_TAG_UB", "7")  # several channels
     schedule = dense.build(name, comm.size, chunks, 4)
-    run(comm, schedule, rows=4 * 40_000)
+    dense.check(comm, schedule, rows=4 * 40_000)
 
 
 def test_two_pipelines_and_user_traffic_on_one_communicator(comm):
@@ -119,9 +84,9 @@ def test_disjoint_subcommunicators_run_different_pipelines(comm):
     """Even and odd ranks form pipelines of different schedules and sizes at the same time."""
     half = comm.Split(comm.rank % 2, comm.rank)
     if comm.rank % 2:
-        run(half, gpipe(half.size, 2), rows=4)
+        dense.check(half, gpipe(half.size, 2), rows=4)
     else:
-        run(half, interleaved_1f1b(half.size, 2, 3), rows=9)
+        dense.check(half, interleaved_1f1b(half.size, 2, 3), rows=9)
     half.Free()
 
 
@@ -223,22 +188,12 @@ def test_dicts_of_arrays_travel_between_stages(comm):
         assert result.input_grads[1]["mask"] is None
 
 
-class Identity:
-    """Hands its very input on: outputs share memory with received arrays."""
-
-    def forward(self, x):
-        return x, None
-
-    def backward(self, dy, saved):
-        return dy
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_stages_that_return_their_input_do_not_see_it_overwritten(comm, chunks):
     schedule = interleaved_1f1b(comm.size, chunks, 6)
     inputs = np.arange(6 * 10_000.0).reshape(6, -1)
     targets = np.zeros_like(inputs)
-    with Pipeline([Identity() for _ in range(chunks)], schedule, comm, loss=dense.mean_squared) as pipeline:
+    with Pipeline([dense.Identity() for _ in range(chunks)], schedule, comm, loss=dense.mean_squared) as pipeline:
         for _ in range(3):
             result = pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
             out = pipeline.forward(inputs if comm.rank == 0 else None)
@@ -249,47 +204,12 @@ def test_stages_that_return_their_input_do_not_see_it_overwritten(comm, chunks):
         np.testing.assert_array_equal(out, inputs)
 
 
-def test_loss_gradient_that_is_the_output_itself(comm):
-    """loss = sum(y^2)/2 has gradient y: the pipeline must not scale y in place, stages still need it."""
-    schedule = gpipe(comm.size, 2)
-    inputs, targets = dense.batch(4, schedule.stages)
-    stages = dense.model(schedule, comm.rank)
-    mine = dense.placed(schedule, comm.rank, inputs, targets)
-    with Pipeline(stages, schedule, comm, loss=lambda y, t: (float((y * y).sum() / 2), y)) as pipeline:
-        pipeline.step(*mine)
-    expected = []
-    for half in (slice(0, 2), slice(2, 4)):
-        layers = dense.whole(schedule.stages)
-        x, kept = inputs[half], []
-        for layer in layers:
-            x, saved = layer.forward(x)
-            kept.append(saved)
-        dy = x / 2
-        for layer, saved in zip(layers[::-1], kept[::-1]):
-            dy = layer.backward(dy, saved)
-        expected.append(layers[comm.rank].gradient)
-    # a product over 6 at most and a tanh in each stage, there and back, and the sum over the rows
-    close(stages[0].gradient, sum(expected), 2 * 8 * schedule.stages + len(inputs), largest(*expected))
-
-
-def test_forward_and_evaluate_take_fewer_rows_than_micro_batches(comm):
-    schedule = interleaved_1f1b(comm.size, 2, 6)
-    inputs, targets = dense.batch(2, schedule.stages)
-    loss, _, _, output = dense.reference(schedule.stages, inputs, targets)
-    mine = dense.placed(schedule, comm.rank, inputs, targets)
-    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
-        allowed = dense.bounds(schedule.stages, inputs, targets)
-        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
-        out = pipeline.forward(mine[0])
-    if out is not None:
-        within(out, output, allowed[3], "output")
-
-
-def test_forward_takes_a_list_of_fewer_micro_batches_and_step_does_not(comm):
+def test_forward_and_evaluate_take_fewer_rows_or_micro_batches_and_step_takes_no_shorter_list(comm):
     schedule = one_f_one_b(comm.size, 6)
     inputs, targets = dense.batch(5, schedule.stages)
-    _, _, _, output = dense.reference(schedule.stages, inputs, targets)
-    allowed = dense.bounds(schedule.stages, inputs, targets)[3]
+    loss, _, _, output = dense.reference(schedule.stages, inputs, targets)
+    allowed = dense.bounds(schedule.stages, inputs, targets)
+    whole = dense.placed(schedule, comm.rank, inputs, targets)
     pieces, aims = [inputs[:1], inputs[1:4], inputs[4:]], [targets[:1], targets[1:4], targets[4:]]
     mine = dense.placed(schedule, comm.rank, pieces, aims)
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
@@ -298,10 +218,12 @@ def test_forward_takes_a_list_of_fewer_micro_batches_and_step_does_not(comm):
                 call(*mine)
         with pytest.raises(ArgumentError, match="wrong length"):
             pipeline.forward(None if mine[0] is None else [inputs] * 7)
-        out = pipeline.forward(mine[0])
+        within(pipeline.evaluate(*whole), loss, allowed[0], "loss")
+        together, out = pipeline.forward(whole[0]), pipeline.forward(mine[0])
     if out is not None:
         assert [len(piece) for piece in out] == [1, 3, 1]
-        within(np.concatenate(out), output, allowed, "output")
+        within(together, output, allowed[3], "output")
+        within(np.concatenate(out), output, allowed[3], "output")
 
 
 def test_bytes_are_counted_by_edge(comm):
@@ -345,16 +267,6 @@ def test_no_messages_on_one_rank(comm, monkeypatch):
     alone.Free()
 
 
-def test_durations_give_one_cost_per_stage(comm):
-    schedule = interleaved_1f1b(comm.size, 2, 3)
-    inputs, targets = dense.batch(3, schedule.stages)
-    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
-        pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
-        costs = pipeline.durations()
-        assert len(costs.forward) == schedule.stages and min(costs.forward) > 0 and min(costs.input_grad) > 0
-        assert 0 < pipeline.busy < pipeline.elapsed
-
-
 def test_closing_twice_is_allowed_and_use_after_close_is_refused(comm):
     schedule = gpipe(comm.size, 1)
     pipeline = Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared)
@@ -364,24 +276,11 @@ def test_closing_twice_is_allowed_and_use_after_close_is_refused(comm):
         pipeline.step(None, None)
 
 
-def test_targets_are_not_touched_by_a_loss_that_returns_them(comm):
-    """loss = sum(y * t) has gradient t, the user's own array."""
-    schedule = gpipe(comm.size, 4)
-    inputs, targets = dense.batch(8, schedule.stages)
-    kept = targets.copy()
-    mine = dense.placed(schedule, comm.rank, inputs, targets)
-    stages = dense.model(schedule, comm.rank)
-    with Pipeline(stages, schedule, comm, loss=lambda y, t: (float((y * t).sum()), t)) as pipeline:
-        for _ in range(3):
-            pipeline.step(*mine)
-    np.testing.assert_array_equal(targets, kept)
-
-
 def test_inputs_may_be_overwritten_as_soon_as_a_step_returns(comm, monkeypatch):
     """The first stage hands its input on as it is: large synchronous sends of the user's own memory."""
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
     schedule = gpipe(comm.size, 2)
-    with Pipeline([Identity()], schedule, comm, loss=dense.mean_squared) as pipeline:
+    with Pipeline([dense.Identity()], schedule, comm, loss=dense.mean_squared) as pipeline:
         for value in (1.0, 2.0, 3.0):
             inputs = np.full((2, 100_000), value)
             for call in (pipeline.step, pipeline.evaluate):
@@ -389,16 +288,6 @@ def test_inputs_may_be_overwritten_as_soon_as_a_step_returns(comm, monkeypatch):
                 inputs.fill(-50)
                 assert getattr(result, "loss", result) == value**2
                 inputs.fill(value)
-
-
-def test_a_list_of_micro_batches_gives_a_list_of_outputs(comm):
-    schedule = one_f_one_b(comm.size, 3)
-    width = dense.widths(schedule.stages)[0]
-    feeds = [np.ones((rows, 2, width)) for rows in (1, 4, 2)]
-    with Pipeline(dense.model(schedule, comm.rank), schedule, comm) as pipeline:
-        outputs = pipeline.forward(feeds if comm.rank == 0 else None)
-    if comm.rank == comm.size - 1:
-        assert [len(output) for output in outputs] == [1, 4, 2]
 
 
 def test_more_shapes_than_are_remembered(comm):
@@ -421,29 +310,29 @@ def test_a_schedule_without_backward_cannot_train(comm):
     inputs, targets = dense.batch(4, schedule.stages)
     mine = dense.placed(schedule, comm.rank, inputs, targets)
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm, loss=dense.mean_squared) as pipeline:
-        with pytest.raises(ArgumentError, match="cannot train"):
-            pipeline.step(*mine)
+        for call in (pipeline.step, pipeline.launch):
+            with pytest.raises(ArgumentError, match="cannot train"):
+                call(*mine)
         loss, allowed = (one(schedule.stages, inputs, targets)[0] for one in (dense.reference, dense.bounds))
         within(pipeline.evaluate(*mine), loss, allowed, "loss")
 
 
-def test_a_stage_that_forgets_to_return_what_it_saved(comm):
-    class Forgets(Identity):
-        def forward(self, x):
-            return x
-
-    schedule = gpipe(comm.size, 1)
-    pipeline = Pipeline([Forgets()], schedule, comm, loss=dense.mean_squared)
-    x = np.ones((2, 3))
-    with pytest.raises(MpipipeError, match=r"returns \(output, saved\)"):
-        pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+class Forgets(dense.Identity):
+    def forward(self, x):
+        return x
 
 
-def test_a_loss_gradient_of_another_shape(comm):
-    schedule = gpipe(comm.size, 1)
-    pipeline = Pipeline([Identity()], schedule, comm, loss=lambda y, t: (1.0, np.ones(2)))
-    x = np.ones((2, 1))
-    with pytest.raises(MpipipeError, match="gradient of the loss does not match"):
+@pytest.mark.parametrize(
+    "stage, loss, match",
+    [
+        (Forgets(), dense.mean_squared, r"returns \(output, saved\)"),
+        (dense.Identity(), lambda y, t: (1.0, np.ones(2)), "gradient of the loss does not match"),
+    ],
+)
+def test_what_a_stage_or_a_loss_returns_is_looked_at(comm, stage, loss, match):
+    schedule, x = gpipe(comm.size, 1), np.ones((2, 3))
+    pipeline = Pipeline([stage], schedule, comm, loss=loss)
+    with pytest.raises(MpipipeError, match=match):
         pipeline.step(*dense.placed(schedule, comm.rank, x, x))
 
 

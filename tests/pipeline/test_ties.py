@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from faults.fault import HEADING
 from gpu_emulator.fixture import own_gpus
-from support import dense
+from support import dense, small_gpt
+from support.device_pipelines import all_aborted
 from support.small_gpt import MODEL, parts_of, text
 from support.tolerance import close_norm
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
-from mpipipe.attention import Local
-from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
-from mpipipe.job.wait import wait_for
-from mpipipe.language.models import GPT
 from mpipipe.pipeline.ties import TiedParameter
-from mpipipe.schedules import gpipe, one_f_one_b, partition
+from mpipipe.schedules import gpipe, one_f_one_b
 
 HEAD = f"{1 + 2 * MODEL['layers']}.1.weight"
 
 
-def build(schedule, rank, dtype="float32", device="cpu"):
-    model = GPT(**MODEL, tied=True)
-    layers = model.build(Local(causal=True))
-    parts = partition(model.costs(), schedule.stages)
-    cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
+build = partial(small_gpt.build, dtype="float32", tied=True)
 
 
 def one_stage(**options):
     """(schedule, stages): embedding and head in one stage."""
-    schedule = gpipe(1, 3)
-    return schedule, build(schedule, 0, **options)
+    return gpipe(1, 3), build(gpipe(1, 3), 0, **options)
 
 
 def two_chunks(**options):
@@ -135,18 +127,6 @@ def test_nothing_touches_what_places_have_given_up(gpu, comm, make):
         found.append([norm, *(arrays.download(array).tobytes() for s in stages for array in s.parameters.values())])
     alone.Free()
     assert found[0] == found[1]
-
-
-def test_a_second_pipeline_shares_the_same_arrays(comm):
-    alone = parts_of(comm, 1)
-    schedule, stages = two_chunks()
-    gradients = []
-    for _ in range(2):
-        with Pipeline(stages, schedule, alone, loss=nn.softmax_cross_entropy) as pipeline:
-            pipeline.step(*text(6))
-        gradients.append(stages[1].gradients[HEAD].tobytes())
-    assert gradients[0] == gradients[1] and stages[1].gradients[HEAD] is stages[0].gradients["0.weight"]
-    alone.Free()
 
 
 def test_a_stage_whose_parameter_lies_in_an_absent_one_is_refused_with_what_helps(comm):
@@ -298,14 +278,6 @@ def test_replicas_sum_a_part_once_that_lies_in_an_array_of_the_users(comm, chunk
     assert np.abs(found[0]).max() > 0.01
 
 
-@pytest.fixture(params=["direct", "staged"])
-def sending(request, gpu, comm, monkeypatch):
-    if request.param == "direct" and gpu.real and not gpu_aware.detect(comm).direct:
-        pytest.skip("this MPI does not take device memory")
-    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1" if request.param == "direct" else "0")
-    return request.param
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("looped_bfs", 2)])
 def test_nothing_but_inputs_losses_and_messages_crosses_to_the_host(gpu, sending, comm, name, chunks):
@@ -332,13 +304,6 @@ def test_nothing_but_inputs_losses_and_messages_crosses_to_the_host(gpu, sending
 
 
 # -- A rank that ends while gradients of a tied parameter are under way: the job ends, and says so once ----------------
-
-
-class Aborted:
-    """Whether every communicator of NCCL with kernels under way ends; aborts run on threads."""
-
-    def __init__(self, machine):
-        self.Test = lambda: all(each._aborted or not each._underway for each in machine.communicators)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -371,7 +336,7 @@ def test_an_error_in_mid_exchange_reaches_all_ranks(comm, monkeypatch, device, g
                 pipeline.step(*mine)
         assert comm.rank == guilty or isinstance(caught.value, PeerError)
         if gpu is not None:
-            wait_for(Aborted(gpu.machine), "aborts")
+            all_aborted(gpu.machine)
 
 
 # of three ranks or more one has no place of the parameter, and is in its next step by then; a part is 1 MB
@@ -413,36 +378,24 @@ sys.exit(run_or_abort(main))
 KILL, LEAVE, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)", "raise ValueError('wet paint')"
 
 
-@pytest.fixture
-def start(request, launch):
-    """start(ranks, act, guilty, device): the outcome of the job; "cuda" is an emulated GPU for each rank, with NCCL."""
-
-    def job(ranks, act, guilty, device):
-        env = {}
-        if device == "cuda":
-            env = {**request.getfixturevalue("emulated_gpu").environment, "MPIPIPE_TEST_GPU_OWN": "1"}
-        found = launch(ranks, JOB.format(act=act, guilty=guilty, device=device), timeout=60, env=env)
-        assert found.returncode not in (0, None) and "finished" not in found.stdout
-        assert found.stdout.count("in mid-exchange") == 1, found.stderr
-        assert "DeviceHangError" not in found.stderr, found.stderr
-        return found
-
-    return job
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("guilty", ["0", "last"])
-def test_a_killed_rank_ends_the_job(start, ranks, guilty, device):
-    assert start(ranks, KILL, guilty, device).stderr.count(HEADING) <= 1  # the launcher may be faster than a report
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("act, says", [(RAISE, "wet paint"), (LEAVE, "os._exit(3) was called")], ids=["raise", "leave"])
-def test_all_other_ranks_end_with_one_report(start, ranks, act, says, device):
-    job = start(ranks, act, "last", device)
-    assert job.stderr.count(HEADING) == 1, job.stderr
-    assert f"{HEADING} rank {ranks - 1}" in job.stderr and says in job.stderr, job.stderr
+@pytest.mark.parametrize(
+    "act, guilty, says",
+    [(KILL, "0", None), (KILL, "last", None), (RAISE, "last", "wet paint"), (LEAVE, "last", "os._exit(3) was called")],
+    ids=["the first is killed", "the last is killed", "raise", "leave"],
+)
+def test_a_rank_that_ends_in_mid_exchange_ends_the_job(request, launch, ranks, act, guilty, says, device):
+    """With one report, unless it is killed: then the launcher may be faster than a report."""
+    env = {}
+    if device == "cuda":
+        env = {**request.getfixturevalue("emulated_gpu").environment, "MPIPIPE_TEST_GPU_OWN": "1"}
+    job = launch(ranks, JOB.format(act=act, guilty=guilty, device=device), timeout=60, env=env)
+    assert job.returncode not in (0, None) and "finished" not in job.stdout
+    assert job.stdout.count("in mid-exchange") == 1 and "DeviceHangError" not in job.stderr, job.stderr
+    if says is None:
+        assert job.stderr.count(HEADING) <= 1
+    else:
+        assert job.stderr.count(HEADING) == 1, job.stderr
+        assert f"{HEADING} rank {ranks - 1}" in job.stderr and says in job.stderr, job.stderr

@@ -96,20 +96,6 @@ def test_the_gradients_of_inner_stages_are_summed_over_replicas(pair):
     own.Free()
 
 
-def test_methods_are_looked_up_at_each_call():
-    """Wrapping a method later, to profile a stage for example, has its effect."""
-    stage, calls = dense.TanhStage(0, 4, 4), []
-    forward = stage.forward
-
-    def job(comm):
-        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
-            stage.forward = lambda x: calls.append(1) or forward(x)
-            pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
-
-    alone(job)
-    assert len(calls) == 2
-
-
 def test_a_subclass_of_stage_may_have_a_forward_of_its_own():
     class Doubled(nn.Stage):
         def forward(self, x):
@@ -126,14 +112,10 @@ def test_a_stage_needs_the_methods_of_its_actions_alone():
         def forward(self, x):
             return 3 * x, None
 
-    with Pipeline([Forward()], schedules.forward_only(1, 1, 2), inprocess_alone()) as pipeline:
-        assert pipeline.forward(np.ones((2, 2))).sum() == 12
+    x = np.ones((2, 2))
+    assert alone(lambda comm: Pipeline([Forward()], schedules.forward_only(1, 1, 2), comm).forward(x)).sum() == 12
     with pytest.raises(ArgumentError, match="without backward"):
         alone(lambda comm: Pipeline([Forward()], schedules.gpipe(1, 2), comm))
-
-
-def inprocess_alone():
-    return inprocess.run(1, lambda comm: comm)[0]
 
 
 class Listed(np.ndarray):
@@ -141,10 +123,7 @@ class Listed(np.ndarray):
 
 
 def test_outputs_of_a_subclass_of_ndarray_are_sent(pair):
-
     class Typed:
-        gradients = None
-
         def forward(self, x):
             return (2 * x).view(Listed), None
 
@@ -158,70 +137,38 @@ def test_outputs_of_a_subclass_of_ndarray_are_sent(pair):
     assert result.loss == 9.0
 
 
-def test_a_loss_may_be_an_array_of_one_number():
-    def loss(output, target):
-        return np.array([0.5]), output
+def test_what_a_call_leaves_and_what_may_be_asked_within_it():
+    """Methods are looked up at each call, spans are there and arrays gone after it, and times may be read within it."""
+    stage, calls, x = dense.TanhStage(0, 4, 4), [], np.ones((4, 4))
+    forward = stage.forward
 
     def job(comm):
-        with Pipeline([dense.TanhStage(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=loss) as pipeline:
-            return pipeline.step(np.ones((4, 4)), np.ones((4, 4))).loss
-
-    assert alone(job) == 0.5
-
-
-def test_a_recording_has_the_spans_when_a_call_has_ended():
-    def job(comm):
-        with Pipeline([dense.TanhStage(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
+        loss = lambda output, target: (np.array([0.5]), output)  # noqa: E731  # an array of one number
+        with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=loss) as pipeline:
+            stage.forward = lambda x: calls.append(pipeline.busy) or forward(x)
             with analysis.recording(pipeline) as record:
-                for calls in (1, 2):
-                    pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
-                    assert len(record.spans) == 4 * calls
+                for count in (1, 2):
+                    assert pipeline.step(x, x).loss == 0.5
+                    assert len(record.spans) == 4 * count and pipeline.engine.executor.state is None
+            assert 0 < pipeline.busy < pipeline.elapsed
+            costs = pipeline.durations()
+            assert len(costs.forward) == 1 and costs.forward[0] > 0 and costs.input_grad[0] > 0
             return record.spans
 
     assert [span.name for span in alone(job)[:4]] == ["0F0", "0F1", "0B0", "0B1"]
-
-
-def test_reading_times_within_a_call_loses_nothing():
-    read = []
-
-    class Curious(dense.TanhStage):
-        def forward(self, x):
-            read.append(read_busy())
-            return super().forward(x)
-
-    def job(comm):
-        nonlocal read_busy
-        with Pipeline([Curious(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
-            read_busy = lambda: pipeline.busy  # noqa: E731
-            pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
-            costs = pipeline.durations()
-        assert costs.forward[0] > 0 and costs.input_grad[0] > 0
-
-    read_busy = None
-    alone(job)
-    assert len(read) == 2
-
-
-def test_nothing_of_a_call_is_kept_after_it():
-    def job(comm):
-        with Pipeline([dense.TanhStage(0, 4, 4)], schedules.gpipe(1, 2), comm, loss=dense.mean_squared) as pipeline:
-            pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
-            assert pipeline.engine.executor.state is None
-
-    alone(job)
+    assert len(calls) == 4
 
 
 def test_durations_of_backwards_in_one_piece_and_in_two():
     """A stage may run some backwards whole and split others: its cost is the mean over all of them."""
-    text = "0F0,0F1,0B0,0I1,0W1\n"
-    schedule = schedules.from_csv(text)
+    schedule = schedules.from_csv("0F0,0F1,0B0,0I1,0W1\n")
 
     def job(comm):
         with Pipeline([dense.TanhStage(0, 4, 4)], schedule, comm, loss=dense.mean_squared) as pipeline:
             pipeline.step(np.ones((4, 4)), np.ones((4, 4)))
-            totals = pipeline.engine.executor.clock.totals
-            pipeline.engine.executor.clock.settle()
-            totals.update({("B", 0): [3.0, 1], ("I", 0): [1.0, 1]})
+            clock = pipeline.engine.executor.clock
+            clock.settle()
+            clock.totals.update({("B", 0): [3.0, 1], ("I", 0): [1.0, 1]})
             return pipeline.durations().input_grad[0]
 
     assert alone(job) == 2.0
@@ -279,15 +226,6 @@ def test_a_stage_is_told_where_the_training_stands(pair, recompute):
         assert stage.poll is None and stage.refreshed == 4
 
 
-def test_a_stage_knows_its_replica(pair):
-    alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
-    (stage,), (x, t) = stages_of(schedule, 0), dense.batch(4, 1)
-    with Pipeline([stage], schedule, alone, loss=dense.mean_squared, replicas=pair) as pipeline:
-        pipeline.step(x, t)
-    assert {position.replica for position in stage.positions} == {pair.rank}
-    alone.Free()
-
-
 def test_a_forward_that_takes_no_position_may_take_the_place_of_one_that_does():
     (stage,), (x, t) = stages_of(schedules.gpipe(1, 2), 0), dense.batch(4, 1)
     plain = dense.TanhStage(0, *dense.widths(1))
@@ -331,53 +269,33 @@ def test_gradients_that_were_replaced_are_an_error_on_all_ranks(pair, change):
         assert pipeline.step(*own).loss == before  # all ranks raised together, so all go on
 
 
-def test_gradients_that_are_replaced_within_a_step_are_an_error_too(pair):
-    schedule = schedules.one_f_one_b(2, 2)
-    (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
+def in_backward(stage):
     backward = stage.backward
-    if pair.rank == 0:
-        stage.backward = lambda dy, saved: replaced(stage) or backward(dy, saved)
-    with (
-        pytest.raises((ArgumentError, PeerError), match="have been replaced") as caught,
-        Pipeline([stage], schedule, pair, loss=dense.mean_squared) as pipeline,
-    ):
-        pipeline.step(*dense.placed(schedule, pair.rank, x, t))
-    assert "rank 0, stage 0, micro-batch 1" in str(caught.value)
+    stage.backward = lambda dy, saved: replaced(stage) or backward(dy, saved)
 
 
-def test_replicas_of_a_users_stage_start_from_the_same_parameters(pair):
-    alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
-    (stage,) = stages_of(schedule, 0)
-    stage.parameters.flat[0] += pair.rank
-    with pytest.raises(MismatchError, match="parameters' values"):
-        Pipeline([stage], schedule, alone, loss=dense.mean_squared, replicas=pair)
-    alone.Free()
+def in_refresh(stage):
+    stage.refresh = lambda: 1 / 0
 
 
-def test_gradients_of_replicas_are_summed(pair):
-    alone, schedule = pair.Split(pair.rank, 0), schedules.gpipe(1, 2)
-    (stage,), (x, t) = stages_of(schedule, 0), dense.batch(8, 1)
-    loss, (gradient,), _, _ = dense.reference(1, x, t)
-    mine = slice(4 * pair.rank, 4 * pair.rank + 4)
-    with Pipeline([stage], schedule, alone, loss=dense.mean_squared, replicas=pair) as pipeline:
-        found = pipeline.step(x[mine], t[mine]).loss
-    allowed = dense.bounds(1, x, t)
-    within(found, loss, allowed[0], "loss")
-    within(stage.gradient, gradient, allowed[1][0], "gradient")
-    alone.Free()
-
-
-def test_an_error_of_refresh_names_the_rank(pair):
+@pytest.mark.parametrize(
+    "change, match, where",
+    [
+        (in_backward, "have been replaced", "rank 0, stage 0, micro-batch 1"),
+        (in_refresh, "division by zero", "rank 0, stage 0"),
+    ],
+)
+def test_a_failure_of_a_users_stage_names_its_place(pair, change, match, where):
     schedule = schedules.one_f_one_b(2, 2)
     (stage,), (x, t) = stages_of(schedule, pair.rank), dense.batch(4, 2)
-    if pair.rank == 1:
-        stage.refresh = lambda: 1 / 0
+    if pair.rank == 0:
+        change(stage)
     with (
-        pytest.raises((StageError, PeerError), match="division by zero") as caught,
+        pytest.raises((ArgumentError, StageError, PeerError), match=match) as caught,
         Pipeline([stage], schedule, pair, loss=dense.mean_squared) as pipeline,
     ):
         pipeline.step(*dense.placed(schedule, pair.rank, x, t))
-    assert "rank 1, stage 1" in str(caught.value)
+    assert where in str(caught.value)
 
 
 class Half(Flat):
@@ -392,18 +310,33 @@ class Half(Flat):
         return {**self.parameters, "frozen": self.frozen}
 
 
-def test_replicas_start_with_the_same_frozen_parameters(pair):
+def unlike(stage, rank):
+    stage.parameters.flat[0] = rank
+
+
+def unlike_frozen(stage, rank):
+    stage.frozen[...] = rank
+
+
+def unreadable(stage, rank):
+    if rank == 1:
+        del stage.frozen
+
+
+@pytest.mark.parametrize(
+    "change, kind, match",
+    [
+        (unlike, MismatchError, "parameters' values"),
+        (unlike_frozen, MismatchError, "parameters' values"),
+        (unreadable, ArgumentError, r"rank 1.*frozen"),
+    ],
+)
+def test_replicas_of_a_users_stage_start_from_the_same_state(pair, change, kind, match):
     loss, schedule = dense.mean_squared, schedules.gpipe(1, 1)
     with Mesh(pair, pipe=1) as mesh:
         with Pipeline([Half(0, 0.0)], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas):
             pass
-        with pytest.raises(MismatchError, match="parameters' values"):
-            Pipeline([Half(0, float(mesh.rank))], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas)
-
-
-def test_a_state_that_cannot_be_read_is_an_error_on_all_ranks(pair):
-    stage = Half(0, 0.0)
-    if pair.rank == 1:
-        del stage.frozen
-    with Mesh(pair, pipe=1) as mesh, pytest.raises(ArgumentError, match=r"rank 1.*frozen"):
-        Pipeline([stage], schedules.gpipe(1, 1), mesh.pipe, loss=dense.mean_squared, replicas=mesh.replicas)
+        stage = Half(0, 0.0)
+        change(stage, mesh.rank)
+        with pytest.raises(kind, match=match):
+            Pipeline([stage], schedule, mesh.pipe, loss=loss, replicas=mesh.replicas)

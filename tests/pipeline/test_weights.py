@@ -11,13 +11,79 @@ from hypothesis import strategies as st
 from support import dense, skip_nets
 from support.random_schedules import runnable_schedules
 from support.small_gpt import MODEL, build, parts_of, text
-from support.weighted import WIDTH, Tanh, cells, dense_step, masked, masked_with_factor, near
 
 from mpipipe import Mesh, Pipeline, nn, optim
 from mpipipe.attention import Layout, Ring
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, with_frozen, with_skips
+
+WIDTH = 3
+
+
+class Tanh(dense.TanhStage):
+    """y = tanh(x W), in float64, which shows its gradients."""
+
+    def __init__(self, number):
+        super().__init__(number, WIDTH, WIDTH)
+        self.gradients = SimpleNamespace(flat=self.gradient.reshape(-1))
+
+
+def masked(unit=1.0):
+    """The mean square over the cells of a mask; without any it is NaN, with a gradient of NaN."""
+
+    def loss(output, target):
+        goal, mask = target
+        with np.errstate(invalid="ignore"):
+            count = np.float64(mask.sum())
+            difference = (output - goal) * mask
+            return (difference**2).sum() / count, 2 * difference / count, unit * count
+
+    return loss
+
+
+def masked_with_factor(unit=1.0):
+    plain = masked(unit)
+
+    def loss(output, target, factor):
+        value, gradient, weight = plain(output, target)
+        return value, gradient * factor, weight
+
+    return loss
+
+
+def dense_step(stages, batches):
+    """(loss, gradients by stage, input gradients by batch) of all batches on one process, in plain numpy."""
+    weights = [Tanh(number).weight for number in range(stages)]
+    total = sum(mask.sum() for _, (_, mask) in batches)
+    loss, gradients, slopes = 0.0, [np.zeros((WIDTH, WIDTH)) for _ in weights], []
+    for x, (goal, mask) in batches:
+        kept = [x]
+        for weight in weights:
+            kept.append(np.tanh(kept[-1] @ weight))
+        difference = (kept[-1] - goal) * mask
+        loss, dy = loss + (difference**2).sum() / total, 2 * difference / total
+        for number in reversed(range(stages)):
+            inner = dy * (1 - kept[number + 1] ** 2)
+            gradients[number] += kept[number].reshape(-1, WIDTH).T @ inner.reshape(-1, WIDTH)
+            dy = inner @ weights[number].T
+        slopes.append(dy)
+    return loss, gradients, slopes
+
+
+def cells(rng, microbatches, length):
+    """Micro-batches of one length; of some no cell counts, and of the first one all."""
+    batches = []
+    for number in range(microbatches):
+        shape = int(rng.integers(1, 4)), length, WIDTH
+        mask = rng.random(shape) < rng.choice([0, 0.2, 0.7])
+        x, goal = rng.normal(size=(2, *shape))
+        batches.append((x, (goal, mask | (number == 0))))
+    return batches
+
+
+def near(found, expected):
+    assert np.linalg.norm(np.subtract(found, expected)) <= 1e-12 * max(np.linalg.norm(expected), 1e-3)
 
 
 def check_steps(comm, schedule, data, seed, loss, scale=1.0, calls=("step", "launch", "step"), recompute=False):
@@ -179,7 +245,7 @@ def test_shards_of_unequal_length_need_no_weight_with_the_losses_of_nn(comm, lay
 
     def run(group, ring, positions):
         cut = Layout(layout, group.size, length)
-        stages = build(gpipe(1, 2), 0, attend=ring, positions=positions, seq=length)
+        stages = build(gpipe(1, 2), 0, attend=ring, token_positions=positions, seq=length)
         batch = [cut.shard(part, group.rank) for part in (whole[:, :-1], whole[:, 1:])]
         with Pipeline(stages, gpipe(1, 2), alone, nn.softmax_cross_entropy, replicas=group) as pipeline:
             return pipeline.evaluate(*batch), pipeline.step(*batch).loss, stages[0].gradients.flat
@@ -241,36 +307,52 @@ def fails(mesh, pipeline, batch, match):
     assert (ArgumentError, True) in kinds and (ArgumentError, False) not in kinds
 
 
-@pytest.mark.parametrize("weight", [-1, -0.5, np.nan, np.inf, 10**400, None, "3", True, [1.0], np.ones(2), 1j])
-def test_a_weight_is_a_finite_number_of_at_least_zero(comm, weight):
+def always(weight):
+    """A loss that has this weight for each micro-batch."""
+    return lambda output, target: (*nn.mean_squared_error(output, target), weight)
+
+
+class SomeWeights:
+    """A loss with a weight for each second micro-batch."""
+
+    def __init__(self, first):
+        self.calls = first
+
+    def __call__(self, output, target):
+        self.calls += 1
+        return (1.0, output, 2.0) if self.calls % 2 else (1.0, output)
+
+
+def twice(output, target):
+    """Says what it is a mean over, and returns a weight."""
+    return (*nn.mean_squared_error(output, target), target.size)
+
+
+twice.mean_over_entries = True
+NO_WEIGHTS = [-1, -0.5, np.nan, np.inf, 10**400, None, "3", True, [1.0], np.ones(2), 1j]
+
+
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        *((lambda weight=weight: always(weight), "the weight of a loss") for weight in NO_WEIGHTS),
+        *((lambda first=first: SomeWeights(first), "for some micro-batches only") for first in (0, 1)),
+        (lambda: twice, "returns a weight as well"),
+    ],
+)
+def test_weights_that_make_no_sense_are_refused(comm, make, match):
     mesh = mesh_of(comm)
-    schedule, pipeline = pipeline_of(mesh, lambda output, target: (1.0, output, weight))
-    fails(mesh, pipeline, batch_of(mesh, schedule), "the weight of a loss")
+    schedule, pipeline = pipeline_of(mesh, make())
+    fails(mesh, pipeline, batch_of(mesh, schedule), match)
 
 
 @pytest.mark.parametrize("weight", [3, 3.0, np.int32(3), np.float32(3), np.array(3.0)])
 def test_kinds_of_numbers(comm, weight):
-    def loss(output, target):
-        return (*nn.mean_squared_error(output, target), weight)
-
     with mesh_of(comm) as mesh:
-        schedule, pipeline = pipeline_of(mesh, loss)
+        schedule, pipeline = pipeline_of(mesh, always(weight))
         with pipeline:
             batch = batch_of(mesh, schedule)
             assert pipeline.step(*batch).loss == pytest.approx(pipeline.evaluate(*batch), rel=1e-15)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_weights_of_some_micro_batches_only(comm, first):
-    calls = []
-
-    def loss(output, target):
-        calls.append(1)
-        return (1.0, output, 2.0) if len(calls) % 2 == first else (1.0, output)
-
-    mesh = mesh_of(comm)
-    schedule, pipeline = pipeline_of(mesh, loss)
-    fails(mesh, pipeline, batch_of(mesh, schedule), "for some micro-batches only")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -333,12 +415,8 @@ def test_a_loss_that_does_not_say_what_it_is_a_mean_over(comm, lengths):
         pytest.skip("needs replicas")
     schedule, pipeline = pipeline_of(mesh, mean_of_squares)
     pipeline.evaluate(*batch_of(mesh, schedule))
-    fails(
-        mesh,
-        pipeline,
-        batch_of(mesh, schedule, 1 + mesh.data.rank if lengths == "by replica" else lengths),
-        "more target",
-    )
+    lengths = 1 + mesh.data.rank if lengths == "by replica" else lengths
+    fails(mesh, pipeline, batch_of(mesh, schedule, lengths), "more target")
 
 
 @pytest.mark.parametrize("loss, shares", [(nn.mean_squared_error, [1, 3]), (by_rows, [1, 1])])
@@ -348,16 +426,6 @@ def test_a_loss_that_says_what_it_is_a_mean_over(comm, loss, shares):
         with pipeline:
             result = pipeline.step(*batch_of(mesh, schedule, [1, 3]))
         assert result.loss == pytest.approx(np.average(result.losses, weights=shares), rel=1e-15)
-
-
-def test_a_loss_that_says_it_twice(comm):
-    def loss(output, target):
-        return (*nn.mean_squared_error(output, target), target.size)
-
-    loss.mean_over_entries = True
-    mesh = mesh_of(comm)
-    schedule, pipeline = pipeline_of(mesh, loss)
-    fails(mesh, pipeline, batch_of(mesh, schedule), "returns a weight as well")
 
 
 @pytest.mark.mpi(min_size=2)

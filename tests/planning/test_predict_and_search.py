@@ -235,12 +235,6 @@ def test_a_slower_cut_that_keeps_the_limit_is_taken():
     assert find_plans(given, space, even.peak)[0].prediction.peak <= even.peak
 
 
-def test_no_two_plans_are_the_same_schedule():
-    plans = find_plans(profile(), Space(2, 6, ROWS))
-    orders = [(plan.prediction.schedule.placement, plan.prediction.schedule.orders) for plan in plans]
-    assert len(set(orders)) == len(orders)
-
-
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
@@ -267,19 +261,18 @@ def test_the_numbers_of_micro_batches():
     assert Space(2, 6, 37).microbatches == [32]  # of unequal sizes: a prime number has no divisor in reach
 
 
-@pytest.mark.parametrize(("text", "count"), [("0", 0), ("900", 900), ("1.5k", 1536), ("2M", 2 << 20), ("1G", 1 << 30)])
-def test_bytes_are_read(text, count):
-    assert parse_bytes(text) == count
+def test_bytes_are_read_and_what_is_no_number_of_them_is_refused():
+    for text, count in (("0", 0), ("900", 900), ("1.5k", 1536), ("2M", 2 << 20), ("1G", 1 << 30)):
+        assert parse_bytes(text) == count
+    for text in ("", "G", "nan", "-1", "inf", "1 000", "5Q", "1e400", "5iB", "5 iB"):
+        with pytest.raises(ArgumentError, match="no number of bytes"):
+            parse_bytes(text)
 
 
-@pytest.mark.parametrize("text", ["", "G", "nan", "-1", "inf", "1 000", "5Q", "1e400", "5iB", "5 iB"])
-def test_what_is_no_number_of_bytes_is_refused(text):
-    with pytest.raises(ArgumentError, match="no number of bytes"):
-        parse_bytes(text)
-
-
-def test_the_table_has_ten_rows_and_the_best_is_not_behind_itself():
+def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first():
     plans = find_plans(profile(), Space(2, 6, ROWS))
+    orders = [(plan.prediction.schedule.placement, plan.prediction.schedule.orders) for plan in plans]
+    assert len(set(orders)) == len(orders)
     lines = list(table(plans))
     assert len(lines) == 12 and lines[2].startswith(plans[0].choice.schedule)
     assert lines[2].split()[-2] == "0.0%"

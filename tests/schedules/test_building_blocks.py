@@ -46,12 +46,7 @@ def test_the_orders_of_h2_are_written_out_where_they_are_the_best(ranks):
 
 
 @settings(max_examples=30)
-@given(
-    ranks=st.integers(1, 6),
-    microbatches=st.integers(1, 16),
-    times=st.tuples(*[st.integers(1, 4)] * 3),
-    limit=st.integers(1, 14),
-)
+@given(st.integers(1, 6), st.integers(1, 16), st.tuples(*[st.integers(1, 4)] * 3), st.integers(1, 14))
 def test_the_limit_is_kept_and_with_that_of_h1_it_is_never_slower(ranks, microbatches, times, limit):
     costs = Costs(*times, transfer=0.5)
     timeline = simulate(schedules.zero_bubble_2p(ranks, microbatches, costs, limit), costs)

@@ -28,6 +28,8 @@ TAKERS = {
 )
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_limit_that_is_no_number_is_one_error(taker, limit):
+    if taker == "optimum":
+        pytest.importorskip("ortools")
     with pytest.raises(ArgumentError, match="memory_limit is no number"):
         TAKERS[taker](limit)
 

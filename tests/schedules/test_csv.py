@@ -74,9 +74,3 @@ def test_a_bad_table_is_refused_with_row_and_column(text, where):
         from_csv(text)
     assert where in str(refusal.value)
     assert refusal.value.expected
-
-
-def test_a_table_that_cannot_run_is_read_and_then_refused_by_the_check():
-    schedule = from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    with pytest.raises(ScheduleError, match="deadlock"):
-        check(schedule)

@@ -156,6 +156,13 @@ def test_a_deadlock_names_every_rank_of_the_cycle_and_no_other():
     assert "rank 2 at" not in text
 
 
+@pytest.mark.parametrize("use", [check, schedules.simulate, schedules.with_recompute])
+def test_a_table_that_cannot_run_is_read_and_refused_by_what_uses_it(use):
+    schedule = from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises(ScheduleError, match="deadlock"):
+        use(schedule)
+
+
 def test_actions_that_no_rank_can_run_are_refused():
     good = schedules.one_f_one_b(2, 2)
 

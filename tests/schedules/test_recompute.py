@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.random_schedules import runnable_schedules
 
 from mpipipe import schedules
-from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules import Action, Costs, from_csv, peak_memory, simulate, with_recompute
+from mpipipe.errors import ArgumentError
+from mpipipe.schedules import Action, Costs, peak_memory, simulate, with_recompute
 
 
 def without(schedule):
@@ -156,11 +156,6 @@ def test_sizes_and_costs_that_do_not_fit_are_refused(options, what):
     with pytest.raises(ArgumentError) as caught:
         with_recompute(schedules.gpipe(2, 2), **options)
     assert what in caught.value.found
-
-
-def test_a_schedule_that_cannot_run_is_refused():
-    with pytest.raises(ScheduleError):
-        with_recompute(from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"))
 
 
 def test_a_large_schedule_is_a_matter_of_seconds():

@@ -17,36 +17,23 @@ def test_weight_gradients_trail_their_input_gradients_by_the_rank():
 
 @given(
     ranks=st.integers(1, 8),
-    microbatches=st.integers(1, 25),
-    weight_grad=st.integers(0, 4),
-    more=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-)
-def test_bubble_and_peaks_have_their_closed_form(ranks, microbatches, weight_grad, more):
-    forward, input_grad = weight_grad + more[0], weight_grad + more[1]  # W is not above F or I
-    timeline = simulate(schedules.zero_bubble_h1(ranks, microbatches), Costs(forward, input_grad, weight_grad))
-    filled = min(microbatches, ranks) - 1
-    bubble = (ranks - 1) * (forward + input_grad) - filled * weight_grad
-    assert timeline.makespan == microbatches * (forward + input_grad + weight_grad) + bubble
-    assert timeline.peak_activations == [min(microbatches, ranks)] * ranks
-
-
-@given(
-    ranks=st.integers(1, 8),
     chunks=st.integers(1, 4),
     microbatches=st.integers(1, 25),
     weight_grad=st.integers(0, 4),
     more=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
-def test_interleaved_bubble_and_peaks_have_their_closed_form(ranks, chunks, microbatches, weight_grad, more):
+def test_bubbles_and_peaks_have_their_closed_forms(ranks, chunks, microbatches, weight_grad, more):
     forward, input_grad = weight_grad + more[0], weight_grad + more[1]  # W is not above F or I
-    schedule = schedules.interleaved_zero_bubble(ranks, chunks, microbatches)
-    timeline = simulate(schedule, Costs(forward, input_grad, weight_grad))
-    groups = max(1, microbatches // ranks)
-    largest = -(-microbatches // groups)
+    costs, work = Costs(forward, input_grad, weight_grad), microbatches * (forward + input_grad + weight_grad)
+    plain = simulate(schedules.zero_bubble_h1(ranks, microbatches), costs)
+    bubble = (ranks - 1) * (forward + input_grad) - (min(microbatches, ranks) - 1) * weight_grad
+    assert plain.makespan == work + bubble
+    assert plain.peak_activations == [min(microbatches, ranks)] * ranks
+    timeline = simulate(schedules.interleaved_zero_bubble(ranks, chunks, microbatches), costs)
+    largest = -(-microbatches // max(1, microbatches // ranks))
     assert max(timeline.peak_activations) <= min(microbatches * chunks, (chunks - 1) * largest + ranks)
     if microbatches >= ranks:
-        busy = microbatches * chunks * (forward + input_grad + weight_grad)
-        assert timeline.makespan == busy + (ranks - 1) * (forward + input_grad - weight_grad)
+        assert timeline.makespan == chunks * work + (ranks - 1) * (forward + input_grad - weight_grad)
 
 
 # -- Schedules on a V, against closed forms and published shares of memory and bubble ----------------------------------
@@ -61,43 +48,22 @@ CASES = [
 V_SHAPED = [schedules.zero_bubble_v, schedules.dualpipe_v, schedules.v_half, schedules.v_min]
 
 
-def spans_of(timeline):
-    return [spans[-1][2] - spans[0][1] for spans in timeline.spans]
-
-
 @pytest.mark.parametrize("ranks, microbatches", CASES)
-def test_zero_bubble_v_has_its_closed_forms(ranks, microbatches):
-    timeline = simulate(schedules.zero_bubble_v(ranks, microbatches))
-    if microbatches >= 2 * ranks:
-        assert timeline.makespan == 6 * microbatches + ranks - 1
-        assert max(spans_of(timeline)) == 6 * microbatches  # no rank waits between its first action and its last
+def test_schedules_on_a_v_have_their_closed_forms_and_published_shares(ranks, microbatches):
+    """In units of a chunk's F, of which 1F1B waits 6 (P - 1)."""
+    zero, dual, half, least = (simulate(build(ranks, microbatches)) for build in V_SHAPED)
     expected = [min(2 * ranks, microbatches + min(microbatches, rank + 1)) for rank in range(ranks)]
-    assert timeline.peak_activations == expected
-
-
-@pytest.mark.parametrize("ranks, microbatches", CASES)
-def test_dualpipe_v_has_its_closed_forms(ranks, microbatches):
-    timeline = simulate(schedules.dualpipe_v(ranks, microbatches))
-    assert max(timeline.peak_activations) <= 2 * ranks + 1
+    assert zero.peak_activations == expected
+    assert max(dual.peak_activations) <= 2 * ranks + 1
+    assert max(half.peak_activations) <= 2 * ((ranks + 2) // 2)
+    assert max(least.peak_activations) <= 2 * ((ranks + 4) // 3)
     if microbatches >= 2 * ranks:
-        assert timeline.makespan == 6 * microbatches + ranks - 1
-        assert timeline.peak_activations == [2 * ranks + 1] * ranks
-
-
-@pytest.mark.parametrize("ranks, microbatches", CASES)
-@pytest.mark.parametrize(
-    "build, memory, share",
-    [
-        (schedules.v_half, lambda ranks: 2 * ((ranks + 2) // 2), 1 / 2),
-        (schedules.v_min, lambda ranks: 2 * ((ranks + 4) // 3), 2 / 3),
-    ],
-)
-def test_half_and_least_memory_keep_what_was_published(build, memory, share, ranks, microbatches):
-    timeline = simulate(build(ranks, microbatches))
-    assert max(timeline.peak_activations) <= memory(ranks)
-    if microbatches >= 2 * ranks:
-        of_1f1b = 6 * (ranks - 1)  # in units of a chunk's F
-        assert timeline.makespan - 6 * microbatches <= share * of_1f1b
+        assert zero.makespan == dual.makespan == 6 * microbatches + ranks - 1
+        longest = max(spans[-1][2] - spans[0][1] for spans in zero.spans)
+        assert longest == 6 * microbatches  # no rank waits between its first action and its last
+        assert dual.peak_activations == [2 * ranks + 1] * ranks
+        assert half.makespan - 6 * microbatches <= 1 / 2 * 6 * (ranks - 1)
+        assert least.makespan - 6 * microbatches <= 2 / 3 * 6 * (ranks - 1)
 
 
 @pytest.mark.parametrize("build", V_SHAPED)

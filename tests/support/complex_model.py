@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipipe import Branches, nn, schedules
+from support import dense
 
 SIZE = 3
 CHUNKS = {1: 3, 2: 2, 4: 1}
@@ -42,7 +43,7 @@ def places(stages):
     return [(("far",) * (n == 0), ("far",) * (n == stages - 1)) for n in range(stages)]
 
 
-class Wave:
+class Wave(dense.Halves):
     """One stage in numpy, gradients by hand: for y of z and conj(z), conj(dy/dz) g + dy/dconj(z) conj(g)."""
 
     def __init__(self, number, gives=(), takes=(), dtype="complex128"):
@@ -76,11 +77,6 @@ class Wave:
         z, g, dfar = pending
         self.dw += z.conj().T @ g
         self.dc += (z * z.real * g).sum(0) + (0 if dfar is None else (z.conj() * dfar[0]).sum(0))
-
-    def backward(self, dy, saved):
-        dx, pending = self.backward_input(dy, saved)
-        self.backward_weight(pending)
-        return dx
 
 
 def squared(output, target):

@@ -1,10 +1,11 @@
-"""Ways to damage a checkpoint: its bytes, its files, and what its manifest says, with a checksum that belongs to it."""
+"""Ways to damage a folder: its bytes, tensors and facts; and a checkpoint, with checksums that fit its manifest."""
 
 from __future__ import annotations
 
 import json
 
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from mpipipe.checkpoint import folders
 
@@ -20,6 +21,44 @@ SEALED = ("value", "name")  # with a checksum that belongs to what is said: a ne
 NAMES = st.sampled_from(
     ["../part-0.safetensors", "/etc/passwd", "part-0.safetensors/../../x", "", ".", "part-0.bin", "part-\n.safetensors"]
 )
+
+
+def on_bytes(file, change):
+    """A function that changes the content of a file in a folder."""
+    return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
+
+
+def on_json(file, change):
+    """A function that changes the facts of a file in a folder."""
+
+    def damage(folder):
+        facts = json.loads((folder / file).read_text())
+        change(facts)
+        (folder / file).write_text(json.dumps(facts))
+
+    return damage
+
+
+def on_tensors(file, change):
+    """A function that changes the tensors of a file in a folder."""
+
+    def damage(folder):
+        tensors = load_file(folder / file)
+        change(tensors)
+        save_file(tensors, folder / file)
+
+    return damage
+
+
+def flipped(place, bit=4):
+    """A function that flips a bit of a byte; `place` counts from the end where it is negative."""
+
+    def flip(content):
+        changed = bytearray(content)
+        changed[place] ^= 1 << bit
+        return bytes(changed)
+
+    return flip
 
 
 def sealed(facts):
@@ -41,24 +80,13 @@ def damages(draw, within=(), kinds=KINDS):
     kind = draw(st.sampled_from(kinds))
     name, share = draw(st.sampled_from(FILES)), draw(st.integers(0, 9999)) / 10_000
 
-    def on_bytes(change):
-        def damage(folder):
-            (folder / name).write_bytes(change((folder / name).read_bytes()))
-
-        return damage
-
     if kind == "flip":
         bit = draw(st.integers(0, 7))
-
-        def flip(content):
-            place = int(share * len(content))
-            return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
-
-        return kind, on_bytes(flip)
+        return kind, on_bytes(name, lambda content: flipped(int(share * len(content)), bit)(content))
     if kind == "cut":
-        return kind, on_bytes(lambda content: content[: int(share * len(content))])
+        return kind, on_bytes(name, lambda content: content[: int(share * len(content))])
     if kind == "grow":
-        return kind, on_bytes(lambda content: content + b"\0" * (1 + int(share * 100)))
+        return kind, on_bytes(name, lambda content: content + b"\0" * (1 + int(share * 100)))
     if kind == "text":
         text = draw(
             st.sampled_from([b"", b"[]", b"null", b"{}", b"[" * 100_000, b"\xff", b'{"format": "1"}', b"1" * 5000])

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipipe import schedules
-from support.tolerance import bound
+from mpipipe import Pipeline, schedules
+from support.tolerance import bound, within
 
 
-class TanhStage:
+class Halves:
+    """A stage that says its backward in two halves; the whole one is both."""
+
+    def backward(self, dy, saved):
+        dx, pending = self.backward_input(dy, saved)
+        self.backward_weight(pending)
+        return dx
+
+
+class TanhStage(Halves):
     """y = tanh(x W), with W (inputs, outputs) in float64 drawn from the stage's number."""
 
     def __init__(self, number, inputs, outputs):
@@ -28,10 +37,15 @@ class TanhStage:
         x, inner = pending
         self.gradient += x.reshape(-1, x.shape[-1]).T @ inner.reshape(-1, inner.shape[-1])
 
+
+class Identity:
+    """Hands its very input on: outputs share memory with received arrays."""
+
+    def forward(self, x):
+        return x, None
+
     def backward(self, dy, saved):
-        dx, pending = self.backward_input(dy, saved)
-        self.backward_weight(pending)
-        return dx
+        return dy
 
 
 def mean_squared(output, target):
@@ -109,6 +123,32 @@ def bounds(stages, inputs, targets):
 def placed(schedule, rank, inputs, targets):
     """(inputs or None, targets or None): each on the rank that takes it."""
     return (inputs if schedule.placement[0] == rank else None, targets if schedule.placement[-1] == rank else None)
+
+
+def check(comm, schedule, rows, steps=1, **options):
+    """Train the model for so many steps, evaluate it, compare all with the reference; return the closed pipeline."""
+    inputs, targets = batch(rows, schedule.stages)
+    loss, gradients, dx, output = reference(schedule.stages, inputs, targets)
+    allowed = bounds(schedule.stages, inputs, targets)
+    stages, mine = model(schedule, comm.rank), placed(schedule, comm.rank, inputs, targets)
+    with Pipeline(stages, schedule, comm, loss=mean_squared, **options) as pipeline:
+        for _ in range(steps):
+            for stage in stages:
+                stage.gradient.fill(0)
+            result = pipeline.step(*mine)
+            within(result.loss, loss, allowed[0], "loss")
+            for stage, number in zip(stages, schedule.stages_of(comm.rank)):
+                within(stage.gradient, gradients[number], allowed[1][number], f"gradient of stage {number}")
+        assert len(result.losses) == schedule.microbatches
+        assert (result.input_grads is None) == (mine[0] is None)
+        if mine[0] is not None:
+            within(np.concatenate(result.input_grads), dx, allowed[2], "input gradient")
+        within(pipeline.evaluate(*mine), loss, allowed[0], "loss")
+        produced = pipeline.forward(mine[0])
+        assert (produced is None) == (mine[1] is None)
+        if produced is not None:
+            within(produced, output, allowed[3], "output")
+    return pipeline
 
 
 def build(name, ranks, chunks, microbatches):

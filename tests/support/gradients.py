@@ -26,3 +26,16 @@ def contents(stages, optimizer=None):
     if optimizer is not None:
         kept += [state[key] for state in optimizer.state for key in state]
     return [array.tobytes() for array in arrays.download_all(kept)]
+
+
+def watched(optimizer, device):
+    """The synchronisations of a device before and after each step of an optimizer, noted from now on."""
+    waits, make = [], optimizer.step
+
+    def step(**numbers):
+        waits.append(list(device.synchronisations))
+        make(**numbers)
+        waits.append(list(device.synchronisations))
+
+    optimizer.step = step
+    return waits

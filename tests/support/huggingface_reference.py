@@ -7,10 +7,13 @@ of a head turned against each other (`turned`), separate projections, and matric
 from __future__ import annotations
 
 import json
-from math import ceil, floor, log, pi
+from math import log, pi
+from types import SimpleNamespace
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+
+from support.reference_rope import frequencies
 
 _DECODER = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -195,50 +198,25 @@ def _angles(c, positions):
     """Angles (seq, head / 2), and the factor on cosine and sine."""
     size, scaling = _head_dim(c), c.get("rope_parameters") or c.get("rope_scaling") or {}
     base = scaling.get("rope_theta") or c.get("rope_theta", 10000.0)
-    plain = np.array([base ** (-2 * j / size) for j in range(size // 2)])
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    first = scaling.get("original_max_position_embeddings", c["max_position_embeddings"])
-    amplitude = 1.0
-    if kind == "linear":
-        used = plain / scaling["factor"]
-    elif kind == "llama3":
-        used = np.array([_llama3(f, scaling, first) for f in plain])
-    elif kind == "yarn":
-        used = _yarn(plain, scaling, first, base)
-        amplitude = _yarn_amplitude(scaling)
-    else:
-        used = plain
+    if kind == "default":
+        return positions[:, None] * frequencies(size, base)[0], 1.0
+    amplitude = scaling.get("attention_factor")
+    if amplitude is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        one, other = (0.1 * scaling[key] * log(scaling["factor"]) + 1 for key in ("mscale", "mscale_all_dim"))
+        amplitude = one / other
+    named = SimpleNamespace(
+        **{key: scaling.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
+        kind=kind,
+        original_positions=scaling.get("original_max_position_embeddings", c["max_position_embeddings"]),
+        beta_fast=scaling.get("beta_fast") or 32,
+        beta_slow=scaling.get("beta_slow") or 1,
+        attention_factor=amplitude,
+    )
+    used, amplitude = frequencies(size, base, named)
     return positions[:, None] * used, amplitude
 
 
-def _llama3(frequency, scaling, first):
-    length, low, high = 2 * pi / frequency, first / scaling["low_freq_factor"], first / scaling["high_freq_factor"]
-    if length < high:
-        return frequency
-    if length > low:
-        return frequency / scaling["factor"]
-    smooth = (first / length - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
-    return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
-
-
-def _yarn(plain, scaling, first, base):
-    size = 2 * len(plain)
-
-    def place(turns):
-        return size * log(first / (turns * 2 * pi)) / (2 * log(base))
-
-    start = max(floor(place(scaling.get("beta_fast") or 32)), 0)
-    stop = min(ceil(place(scaling.get("beta_slow") or 1)), size - 1)
-    ramp = np.clip((np.arange(len(plain)) - start) / max(stop - start, 0.001), 0, 1)
-    return plain / scaling["factor"] * ramp + plain * (1 - ramp)
-
-
-def _yarn_amplitude(scaling):
-    def growth(scale):
-        return 0.1 * scale * log(scaling["factor"]) + 1
-
-    if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return growth(scaling["mscale"]) / growth(scaling["mscale_all_dim"])
-    return growth(1)
+def tensors_in(folder):
+    """All tensors in the files of a folder."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}

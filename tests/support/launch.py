@@ -68,14 +68,9 @@ def mpiexec(python=sys.executable) -> str:
 
 
 class Job:
-    """A job under way: its launcher, what it prints, and its processes.
+    """A job under way: its launcher, whose `returncode` is None while it runs, what it prints, and its processes.
 
     Output goes to files, so that a rank which outlives its launcher keeps nobody waiting.
-
-    Attributes
-    ----------
-    returncode : of the launcher, None while it runs
-    stdout, stderr : what the job has printed so far
     """
 
     def __init__(self, command, folder, env=None):
@@ -162,15 +157,10 @@ def _text(file) -> str:
 
 
 def run_job(ranks, what, timeout=60, env=None, options=()) -> subprocess.CompletedProcess:
-    """Run `mpiexec -n ranks python ...` in an empty folder and return its exit status, stdout and stderr.
+    """Run `mpiexec -n ranks python ...` in an empty folder; JobTimeoutError after `timeout` seconds.
 
-    Parameters
-    ----------
-    ranks : number of ranks; 0 runs python without a launcher
-    what : the text of a script, or a list of arguments for python
-    timeout : seconds; JobTimeoutError when the job still runs then
-    env : variables to set on top of a clean environment
-    options : more options for the launcher
+    `what` is the text of a script, or a list of arguments for python; `env` is set on top of a clean environment;
+    `options` are for the launcher. With 0 ranks python runs without a launcher.
     """
     with tempfile.TemporaryDirectory(prefix="mpipipe-job-") as folder:
         if isinstance(what, str):

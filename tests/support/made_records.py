@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mpipipe.analysis.records import Handed, RankRecord, StepRecord, Waited
+from mpipipe.analysis.records import RankRecord, StepRecord, Waited
+from mpipipe.trace import Sent
 
 AGREE, NORM = ((0, 1), "agreement"), ((0, 1), "norm of the gradients")  # (key of the group, what)
 
@@ -53,7 +54,7 @@ def _run(schedule, found, now, seconds, latency):
                 if gives is not None and 0 <= gives[1] <= last and placement[gives[1]] != rank:
                     message = gives[0], microbatch, gives[2]
                     sent[message] = now[rank]
-                    found[rank].sent.append(Handed(message, placement[gives[1]], 4096, now[rank]))
+                    found[rank].sent.append(Sent(message, placement[gives[1]], 4096, now[rank]))
                 at[rank] += 1
 
 

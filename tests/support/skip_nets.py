@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipipe import Branches
+from support import dense
 
 
 def drawn(name, *shape):
@@ -19,7 +20,7 @@ def weights_of(skips, stages, width):
     )
 
 
-class SkipStage:
+class SkipStage(dense.Halves):
     """h = tanh(x W + sum of s U over all skips that come in); h goes on, and over each skip out of it.
 
     W belongs to the stage, U to the one that takes; the gradients of both are kept.
@@ -55,11 +56,6 @@ class SkipStage:
         self.gradient += main.T @ dz
         for name, skip in skips.items():
             self.other_gradients[name] += skip.T @ dz
-
-    def backward(self, dy, saved):
-        dx, pending = self.backward_input(dy, saved)
-        self.backward_weight(pending)
-        return dx
 
 
 def model(schedule, rank, width):

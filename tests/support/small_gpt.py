@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipipe import Pipeline, nn
+from mpipipe import Pipeline, arrays, nn
 from mpipipe.attention import Local
 from mpipipe.language.models import GPT
 from mpipipe.schedules import partition
@@ -19,22 +19,23 @@ def text(rows, seed=1):
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
-def build(schedule, rank, dtype="float64", attend=None, positions=None, **sizes):
+def build(schedule, rank, dtype="float64", attend=None, token_positions=None, device="cpu", kind=nn.Stage, **sizes):
+    """This rank's stages; `sizes` are those of the model that differ from MODEL."""
     model = GPT(**{**MODEL, **sizes})
-    layers = model.build(attend or Local(causal=True), positions)
+    layers = model.build(attend or Local(causal=True), token_positions)
     parts = partition(model.costs(), schedule.stages)
     cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [nn.Stage(layers[start:stop], dtype=dtype, seed=3, first=start) for start, stop in cuts]
+    return [kind(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
 
 
-def gradients(comm, schedule, rows=9, steps=1, recompute=False, **sizes):
-    """{name: gradient} of this rank's stages after the last step, and the loss."""
-    stages = build(schedule, comm.rank, **sizes)
+def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, **options):
+    """({name: gradient} of this rank's stages after the last step, on the host; the loss)."""
+    stages = build(schedule, comm.rank, **options)
     mine = dense.placed(schedule, comm.rank, *text(rows))
     with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
         for _ in range(steps):
-            result = pipeline.step(*mine)
-    return {name: stage.gradients[name] for stage in stages for name in stage.gradients}, result.loss
+            result = pipeline.step(*mine, scale=scale)
+    return {name: arrays.download(stage.gradients[name]) for stage in stages for name in stage.gradients}, result.loss
 
 
 def parts_of(comm, size):

@@ -27,6 +27,12 @@ def config(comm, mpi_tmp_path):
     return config_in(mpi_tmp_path, comm, steps=5, eval_every=5, device="auto")
 
 
+def curve_of(config, comm):
+    """(loss, norm of gradients) of each step of a training; a norm that was not finite is None."""
+    train(config, GPT, comm)
+    return [(entry["loss"], entry.get("grad_norm")) for entry in metrics(config)[1:]]
+
+
 def close_curves(found, expected, dtype):
     """(loss, norm of gradients) of each step of two of these small trainings."""
     if arrays.is_half(arrays.dtype(dtype)):
@@ -37,30 +43,25 @@ def close_curves(found, expected, dtype):
         close(found, expected, path(MODEL, 8 * MODEL.seq), growth * np.abs(expected), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", *(pytest.param(name, marks=pytest.mark.long) for name in ("float64", "float16"))]
+)
 def test_a_training_on_the_gpu_takes_the_steps_of_the_host(gpu, comm, config, dtype):
-    curves = []
-    for device in ("cpu", "cuda"):
-        chosen = config(device, device=device, dtype=dtype, dropout=0.1, pipe=max(1, comm.size // 2))
-        train(chosen, GPT, comm)
-        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
-    close_curves(*curves, dtype)
+    keys = dict(dtype=dtype, dropout=0.1, pipe=max(1, comm.size // 2))
+    close_curves(*(curve_of(config(device, device=device, **keys), comm) for device in ("cpu", "cuda")), dtype)
 
 
 def test_packed_documents_on_the_gpu_give_the_steps_of_the_host(gpu, comm, config, mpi_tmp_path):
     """Each line of the text is a file, and so a document."""
-    folder, curves = mpi_tmp_path / "lines", []
+    folder = mpi_tmp_path / "lines"
     if comm.rank == 0:
         folder.mkdir()
         for number in range(60):
             (folder / f"{number}.txt").write_text(f"line {number} of {number % 7 + 3}\n" * 4)
     comm.Barrier()
-    for device in ("cpu", "cuda"):
-        keys = dict(packing="segments", order="epoch", seq_len=48, steps=2, layers=1)
-        chosen = config(device, device=device, data=[str(folder)], pipe=max(1, comm.size // 2), **keys)
-        train(chosen, GPT, comm)
-        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
-    close_curves(*curves, "float32")
+    keys = dict(packing="segments", order="epoch", seq_len=48, steps=2, layers=1, pipe=max(1, comm.size // 2))
+    keys["data"] = [str(folder)]
+    close_curves(*(curve_of(config(device, device=device, **keys), comm) for device in ("cpu", "cuda")), "float32")
 
 
 def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, capsys, monkeypatch):
@@ -127,12 +128,8 @@ def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config,
 @pytest.mark.long
 @pytest.mark.mpi(min_size=2)
 def test_sequences_shared_by_ranks_train_alike_on_the_gpu(gpu, comm, config):
-    curves = []
-    for device in ("cpu", "cuda"):
-        chosen = config(device, device=device, seq=2, seq_len=15, dtype="float64")
-        train(chosen, GPT, comm)
-        curves.append([(entry["loss"], entry["grad_norm"]) for entry in metrics(chosen)[1:]])
-    close_curves(*curves, "float64")
+    keys = dict(seq=2, seq_len=15, dtype="float64")
+    close_curves(*(curve_of(config(device, device=device, **keys), comm) for device in ("cpu", "cuda")), "float64")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -194,7 +191,6 @@ def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypa
         for nccl in ("off", "auto"):
             monkeypatch.setenv("MPIPIPE_NCCL", nccl)
             chosen = config(nccl, device="cuda", dtype=dtype, pipe=pipe, layers=4)
-            train(chosen, GPT, comm)
-            curves.append([(entry["loss"], entry.get("grad_norm")) for entry in metrics(chosen)[1:]])
+            curves.append(curve_of(chosen, comm))
     assert curves[0] == curves[1] and len(curves[0]) == 5
     assert kept == [(pipe == 1, False)] * 5 + [(True, True)] * 5

@@ -7,31 +7,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import harness
-from support.small_training import records
+from support.small_training import records, training_job
 
 from mpipipe import checkpoint
 
 # a training of which one rank is killed: at its n-th call of something that changes a file or makes a step, or so many
 # milliseconds after its first step has begun, wherever it is then
 TRAINING = """
-import os, signal, sys, threading
-from pathlib import Path
-from mpipipe.job import runtime
-from mpipipe.job.exit import run_or_abort
-from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train
-from mpipipe.train.trainer import Trainer
-
-text, out, victim, how, moment, pipe, steps = sys.argv[1:]
-comm, left = runtime.world(), [int(moment) if how == "call" else 0]
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+(victim, how, moment, pipe, steps), left = words, [0]
+left[0] = int(moment) if how == "call" else 0
 
 def watched(function):
     def call(*arguments, **keys):
         left[0] -= 1
-        if comm.rank == int(victim) and left[0] == 0:
+        if rank == int(victim) and left[0] == 0:
             die()
         return function(*arguments, **keys)
     return call
@@ -40,19 +29,11 @@ for name in ("replace", "fsync", "write", "rename", "mkdir", "unlink"):
     setattr(os, name, watched(getattr(os, name)))
 Path.unlink, Path.mkdir = watched(Path.unlink), watched(Path.mkdir)
 Trainer.step = watched(Trainer.step)
-config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
-                     steps=int(steps), log_every=1, eval_every=4, eval_batches=1, sample_bytes=8, device="cpu",
-                     dropout=0.1, save_every=1, keep=2, resume="auto", pipe=int(pipe))
 timer = threading.Timer(int(moment) / 1000, die)
 timer.daemon = True
-
-def step(self, number, original=Trainer.step):
-    if how == "time" and comm.rank == int(victim) and timer.ident is None:
-        timer.start()
-    return original(self, number)
-
-Trainer.step = step
-sys.exit(run_or_abort(lambda: train(config, GPT)))
+before("step", lambda *_: timer.start() if how == "time" and rank == int(victim) and timer.ident is None else None)
+options = dict(steps=int(steps), eval_every=4, sample_bytes=8, dropout=0.1, save_every=1, keep=2, resume="auto",
+               pipe=int(pipe))
 """
 NEVER = "call", 10**9
 CALLS, MILLISECONDS = 40, 60  # within which a rank is killed
@@ -62,13 +43,11 @@ STEPS = 12  # for each kill: more than a life makes that is so short
 @pytest.fixture
 def train(launch, tmp_path):
     """train(name, ranks, pipe, steps, victim, how, moment): a job in the folder `name`."""
-    script, text = tmp_path / "script.py", tmp_path / "text.txt"
-    script.write_text(TRAINING)
-    text.write_text("one two three four\n" * 200)
+    job = training_job(tmp_path, TRAINING)
 
     def start(name, ranks, pipe, steps, victim=0, how=NEVER[0], moment=NEVER[1]):
-        arguments = [str(arg) for arg in (script, text, tmp_path / name, victim, how, moment, pipe, steps)]
-        return launch(ranks, arguments, timeout=60 + steps)
+        words = [str(word) for word in (tmp_path / name, victim, how, moment, pipe, steps)]
+        return launch(ranks, [*job, *words], timeout=60 + steps)
 
     return start
 
@@ -85,8 +64,11 @@ def sample(job):
     return job.stdout[job.stdout.index("--- sample") : job.stdout.rindex("---")]
 
 
-def check_kills(train, folder, kills, ranks, pipe):
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "pipe"), [(2, 1), (4, 2) if harness.AT_LENGTH else (2, 2)])
+def test_kills_change_nothing(train, tmp_path, ranks, pipe):
     """Kills in turn at a call, which may be one of the writer's, and at a time."""
+    folder, kills = tmp_path, 50 if harness.AT_LENGTH else 3
     steps = STEPS * kills
     right = train("whole", ranks, pipe, steps)
     assert right.returncode == 0, right.stderr
@@ -105,15 +87,3 @@ def check_kills(train, folder, kills, ranks, pipe):
     assert sample(job) == sample(right)
     left = [path.name for path in (folder / "killed").rglob("*") if "partial" in path.name or "marker" in path.name]
     assert left == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pipe", [1, 2])
-def test_three_kills_change_nothing(train, tmp_path, pipe):
-    check_kills(train, tmp_path, 3, 2, pipe)
-
-
-@harness.only_at_length
-@pytest.mark.parametrize(("ranks", "pipe"), [(2, 1), (4, 2)])
-def test_fifty_kills_change_nothing(train, tmp_path, ranks, pipe):
-    check_kills(train, tmp_path, 50, ranks, pipe)

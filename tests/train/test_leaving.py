@@ -1,4 +1,4 @@
-"""A training that has to leave saves at once, ends with 75, and goes on as if it had not."""
+"""A training that has to leave saves at once, ends with 75, and goes on as if it had not; Ctrl-C says how far it is."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ import sys
 import time
 
 import pytest
+from mpi4py import MPI
 from support.launch import ROOT, Job, mpiexec
 from train.test_kills import outcome
 
 from mpipipe import checkpoint
-from mpipipe.errors import ConfigError
-from mpipipe.train import TrainConfig
+from mpipipe.train import setup
 
 TRAIN = """-m mpipipe train --steps 60 --log-every 5 --dim 16 --layers 2 --heads 2 --hidden 32 --seq-len 16 --batch 8
 --microbatches 2 --dropout 0.1 --sample-bytes 0 --eval-batches 1 --eval-every 20 --device cpu --data""".split()
 TRAIN += [str(ROOT / "README.md")]
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"preempt_signals": "USR2,KILL"}, "preempt_signals: a signal that cannot be caught\n.*'KILL'"),
-        ({"preempt_signals": "STOP"}, "preempt_signals: a signal that cannot be caught"),
-        ({"time_limit": "an hour"}, "time_limit: no length of time\n.*'an hour'"),
-        ({"preempt_grace": -1.0}, "preempt_grace"),
-    ],
-)
-def test_options_without_a_meaning_are_refused(keys, says):
-    with pytest.raises(ConfigError, match=says):
-        TrainConfig(**keys)
-
-
 def started(folder, *options):
     return Job([mpiexec(), "-n", "2", sys.executable, *TRAIN, *options], folder)
+
+
+def interrupted(folder, options, send, step=5):
+    """A job that ends after `send(job)`, once it has shown this step."""
+    job = started(folder, *options)
+    try:
+        stop = time.monotonic() + 60
+        while not re.search(rf"^step +{step}/", job.stdout, re.MULTILINE):
+            assert time.monotonic() < stop and job.returncode is None, job.stderr
+            time.sleep(0.005)
+        send(job)
+        assert job.wait(30)
+    finally:
+        job.end()
+    return job
 
 
 def rank_of(job, rank):
@@ -53,16 +54,8 @@ def test_a_signal_to_one_rank_saves_and_the_end_is_bit_by_bit_that_of_a_training
     """No checkpoint is configured; with pipe 1 each of two replicas writes a share."""
     whole = launch(2, [*TRAIN, "--pipe", pipe, "--save-every", "60", "--out", str(tmp_path / "whole")])
     assert whole.returncode == 0, whole.stderr
-    job = started(tmp_path, "--pipe", pipe, "--out", "parts")
-    try:
-        stop = time.monotonic() + 60
-        while not re.search(r"^step +5/", job.stdout, re.MULTILINE):
-            assert time.monotonic() < stop and job.returncode is None, job.stderr
-            time.sleep(0.005)
-        job.send(signal.SIGUSR2, rank_of(job, 1))
-        assert job.wait(30)
-    finally:
-        job.end()
+    options = ["--pipe", pipe, "--out", "parts"]
+    job = interrupted(tmp_path, options, lambda job: job.send(signal.SIGUSR2, rank_of(job, 1)))
     assert job.returncode == 75, job.stderr
     left = re.search(r"^mpipipe: SIGUSR2 on rank 1: left after step (\d+) of 60\n"
                      r"mpipipe: --resume auto --out \S+/parts goes on from step-000000(\d+)$",
@@ -86,6 +79,7 @@ def test_a_training_whose_time_is_over_makes_a_step_and_leaves(launch, tmp_path)
         assert f"mpipipe: the time limit, 0 s ahead: left after step {step} of 60\nmpipipe: --resume auto" in job.stdout
 
 
+@pytest.mark.long
 def test_the_last_step_is_followed_by_the_end_and_not_by_leaving(launch, tmp_path):
     job = launch(2, [*TRAIN, "--steps", "1", "--time-limit", "0.5", "--out", str(tmp_path / "run")])
     assert job.returncode == 0 and "mpipipe: ok steps=1 " in job.stdout, job.stderr
@@ -108,3 +102,26 @@ main()
     job = launch(1, script, env={"SLURM_JOB_END_TIME": "1"})
     assert job.returncode not in (0, 75)
     assert "step  1/60" in job.stdout and checkpoint.newest(tmp_path / "run") is None
+
+
+def test_an_interrupt_says_where_and_other_exceptions_stay_what_they_are():
+    with pytest.raises(KeyboardInterrupt, match=r"^after step 3$"), setup.told(lambda: "after step 3"):
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match=r"^wet$"), setup.told(lambda: "after step 3"):
+        raise ValueError("wet")
+
+
+@pytest.mark.long
+@pytest.mark.jobs
+@pytest.mark.parametrize("to", ["launcher", "group"])
+def test_ctrl_c_leaves_at_most_six_lines_below_the_last_loss(tmp_path, to):
+    options = ["--steps", "100000", "--save-every", "4", "--out", "run"]
+    job = interrupted(tmp_path, options, lambda job: job.send(signal.SIGINT, to), step=20)
+    assert job.returncode not in (0, None)
+    below = job.stdout.splitlines()[::-1]
+    below = below[: next(number for number, line in enumerate(below) if line.startswith("step "))]
+    said = [*below, *job.stderr.splitlines()]
+    assert len(said) <= 6 and "Traceback" not in job.stderr
+    word = "SIGTERM" if MPI.get_vendor()[0] == "Open MPI" else "KeyboardInterrupt:"  # what the launcher sends
+    place = rf"{word} after step \d+ of 100000\n(mpipipe:)? +--resume auto --out \S+/run goes on from step-0"
+    assert re.search(place, job.stderr)

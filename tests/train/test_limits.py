@@ -17,7 +17,7 @@ from mpipipe.language.models import GPT
 from mpipipe.planning import memory
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.planned import problem_of
+from mpipipe.train.training_plan import problem_of
 
 ABSURD = [
     ({"chunks": 10**6, "schedule": "interleaved_1f1b"}, "schedule would be too long"),
@@ -90,6 +90,7 @@ def test_every_array_of_a_description_is_counted(options, monkeypatch):
 
 
 def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monkeypatch):
+    assert memory.machine_memory() > 1 << 28  # this one does
     plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 10)], rows=1)
     for answer in (-1, None):
 
@@ -101,10 +102,6 @@ def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monk
         monkeypatch.setattr(memory.os, "sysconf", sysconf)
         assert memory.machine_memory() is None
         check_decoding(GPT(dim=10**7, heads=1), plan, 0, "float32", (1, 10**12), 1)
-
-
-def test_this_machine_says_how_much_memory_it_has():
-    assert memory.machine_memory() > 1 << 28
 
 
 @pytest.mark.long

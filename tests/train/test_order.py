@@ -106,12 +106,8 @@ def test_an_order_of_other_sizes_is_refused(keys, match):
     with pytest.raises(ConfigError, match=match) as refusal:
         plan(schedules.v_half(RANKS, MICROBATCHES).to_csv(), **keys)
     assert str(MICROBATCHES) in refusal.value.found or "2 sequences" in refusal.value.found
-
-
-def test_ranks_with_different_numbers_of_stages_are_refused():
-    table = "0F0,2F0,2B0,0B0\n1F0,1B0\n"
     with pytest.raises(ConfigError, match="not of chunks = 2") as refusal:
-        plan(table)
+        plan("0F0,2F0,2B0,0B0\n1F0,1B0\n")
     assert "2 ranks with 1 or 2 stages each" in refusal.value.found
 
 
@@ -145,7 +141,7 @@ def test_a_file_that_is_no_table_is_refused_on_all_ranks(config, tmp_path, conte
     assert len(set(inprocess.run(RANKS, job))) == 1
 
 
-def test_an_order_of_several_megabytes_is_read_back_from_a_configuration(tmp_path):
-    table = schedules.gpipe(1, 100_000).to_csv()
+def test_an_order_of_many_micro_batches_is_read_back_from_a_configuration(tmp_path):
+    table = schedules.gpipe(1, 20_000).to_csv()
     (tmp_path / "config.toml").write_text(toml_line("schedule", table))
     assert TrainConfig.load(str(tmp_path / "config.toml")).schedule == table

@@ -30,7 +30,7 @@ def config(comm, mpi_tmp_path):
     return config_in(mpi_tmp_path, comm, steps=2, pipe=comm.size, log_every=10)
 
 
-def test_a_relative_folder_is_that_of_rank_0(comm, own_folder, config, capsys):
+def test_a_relative_folder_and_the_default_are_those_of_rank_0(comm, own_folder, config, capsys):
     train(config(out="runs/a"), GPT, comm)
     comm.Barrier()
     out = own_folder.parent / "rank-0" / "runs" / "a"
@@ -41,9 +41,6 @@ def test_a_relative_folder_is_that_of_rank_0(comm, own_folder, config, capsys):
     if comm.rank == 0:
         assert f"metrics in {out}" in capsys.readouterr().out
     assert weights.describe(out / "weights").stages == comm.size
-
-
-def test_the_default_is_a_new_folder_below_that_of_rank_0(comm, own_folder):
     path = output_folder.shared_path(comm, None)
     assert Path(path).parent == own_folder.parent / "rank-0" / "runs"
     assert comm.allgather(path) == [path] * comm.size
@@ -80,11 +77,14 @@ def test_nothing_is_written_through_links(comm, mpi_tmp_path, config, monkeypatc
             shutil.rmtree(out)
 
 
-def test_a_training_that_is_refused_leaves_no_folder(comm, mpi_tmp_path, config):
+def test_a_training_that_is_refused_leaves_no_folder_and_a_marker_is_removed(comm, mpi_tmp_path, config):
     with pytest.raises(ConfigError):
         train(config(out=str(mpi_tmp_path / "a" / "b"), pipe=1, batch=7, microbatches=100), GPT, comm)
     comm.Barrier()
     assert not (mpi_tmp_path / "a").exists()
+    output_folder.make_folder(mpi_tmp_path / "run", comm, writes=True)
+    comm.Barrier()
+    assert os.listdir(mpi_tmp_path / "run") == []
 
 
 def test_a_working_folder_that_is_gone_is_refused_on_every_rank(comm, own_folder):
@@ -111,12 +111,6 @@ def test_a_folder_that_each_rank_has_for_itself_is_refused_before_training(comm,
             train(config(out="/proc/self/cwd/run", pipe=1), GPT, comm)
         train(config(out="/proc/self/cwd/run", pipe=1, **never), GPT, comm)
         assert comm.rank > 0 or "metrics.jsonl" in os.listdir(own_folder / "run")
-
-
-def test_no_marker_is_left(comm, mpi_tmp_path):
-    output_folder.make_folder(mpi_tmp_path / "run", comm, writes=True)
-    comm.Barrier()
-    assert os.listdir(mpi_tmp_path / "run") == []
 
 
 ANYWHERE = """

@@ -60,14 +60,11 @@ def test_a_record_is_one_json_object_and_a_line_for_the_step_and_the_validation(
     assert (tmp_path / "train.log").read_text() == shown
 
 
-def test_no_line_of_a_record_wraps_and_the_clock_is_always_there():
+def test_no_line_of_a_record_wraps_the_clock_is_always_there_and_only_what_does_not_fit_is_left_out():
     step, validation = lines_of(FULL, 300_000, "tokens", "12d03h, 120d04h left")
     assert len(step) <= COLUMNS and len(validation) <= COLUMNS
     assert step.startswith("step 100000/300000  loss 12.3456  ") and step.endswith("tokens/s  12d03h, 120d04h left")
     assert validation == "step 100000/300000  validation 12.5000  bits/byte 18.0337"
-
-
-def test_only_what_does_not_fit_is_left_out():
     line, _ = lines_of(FULL, 300_000, "bytes", "1s")
     assert "lr" not in line and "bits/byte 17.8111" in line
 
@@ -84,8 +81,8 @@ def test_only_what_does_not_fit_is_left_out():
 )  # fmt: skip
 def test_the_bubble_is_explained_by_what_makes_it(bubble, predicted, oversubscribed, text):
     found = bubble_explained(Record(1, bubble=bubble, predicted=predicted), oversubscribed)
-    assert found == ([] if text is None else [f"mpipipe: bubble {bubble:.0%} (ranks idle){text}"])
-    assert all(len(line) <= COLUMNS for line in found)
+    assert found == ("" if text is None else f"mpipipe: bubble {bubble:.0%} (ranks idle){text}")
+    assert len(found) <= COLUMNS
 
 
 def test_the_bubble_is_explained_once_and_not_by_the_first_step(tmp_path):
@@ -97,27 +94,18 @@ def test_the_bubble_is_explained_once_and_not_by_the_first_step(tmp_path):
     assert "bubble 50%" in stream.getvalue().partition("step 2/9")[2].partition("step 3/9")[0]
 
 
-def test_metrics_can_be_read_while_the_training_goes_on(tmp_path):
-    with Reporter(5, tmp_path, io.StringIO()) as reporter:
+def test_metrics_can_be_read_while_the_training_goes_on_and_those_of_another_run_are_never_overwritten(tmp_path):
+    written = io.BytesIO()
+    with Reporter(5, tmp_path, io.TextIOWrapper(written, encoding="ascii")) as reporter:
         reporter.record(Record(1, loss=1.0))
-        assert clocked((tmp_path / "metrics.jsonl").read_text())[0] == {"step": 1, "loss": 1.0}
-
-
-def test_metrics_of_another_run_are_never_overwritten(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("precious")
+        before = (tmp_path / "metrics.jsonl").read_text()
+        assert clocked(before)[0] == {"step": 1, "loss": 1.0}
+        reporter.say("gr\u00fcn")  # what the stream cannot show is escaped
+    assert written.getvalue().endswith(b"\ngr\\xfcn\n")
+    assert (tmp_path / "train.log").read_text().endswith("\ngr\u00fcn\n")
     with pytest.raises(FileExistsError):
         Reporter(5, tmp_path, io.StringIO())
-    assert path.read_text() == "precious"
-
-
-def test_what_the_stream_cannot_show_is_escaped(tmp_path):
-    written = io.BytesIO()
-    stream = io.TextIOWrapper(written, encoding="ascii")
-    with Reporter(5, tmp_path, stream) as reporter:
-        reporter.say("gr\u00fcn")
-    assert written.getvalue() == b"gr\\xfcn\n"
-    assert (tmp_path / "train.log").read_text() == "gr\u00fcn\n"
+    assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
 # -- the picture of the losses has each of them in its place ----------------------------------------------------------
@@ -153,16 +141,12 @@ def test_the_axis_says_the_highest_and_the_lowest(tmp_path):
     assert text.isascii()
 
 
-def write_losses(path, losses):
-    lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def test_few_losses_make_no_curve_and_one_that_is_not_finite_is_left_out(tmp_path):
-    write_losses(tmp_path, [1.0] * (LEAST - 1))
-    assert read_points(tmp_path, 100) is None
-    write_losses(tmp_path, [1.0] * LEAST + [float("inf"), float("nan")])
-    assert read_points(tmp_path, 100)["loss"] == [(step, 1.0) for step in range(1, LEAST + 1)]
+    for losses, expected in (([1.0] * (LEAST - 1), None), ([1.0] * LEAST + [float("inf"), float("nan")], LEAST)):
+        lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1)]
+        (tmp_path / "metrics.jsonl").write_text("".join(lines))
+        found = read_points(tmp_path, 100)
+        assert found is expected or found["loss"] == [(step, 1.0) for step in range(1, LEAST + 1)]
 
 
 def test_a_png_is_left_where_matplotlib_is(tmp_path, monkeypatch):

@@ -13,12 +13,12 @@ from support.small_training import MODEL, config_in, records
 from support.tolerance import close
 from support.training_tolerance import curve, path
 
-from mpipipe import checkpoint, nn, optim
+from mpipipe import Mesh, checkpoint, nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job.consensus import agreed_by
 from mpipipe.job.group import group_of
 from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, resume, train
+from mpipipe.train import resume, train
 from mpipipe.train.trainer import Trainer
 
 LossScaler = optim.LossScaler
@@ -73,10 +73,13 @@ KINDS = {
     "sgd, interleaved": dict(optimizer="sgd", schedule="interleaved_1f1b", chunks=2, layers=4),
     "bfloat16, recomputed": dict(dtype="bfloat16", dropout=0.1, recompute=True),
 }
+LONG = ("sgd, interleaved", "bfloat16, recomputed")
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in KINDS]
+)
 def test_a_training_that_was_cut_short_ends_bit_by_bit_as_one_that_was_not(
     comm, config, cut_short, capsys, monkeypatch, kind
 ):
@@ -150,6 +153,7 @@ def test_a_checkpoint_of_all_ranks_is_resumed_on_one(comm, config, cut_short):
     assert checkpoint.newest(first.out) == newest  # a training in another folder leaves this one alone
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_the_host_is_resumed_on_a_gpu(gpu, comm, config, cut_short):
     whole, first = (config(name, dtype="float64") for name in ("whole", "run"))
     train(whole, GPT, comm)
@@ -192,12 +196,8 @@ def test_every_key_may_change_or_must_stay(comm, config, cut_short):
         watchdog=60.0, check_weights=1,
     )  # fmt: skip
     assert set(changed) <= set(resume._others(config()))
-    assert train(config(resume="auto", **changed), GPT, comm).step == 4
-
-
-def test_keys_that_were_left_open_are_the_same_as_those_that_they_stand_for(comm, config, cut_short):
-    cut_short(config(hidden=None), comm, 3)
-    train(config(hidden=64, kv_heads=2, resume="auto"), GPT, comm)
+    left_open = dict(kv_heads=2)  # what it stands for without the key
+    assert train(config(resume="auto", **changed, **left_open), GPT, comm).step == 4
 
 
 def test_a_checkpoint_of_a_model_with_fewer_fields_is_the_same_training(comm, config, cut_short, monkeypatch):
@@ -230,18 +230,12 @@ def test_a_model_with_windows_and_a_scaling_goes_on(comm, config, cut_short):
     assert train(config(resume="auto"), architecture, comm).step == 6
 
 
-def damage_manifest(out):
-    path = out / "checkpoints" / "step-00000004" / "manifest.json"
-    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
-
-
-def damage_array(out):
-    path = out / "checkpoints" / "step-00000004" / "part-0.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
-
-
-def other_metrics(out):
-    (out / "metrics.jsonl").write_text("precious")
+MANIFEST, PART = ("checkpoints/step-00000004/" + name for name in ("manifest.json", "part-0.safetensors"))
+DAMAGE = {  # a file of a training, and what is done to its content
+    MANIFEST: lambda content: content.replace(b'"step": 4', b'"step": 5'),
+    PART: lambda content: content[:-1] + b"\x55",
+    "metrics.jsonl": lambda content: b"precious",
+}
 
 
 @pytest.mark.parametrize(
@@ -251,9 +245,9 @@ def other_metrics(out):
         (dict(resume="auto", steps=3), None, "past the end"),
         (dict(resume="no"), None, "not empty"),
         (dict(resume="absent"), None, "no checkpoint is here"),
-        (dict(resume="auto"), damage_manifest, "manifest of a checkpoint is damaged"),
-        (dict(resume="auto"), damage_array, "file of the checkpoint is damaged"),
-        (dict(resume="auto"), other_metrics, "metrics of a training to go on with cannot be used"),
+        (dict(resume="auto"), MANIFEST, "manifest of a checkpoint is damaged"),
+        (dict(resume="auto"), PART, "file of the checkpoint is damaged"),
+        (dict(resume="auto"), "metrics.jsonl", "metrics of a training to go on with cannot be used"),
         (dict(resume="checkpoint", out="elsewhere"), None, "not empty"),
         (dict(init="absent", out="new"), None, "no model is here"),
     ],
@@ -268,7 +262,8 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
         (mpi_tmp_path / "elsewhere").mkdir()
         (mpi_tmp_path / "elsewhere" / "mine").write_text("precious")
         if change is not None:
-            change(Path(first.out))
+            path = Path(first.out, change)
+            path.write_bytes(DAMAGE[change](path.read_bytes()))
     comm.Barrier()
     if keys.get("resume") == "checkpoint":
         keys = {**keys, "resume": str(checkpoint.newest(first.out))}
@@ -281,13 +276,11 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
     comm.Barrier()
     assert content(mpi_tmp_path) == before
     assert caught.value.remedy
-    if change in (damage_manifest, damage_array):
+    if change in (MANIFEST, PART):
         assert str(Path(first.out) / "checkpoints" / "step-00000002") in caught.value.remedy
 
 
 def test_a_checkpoint_of_a_users_own_loop_is_no_training(comm, config, mpi_tmp_path):
-    from mpipipe import Mesh, nn
-
     with Mesh(comm, pipe=comm.size) as mesh:
         checkpoint.save(mpi_tmp_path / "own", mesh, [nn.Stage([nn.Linear(2, 2)], first=mesh.rank)], step=1)
     with pytest.raises(ConfigError, match="not one of `mpipipe train`"):
@@ -324,13 +317,12 @@ def test_a_training_that_has_ended_is_resumed_for_more_steps_or_for_none(comm, c
 
 
 def test_at_most_so_many_checkpoints_stay_and_none_without_the_option(comm, config):
-    chosen = config(save_every=1, keep=3)
-    train(chosen, GPT, comm)
-    names = sorted(path.name for path in resume.checkpoints_of(Path(chosen.out)).iterdir())
-    assert names == [f"step-{step:08d}" for step in (4, 5, 6)]
-    plain = config("plain", save_every=0)
-    train(plain, GPT, comm)
-    assert not resume.checkpoints_of(Path(plain.out)).exists()
+    for name, keys, steps in (("some", dict(save_every=1, keep=3), (4, 5, 6)), ("none", dict(save_every=0), ())):
+        chosen = config(name, **keys)
+        train(chosen, GPT, comm)
+        assert [path.name for path in checkpoint.find(Path(chosen.out, "checkpoints"))] == [
+            f"step-0000000{n}" for n in steps
+        ]
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_ends_the_training_which_goes_on_from_the_one_before(
@@ -362,22 +354,18 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_training_which_goes_on_fro
 
 def test_auto_begins_in_a_new_folder_and_in_none_that_is_somebody_elses(comm, config):
     chosen = config(resume="auto")
+    out = Path(chosen.out)
     train(chosen, GPT, comm)
     comm.Barrier()
-    for name in ("checkpoints", "weights"):  # what ended without checkpoints cannot be gone on with
-        if name == "weights" and comm.rank == 0:
-            shutil.rmtree(Path(chosen.out, "checkpoints"))
-            Path(chosen.out, "weights", "model.json").unlink()  # an end that was cut short
-        if name == "checkpoints" and comm.rank == 0:
-            Path(chosen.out, "checkpoints").rename(Path(chosen.out).parent / "kept")
-        comm.Barrier()
-        if name == "checkpoints":
-            with pytest.raises(ConfigError, match="no checkpoint to go on from, and the folder is not empty"):
-                train(chosen, GPT, comm)
-            comm.Barrier()
-            if comm.rank == 0:
-                (Path(chosen.out).parent / "kept").rename(Path(chosen.out, "checkpoints"))
-            comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(out / "checkpoints")
+    comm.Barrier()
+    with pytest.raises(ConfigError, match="no checkpoint to go on from, and the folder is not empty"):
+        train(chosen, GPT, comm)
+    comm.Barrier()
+    if comm.rank == 0:
+        (out / "weights" / "model.json").unlink()  # an end that was cut short
+    comm.Barrier()
     assert train(chosen, GPT, comm).step == 6
     assert [line["step"] for line in records(chosen)] == list(range(7))
 
@@ -397,17 +385,3 @@ def test_a_training_begins_with_the_weights_of_another_one(comm, config, source)
     found = records(chosen)
     assert [line["step"] for line in found] == [0, 1, 2]
     assert found[0]["validation"] == validation and found[1]["lr"] == 1e-2
-
-
-@pytest.mark.parametrize(
-    ("keys", "match"),
-    [
-        (dict(keep=0), "keep"),
-        (dict(save_every=-1), "save_every"),
-        (dict(resume="auto"), "resume = auto without out"),
-        (dict(resume="a", init="b"), "resume and init are both given"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(keys, match):
-    with pytest.raises(ConfigError, match=match):
-        TrainConfig(**keys)

@@ -10,81 +10,43 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from support.small_training import training_job
 
 from mpipipe.train.config import read_keys
 from mpipipe.train.report import Record, Reporter
 from mpipipe.train.screen import KEPT, JsonLines, SafeStream
 
 TRAINING = """
-import os, resource, sys
-from mpipipe.job import runtime
-from mpipipe.job.exit import run_or_abort
-from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train
-from mpipipe.train.trainer import Trainer
+trouble, limits = words[0], resource.getrlimit(resource.RLIMIT_FSIZE)
 
-text, out, trouble = sys.argv[1:]
-comm = runtime.world()
-original = Trainer.step
-
-def step(self, number):
-    if comm.rank == 0 and number == 2:
-        begin()
-    if comm.rank == 0 and number == 5:
-        end()
-    return original(self, number)
-
-def begin():
-    if trouble == "closed":  # the reader of our output leaves
+def step(number):
+    if rank == 0 and number == 2 and trouble == "closed":  # the reader of our output leaves
         reader, writer = os.pipe()
         os.dup2(writer, 1)
         os.close(reader)
-    else:  # the disk is full in the middle of the next line
-        room = os.path.getsize(out + "/metrics.jsonl") + 30
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    elif rank == 0 and number == 2:  # the disk is full in the middle of the next line
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(out + "/metrics.jsonl") + 30, limits[1]))
+    elif rank == 0 and number == 5:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-def end():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-Trainer.step = step
-config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
-                     steps=8, log_every=1, eval_batches=1, sample_bytes=4, device="cpu")
-sys.exit(run_or_abort(lambda: train(config, GPT)))
+before("step", step)
+options = dict(steps=8, sample_bytes=4)
 """
 
 
-@pytest.fixture
-def train(launch, tmp_path):
-    """train(trouble): a job of two ranks that meets it on rank 0; returns (job, output folder)."""
-    script, text = tmp_path / "script.py", tmp_path / "text.txt"
-    script.write_text(TRAINING)
-    text.write_text("one two three four\n" * 200)
-
-    def start(trouble):
-        out = tmp_path / trouble
-        return launch(2, [str(script), str(text), str(out), trouble]), out
-
-    return start
-
-
 @pytest.mark.long
-def test_a_training_whose_output_is_closed_saves_its_weights(train):
-    job, out = train("closed")
+@pytest.mark.parametrize("trouble", ["closed", "full"])
+def test_neither_a_closed_output_nor_a_full_disk_ends_a_training_or_loses_a_line(launch, tmp_path, trouble):
+    out = tmp_path / "run"
+    job = launch(2, [*training_job(tmp_path, TRAINING), str(out), trouble])
     assert job.returncode == 0, job.stderr
-    assert "step 2/8" in job.stdout and "step 3/8" not in job.stdout
-    assert job.stderr == ""
-    assert (out / "weights" / "model.json").exists()
-    assert len((out / "metrics.jsonl").read_text().splitlines()) == 9
-
-
-@pytest.mark.long
-def test_a_training_whose_disk_is_full_for_a_while_loses_no_line(train):
-    job, out = train("full")
-    assert job.returncode == 0, job.stderr
-    assert job.stderr.count("metrics.jsonl cannot be written") == 1 and "goes on" in job.stderr
-    assert job.stdout.splitlines()[-1].startswith("mpipipe: ok steps=8")
     assert (out / "weights" / "model.json").exists()
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(9))
+    if trouble == "closed":
+        assert "step 2/8" in job.stdout and "step 3/8" not in job.stdout and job.stderr == ""
+    else:
+        assert job.stderr.count("metrics.jsonl cannot be written") == 1 and "goes on" in job.stderr
+        assert job.stdout.splitlines()[-1].startswith("mpipipe: ok steps=8")
 
 
 HEAD = """
@@ -99,6 +61,7 @@ print(job.wait(), errors)
 """
 
 
+@pytest.mark.long
 def test_a_reader_that_takes_the_first_line_does_not_end_the_training(launch, tmp_path):
     text, script, out = tmp_path / "text.txt", tmp_path / "head.py", tmp_path / "run"
     text.write_text("one two three four\n" * 200)
@@ -122,6 +85,8 @@ def room():
 def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, capsys):
     path = tmp_path / "lines"
     path.write_text("first\n")
+    with pytest.raises(FileExistsError):
+        JsonLines(path)
     lines = JsonLines(path, goes_on=True)
     room(10)
     for line in ("second", "third"):
@@ -130,21 +95,10 @@ def test_lines_that_find_no_room_are_cut_off_and_written_later(tmp_path, room, c
     room(None)
     lines.append("fourth")
     assert path.read_text() == "first\nsecond\nthird\nfourth\n"
+    lines.sync()
     lines.close()
     lines.close()
     assert capsys.readouterr().err.count("cannot be written") == 1
-
-
-def test_lines_go_on_behind_those_that_are_there(tmp_path):
-    path = tmp_path / "lines"
-    for text, goes_on in (("one", False), ("two", True)):
-        lines = JsonLines(path, goes_on)
-        lines.append(text)
-        lines.sync()
-        lines.close()
-    assert path.read_text() == "one\ntwo\n"
-    with pytest.raises(FileExistsError):
-        JsonLines(path)
 
 
 def test_lines_that_never_find_room_are_counted_at_the_end(tmp_path, room, capsys):

@@ -116,7 +116,7 @@ PLACES = {
         "Trainer.step = lambda self, number: (send() if number == 2 else None, step(self, number))[1]",
         0,
     ),
-    "the model is left": ("from mpipipe.language import task; before(task, 'export_model')", 0),
+    "the model is left": ("from mpipipe.language import task; before(task.TextTask, 'save')", 0),
     "the ranks end together": ("from mpipipe.job import exit as abort; before(abort, 'leave_together')", 0),
     "the interpreter ends": ("import atexit; atexit.register(send)", 0),
 }

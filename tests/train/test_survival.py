@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from support import harness
+from support.small_training import training_job
 
 from mpipipe import checkpoint
 from mpipipe.train import TrainConfig
@@ -20,20 +21,12 @@ has_ulfm = pytest.mark.skipif(
 FT = ("--with-ft", "ulfm")
 # each victim dies at its n-th event behind a step: an agreement, a poll, a step of the optimizer, before or after it
 TRAINING = """
-import json, os, signal, sys, time
-from mpipipe.job import runtime
-from mpipipe.job.exit import run_or_abort
-from mpipipe.job.group import RankGroup
+from mpipipe.job.consensus import Exchange
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.language.models import GPT
 from mpipipe.optim import AdamW
-from mpipipe.train import TrainConfig, survival, train
 from mpipipe.train.progress import StepBarrier
-from mpipipe.train.trainer import Trainer
 
-text, out, kills, options = sys.argv[1:5]
-comm = runtime.world()
-mine = {step: number for rank, step, number in json.loads(kills) if rank == comm.rank}
+mine = {step: number for victim, step, number in json.loads(words[0]) if victim == rank}
 left = [None]
 
 def say(what):
@@ -44,7 +37,7 @@ def event():
         left[0] -= 1
         if left[0] < 0:
             say("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 def watched(function):
     def call(*arguments, **keys):
@@ -54,7 +47,7 @@ def watched(function):
         return found
     return call
 
-for owner, name in ((RankGroup, "exchange"), (Mailbox, "poll"), (AdamW, "step"), (Trainer, "validate")):
+for owner, name in ((Exchange, "result"), (Mailbox, "poll"), (AdamW, "step"), (Trainer, "validate")):
     setattr(owner, name, watched(getattr(owner, name)))
 whole, written = Trainer.step, survival.write
 
@@ -65,8 +58,7 @@ def step(self, number):
         say(f"made {number + 1}")
     return found
 
-if "--blind" in sys.argv[4:]:  # rank 0 does not see the end of an agreement behind which rank 3 dies
-    sys.argv.remove("--blind")
+if "--blind" in words:  # rank 0 does not see the end of an agreement behind which rank 3 dies
     agreed = StepBarrier._commit
 
     def commit(self, make):
@@ -74,26 +66,17 @@ if "--blind" in sys.argv[4:]:  # rank 0 does not see the end of an agreement beh
             return agreed(self, make)
         self.pending = make
         self.group.agree("train: all ranks have the sums of gradients and their norm")
-        if comm.rank == 3:
+        if rank == 3:
             say("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
-        while comm.rank == 0:
+            die()
+        while rank == 0:
             self.group.wait(runtime.mpi().COMM_SELF.Irecv(bytearray(8)))
         self.make()
 
     StepBarrier._commit = commit
 
-def write(message):
-    say("named")
-    written(message)
-
-Trainer.step, survival.write = step, write
-config = TrainConfig(**{**dict(
-    data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, steps=10,
-    log_every=1, eval_every=4, eval_batches=1, sample_bytes=0, device="cpu", dropout=0.1, save_every=3, keep=1000,
-    pipe=2,
-), **json.loads(options)})
-sys.exit(run_or_abort(lambda: train(config, GPT)))
+Trainer.step, survival.write = step, lambda message: (say("named"), written(message))
+options = {**dict(steps=10, eval_every=4, dropout=0.1, save_every=3, keep=1000, pipe=2), **json.loads(words[1])}
 """
 STEPS, RANKS = 10, 4
 
@@ -101,15 +84,11 @@ STEPS, RANKS = 10, 4
 @pytest.fixture
 def train(launch, tmp_path):
     """train(name, ranks, kills, **options): a job in the folder `name`, with kills as (rank, step, event)."""
-    import json
-
-    script, text = tmp_path / "script.py", tmp_path / "text.txt"
-    script.write_text(TRAINING)
-    text.write_text("one two three four\n" * 200)
+    script = training_job(tmp_path, TRAINING)
 
     def start(name, ranks, kills=(), flags=FT, blind=False, **options):
-        arguments = [script, text, tmp_path / name, json.dumps(kills), json.dumps(options), *["--blind"] * blind]
-        return launch(ranks, [str(each) for each in arguments], timeout=60, options=flags)
+        words = [str(tmp_path / name), json.dumps(kills), json.dumps(options), *["--blind"] * blind]
+        return launch(ranks, [*script, *words], timeout=60, options=flags)
 
     return start
 
@@ -128,10 +107,6 @@ def times(job):
     named = next(time for time, what in marks if what == "named")
     made = next(time for time, what in marks if time > named and what.startswith("made"))
     return named - killed, made - killed
-
-
-class Survived(SimpleNamespace):
-    """Behind which step a training went on, and the seconds of `times`."""
 
 
 def check_one_kill(train, folder, name, random):
@@ -153,26 +128,17 @@ def check_one_kill(train, folder, name, random):
     print(
         f"rank {kill[0]} killed in step {kill[1]}: named after {named:.2f} s, went on behind {behind} in {made:.2f} s"
     )
-    return Survived(kill=kill, behind=behind, named=named, made=made)
-
-
-def check_kills(train, folder, count):
-    whole = train("whole", RANKS, flags=(), save_every=1)
-    assert whole.returncode == 0, whole.stderr
-    random = np.random.default_rng(count)
-    return [check_one_kill(train, folder, f"killed-{number}", random) for number in range(count)]
 
 
 @pytest.mark.long
 @has_ulfm
-def test_two_kills_lose_a_step_and_nothing_else(train, tmp_path):
-    check_kills(train, tmp_path, 2)
-
-
-@has_ulfm
-@harness.only_at_length
-def test_twenty_kills_lose_a_step_each_and_nothing_else(train, tmp_path):
-    check_kills(train, tmp_path, 20)
+def test_kills_lose_a_step_each_and_nothing_else(train, tmp_path):
+    count = 20 if harness.AT_LENGTH else 2
+    whole = train("whole", RANKS, flags=(), save_every=1)
+    assert whole.returncode == 0, whole.stderr
+    random = np.random.default_rng(count)
+    for number in range(count):
+        check_one_kill(train, tmp_path, f"killed-{number}", random)
 
 
 @has_ulfm

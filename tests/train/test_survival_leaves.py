@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from support.small_training import training_job
 from train.test_survival import FT, has_ulfm
 
 from mpipipe import checkpoint
@@ -16,47 +17,16 @@ from mpipipe.train.progress import StepBarrier
 from mpipipe.train.survival import RetainedState
 
 STEPS = 6
-BEFORE = """
-import json, os, signal, sys, time
-from mpipipe.checkpoint import tensor_files as tensors
-from mpipipe.job import runtime
-from mpipipe.job.exit import run_or_abort
-from mpipipe.job.context import current_rank
-from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, survival, train
-from mpipipe.train.trainer import Trainer
-comm = runtime.world()
-rank = comm.rank
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def before(name, what):
-    original = getattr(Trainer, name)
-    def call(self, *arguments):
-        what(*arguments)
-        return original(self, *arguments)
-    setattr(Trainer, name, call)
-"""
-BEHIND = """
-config = TrainConfig(**{**dict(
-    data=[FOLDER + "/text.txt"], out=FOLDER + "/out", dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8,
-    microbatches=2, steps=6, log_every=1, eval_every=4, eval_batches=1, sample_bytes=0, device="cpu", pipe=1,
-    survive=True,
-), **OPTIONS})
-sys.exit(run_or_abort(lambda: train(config, GPT)))
-"""
 
 
 @pytest.fixture
 def train(launch, tmp_path):
     """train(body, **options): a job of two replicas on one rank each, which the body prepares."""
-    (tmp_path / "text.txt").write_text("one two three four\n" * 200)
 
     def start(body, **options):
-        script = tmp_path / "script.py"
-        script.write_text(f"{BEFORE}\n{body}\nFOLDER, OPTIONS = {str(tmp_path)!r}, {options!r}\n{BEHIND}")
-        return launch(2, [str(script)], timeout=60, options=FT)
+        options = {"steps": STEPS, "eval_every": 4, "pipe": 1, "survive": True, **options}
+        job = training_job(tmp_path, f"{body}\noptions = {options!r}")
+        return launch(2, [*job, str(tmp_path / "out")], timeout=60, options=FT)
 
     return start
 
@@ -119,7 +89,7 @@ def test_a_checkpoint_that_was_in_flight_when_a_rank_died_is_saved_anew(train, t
     """Also behind the last step, where nothing else would save it."""
     body = """
 if rank == 1:
-    tensors.write_tensors = lambda *_: time.sleep(100)
+    tensor_files.write_tensors = lambda *_: time.sleep(100)
     before("_end", lambda *_: die())
 """
     job = train(body, save_every=STEPS)

@@ -12,33 +12,17 @@ import numpy as np
 import pytest
 from support import harness
 from support.launch import Job, mpiexec
-from support.small_training import records
+from support.small_training import records, training_job
 
 from mpipipe import checkpoint
 from mpipipe.checkpoint import folders
 
 # a training that waits as long as a test can for a folder to become free
 TRAINING = """
-import sys, time
-from mpipipe.checkpoint import owner
-from mpipipe.job.exit import run_or_abort
-from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, train
-from mpipipe.train.trainer import Trainer
-
-text, out, waits, pause = sys.argv[1:]
-owner.LIVING_SECONDS = float(waits)
-original = Trainer.step
-
-def step(self, number):
-    time.sleep(float(pause))
-    return original(self, number)
-
-Trainer.step = step
-config = TrainConfig(data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2,
-                     steps=12, log_every=1, eval_every=4, eval_batches=1, sample_bytes=0, device="cpu",
-                     save_every=1, keep=2, resume="auto", pipe=2)
-sys.exit(run_or_abort(lambda: train(config, GPT)))
+waits, pause = map(float, words)
+owner.LIVING_SECONDS = waits
+before("step", lambda *_: time.sleep(pause))
+options = dict(steps=12, eval_every=4, save_every=1, keep=2, resume="auto", pipe=2)
 """
 STEPS = 12
 KINDS = ("at once", "apart", "killed")
@@ -49,12 +33,10 @@ TAKEN = r"mpipipe: \S+ was owned by processes [\d, ]+ on \S+, since .*, which is
 @pytest.fixture
 def start(tmp_path):
     """start(name, waits, pause): a job in the folder `name`."""
-    script, text, jobs = tmp_path / "script.py", tmp_path / "text.txt", []
-    script.write_text(TRAINING)
-    text.write_text("one two three four\n" * 200)
+    script, jobs = training_job(tmp_path, TRAINING), []
 
     def begin(name, waits=0.5, pause=0.0):
-        jobs.append(Job([mpiexec(), "-n", "2", sys.executable, script, text, tmp_path / name, waits, pause], tmp_path))
+        jobs.append(Job([mpiexec(), "-n", "2", sys.executable, *script, tmp_path / name, waits, pause], tmp_path))
         return jobs[-1]
 
     yield begin
@@ -76,8 +58,12 @@ def outcome(run):
     return lines, contents, {path.name: path.read_bytes() for path in files}
 
 
-def check_pairs(start, folder, kinds):
+@pytest.mark.jobs
+@pytest.mark.long
+def test_one_job_at_a_time_trains_in_a_folder(start, tmp_path, allow_seconds):
     """Pairs of jobs in a folder of their own; in the end each folder is as after one undisturbed training."""
+    allow_seconds(3600 if harness.AT_LENGTH else 300)
+    folder, kinds = tmp_path, [KINDS[number % 3] for number in range(50 if harness.AT_LENGTH else 3)]
     right = start("right")
     assert ended(right) == 0, right.stderr
     expected = outcome(folder / "right")
@@ -112,20 +98,6 @@ def check_pairs(start, folder, kinds):
 
 def rank_of(env):
     return env.get("PMI_RANK") or env.get("OMPI_COMM_WORLD_RANK")
-
-
-@pytest.mark.jobs
-@pytest.mark.long
-def test_one_job_at_a_time_trains_in_a_folder(start, tmp_path, allow_seconds):
-    allow_seconds(300)
-    check_pairs(start, tmp_path, KINDS)
-
-
-@harness.only_at_length
-@pytest.mark.jobs
-def test_fifty_pairs_of_jobs_harm_no_training(start, tmp_path, allow_seconds):
-    allow_seconds(3600)
-    check_pairs(start, tmp_path, [KINDS[number % 3] for number in range(50)])
 
 
 @pytest.mark.jobs

@@ -54,11 +54,13 @@ class Functions:
 
         def call(values: list, some: list, others: list, key: JaxArray, training: bool) -> tuple[list, Any]:
             parameters = jax.tree_util.tree_unflatten(tree, values)
-            sources = iter(some), iter(others)
-            leaves = [next(sources[0] if each else sources[1]) for each in floating]
+            parts = unflatten_parts(joined(some, others, floating), structures)
             options = {name: value for name, value in (("key", key), ("training", training)) if name in takes}
-            output = applied(function, (parameters,), unflatten_parts(leaves, structures), **options)
-            return divided(returned(output, gives))
+            output = applied(function, (parameters,), parts, **options)
+            leaves, shapes = flatten_parts(returned(output, gives), flatten_output)
+            kinds = [arrays.is_floating(leaf.dtype) for leaf in leaves]
+            rest = [None if is_floating else leaf for leaf, is_floating in zip(leaves, kinds)]
+            return divided(leaves, kinds)[0], unflatten_parts(rest, shapes)
 
         def with_gradients(values: list, some: list, others: list, key: JaxArray) -> Any:
             return jax.vjp(lambda v, x: call(v, x, others, key, True), values, some, has_aux=True)
@@ -67,12 +69,18 @@ class Functions:
         self.with_gradients = jax.jit(with_gradients)
 
 
-def divided(parts: Sequence[Any]) -> tuple[list, list]:
-    """Return (the floating arrays of an output, its parts with None in their places)."""
-    leaves, structures = flatten_parts(parts, flatten_output)
-    floating = [arrays.is_floating(leaf.dtype) for leaf in leaves]
-    rest = unflatten_parts([None if is_floating else leaf for leaf, is_floating in zip(leaves, floating)], structures)
-    return [leaf for leaf, is_floating in zip(leaves, floating) if is_floating], rest
+def divided(leaves: Sequence[Any], floating: Sequence[bool]) -> tuple[list, list]:
+    """Return (the floating ones, the others)."""
+    pairs = [*zip(leaves, floating)]
+    return [leaf for leaf, is_floating in pairs if is_floating], [
+        leaf for leaf, is_floating in pairs if not is_floating
+    ]
+
+
+def joined(some: Sequence[Any], others: Sequence[Any], floating: Sequence[bool]) -> list:
+    """Return what `divided` has divided."""
+    sources = iter(others), iter(some)
+    return [next(sources[each]) for each in floating]
 
 
 def flatten_output(output: Any) -> tuple[list, Structure]:

@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 
 from mpipipe import arrays
 from mpipipe.adapters.jax import functions
-from mpipipe.adapters.jax.functions import Functions, JaxArray, Results, is_on_host, pulled, put
+from mpipipe.adapters.jax.functions import Functions, JaxArray, Results, divided, is_on_host, joined, pulled, put
 from mpipipe.adapters.trees import (
     Structures,
     TreeStage,
@@ -117,8 +117,7 @@ class JaxStage(TreeStage):
         if key not in self._functions:
             self._functions[key] = Functions(self.function, self._tree, structures, floating, self.gives)
         compiled = self._functions[key]
-        some = [put(leaf) for leaf, is_floating in zip(leaves, floating) if is_floating]
-        others = [put(leaf) for leaf, is_floating in zip(leaves, floating) if not is_floating]
+        some, others = divided([*map(put, leaves)], floating)
         words = self.key("jax", position)[:1].view(np.uint32)
         arguments = self._values, some, others, jax.random.wrap_key_data(words, impl="threefry2x32")
         if not position.training:
@@ -149,11 +148,8 @@ class JaxStage(TreeStage):
         """The output as arrays, the structures of its parts, and which of the arrays take gradients."""
         leaves, structures = flatten_parts(rest, functions.flatten_output)
         floating = tuple(leaf is None for leaf in leaves)
-        taken = iter(self._results.take([*found, *(leaf for leaf in leaves if leaf is not None)]))
-        some = [next(taken) for _ in found]
-        others, floats = list(taken), iter(some)
-        integers = iter(others)
-        parts = unflatten_parts([next(floats if each else integers) for each in floating], structures)
+        taken = self._results.take([*found, *(leaf for leaf in leaves if leaf is not None)])
+        parts = unflatten_parts(joined(taken[: len(found)], taken[len(found) :], floating), structures)
         return tree_of(parts, self.gives), structures, floating
 
     def _add(self, found: Sequence[Array]) -> None:
@@ -164,11 +160,10 @@ class JaxStage(TreeStage):
     def _floating(self, dy: Tree | Branches, saved: JaxSaved) -> list[JaxArray]:
         """The gradients of the floating outputs, for JAX."""
         leaves = gradient_leaves(dy, saved.output, self.gives)
-        return [put(leaf) for leaf, is_floating in zip(leaves, saved.differentiable) if is_floating]
+        return [*map(put, divided(leaves, saved.differentiable)[0])]
 
     def _input_gradients(self, found: Sequence[Array], saved: JaxSaved) -> Tree | Branches:
-        source = iter(found)
-        leaves = [next(source) if each else None for each in saved.floating]
+        leaves = joined(found, [None] * saved.floating.count(False), saved.floating)
         return tree_of(unflatten_parts(leaves, saved.structures), self.takes)
 
 
@@ -189,7 +184,7 @@ def of_inputs(pull: Any, dy: Any) -> Any:
     closed, shapes = jax.make_jaxpr(partial(pulled, pull), return_shape=True)(dy)
     jaxpr, (weights, inputs) = closed.jaxpr, shapes
     wanted = jaxpr.outvars[len(weights) :]
-    first, rest = _divided(jaxpr.eqns, wanted)
+    first, rest = _in_halves(jaxpr.eqns, wanted)
     kept = _read(rest, jaxpr.outvars[: len(weights)])
     found = jax.core.eval_jaxpr(jaxpr.replace(eqns=first, outvars=[*wanted, *kept]), closed.consts, *dy)
     later = jaxpr.replace(constvars=[], invars=kept, eqns=rest, outvars=jaxpr.outvars[: len(weights)])
@@ -212,7 +207,7 @@ class _Later:
         return jax.core.eval_jaxpr(self.jaxpr, [], *values)
 
 
-def _divided(operations: Sequence[Any], wanted: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _in_halves(operations: Sequence[Any], wanted: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return (the operations that these variables depend on, all others), in order."""
     needed = {each for each in wanted if not isinstance(each, Literal)}
     first, rest = [], []
@@ -251,8 +246,7 @@ class JaxLoss:
         key = structure, shape, floating
         if key not in self._compiled:
             self._compiled[key] = self._compile(structure, shape, floating)
-        some = [put(leaf) for leaf, is_floating in zip(leaves, floating) if is_floating]
-        others = [put(leaf) for leaf, is_floating in zip(leaves, floating) if not is_floating]
+        some, others = divided([*map(put, leaves)], floating)
         value, slopes = self._compiled[key](some, others, list(map(put, targets)), factor)
         taken = iter(self._results.take(slopes))
         gradient = unflatten([next(taken) if each else None for each in floating], structure)
@@ -260,9 +254,7 @@ class JaxLoss:
 
     def _compile(self, structure: Structure, shape: Structure, floating: tuple[bool, ...]) -> Callable[..., Any]:
         def value_of(some: list, others: list, targets: list) -> Any:
-            sources = iter(some), iter(others)
-            leaves = [next(sources[0] if each else sources[1]) for each in floating]
-            return self.function(unflatten(leaves, structure), unflatten(targets, shape))
+            return self.function(unflatten(joined(some, others, floating), structure), unflatten(targets, shape))
 
         def both(some: list, others: list, targets: list, factor: Any) -> Any:
             value, pull = jax.vjp(lambda x: value_of(x, others, targets), some)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import setitem
 from typing import Any, NamedTuple
 
 import torch
@@ -296,11 +298,8 @@ class BackwardPart(NamedTuple):
 class AutogradGraph:
     """What lies between outputs and inputs.
 
-    Attributes
-    ----------
     branching : node of the trunk -> numbers of the parameters that its branches lead to
-    shared : numbers of the parameters with several branches
-    apart : numbers of the parameters of outputs that depend on no input
+    shared, apart : numbers of the parameters with several branches, and of those of outputs that depend on no input
     strange : tensors that take gradients and are neither inputs nor parameters
     divisible : whether nodes can be gone through for a part of their gradients
     """
@@ -375,7 +374,9 @@ class SplitBackward:
             return
         arrived: dict[Any, tuple[Tensor | None, ...]] = {}
         self.input_gradients = ()
-        handles = [node.register_prehook(_keeper(arrived, node)) for node, own in graph.branching.items() if own]
+        handles = [
+            node.register_prehook(partial(setitem, arrived, node)) for node, own in graph.branching.items() if own
+        ]
         try:
             if inputs:
                 self.input_gradients = torch.autograd.grad(
@@ -403,15 +404,6 @@ def _add(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
     for parameter, gradient in zip(parameters, gradients):
         if gradient is not None:
             parameter.grad.add_(gradient)
-
-
-def _keeper(arrived: dict[Any, tuple[Tensor | None, ...]], node: Any) -> Any:
-    """A hook that notes the gradients that arrive at a node."""
-
-    def keep(gradients: tuple[Tensor | None, ...]) -> None:
-        arrived[node] = gradients
-
-    return keep
 
 
 def _part(node: Any, gradients: tuple[Tensor | None, ...], numbers: list[int]) -> BackwardPart:

@@ -149,11 +149,7 @@ def modules_for_hooks(module: Any) -> Iterator[Any]:
 
 
 class ModuleBuffers:
-    """The buffers of a module, which its forward must leave as they are.
-
-    A forward runs once for each micro-batch, again under `recompute`, and in an evaluation. What it counts would depend
-    on that, and differ between replicas.
-    """
+    """The buffers of a module. Its forward must leave them alone: what it counts would differ between replicas."""
 
     def __init__(self, module: Any):
         self._places = [
@@ -220,14 +216,14 @@ def _written(who: str, what: str) -> ArgumentError:
 
 
 class TrainedParameter(NamedTuple):
-    """One trainable parameter; `owner` is the module that has it as `key`, and `gradient` what its `.grad` is."""
+    """One trainable parameter; `owner` is the module that has it as `key`."""
 
     name: str
     owner: Any
     key: str
     parameter: Tensor
     address: int  # of its memory
-    gradient: Tensor  # on the flat array of gradients
+    gradient: Tensor  # what its `.grad` is, on the flat array of gradients
 
 
 class TorchGradients(Mapping[str, Array]):

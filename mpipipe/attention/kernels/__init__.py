@@ -13,33 +13,8 @@ For device arrays the default is cudnn if it is installed and does such arrays, 
 A choice for one kind of device leaves the other at its default.
 """
 
-from __future__ import annotations
-
 from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, chosen, describe, load
-from mpipipe.attention.kernels.interface import (
-    AttentionAccumulator,
-    AttentionKernel,
-    Gradients,
-    KVBlock,
-    OutLse,
-    no_poll,
-    strided_add,
-    strided_copy,
-)
 
-__all__ = [
-    "MODULES",
-    "VARIABLE",
-    "AttentionAccumulator",
-    "AttentionKernel",
-    "Gradients",
-    "KVBlock",
-    "OutLse",
-    "check_choice",
-    "chosen",
-    "describe",
-    "load",
-    "no_poll",
-    "strided_add",
-    "strided_copy",
-]
+# isort: off
+from mpipipe.attention.kernels.interface import AttentionAccumulator, AttentionKernel, Gradients, KVBlock, OutLse
+from mpipipe.attention.kernels.interface import no_poll, strided_add, strided_copy

@@ -77,19 +77,19 @@ def load(name: str) -> AttentionKernel:
 
 
 def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
-    if name not in ("", "cudnn"):
+    if name == "cupy":
         return name
     verdict = cudnn_graph.available()
-    refused = cudnn_graph.refusal(q, k, v) if verdict.usable else ""
     if name == "cudnn":
         _require_cudnn(verdict)
+    refused = cudnn_graph.refusal(q, k, v) if verdict.usable else verdict.reason
     if name == "cudnn" and refused:
         raise ArgumentError(
             f"{VARIABLE}=cudnn asks for cuDNN, which does not do these arrays",
             found=refused,
             remedy=f"unset {VARIABLE}, and the CuPy kernels do what cuDNN does not",
         )
-    return "cupy" if refused or not verdict.usable else "cudnn"
+    return "cupy" if refused else "cudnn"
 
 
 def describe() -> str:

@@ -32,25 +32,9 @@ OF_KEYS = ("k", "v", "dk", "dv")  # arrays along the keys; the others are along 
 Named: TypeAlias = "dict[str, DeviceArray]"
 
 
-class PendingAccumulator:
-    """Attention over several blocks of keys, merged a few at a time: see `PendingBlocks`."""
-
-    def __init__(self, q: DeviceArray, v: DeviceArray) -> None:
-        self._pending = PendingBlocks(q, v)
-
-    def attend(self, block: KVBlock) -> None:
-        """Add one block."""
-        if block.q.size and block.slices:
-            _attend_apart(block, self._pending)
-
-    def end(self) -> OutLse:
-        """Return the result over all blocks, out in the dtype of the queries."""
-        return self._pending.merged()
-
-
 def make_accumulator(q: DeviceArray, v: DeviceArray, overwrite: bool) -> AttentionAccumulator:
     """As `AttentionKernel.make_accumulator`."""
-    return PendingAccumulator(q, v)
+    return PendingBlocks(q, v)
 
 
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
@@ -68,7 +52,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
             _attend(block, part, result, 0)
             block.poll()
     else:
-        accumulator = PendingAccumulator(block.q, block.v)
+        accumulator = PendingBlocks(block.q, block.v)
         accumulator.attend(block)
         for target, found in zip(result, accumulator.end()):
             strided_copy(found, target)
@@ -286,7 +270,7 @@ class _Pending(NamedTuple):
 
 
 class PendingBlocks:
-    """The result over the blocks so far of queries like q, with values like v.
+    """An `AttentionAccumulator`: the result over the blocks so far of queries like q, with values like v.
 
     q, v : device arrays (batch, seq, heads, dim) and (batch, keys, kv_heads, value_dim)
     earlier : result over earlier blocks, C-contiguous, `out` in the accumulator dtype
@@ -311,7 +295,11 @@ class PendingBlocks:
         self._blocks.append(_Pending(out, lse, np.int32(start), np.int32(stop)))
         return OutLse(out, lse)
 
-    def merged(self) -> OutLse:
+    def attend(self, block: KVBlock) -> None:
+        if block.q.size and block.slices:
+            _attend_apart(block, self)
+
+    def end(self) -> OutLse:
         """Return the result over all blocks in new memory, out in the dtype of q."""
         return self._merged(self._empty(self._dtype))
 

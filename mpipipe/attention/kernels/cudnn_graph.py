@@ -27,24 +27,16 @@ INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")
 
 
 class GraphRequest(NamedTuple):
-    """What a graph is to do.
+    """What a graph is to do."""
 
-    direction : "forward" or "backward"
-    dtype : float16 or bfloat16
-    shapes : (name, (batch, heads, seq, dim), strides in elements of these axes) of each array, as cuDNN counts axes
-    low, high : row i sees key j if low <= j - i <= high; None is no bound
-    padded : with a mask of padding and all lengths full; the graph then needs q_lengths and k_lengths
-    deterministic : for a backward, whether repeated calls must give the same bits
-    """
-
-    direction: str
-    dtype: str
-    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    direction: str  # "forward" or "backward"
+    dtype: str  # float16 or bfloat16
+    shapes: tuple[tuple[str, Shape, Shape], ...]  # (name, (batch, heads, seq, dim), strides in elements) of each array
     scale: float
-    low: int | None
+    low: int | None  # row i sees key j if low <= j - i <= high; None is no bound
     high: int | None
-    padded: bool = False
-    deterministic: bool = False
+    padded: bool = False  # with a mask of padding and all lengths full: the graph then needs q_lengths and k_lengths
+    deterministic: bool = False  # of a backward: repeated calls must give the same bits
 
 
 def build(cudnn: Any, request: GraphRequest, handle: Any = None, **options: Any) -> Any:
@@ -184,15 +176,11 @@ RUNTIME = "CUDNN_FRONTEND_CUDART_LIB_NAME"  # by which the package opens the CUD
 
 
 class CudnnVerdict(NamedTuple):
-    """Whether cuDNN is usable.
-
-    reason : its version in words, or what is missing
-    version : (major, minor, patch); empty if the library cannot be loaded
-    """
+    """Whether cuDNN is usable."""
 
     usable: bool
-    reason: str
-    version: tuple[int, ...] = ()
+    reason: str  # its version in words, or what is missing
+    version: tuple[int, ...] = ()  # (major, minor, patch); empty if the library cannot be loaded
 
 
 def installed() -> CudnnVerdict:

@@ -278,17 +278,13 @@ def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
 
 
 class HeadProblems:
-    """How (batch, seq, heads, dim) arrays become problems of rows.
-
-    count : number of problems, batch * kv_heads
-    group : query heads to a key head
-    """
+    """How (batch, seq, heads, dim) arrays become problems of rows."""
 
     def __init__(self, q: Array, k: Array) -> None:
         self.batch, self.seq, heads, _ = q.shape
         self.keys, self.kv_heads = k.shape[1:3]
-        self.group = heads // self.kv_heads
-        self.count = self.batch * self.kv_heads
+        self.group = heads // self.kv_heads  # query heads to a key head
+        self.count = self.batch * self.kv_heads  # number of problems
 
     def rows(self, part: Slice, tile: RowTile) -> slice:
         """Rows of the queries of a tile of a slice."""

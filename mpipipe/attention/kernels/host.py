@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -29,14 +29,11 @@ from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, K
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
 
-# -- Half precision for kernels that compute in float32 or float64: upcast the arguments once, round the results once
-
-
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
 def upcast_forward(forward: Function) -> Function:
-    """Let a kernel's `forward` for host arrays take half precision."""
+    """Let a kernel's `forward` for host arrays take half precision: it upcasts once and rounds once."""
 
     @wraps(forward)
     def wide(block: KVBlock, result: OutLse, overwrite: bool) -> None:
@@ -49,27 +46,27 @@ def upcast_forward(forward: Function) -> Function:
     return cast(Function, wide)
 
 
-def upcast_backward(backward: Function) -> Function:
-    """Let a kernel's `backward` for host arrays take half precision."""
+def upcast_backward(backward: Callable[[KVBlock, np.ndarray, OutLse, Gradients], None]) -> Callable[..., None]:
+    """Make a kernel's `backward` for host arrays, half precision included, of one that adds to gradients."""
 
     @wraps(backward)
     def wide(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
-        if not is_half(block.q.dtype):
-            return backward(block, dout, result, gradients, overwrite)
-        sums = Gradients(*map(float32_like, gradients))
-        result = result._replace(out=upcast(result.out))
-        backward(_wide_block(block), upcast(dout), result, sums, overwrite)
+        half = is_half(block.q.dtype)
+        sums = Gradients(*map(float32_like, gradients)) if half else gradients
+        if overwrite:
+            for each in sums:
+                each.fill(0)
+        if not half:
+            return backward(block, dout, result, gradients)
+        backward(_wide_block(block), upcast(dout), result._replace(out=upcast(result.out)), sums)
         for values, target in zip(sums, gradients):
             round_into(target, values)
 
-    return cast(Function, wide)
+    return wide
 
 
 def _wide_block(block: KVBlock) -> KVBlock:
     return replace(block, q=upcast(block.q), k=upcast(block.k), v=upcast(block.v))
-
-
-# -- Exact attention on the host, in tiles that stay in cache ---------------------------------------------------------
 
 
 ROWS = 128  # of one tile of scores
@@ -103,16 +100,14 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
 
 
 @upcast_backward
-def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients) -> None:
     """As `AttentionKernel.backward`."""
     (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
-    if overwrite:
-        for gradient in gradients:
-            gradient.fill(0)
     for part, b, h, own, rows, keys in _problems(block):
-        delta = np.vecdot(dout[b, rows, own], out[b, rows, own])
-        factors = _Factors(
-            _with_column(q[b, rows, own], block.scale, _hidden_if_empty(lse[b, own, rows]).T),
+        delta, row_lse = np.vecdot(dout[b, rows, own], out[b, rows, own]), lse[b, own, rows]
+        hidden = np.where(np.isneginf(row_lse), row_lse, -row_lse)  # a row that sees nothing has probabilities of 0
+        factors = (
+            _with_column(q[b, rows, own], block.scale, hidden.T),
             _with_column(dout[b, rows, own], 1, -delta),
             _with_column(k[b, keys, h, None], 1, 1),
             _with_column(v[b, keys, h, None], 1, 1),
@@ -124,35 +119,9 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
-def _hidden_if_empty(lse: np.ndarray) -> np.ndarray:
-    """-lse, and -inf for a row that sees nothing, whose probabilities are then 0."""
-    return np.where(np.isneginf(lse), lse, -lse)
-
-
-class _Rows(NamedTuple):
-    """Rows of queries and what the forward finds for them, relative to `row_max`."""
-
-    queries: np.ndarray  # scaled; the last column is the bound, negative
-    acc: np.ndarray  # output, not normalised
-    row_sum: np.ndarray  # of the exponentials
-    row_max: np.ndarray  # the bound, or the running maximum
-
-
-class _Keys(NamedTuple):
-    """Keys and values of one head."""
-
-    keys: np.ndarray  # the last column is 1
-    values: np.ndarray
-    ones: np.ndarray
-
-
-class _Factors(NamedTuple):
-    """Factors of the products of the backward, as rows with one more column."""
-
-    queries: np.ndarray
-    gradients: np.ndarray  # of the output
-    keys: np.ndarray
-    values: np.ndarray
+# queries, gradients of the output, keys and values of one key head, as rows with one more column
+Factors: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Keys: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _forward_head(
@@ -169,11 +138,11 @@ def _forward_head(
     np.multiply(row_max, np.sqrt(np.vecdot(k, k).max()), out=row_max)  # a bound of the maximum
     np.negative(row_max, out=queries[:, dim:])
     acc, row_sum = np.empty((seq * group, width), q.dtype), np.empty((seq * group, 1), q.dtype)
-    keys = _Keys(_with_column(k[:, None], 1, 1), np.ascontiguousarray(v), np.ones((KEYS, 1), k.dtype))
+    keys = _with_column(k[:, None], 1, 1), np.ascontiguousarray(v), np.ones((KEYS, 1), k.dtype)
     attend = _bounded if 2 * row_max.max() < _SAFE[q.dtype] else _online
     for tile in _tiles(part, group, q.dtype):
         at = tile.rows
-        attend(_Rows(queries[at], acc[at], row_sum[at], row_max[at]), keys, tile)
+        attend((queries[at], acc[at], row_sum[at], row_max[at]), keys, tile)
         poll()
     np.divide(acc, row_sum, out=acc)
     np.log(row_sum, out=row_sum)
@@ -182,17 +151,16 @@ def _forward_head(
 
 
 def _backward_head(
-    factors: _Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
+    factors: Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
 ) -> None:
     """One key head and slice: dq (seq, group, dim), dk (keys, dim), dv (keys, value_dim)."""
-    dq, dk, dv = gradients
+    (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
     seq, group, dim = dq.shape
     dqueries = np.empty((seq * group, dim), dq.dtype)
     dkeys, dvalues = np.zeros((len(dk), dim), dq.dtype), np.zeros((len(dv), dv.shape[1]), dq.dtype)
     for tile in _tiles(part, group, dq.dtype):
         at = tile.rows
-        rows = _Factors(factors.queries[at], factors.gradients[at], factors.keys, factors.values)
-        _backward_tile(rows, tile, Gradients(dqueries[at], dkeys, dvalues))
+        _backward_tile((queries[at], slopes[at], keys, values), tile, Gradients(dqueries[at], dkeys, dvalues))
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
@@ -260,8 +228,12 @@ def _tiles(part: Slice, group: int, dtype: np.dtype) -> Iterator[_Tile]:
         yield _Tile(part, group, start, min(start + step, seq), dtype)
 
 
-def _bounded(rows: _Rows, block: _Keys, tile: _Tile) -> None:
-    """Set `acc` and `row_sum`, relative to the bound in the last column of the queries."""
+def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
+    """Set the sums of rows, relative to the bound in the last column of the queries.
+
+    rows : scaled queries, their output before it is normalised, the sums of the exponentials, and the bound
+    block : keys, whose last column is 1, their values, and a column of ones
+    """
     (queries, acc, row_sum, _), (keys, values, ones) = rows, block
     for at in tile.pieces():
         scores = np.matmul(queries, keys[at].T)
@@ -275,7 +247,7 @@ def _bounded(rows: _Rows, block: _Keys, tile: _Tile) -> None:
             np.add(row_sum, np.matmul(scores, ones[: scores.shape[1]]), out=row_sum)
 
 
-def _online(rows: _Rows, block: _Keys, tile: _Tile) -> None:
+def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
     """As `_bounded`, relative to the running maximum, which ends up in `row_max`: right for scores of any size."""
     (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
     acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
@@ -294,7 +266,7 @@ def _online(rows: _Rows, block: _Keys, tile: _Tile) -> None:
         row_max[...] = high
 
 
-def _backward_tile(factors: _Factors, tile: _Tile, sums: Gradients) -> None:
+def _backward_tile(factors: Factors, tile: _Tile, sums: Gradients) -> None:
     """Set dq to dS k, and add to dk and dv."""
     (queries, gradients, keys, values), (dqueries, dkeys, dvalues) = factors, sums
     dim, width = dqueries.shape[1], dvalues.shape[1]

@@ -26,32 +26,22 @@ def no_poll() -> None:
 class KVBlock:
     """Queries, and one block of keys and values that they attend to.
 
-    q : (batch, seq, heads, dim)
-    k : (batch, keys, kv_heads, dim)
-    v : (batch, keys, kv_heads, value_dim)
-        All of one dtype on one device, with any strides.
-    scale : factor on the scores
-    slices : the parts of the block that are seen
-    poll : called after each tile
+    Arrays are of one dtype on one device, with any strides.
     """
 
-    q: Array
-    k: Array
-    v: Array
-    scale: float
-    slices: Sequence[Slice]
-    poll: Callable[[], object] = no_poll
+    q: Array  # (batch, seq, heads, dim)
+    k: Array  # (batch, keys, kv_heads, dim)
+    v: Array  # (batch, keys, kv_heads, value_dim)
+    scale: float  # factor on the scores
+    slices: Sequence[Slice]  # the parts of the block that are seen
+    poll: Callable[[], object] = no_poll  # called after each tile
 
 
 class OutLse(NamedTuple):
-    """Attention over some keys.
+    """Attention over some keys."""
 
-    out : (batch, seq, heads, value_dim), 0 in rows that see no key
-    lse : (batch, heads, seq), natural log-sum-exp of the scores in the accumulator dtype, -inf where there is no key
-    """
-
-    out: Array
-    lse: Array
+    out: Array  # (batch, seq, heads, value_dim), 0 in rows that see no key
+    lse: Array  # (batch, heads, seq), log-sum-exp of the scores in the accumulator dtype, -inf where there is no key
 
 
 class Gradients(NamedTuple):
@@ -119,18 +109,11 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
             expected="one device",
             remedy="copy host arrays to the GPU first, with mpipipe.arrays.upload or cupy.asarray",
         )
-    batch, _, heads, dim = q.shape if q.ndim == 4 else (0, 0, 0, 0)
-    fits = (
-        q.ndim == k.ndim == v.ndim == 4
-        and k.shape[:3] == v.shape[:3]
-        and k.shape[0] == batch
-        and k.shape[3] == dim
-        and k.shape[2] > 0
-        and dim > 0
-        and heads > 0
-        and heads % k.shape[2] == 0
-    )
-    if not fits or not q.dtype == k.dtype == v.dtype:
+    fits = q.ndim == k.ndim == v.ndim == 4 and q.dtype == k.dtype == v.dtype and k.shape[:3] == v.shape[:3]
+    if fits:
+        (batch, _, heads, dim), kv_heads = q.shape, k.shape[2]
+        fits = k.shape[0] == batch and k.shape[3] == dim > 0 and kv_heads > 0 and heads > 0 and heads % kv_heads == 0
+    if not fits:
         raise ArgumentError(
             "the arrays of attention do not fit together",
             found=f"q {q.shape} {q.dtype}, k {k.shape} {k.dtype}, v {v.shape} {v.dtype}",

@@ -38,12 +38,11 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     ours, theirs = _divide(block)
     if theirs:
         host.forward(replace(block, slices=theirs), result, overwrite)
-    for call in _calls(q, k, ours):
-        b, rows, keys, own, heads = call.batch, call.rows, call.keys, call.q_heads, call.kv_heads
-        queries = _queries(q[b, rows, own], call.groups)
-        operands = queries, _keys(k[b, keys, heads], queries), _keys(v[b, keys, heads], queries)
-        found, found_lse = _show_nan(queries, *flash(*operands, 0.0, call.causal, scale=block.scale))
-        place, lse_place = _grouped(out[b, rows, own], call.groups), _grouped_rows(lse[b, own, rows], call.groups)
+    for of_q, of_k, of_lse, groups, causal in _calls(q, k, ours):
+        queries = _queries(q[of_q], groups)
+        operands = queries, _keys(k[of_k], queries), _keys(v[of_k], queries)
+        found, found_lse = _show_nan(queries, *flash(*operands, 0.0, causal, scale=block.scale))
+        place, lse_place = _grouped(out[of_q], groups), _grouped_rows(lse[of_lse], groups)
         if overwrite:
             place[...], lse_place[...] = found.numpy(), found_lse.numpy()
         else:
@@ -52,26 +51,21 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
 
 
 @upcast_backward
-def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
+def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients) -> None:
     """As `AttentionKernel.backward`."""
     (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
-    if overwrite:
-        for gradient in gradients:
-            gradient.fill(0)
     ours, theirs = _divide(block)
     if theirs:
         host.backward(replace(block, slices=theirs), dout, result, gradients)
-    for call in _calls(q, k, ours):
-        b, rows, keys, own, heads = call.batch, call.rows, call.keys, call.q_heads, call.kv_heads
-        queries = _queries(q[b, rows, own], call.groups)
-        operands = queries, _keys(k[b, keys, heads], queries), _keys(v[b, keys, heads], queries)
-        given = _queries(out[b, rows, own], call.groups), _tensor(_grouped_rows(lse[b, own, rows], call.groups))
-        slope = _queries(dout[b, rows, own], call.groups)
-        found = flash_backward(slope, *operands, *given, 0.0, call.causal, scale=block.scale)
-        place = _grouped(dq[b, rows, own], call.groups)
+    for of_q, of_k, of_lse, groups, causal in _calls(q, k, ours):
+        queries, slope = _queries(q[of_q], groups), _queries(dout[of_q], groups)
+        operands = queries, _keys(k[of_k], queries), _keys(v[of_k], queries)
+        given = _queries(out[of_q], groups), _tensor(_grouped_rows(lse[of_lse], groups))
+        found = flash_backward(slope, *operands, *given, 0.0, causal, scale=block.scale)
+        place = _grouped(dq[of_q], groups)
         np.add(place, found[0].numpy(), out=place)
         for whole, repeated in zip((dk, dv), found[1:]):
-            place = whole[b, keys, heads].transpose(1, 0, 2)
+            place = whole[of_k].transpose(1, 0, 2)
             np.add(place, repeated.sum(1).numpy(), out=place)
         block.poll()
 
@@ -98,11 +92,9 @@ def _divide(block: KVBlock) -> tuple[Sequence[Slice], Sequence[Slice]]:
 class _FlashCall(NamedTuple):
     """One call of PyTorch's kernel: what to index with, and how many groups of query heads it takes."""
 
-    batch: int
-    rows: slice
-    keys: slice
-    q_heads: slice
-    kv_heads: slice
+    of_q: tuple[int, slice, slice]
+    of_k: tuple[int, slice, slice]
+    of_lse: tuple[int, slice, slice]
     groups: int
     causal: bool
 
@@ -117,10 +109,9 @@ def _calls(q: np.ndarray, k: np.ndarray, slices: Sequence[Slice]) -> Iterator[_F
         for b in range(q.shape[0]):
             for first in range(0, kv_heads, at_once):
                 last = min(first + at_once, kv_heads)
-                yield _FlashCall(
-                    b, rows, keys, slice(first * group, last * group), slice(first, last),
-                    groups=last - first, causal=part.kind == CAUSAL,
-                )  # fmt: skip
+                heads, causal = slice(first * group, last * group), part.kind == CAUSAL
+                kv = slice(first, last)
+                yield _FlashCall((b, rows, heads), (b, keys, kv), (b, heads, rows), last - first, causal)
 
 
 def _grouped(x: np.ndarray, count: int) -> np.ndarray:

@@ -5,21 +5,24 @@ Each row is printed and written as soon as it is measured, so a run that is ende
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import signature
+from json import dumps
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
-from mpipipe import arrays, files
+from mpipipe import arrays, files, processor
 from mpipipe.bench.gpu import kernels, steps
-from mpipipe.bench.timing import Row, show_rows
+from mpipipe.bench.timing import Row, on_ranks, show_rows
+from mpipipe.cli import refusing
 from mpipipe.comm import select_device
 from mpipipe.environment import versions
 from mpipipe.errors import ArgumentError, BackendError
-from mpipipe.job import Communicator, runtime, settings
+from mpipipe.job import Communicator, inprocess, runtime, settings
+from mpipipe.options import Option
 from mpipipe.text import counted
 
 
@@ -42,24 +45,41 @@ PARTS = {
 }
 
 
+def gpu(
+    repeats: Annotated[int | None, Option("measured turns; default: each part's own number", least=1)] = None,
+    part: Annotated[
+        list[str] | None,
+        Option("memory, products, attention, ring, executor, gpt, on 2 ranks transport; repeatable; default: all"),
+    ] = None,
+    json: Annotated[Path | None, Option("file to write the numbers to")] = None,
+    peers: Annotated[bool, Option("measure PyTorch beside it, where it is installed")] = True,
+    quick: Annotated[bool, Option("smallest sizes that tell something")] = False,
+) -> int:
+    """Kernels, ring, executor and a GPT's step on a GPU; on 2 ranks the transports (python -m mpipipe bench gpu)."""
+    measure = partial(run, part or [], repeats, json, peers, quick)
+    try:
+        runtime.mpi()
+    except BackendError as error:
+        if not settings.launcher_size(os.environ):
+            print(f"mpipipe: on one rank without MPI: {error}", file=sys.stderr)
+            processor.prepare_process()
+            with refusing():
+                inprocess.run(1, measure)
+            return 0
+    return on_ranks(measure)()
+
+
 def run(
     parts: Sequence[str],
     repeats: int | None,
-    path: str | Path | None,
+    path: Path | None,
     peers: bool,
     quick: bool = False,
     comm: Communicator | None = None,
 ) -> NoReturn:
-    """Measure, print a line for each row and a table, and write JSON; exits with 1 where a part failed.
+    """Measure, print a line for each row and a table, and write JSON to `path`; exits with 1 where a part failed.
 
-    parts : names; an empty list means all parts that this number of ranks can run
-    repeats : measured turns; None is each part's own number
-    path : JSON file to write, or None
-    peers : measure PyTorch as well, where it is installed
-    quick : each part's smallest sizes
-    comm : 1 or 2 ranks; None is COMM_WORLD
-
-    Raises BackendError without a GPU, ArgumentError for a part that is unknown or needs another number of ranks.
+    No `parts` are all parts that this number of ranks can run. Without `comm` the ranks are those of COMM_WORLD.
     """
     with_mpi = comm is None
     comm = runtime.resolve(comm)
@@ -67,15 +87,19 @@ def run(
     select_device("cuda", comm)
     rows: list[Row] = []
     failed: list[str] = []
-    facts: dict[str, Any] = {"gpus": arrays.describe_gpus(), "versions": versions(), "ranks": comm.size}
-    facts |= {"mpi": with_mpi, "quick": quick}
+    gpus = arrays.describe_gpus()
+    facts: dict[str, Any] = {"gpus": gpus, "versions": versions(), "ranks": comm.size, "mpi": with_mpi, "quick": quick}
 
     def publish(line: Row | str) -> None:
+        if isinstance(line, Row):
+            rows.append(line)
+        else:
+            failed.append(line)
         if comm.rank == 0:
             print(line, flush=True)
             if path is not None:
                 content = facts | {"rows": [row.facts() for row in rows], "failed": failed}
-                files.write_whole(Path(path), (json.dumps(content, indent=1) + "\n").encode())
+                files.write_whole(path, (dumps(content, indent=1) + "\n").encode())
 
     with arrays.own_stream():
         for name, part in chosen.items():
@@ -86,29 +110,14 @@ def run(
             arguments |= {key: value for key, value in (("peers", peers), ("comm", comm)) if key in taken}
             try:
                 for row in part.measure(**arguments):
-                    if isinstance(row, str):
-                        failed.append(f"{name}: {row}")
-                        publish(failed[-1])
-                    else:
-                        rows.append(row)
-                        publish(row)
+                    publish(f"{name}: {row}" if isinstance(row, str) else row)
             except Exception as error:
                 if comm.size > 1:
                     raise  # the other ranks wait for this one
-                failed.append(f"{name} failed: {type(error).__name__}: {error}")
-                publish(failed[-1])
+                publish(f"{name} failed: {type(error).__name__}: {error}")
     if comm.rank == 0:
-        show_rows(f"bench gpu: {', '.join(arrays.describe_gpus())}", rows, failed)
+        show_rows(f"bench gpu: {', '.join(gpus)}", rows, failed)
     sys.exit(1 if failed else 0)
-
-
-def without_mpi() -> str | None:
-    """Return why this process has no MPI. None if it has, and where it is one of several ranks."""
-    try:
-        runtime.mpi()
-    except BackendError as error:
-        return None if settings.launcher_size(os.environ) else str(error)
-    return None
 
 
 def _chosen(names: Sequence[str], ranks: int) -> dict[str, GpuPart]:

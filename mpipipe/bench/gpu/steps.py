@@ -37,10 +37,7 @@ def measure_executor(
     dtype: str = "bfloat16",
     comm: Communicator | None = None,
 ) -> Iterator[Row]:
-    """Yield the rate of steps, and the share of their device time in which the GPU idles.
-
-    `comm` has one rank; None is COMM_SELF.
-    """
+    """Yield the rate of steps, and the share of their device time in which the GPU idles. `comm` has one rank."""
     stage = nn.Stage([nn.Linear(width, width)], dtype=dtype, device="cuda")
     schedule = schedules.one_f_one_b(1, microbatches)
     inputs, targets = ([normal((rows, width), dtype, seed + way) for seed in range(microbatches)] for way in (0, 1))
@@ -68,9 +65,11 @@ def measure_executor(
             filled.append(busy)
             ahead.append(always)
     span, busy = median(spans), median(filled)
-    what = f"{2 * microbatches} actions of {busy / (2 * microbatches) * 1e3:.2f} ms"
-    yield Row(f"executor, {what}: rate of the GPU", 1 / span, "steps/s", "the same kernels in a bare loop", 1 / alone,
-              "at least 0.95")  # fmt: skip
+    what, peer = (
+        f"{2 * microbatches} actions of {busy / (2 * microbatches) * 1e3:.2f} ms",
+        "the same kernels in a bare loop",
+    )
+    yield Row(f"executor, {what}: rate of the GPU", 1 / span, "steps/s", peer, 1 / alone, "at least 0.95")
     doubt = "" if all(ahead) else " (at least: the host was not ahead of the kernels alone)"
     yield Row(f"executor, {what}: GPU idle in a step{doubt}", 100 * (1 - busy / span), "%", goal="below 5")
 
@@ -107,11 +106,8 @@ def measure_step(
 ) -> Iterator[Row | str]:
     """Yield tokens per second: untied, tied, in small micro-batches with and without CUDA graphs, next to each peer.
 
-    Where no graphs were recorded, the reason stands in the place of their row.
-
-    model : of any ties; it is measured with and without
-    peers : import PyTorch where it is installed and can use the GPU; they have the ties of `model`
-    comm : of one rank; None is COMM_SELF
+    Where no graphs were recorded, the reason stands in the place of their row. `model` is measured with ties and
+    without; `peers` have its own.
     """
     tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows * microbatches, model.seq))
     per_step = rows * microbatches * model.seq
@@ -121,11 +117,8 @@ def measure_step(
         each = replace(model, tied=tied)
         rates[tied] = per_step / _step_seconds(repeats, each, tokens, microbatches, dtype, comm)
         kind = f"{'tied' if tied else 'untied'}, {dtype}, {each.parameters / 1e6:.0f} M parameters"
-        what = f"training step, {kind}, {sizes}"
-        if tied:
-            yield Row(what, rates[True], "tokens/s", "untied", rates[False], "at least 0.97")
-        else:
-            yield Row(what, rates[False], "tokens/s")
+        beside = ("untied", rates[False], "at least 0.97") if tied else ()
+        yield Row(f"training step, {kind}, {sizes}", rates[tied], "tokens/s", *beside)
     ours = rates[model.tied]
     short = SMALL_TOKENS if model.seq % SMALL_TOKENS == 0 else model.seq
     pieces = tokens.reshape(2, -1, short)

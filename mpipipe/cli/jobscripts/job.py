@@ -27,10 +27,8 @@ class Job:
     ----------
     scheduler : str
         One of SCHEDULERS.
-    nodes, ranks_per_node : int
-        The size of the job.
-    threads : int
-        Cores of each rank, and threads of its matrix products.
+    nodes, ranks_per_node, threads : int
+        The size of the job; threads are cores of each rank, and threads of its matrix products.
     gpus : bool
         Whether each rank has a GPU.
     time : str
@@ -45,18 +43,14 @@ class Job:
         Whether the ranks of a node share each sequence.
     account, queue, name : str, optional
         Account, partition or queue, and name of the job.
-    mpi : str
-        One of MPIS, on which the words for the launcher depend.
-    launcher : str
-        "jsrun" where LSF starts ranks by it.
+    mpi, launcher : str
+        One of MPIS, on which the words for the launcher depend; "jsrun" where LSF starts ranks by it.
     python : str
         The interpreter that has mpipipe.
     modules : tuple of str
         Environment modules to load.
-    options : tuple of str
-        Further options of `mpipipe train`.
-    script : tuple of str
-        The words after `mpipipe run`: a script with its arguments, which runs in place of a training.
+    options, script : tuple of str
+        Further options of `mpipipe train`; or the words after `mpipipe run`, a script with its arguments.
 
     Raises
     ------
@@ -109,8 +103,16 @@ class Job:
                 _fits(what, word, WORD, "one word of letters, digits and any of _.,:/@%+=~^-")
         for module in self.modules:
             _fits("module", module, MODULE, "one word without quotes, backslashes, $ and #")
-        self._check_time()
-        self._check_array()
+        if self.seconds < 60:
+            raise ArgumentError(
+                "the limit of time is too short", found=f"time={self.time!r}", expected="a minute or more"
+            )
+        if self.preemptable and self.notice >= self.seconds:
+            raise ArgumentError(
+                "the notice is longer than the job", found=f"notice={self.notice}", expected=f"below {self.seconds} s"
+            )
+        if self.array is not None:
+            self._check_array(self.array)
         if self.launcher == "jsrun" and self.scheduler != "lsf":
             raise ArgumentError("jsrun is a launcher of LSF", found=f"scheduler={self.scheduler!r}", expected="lsf")
         for text in (self.python, *self.modules, *self.options, *self.script):
@@ -144,36 +146,18 @@ class Job:
         words = [kind for kind, wanted in kinds.items() if wanted] + (["array"] if self.array else [])
         return self.name or "-".join(["mpipipe", *(words or ["run" if self.script else "train"])])
 
-    @property
-    def indices(self) -> tuple[int, int]:
-        """Return the first and the last number of the array."""
-        found = INDICES.fullmatch(self.array or "")
-        assert found is not None
-        return int(found[1]), int(found[2])
-
-    def _check_time(self) -> None:
-        if self.seconds < 60:
-            raise ArgumentError(
-                "the limit of time is too short", found=f"time={self.time!r}", expected="a minute or more"
-            )
-        if self.preemptable and self.notice >= self.seconds:
-            raise ArgumentError(
-                "the notice is longer than the job", found=f"notice={self.notice}", expected=f"below {self.seconds} s"
-            )
-
-    def _check_array(self) -> None:
-        if self.array is None:
-            return
+    def _check_array(self, array: str) -> None:
         if self.scheduler not in ARRAYS:
             raise ArgumentError(
                 "Flux has no job arrays",
-                found=f"array={self.array!r}",
+                found=f"array={array!r}",
                 remedy="submit a script without an array once for each seed: `flux batch FILE --seed 1`",
             )
-        if INDICES.fullmatch(self.array) is None or self.indices[0] > self.indices[1]:
-            raise ArgumentError("no numbers of a job array", found=repr(self.array), expected="first-last, as in 0-3")
-        if self.scheduler == "lsf" and self.indices[0] == 0:
-            raise ArgumentError("LSF counts the jobs of an array from 1", found=repr(self.array), expected="as in 1-4")
+        indices = INDICES.fullmatch(array)
+        if indices is None or int(indices[1]) > int(indices[2]):
+            raise ArgumentError("no numbers of a job array", found=repr(array), expected="first-last, as in 0-3")
+        if self.scheduler == "lsf" and int(indices[1]) == 0:
+            raise ArgumentError("LSF counts the jobs of an array from 1", found=repr(array), expected="as in 1-4")
 
 
 def _check_printed(text: str) -> None:

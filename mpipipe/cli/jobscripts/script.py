@@ -109,17 +109,12 @@ def _launcher(job: Job) -> list[str]:
         gpus = ["-g", str(per_node)] if job.gpus else []
         cores = str(per_node * job.threads)
         return ["jsrun", "-n", '"$nodes"', "-a", str(per_node), "-c", cores, *gpus, "-b", 'packed:"$threads"']
-    return ["mpiexec", "-n", '"$ranks"', *_placed(job)]
-
-
-def _placed(job: Job) -> list[str]:
-    """Return what the mpiexec of each MPI calls ranks for each node, and cores for each rank."""
-    per_node = str(job.ranks_per_node)
-    if job.mpi == "openmpi":
-        return ["--map-by", f'ppr:{per_node}:node:PE="$threads"', "--bind-to", "core"]
-    if job.mpi == "cray":
-        return ["--ppn", per_node, "--depth", '"$threads"', "--cpu-bind", "depth"]
-    return ["-ppn", per_node, "-bind-to", 'core:"$threads"']
+    words = {  # what the mpiexec of each MPI calls ranks for each node, and cores for each rank
+        "openmpi": f'--map-by ppr:{per_node}:node:PE="$threads" --bind-to core',
+        "cray": f'--ppn {per_node} --depth "$threads" --cpu-bind depth',
+        "mpich": f'-ppn {per_node} -bind-to core:"$threads"',
+    }
+    return f'mpiexec -n "$ranks" {words[job.mpi]}'.split()
 
 
 def _program(job: Job) -> list[str]:
@@ -154,76 +149,71 @@ def _options(job: Job) -> list[str]:
 # -- What a job asks its scheduler for: the lines at the head of its script -------------------------------------------
 
 
+HEAD = {  # what each directive begins with, and the words for an account and a queue
+    "slurm": ("#SBATCH", "--account=", "--partition="),
+    "pbs": ("#PBS", "-A ", "-q "),
+    "lsf": ("#BSUB", "-P ", "-q "),
+    "flux": ("# flux:", "--bank=", "--queue="),
+}
+
+
 def directives(job: Job) -> list[str]:
     """Return the lines of the head, each a comment that the scheduler reads."""
-    prefix, lines = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux}[job.scheduler](job)
-    return [f"{prefix} {line}" for line in lines]
+    name, *lines = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux}[job.scheduler](job)
+    prefix, account, queue = HEAD[job.scheduler]
+    asked = [f"{account}{job.account}" if job.account else "", f"{queue}{job.queue}" if job.queue else ""]
+    return [f"{prefix} {line}" for line in (name, *asked, *lines) if line]
 
 
-def _slurm(job: Job) -> tuple[str, list[str]]:
-    lines = [f"--job-name={job.job_name}"]
-    if job.account:
-        lines.append(f"--account={job.account}")
-    if job.queue:
-        lines.append(f"--partition={job.queue}")
-    if job.array:
-        lines.append(f"--array={job.array}")
-    lines += [f"--nodes={job.nodes}", f"--ntasks-per-node={job.ranks_per_node}"]
-    if job.gpus:
+def _slurm(job: Job) -> list[str]:
+    return [
+        f"--job-name={job.job_name}",
+        f"--array={job.array}" if job.array else "",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.ranks_per_node}",
         # by node, not by task: ranks that see only their own GPU cannot copy to each other's directly
-        lines.append(f"--gpus-per-node={job.ranks_per_node}")
-    lines.append(f"--cpus-per-task={job.threads}")
-    if job.nodes > 1:
-        lines.append("--distribution=block:block")
-    lines.append(f"--time={job.clock}")
-    if job.preemptable:
-        lines.append(f"--signal=USR2@{job.notice}")
-    lines += [f"--output=slurm-{'%A_%a' if job.array else '%j'}.out", "--open-mode=append"]
-    return "#SBATCH", [*lines, "--requeue" if job.preemptable else "--no-requeue"]
+        f"--gpus-per-node={job.ranks_per_node}" if job.gpus else "",
+        f"--cpus-per-task={job.threads}",
+        "--distribution=block:block" if job.nodes > 1 else "",
+        f"--time={job.clock}",
+        f"--signal=USR2@{job.notice}" if job.preemptable else "",
+        f"--output=slurm-{'%A_%a' if job.array else '%j'}.out",
+        "--open-mode=append",
+        "--requeue" if job.preemptable else "--no-requeue",
+    ]
 
 
-def _pbs(job: Job) -> tuple[str, list[str]]:
+def _pbs(job: Job) -> list[str]:
     cores = job.ranks_per_node * job.threads
     chunk = f"select={job.nodes}:ncpus={cores}:mpiprocs={job.ranks_per_node}:ompthreads={job.threads}"
-    lines = [f"-N {job.job_name}"]
-    if job.account:
-        lines.append(f"-A {job.account}")
-    if job.queue:
-        lines.append(f"-q {job.queue}")
-    if job.array:
-        lines.append(f"-J {job.array}")
-    lines.append(f"-l {chunk}" + (f":ngpus={job.ranks_per_node}" if job.gpus else ""))
-    lines += ["-l place=scatter", f"-l walltime={job.clock}", "-j oe"]
-    return "#PBS", [*lines, f"-r {'y' if job.preemptable or job.array else 'n'}"]  # an array has to be rerunnable
+    return [
+        f"-N {job.job_name}",
+        f"-J {job.array}" if job.array else "",
+        f"-l {chunk}" + (f":ngpus={job.ranks_per_node}" if job.gpus else ""),
+        "-l place=scatter",
+        f"-l walltime={job.clock}",
+        "-j oe",
+        f"-r {'y' if job.preemptable or job.array else 'n'}",  # an array has to be rerunnable
+    ]
 
 
-def _lsf(job: Job) -> tuple[str, list[str]]:
+def _lsf(job: Job) -> list[str]:
     lines = [f'-J "{job.job_name}[{job.array}]"' if job.array else f"-J {job.job_name}"]
-    if job.account:
-        lines.append(f"-P {job.account}")
-    if job.queue:
-        lines.append(f"-q {job.queue}")
     if job.launcher == "jsrun":
         lines.append(f"-nnodes {job.nodes}")
     else:
         cores = job.ranks_per_node * job.threads  # a slot is a core, as a rule
         lines += [f"-n {job.nodes * cores}", f'-R "span[ptile={cores}]"']
-        if job.gpus:
-            lines.append(f'-gpu "num={job.ranks_per_node}"')
+        lines += [f'-gpu "num={job.ranks_per_node}"'] if job.gpus else []
     minutes = -(-job.seconds // 60)
     lines.append(f"-W {minutes // 60:02}:{minutes % 60:02}")
     if job.preemptable:
         # MPICH's mpiexec hands on TERM and dies of USR2; that of Open MPI kills its ranks 0.2 s after TERM
         lines += [f"-wa {'USR2' if job.mpi == 'openmpi' or job.launcher == 'jsrun' else 'TERM'}"]
         lines += [f"-wt {-(-job.notice // 60)}", '-Q "75"']
-    return "#BSUB", [*lines, f"-o lsf-{'%J_%I' if job.array else '%J'}.out"]
+    return [*lines, f"-o lsf-{'%J_%I' if job.array else '%J'}.out"]
 
 
-def _flux(job: Job) -> tuple[str, list[str]]:
-    lines = [f"--job-name={job.job_name}"]
-    if job.account:
-        lines.append(f"--bank={job.account}")
-    if job.queue:
-        lines.append(f"--queue={job.queue}")
-    lines += [f"--nodes={job.nodes}", "--exclusive", f"--time-limit={job.seconds}s"]
-    return "# flux:", [*lines, "--output=flux-{{id}}.out"]
+def _flux(job: Job) -> list[str]:
+    sizes = [f"--nodes={job.nodes}", "--exclusive", f"--time-limit={job.seconds}s"]
+    return [f"--job-name={job.job_name}", *sizes, "--output=flux-{{id}}.out"]

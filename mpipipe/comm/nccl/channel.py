@@ -207,7 +207,7 @@ def agree_on_nccl(groups: Sequence[RankGroup], device: str, messages: int = 0) -
 
 
 def facts_of(group: RankGroup, device: str, messages: int) -> Facts:
-    """What this rank says of itself; the arguments are those of `choose`."""
+    """What this rank says of itself; the arguments are those of `agree_on_nccl`."""
     rank, setting = group.world_rank, os.environ.get(NCCL.name) or "auto"
     if setting == OFF:
         return Facts(rank, setting, f"{NCCL.name}=off")
@@ -221,17 +221,9 @@ def facts_of(group: RankGroup, device: str, messages: int) -> Facts:
     except Exception as error:  # a library that is there and does not work raises what it likes
         return Facts(rank, setting, error.message if isinstance(error, MpipipeError) else repr(error))
     text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return Facts(
-        rank,
-        setting,
-        problem="",
-        host=socket.gethostname(),
-        gpu=arrays.bus_id(),
-        version=text,
-        room=arrays.multiprocessors(),
-        needed=sum_blocks + messages * message_blocks,
-        direct=os.environ.get(GPU_DIRECT.name, ""),
-    )
+    needed, direct = sum_blocks + messages * message_blocks, os.environ.get(GPU_DIRECT.name, "")
+    place = socket.gethostname(), arrays.bus_id()
+    return Facts(rank, setting, "", *place, text, room=arrays.multiprocessors(), needed=needed, direct=direct)
 
 
 def judge(everyone: Sequence[Facts]) -> NcclChoice:

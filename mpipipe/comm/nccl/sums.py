@@ -30,7 +30,7 @@ class NcclSums:
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
-        self.channel = open_channel(group, self._first, "the sums over the replicas")
+        self.channel = open_channel(group, partial(_first, 1, np.dtype(np.float32)), "the sums over the replicas")
         # (sum, start, stop) of buckets that are not on the stream yet, in order
         self.waiting: deque[tuple[NcclSum, int, int]] = deque()
         # puts a bucket there where NCCL may have to connect ranks first; the next ones wait for it
@@ -38,17 +38,6 @@ class NcclSums:
         self.starting: NcclSum | None = None  # of which the task puts a bucket there
         self.underway: deque[tuple[Event, NcclSum]] = deque()  # buckets on the stream
         self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
-
-    def _first(self, communicator: Any, stream: int) -> DeviceArray:
-        one = arrays.upload(np.zeros(1, np.float32))
-        arrays.stream().synchronize()
-        self._add(one, communicator, stream)
-        return one
-
-    def _add(self, part: DeviceArray, communicator: Any, stream: int) -> None:
-        library, place = arrays.nccl(), arrays.address(part)
-        kind, several = _type_of(part)
-        communicator.allReduce(place, place, part.size * several, kind, library.NCCL_SUM, stream)
 
     def takes(self, flat: arrays.Array) -> bool:
         """Whether an array can be summed here: one on a GPU, of a type that NCCL knows."""
@@ -83,7 +72,7 @@ class NcclSums:
         """Put a bucket on the stream."""
         part = new.flat[start:stop]
         key = _type_of(part)[0], part.size
-        put = partial(self.channel.put, partial(self._add, part), [new.ready])
+        put = partial(self.channel.put, partial(_add, part), [new.ready])
         if key in self.connected:
             self.underway.append((put(), new))
             return
@@ -129,6 +118,19 @@ def _type_of(part: DeviceArray) -> tuple[int, int]:
     return found
 
 
+def _first(size: int, dtype: np.dtype, communicator: Any, stream: int) -> DeviceArray:
+    """Let NCCL connect the ranks for a sum of this size; return what must be kept until it is done."""
+    zeros = arrays.zeros(size, dtype, "cuda")
+    arrays.stream().synchronize()
+    _add(zeros, communicator, stream)
+    return zeros
+
+
+def _add(part: DeviceArray, communicator: Any, stream: int) -> None:
+    place, (kind, several) = arrays.address(part), _type_of(part)
+    communicator.allReduce(place, place, part.size * several, kind, arrays.nccl().NCCL_SUM, stream)
+
+
 # -- A row of numbers of which each rank of a group has a part, put together on the devices by NCCL -------------------
 #
 # Each rank fills its part of a row of zeros, and NCCL adds the rows up. A number plus zeros is that number, whatever
@@ -147,25 +149,14 @@ class NcclRow:
 
     def __init__(self, group: RankGroup, length: int, what: str) -> None:
         self.group, self.length, self.what = group, length, what
-        self.channel = open_channel(group, self._first, what)
-
-    def _first(self, communicator: Any, stream: int) -> DeviceArray:
-        """Let NCCL connect the ranks for the one size that there will be."""
-        row = arrays.zeros(self.length, KIND, "cuda")
-        arrays.stream().synchronize()
-        self._add(row, communicator, stream)
-        return row
-
-    def _add(self, row: DeviceArray, communicator: Any, stream: int) -> None:
-        library, place = arrays.nccl(), arrays.address(row)
-        communicator.allReduce(place, place, self.length, library.NCCL_FLOAT64, library.NCCL_SUM, stream)
+        self.channel = open_channel(group, partial(_first, length, KIND), what)
 
     def share(self, row: DeviceArray) -> None:
         """Make `row`, zeros except for this rank's part, the row of all ranks for later work on the current stream."""
-        arrays.wait_for(self.channel.put(partial(self._add, row), [arrays.record()]))
+        arrays.wait_for(self.channel.put(partial(_add, row), [arrays.record()]))
 
     def failing(self) -> AbstractContextManager[None]:
-        """For `with`: tell the other ranks, who wait for this one, when anything is raised within."""
+        """Within, what is raised ends the wait of the other ranks for this one."""
         return self.group.failing(self.what)
 
     def wait(self, is_done: Callable[[], bool], keeping: object) -> None:

@@ -18,22 +18,24 @@ Host arrays, headers for example, go along with the others, in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray, Shape
-from mpipipe.comm.transport.host import PIECE_BYTES, HostTransport, check_sendable, start_all
+from mpipipe.arrays import Array, DeviceArray, Event, Shape
+from mpipipe.comm.transport.host import PIECE_BYTES, HostTransport, Transport, check_sendable, start_all
 from mpipipe.job import Communicator, Request, keep_forever, own, register_progress, runtime, unregister_progress
 
-Event: TypeAlias = Any  # cupy.cuda.Event
 Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
 
 
-class DeviceTransport(ABC):
-    """What the direct and the staged transport have in common."""
+class DeviceTransport(Transport):
+    """What the direct and the staged transport have in common.
+
+    `_outgoing` and `_incoming` make the message of an array: once the event `ready` is done, or at once for a host
+    array (None).
+    """
 
     piece_bytes = PIECE_BYTES
 
@@ -47,22 +49,18 @@ class DeviceTransport(ABC):
         register_progress(self)
 
     def empty(self, shape: Shape, kind: np.dtype) -> DeviceArray:
-        """A receive buffer on the device; its content is undefined."""
         return arrays.empty(shape, kind, "cuda")
 
     def retire(self, array: Array) -> None:
-        """The work queued so far on the current stream is the last that reads this receive buffer."""
         if arrays.is_device(array):
             self.retired[id(array)] = arrays.record(), array
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        """Start sending; the array must stay as it is until the request tests true."""
         check_sendable(array)
         ready = arrays.record() if arrays.is_device(array) else None
         return self._begin(self.sends, self._outgoing(array, (peer, channel, tag), ready))
 
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
-        """Start receiving into `array`, which must have the sender's size in bytes."""
         check_sendable(array)
         ready = self.free_event(array) if arrays.is_device(array) else None
         return self._begin(self.receives, self._incoming(array, (peer, channel, tag), ready))
@@ -71,21 +69,11 @@ class DeviceTransport(ABC):
         """The event after the last work that reads a buffer, which may be overwritten then."""
         return self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
 
-    def begin_call(self, repeated: bool) -> bool:
-        """False: messages start in any order."""
-        return False
-
-    def settled(self) -> bool:
-        """True: once a receive tests true, its data need no other rank any more."""
-        return True
-
-    @abstractmethod
     def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
-        """The message that sends `array`: once the event `ready` is done, or at once for a host array (None)."""
+        return WholeMessage(self, self.sends, name, array, ready)
 
-    @abstractmethod
     def _incoming(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
-        """The message that receives into `array`, under the same condition."""
+        return WholeMessage(self, self.receives, name, array, ready)
 
     def _begin(self, messages: list[DeviceMessage], message: DeviceMessage) -> DeviceMessage:
         register_progress(self)  # for the thread that uses it now
@@ -94,7 +82,6 @@ class DeviceTransport(ABC):
         return message
 
     def progress(self) -> bool:
-        """Let everything under way advance; never waits."""
         if self.sends:
             _advance(self.sends)
         if self.receives:
@@ -102,23 +89,24 @@ class DeviceTransport(ABC):
         return True
 
     def drop_buffers(self) -> None:
-        """Let go of retired buffers, which will not be used again."""
         self.retired.clear()
 
     def abort(self) -> None:
-        """After a failure: advance no more, and free nothing that MPI or the device may still touch."""
         unregister_progress(self)
         keep_forever(self)
 
     def close(self) -> None:
-        """Free the communicators; collective, and only when nothing is under way."""
         unregister_progress(self)
         self.drop_buffers()
         self.host.close()
         self.channels = []
 
 
-def _advance(messages: MutableSequence[DeviceMessage]) -> None:
+class DirectTransport(DeviceTransport):
+    """Messages whose addresses in device memory go to a GPU-aware MPI."""
+
+
+def _advance(messages: list[DeviceMessage]) -> None:
     """Let messages take their next steps; of those with one name, a later one waits until an earlier one is posted."""
     waiting: set[Name] = set()
     for message in messages:
@@ -163,26 +151,10 @@ class DeviceMessage(ABC):
         self._withdraw()
 
 
-class DeferredMessage(DeviceMessage):
-    """A message that MPI gets as a whole, once an event is done.
+class WholeMessage(DeviceMessage):
+    """A message that MPI gets as a whole, once an event is done."""
 
-    `take_host` starts the message of a host array, (array, peer, channel, tag) -> request, and `operations` have for
-    each channel what starts the message of a device array, (memory, peer, tag) -> request.
-    """
-
-    def __init__(
-        self,
-        transport: DeviceTransport,
-        messages: list[DeviceMessage],
-        name: Name,
-        array: Array,
-        ready: Event | None,
-        take_host: Callable[[np.ndarray, int, int, int], Request],
-        operations: Sequence[Callable[..., Request]] = (),
-    ) -> None:
-        super().__init__(transport, messages, name, array, ready)
-        self.take_host, self.operations = take_host, operations
-        self.request: Request | None = None
+    request: Request | None = None
 
     def advance(self) -> None:
         if self.request is None:
@@ -192,11 +164,11 @@ class DeferredMessage(DeviceMessage):
         self.finished = self.request.Test()
 
     def _start(self) -> Request:
-        peer, channel, tag = self.name
+        host, (peer, channel, tag), sending = self.transport.host, self.name, self.messages is self.transport.sends
         if self.ready is None:
-            return own(self.take_host(self.array, peer, channel, tag))
-        pieces = device_pieces(self.array, self.transport.piece_bytes)
-        return start_all(self.operations[channel], pieces, peer, tag, self.array)
+            return own((host.isend if sending else host.irecv)(self.array, peer, channel, tag))
+        operation = (host.senders if sending else host.receivers)[channel]
+        return start_all(operation, device_pieces(self.array, self.transport.piece_bytes), peer, tag, self.array)
 
     def _withdraw(self) -> None:
         if self.request is not None:
@@ -211,16 +183,3 @@ def device_pieces(array: DeviceArray, piece_bytes: int) -> list[list[Any]]:
         [MPI.buffer.fromaddress(address + start, min(piece_bytes, nbytes - start)), MPI.BYTE]
         for start in range(0, max(1, nbytes), piece_bytes)
     ]
-
-
-# -- Messages of device arrays that a GPU-aware MPI takes as they are -------------------------------------------------
-
-
-class DirectTransport(DeviceTransport):
-    """Messages whose addresses in device memory go to a GPU-aware MPI."""
-
-    def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeferredMessage:
-        return DeferredMessage(self, self.sends, name, array, ready, self.host.isend, self.host.senders)
-
-    def _incoming(self, array: Array, name: Name, ready: Event | None) -> DeferredMessage:
-        return DeferredMessage(self, self.receives, name, array, ready, self.host.irecv, self.host.receivers)

@@ -17,6 +17,8 @@ import ctypes
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from mpipipe import arrays
@@ -111,52 +113,47 @@ def judge(
 ) -> GpuAwareness:
     """Return the verdict of one rank.
 
-    `library_version` is what MPI_Get_library_version says, `maps_text` /proc/self/maps, which names the libraries that
-    are loaded, `query` what the library said about this platform, None if it was not asked, and `kinds` the value of
-    the info key mpi_memory_alloc_kinds. `async_pool`: CuPy allocates stream-ordered or managed memory, which MPI cannot
-    map.
+    `maps_text` is /proc/self/maps, which names the libraries that are loaded, `query` what the library said about this
+    platform, None if it was not asked, `kinds` the value of the info key mpi_memory_alloc_kinds, and `async_pool`
+    whether CuPy allocates stream-ordered or managed memory, which MPI cannot map.
     """
     override = environment.get(OVERRIDE)
     GPU_DIRECT.check(override)
     if override == "0":
-        return GpuAwareness(False, f"{OVERRIDE}=0")
+        return _no(f"{OVERRIDE}=0")
     if async_pool:
-        return GpuAwareness(
-            False,
+        return _no(
             "CuPy's allocator is an asynchronous or managed one, whose memory MPI cannot share "
-            "(use cupy.cuda.MemoryPool())",
+            "(use cupy.cuda.MemoryPool())"
         )
     if override == "1":
-        return GpuAwareness(True, f"{OVERRIDE}=1")
-    evidence = _evidence(library_version, environment, maps_text, query, kinds, platform)
+        return _yes(f"{OVERRIDE}=1")
+    if any(kind.strip().split(":")[0] == platform.kind for kind in kinds.split(",")):
+        evidence = _yes(f"mpi_memory_alloc_kinds is {kinds}")
+    else:
+        evidence = _of_library(library_version, environment, maps_text, query, platform)
     if evidence.direct and not _ucx_takes(platform, environment):
         left_out = f"UCX_TLS={environment['UCX_TLS']} leaves out {platform.in_ucx[0]}"
-        return GpuAwareness(False, f"{left_out} (but: {evidence.reason})")
+        return _no(f"{left_out} (but: {evidence.reason})")
     return evidence
 
 
-def _evidence(
-    library_version: str,
-    environment: Mapping[str, str],
-    maps_text: str,
-    query: int | None,
-    kinds: str,
-    platform: Platform,
+_no, _yes = partial(GpuAwareness, False), partial(GpuAwareness, True)
+
+
+def _of_library(
+    version: str, environment: Mapping[str, str], maps_text: str, query: int | None, platform: Platform
 ) -> GpuAwareness:
-    if any(kind.strip().split(":")[0] == platform.kind for kind in kinds.split(",")):
-        return GpuAwareness(True, f"mpi_memory_alloc_kinds is {kinds}")
     if query:
-        return _trusted(library_version, environment, platform)
-    if "CRAY MPICH" in library_version.upper():
+        return _trusted(version, environment, platform)
+    if "CRAY MPICH" in version.upper():
         return _cray(environment, maps_text, platform)
-    if "Intel(R) MPI" in library_version:
+    if "Intel(R) MPI" in version:
         return _intel(environment, maps_text, platform)
     for variable, library in platform.switches.items():
-        if _is_on(environment.get(variable)) and re.search(library, library_version, re.IGNORECASE):
-            return GpuAwareness(True, f"{variable}={environment[variable]}")
-    if query is None:
-        return GpuAwareness(False, "this MPI does not say that it takes device memory")
-    return GpuAwareness(False, f"{platform.question} says no")
+        if _is_on(environment.get(variable)) and re.search(library, version, re.IGNORECASE):
+            return _yes(f"{variable}={environment[variable]}")
+    return _no("this MPI does not say that it takes device memory" if query is None else f"{platform.question} says no")
 
 
 def _trusted(library_version: str, environment: Mapping[str, str], platform: Platform) -> GpuAwareness:
@@ -165,35 +162,33 @@ def _trusted(library_version: str, environment: Mapping[str, str], platform: Pla
     setting = environment.get("OMPI_MCA_opal_cuda_support")
     if platform is CUDA and version and int(version[1]) < 5 and not _is_on(setting):
         if setting:
-            return GpuAwareness(False, f"OMPI_MCA_opal_cuda_support={setting}")
+            return _no(f"OMPI_MCA_opal_cuda_support={setting}")
         if "CONDA_PREFIX" in environment:
-            reason = "conda's Open MPI 4 has CUDA switched off unless OMPI_MCA_opal_cuda_support=true"
-            return GpuAwareness(False, reason)
-    return GpuAwareness(True, f"{platform.question} says yes")
+            return _no("conda's Open MPI 4 has CUDA switched off unless OMPI_MCA_opal_cuda_support=true")
+    return _yes(f"{platform.question} says yes")
 
 
 def _cray(environment: Mapping[str, str], maps_text: str, platform: Platform) -> GpuAwareness:
     if not _is_on(environment.get("MPICH_GPU_SUPPORT_ENABLED")):
-        return GpuAwareness(False, "Cray MPICH without MPICH_GPU_SUPPORT_ENABLED=1")
+        return _no("Cray MPICH without MPICH_GPU_SUPPORT_ENABLED=1")
     if platform.layer not in maps_text:
-        return GpuAwareness(
-            False,
+        return _no(
             f"Cray MPICH without its GPU transport layer ({platform.layer}): build mpi4py with the "
-            "craype-accel module loaded, or preload that library",
+            "craype-accel module loaded, or preload that library"
         )
-    return GpuAwareness(True, f"MPICH_GPU_SUPPORT_ENABLED=1 and {platform.layer} is loaded")
+    return _yes(f"MPICH_GPU_SUPPORT_ENABLED=1 and {platform.layer} is loaded")
 
 
 def _intel(environment: Mapping[str, str], maps_text: str, platform: Platform) -> GpuAwareness:
     """Intel MPI takes Level Zero where it finds it, CUDA otherwise, unless it is told which."""
     if platform is not CUDA:
-        return GpuAwareness(False, "Intel MPI does not take the memory of AMD GPUs")
+        return _no("Intel MPI does not take the memory of AMD GPUs")
     if not _is_on(environment.get("I_MPI_OFFLOAD")):
-        return GpuAwareness(False, "Intel MPI without I_MPI_OFFLOAD=1 (and I_MPI_OFFLOAD_MODE=cuda)")
+        return _no("Intel MPI without I_MPI_OFFLOAD=1 (and I_MPI_OFFLOAD_MODE=cuda)")
     mode = environment.get("I_MPI_OFFLOAD_MODE", "")
     if mode == "cuda" or (not mode and "libcuda.so" in maps_text and "libze_loader" not in maps_text):
-        return GpuAwareness(True, f"I_MPI_OFFLOAD={environment['I_MPI_OFFLOAD']}, which found CUDA")
-    return GpuAwareness(False, f"I_MPI_OFFLOAD for {mode or 'a library that is not CUDA'}: set I_MPI_OFFLOAD_MODE=cuda")
+        return _yes(f"I_MPI_OFFLOAD={environment['I_MPI_OFFLOAD']}, which found CUDA")
+    return _no(f"I_MPI_OFFLOAD for {mode or 'a library that is not CUDA'}: set I_MPI_OFFLOAD_MODE=cuda")
 
 
 def _ucx_takes(platform: Platform, environment: Mapping[str, str]) -> bool:
@@ -244,8 +239,7 @@ def _memory_kinds(comm: Communicator) -> str:
 
 def _loaded_libraries() -> str:
     try:
-        with open("/proc/self/maps") as maps:
-            return maps.read()
+        return Path("/proc/self/maps").read_text()
     except OSError:
         return ""
 

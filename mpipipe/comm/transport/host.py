@@ -1,4 +1,4 @@
-"""Messages of host arrays."""
+"""What every transport can do, and messages of host arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,56 @@ PIECE_BYTES = 1 << 30  # counts above 2^31 - 1 are refused by some MPI libraries
 CHUNK_BYTES = 2 << 20  # where a rank stages: MPI over shared memory is at its best, and two chunks overlap well
 
 
-class HostTransport:
+class Transport(Protocol):
+    """Starts sends and receives of whole arrays; knows peers, channels and tags.
+
+    The code that takes a request owns it: see job.requests, and the mailbox for the many of a step. A message names one
+    of the private communicators, `channels`, by its number. What a method does here is right for host arrays.
+    """
+
+    channels: list[Communicator]
+
+    def empty(self, shape: Shape, kind: np.dtype) -> Array:
+        """A receive buffer in the memory where this rank computes; its content is undefined."""
+
+    def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
+        """Start sending; the array must stay as it is until the request tests true."""
+
+    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
+        """Start receiving into `array`, which must have the sender's size in bytes."""
+
+    def close(self) -> None:
+        """Free the communicators; collective, and only when nothing is under way."""
+
+    def retire(self, array: Array) -> None:
+        """Take note that work queued so far is the last that reads this receive buffer."""
+        return
+
+    def begin_call(self, repeated: bool) -> bool:
+        """Begin a call; return whether its messages must be started in one order on all ranks.
+
+        `repeated` says, on all ranks alike, that a call like this one has run to its end before.
+        """
+        return False
+
+    def settled(self) -> bool:
+        """Whether all that was received is there, and the device waits for no other rank any more."""
+        return True
+
+    def progress(self) -> bool:
+        """Let everything under way advance, if that is this object's business (not MPI's), and say whether it is."""
+        return False
+
+    def drop_buffers(self) -> None:
+        """Free the memory that is kept for later messages."""
+        return
+
+    def abort(self) -> None:
+        """After a failure: advance no more, and free nothing that MPI or the device may still touch."""
+        return
+
+
+class HostTransport(Transport):
     """Non-blocking messages of C-contiguous host arrays, on private duplicates of `comm`, as many as `channels`.
 
     A longer array than `piece_bytes` travels as several messages under one tag, which MPI keeps in order. `typed` sends
@@ -25,46 +74,18 @@ class HostTransport:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        channels: int = 1,
-        synchronous: bool = False,
-        piece_bytes: int = PIECE_BYTES,
+        self, comm: Communicator, channels: int = 1, synchronous: bool = False, piece_bytes: int = PIECE_BYTES,
         typed: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.channels = [communicators.duplicate(comm) for _ in range(channels)]
         self.senders = [channel.Issend if synchronous else channel.Isend for channel in self.channels]
         self.receivers = [channel.Irecv for channel in self.channels]
-        self.piece_bytes = piece_bytes
-        self.types = MPI_TYPES if typed else ""
+        self.piece_bytes, self.types = piece_bytes, MPI_TYPES if typed else ""
 
     def empty(self, shape: Shape, kind: np.dtype) -> np.ndarray:
-        """A receive buffer; its content is undefined."""
         return arrays.aligned_empty(shape, kind)
 
-    def retire(self, array: Array) -> None:
-        """On the host no work is queued: what was to be read has been read."""
-
-    def begin_call(self, repeated: bool) -> bool:
-        """False: messages start in any order."""
-        return False
-
-    def settled(self) -> bool:
-        """True: a receive tests true once its data are there."""
-        return True
-
-    def progress(self) -> bool:
-        """False: MPI lets all messages advance whenever it is called, with a test of any request for example."""
-        return False
-
-    def drop_buffers(self) -> None:
-        """Nothing is kept between messages."""
-
-    def abort(self) -> None:
-        """After a failure: requests under way are the business of their owners."""
-
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start sending; the array must stay as it is until the request tests true."""
         if not isinstance(array, np.ndarray):
             raise ArgumentError(
                 "an array on a GPU, from a rank whose stages are on the host",
@@ -77,7 +98,6 @@ class HostTransport:
         return start_all(self.senders[channel], self._pieces(array), peer, tag)
 
     def irecv(self, array: np.ndarray, peer: int, channel: int, tag: int) -> Request:
-        """Start receiving into `array`, which must have the sender's size in bytes."""
         if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
             return self.receivers[channel](array, peer, tag)
         return start_all(self.receivers[channel], self._pieces(array), peer, tag)
@@ -87,13 +107,9 @@ class HostTransport:
         return [flat[start : start + self.piece_bytes] for start in range(0, max(1, flat.size), self.piece_bytes)]
 
     def close(self) -> None:
-        """Free the communicators; collective."""
         for channel in self.channels:
             channel.Free()
         self.channels, self.senders, self.receivers = [], [], []
-
-
-# -- Several requests as one: a long array travels as several messages ------------------------------------------------
 
 
 class RequestGroup:
@@ -120,60 +136,10 @@ def start_all(
     return requests[0] if len(requests) == 1 else RequestGroup(requests)
 
 
-# -- What every transport can do --------------------------------------------------------------------------------------
-
-
-class Transport(Protocol):
-    """Starts sends and receives of whole arrays; knows peers, channels and tags.
-
-    The code that takes a request owns it: see job.requests, and the mailbox for the many of a step. A message names one
-    of the private communicators, `channels`, by its number.
-    """
-
-    channels: list[Communicator]
-
-    def empty(self, shape: Shape, kind: np.dtype) -> Array:
-        """A receive buffer in the memory where this rank computes; its content is undefined."""
-
-    def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start sending; the array must stay as it is until the request tests true."""
-
-    def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start receiving into `array`, which must have the sender's size in bytes."""
-
-    def retire(self, array: Array) -> None:
-        """Take note that work queued so far is the last that reads this receive buffer."""
-
-    def begin_call(self, repeated: bool) -> bool:
-        """Begin a call; return whether its messages must be started in one order on all ranks.
-
-        `repeated` says, on all ranks alike, that a call like this one has run to its end before.
-        """
-
-    def settled(self) -> bool:
-        """Whether all that was received is there, and the device waits for no other rank any more."""
-
-    def progress(self) -> bool:
-        """Let everything under way advance, if that is this object's business, and say whether it is."""
-
-    def drop_buffers(self) -> None:
-        """Free the memory that is kept for later messages."""
-
-    def abort(self) -> None:
-        """After a failure: advance no more, and free nothing that MPI or the device may still touch."""
-
-    def close(self) -> None:
-        """Free the communicators; collective, and only when nothing is under way."""
-
-
-# -- Which arrays can travel as messages ------------------------------------------------------------------------------
-
-
 def check_sendable(array: Array) -> None:
     """Raise ArgumentError for what cannot travel.
 
-    These are: other types than arrays; masked arrays; arrays of objects, records or text; arrays that are not
-    C-contiguous. mpi4py sends a Fortran-ordered array without a word, and the receiver then holds its transpose.
+    mpi4py would send a Fortran-ordered array without a word, and the receiver then hold its transpose.
     """
     if not arrays.is_array(array):
         raise ArgumentError("not an array", found=type(array).__name__, expected="numpy.ndarray or cupy.ndarray")

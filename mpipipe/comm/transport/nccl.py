@@ -59,7 +59,6 @@ is refused before it is sent.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -71,14 +70,14 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event, Shape
 from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, new_identity, open_together
 from mpipipe.comm.transport.device import DeviceTransport
-from mpipipe.comm.transport.host import check_sendable
+from mpipipe.comm.transport.host import Transport, check_sendable
 from mpipipe.job import RankGroup, Request, keep_forever, register_progress, unregister_progress
 
 AHEAD = 1  # messages taken by the host whose data the device is still waiting for
 Pair = tuple[int, int]  # of ranks: from, to
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Messages of device arrays by NCCL, all others by another transport; the constructor and `close` are collective.
 
     `pairs` are (from, to) of ranks that exchange messages, the same on all ranks; each has a lane of its own. `other`
@@ -92,26 +91,22 @@ class NcclTransport:
         self.outgoing = {to: lane for (source, to), lane in self.lanes.items() if source == group.rank}
         self.incoming = {source: lane for (source, to), lane in self.lanes.items() if to == group.rank}
         # on the lanes, in the order in which it was put there
-        self.underway: deque[tuple[Event, _Message, Channel]] = deque()
+        self.underway: deque[tuple[Event, _Send, Channel]] = deque()
         self.taken: deque[Event] = deque()  # of receives that have tested true
         self.repeated = False
         register_progress(self)
 
     def empty(self, shape: Shape, kind: np.dtype) -> DeviceArray:
-        """A receive buffer on the device; its content is undefined."""
         return self.other.empty(shape, kind)
 
     def retire(self, array: Array) -> None:
-        """The work queued so far on the current stream is the last that reads this receive buffer."""
         self.other.retire(array)
 
     def begin_call(self, repeated: bool) -> bool:
-        """Begin a call. Only one whose like has run before goes by NCCL, for its kernels and its memory are there."""
-        self.repeated = repeated
+        self.repeated = repeated  # only then are kernels and memory there
         return repeated
 
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start sending; the array must stay as it is until the request tests true."""
         lane = self.outgoing.get(peer)
         if lane is None or not self.repeated or not arrays.is_device(array):
             return self.other.isend(array, peer, channel, tag)
@@ -119,14 +114,13 @@ class NcclTransport:
         return self._put(_Send(self, array), lane, 0, arrays.record())
 
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> Request:
-        """Start receiving into `array`, which must have the sender's size in bytes."""
         lane = self.incoming.get(peer)
         if lane is None or not self.repeated or not arrays.is_device(array):
             return self.other.irecv(array, peer, channel, tag)
         check_sendable(array)
         return self._put(_Receive(self, array), lane, 1, self.other.free_event(array))
 
-    def _put(self, message: _Message, lane: Channel, end: int, ready: Event) -> _Message:
+    def _put(self, message: _Send, lane: Channel, end: int, ready: Event) -> _Send:
         register_progress(self)  # for the thread that uses it now
         message.event = ready
         if message.array.nbytes:
@@ -135,7 +129,6 @@ class NcclTransport:
         return message
 
     def progress(self) -> bool:
-        """See what is done; never waits."""
         self.other.progress()
         for _ in range(len(self.underway)):
             event, message, lane = self.underway.popleft()
@@ -145,7 +138,6 @@ class NcclTransport:
         return True
 
     def settled(self) -> bool:
-        """Whether all that was sent and received is there."""
         self.progress()
         return not self.underway and self.other.settled()
 
@@ -156,11 +148,9 @@ class NcclTransport:
         return len(self.taken) < AHEAD
 
     def drop_buffers(self) -> None:
-        """Let go of retired buffers, which will not be used again."""
         self.other.drop_buffers()
 
     def abort(self) -> None:
-        """After a failure: let kernels end that wait for other ranks, and free nothing that they may still touch."""
         unregister_progress(self)
         keep_forever(self)
         for channel in self.lanes.values():
@@ -168,7 +158,6 @@ class NcclTransport:
         self.other.abort()
 
     def close(self) -> None:
-        """Free the communicators; collective, and only when nothing is under way."""
         unregister_progress(self)
         wait = partial(self.group.wait, what="the end of NCCL's communicators")
         close_together(list(self.lanes.values()), wait)
@@ -200,34 +189,26 @@ def _move(array: DeviceArray, end: int, communicator: Any, stream: int) -> None:
     move(arrays.address(array), array.nbytes, arrays.nccl().NCCL_UINT8, 1 - end, stream)
 
 
-class _Message(ABC):
-    """The request of one array on a lane; `event` is after it there."""
+class _Send:
+    """The request of one array that is sent on a lane; `event` is after it there."""
 
     event: Event
 
     def __init__(self, transport: NcclTransport, array: DeviceArray) -> None:
         self.transport, self.array, self.finished = transport, array, False
 
-    @abstractmethod
     def Test(self) -> bool:
-        """Whether it is complete for its owner."""
+        """Whether the array may change."""
+        self.finished = self.finished or arrays.is_done(self.event)
+        return self.finished
 
     def Cancel(self) -> None:
         """Nothing on a device can be withdrawn: the transport's `abort` ends it."""
         keep_forever((self, self.transport))
 
 
-class _Send(_Message):
-    """A message that is sent."""
-
-    def Test(self) -> bool:
-        """Whether the array may change."""
-        self.finished = self.finished or arrays.is_done(self.event)
-        return self.finished
-
-
-class _Receive(_Message):
-    """A message that is received."""
+class _Receive(_Send):
+    """The same of one that is received."""
 
     def Test(self) -> bool:
         """Whether its consumer may be queued: once it is true, later work on the current stream finds the data."""

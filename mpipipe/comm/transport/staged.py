@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray
-from mpipipe.comm.transport.device import DeferredMessage, DeviceMessage, DeviceTransport, Event, Name
+from mpipipe.arrays import Array, DeviceArray, Event
+from mpipipe.comm.transport.device import DeviceMessage, DeviceTransport, Name
 from mpipipe.comm.transport.host import CHUNK_BYTES
 from mpipipe.job import Communicator, Request, own
 
@@ -45,13 +45,13 @@ class StagedTransport(DeviceTransport):
         self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = deque()  # event, message, buffer
 
     def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
-        if ready is None:
-            return DeferredMessage(self, self.sends, name, array, None, self.host.isend)
-        return _Outgoing(self, self.sends, name, array, ready)
+        return (
+            super()._outgoing(array, name, None) if ready is None else _Outgoing(self, self.sends, name, array, ready)
+        )
 
     def _incoming(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
         if ready is None:
-            return DeferredMessage(self, self.receives, name, array, None, self.host.irecv)
+            return super()._incoming(array, name, None)
         return _Incoming(self, self.receives, name, array, ready)
 
     def progress(self) -> bool:
@@ -85,10 +85,10 @@ class _Staged(DeviceMessage):
     ) -> None:
         super().__init__(transport, messages, name, array, ready)
         self.bytes = array.reshape(-1).view(np.uint8)  # the array as bytes
-        # where the next chunk begins
-        # buffers in use
-        self.next, self.held = 0, 0
+        self.next = self.held = 0  # where the next chunk begins, and buffers in use
         self.untaken = -(-max(1, array.nbytes) // transport.piece_bytes)  # chunks that have had no buffer yet
+        self.unsent = self.untaken  # on the way out, chunks that MPI has not had yet
+        self.arrived: Event | None = None  # on the way in, after the last copy
         # (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on the way out
         self.wire: deque[tuple[Request, np.ndarray, DeviceArray]] = deque()
 
@@ -111,12 +111,6 @@ class _Staged(DeviceMessage):
 
 class _Outgoing(_Staged):
     """A message that is sent in chunks."""
-
-    def __init__(
-        self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
-    ) -> None:
-        super().__init__(transport, messages, name, array, ready)
-        self.unsent = self.untaken  # chunks that MPI has not had yet
 
     def advance(self) -> None:
         transport = self.transport
@@ -148,12 +142,6 @@ class _Outgoing(_Staged):
 
 class _Incoming(_Staged):
     """A message that is received in chunks."""
-
-    def __init__(
-        self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
-    ) -> None:
-        super().__init__(transport, messages, name, array, ready)
-        self.arrived: Event | None = None  # after the last copy
 
     def advance(self) -> None:
         transport = self.transport
@@ -199,8 +187,7 @@ class PinnedPool:
     """
 
     def __init__(self, limit: int) -> None:
-        # bytes in use
-        self.limit, self.used = limit, 0
+        self.limit, self.used = limit, 0  # bytes
         self.free: dict[int, list[np.ndarray]] = defaultdict(list)  # size -> buffers that no message uses
 
     def take(self, nbytes: int, first: bool) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""Messages between the watchdogs of several ranks, and what they tell. Only the ranks that open a channel wait here.
+"""Messages between the watchdogs of several ranks, and what they say. Only the ranks that open a channel wait here.
 
 Each channel has a communicator of its own, except one: before the first group there is none that could be made without
 waiting for ranks which may never come. So the watchdogs of all ranks share two tags of COMM_WORLD until then. A script
@@ -48,7 +48,7 @@ class WatchKind(IntEnum):
     ASK = 0  # how long have you seen no progress?
     QUIET = 1  # the answer: seconds
     ORDER = 2  # send your dump; with the ranks of your host that have not answered and that you are to look at
-    DUMP = 3  # the answer: a dump.Dump
+    DUMP = 3  # the answer: a Dump
     MOVES = 4  # a rank has made progress: seconds until the next question makes sense
 
 
@@ -115,17 +115,14 @@ class WatchChannel:
 
     def read(self) -> list[WatchMessage]:
         """Return all messages that have arrived."""
-        arrived = []
-        while self._posted and self._posted[0][0].Test(self._status):
+        arrived, status = [], self._status
+        while self._posted and self._posted[0][0].Test(status):
             _, buffer = self._posted.popleft()
             self._posted.append(self._post())
-            arrived.append(
-                WatchMessage(self._status.Get_source(), *pickle.loads(buffer[: self._status.Get_count()].tobytes()))
-            )
-        while self._receiving is not None or self.comm.Iprobe(tag=self.tag, status=self._status):
+            arrived.append(WatchMessage(status.Get_source(), *pickle.loads(buffer[: status.Get_count()].tobytes())))
+        while self._receiving is not None or self.comm.Iprobe(tag=self.tag, status=status):
             if self._receiving is None:
-                source = self._status.Get_source()
-                buffer = np.empty(self._status.Get_count(), np.uint8)
+                source, buffer = status.Get_source(), np.empty(status.Get_count(), np.uint8)
                 self._receiving = own(self.comm.Irecv(buffer, source, self.tag)), buffer, source
             request, buffer, source = self._receiving
             if not request.Test():
@@ -142,16 +139,21 @@ def threads_allowed() -> bool:
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
-def open_channel(comm: MpiCommunicator, members: tuple[int, ...], threaded: bool) -> WatchChannel:
+def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChannel:
     """Return the channel of the ranks of `comm`, on a duplicate; collective."""
     private = communicators.duplicate(comm)
     private.Set_name("mpipipe watchdog")
     row, table = np.zeros(24 + HOST_BYTES, np.uint8), np.empty((comm.size, 24 + HOST_BYTES), np.uint8)
-    row[:24].view(np.int64)[:] = os.getpid(), threaded, offer_stacks()
+    row[:24].view(np.int64)[:] = os.getpid(), threads_allowed(), offer_stacks()
     host = np.frombuffer(socket.gethostname().encode()[:HOST_BYTES], np.uint8)
     row[24 : 24 + host.size] = host
     wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
-    return WatchChannel(private, members, [_place(line) for line in table])
+    places = []
+    for line in table:
+        pid, answers, descriptor = line[:24].view(np.int64).tolist()
+        name = line[24:].tobytes().rstrip(b"\0").decode("utf-8", "replace")
+        places.append(RankPlace(name, pid, bool(answers), descriptor))
+    return WatchChannel(private, members, places)
 
 
 def world_channel(world: MpiCommunicator) -> WatchChannel:
@@ -162,12 +164,7 @@ def world_channel(world: MpiCommunicator) -> WatchChannel:
     return WatchChannel(world, tuple(range(world.size)), [unknown] * world.size, tag, tag - 1)
 
 
-def _place(row: np.ndarray) -> RankPlace:
-    pid, threaded, descriptor = row[:24].view(np.int64).tolist()
-    return RankPlace(row[24:].tobytes().rstrip(b"\0").decode("utf-8", "replace"), pid, bool(threaded), descriptor)
-
-
-# -- What one rank tells of itself when a job hangs. Texts are made here, from what the flight recorder keeps ---------
+# -- What one rank says of itself when a job hangs. Texts are made here, from what the flight recorder keeps ----------
 
 
 OPERATIONS = 24  # the last ones, of what is in no plan
@@ -186,7 +183,7 @@ class Waits(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """What one rank tells of itself, at one moment."""
+    """What one rank says of itself, at one moment."""
 
     rank: int  # in COMM_WORLD
     host: str
@@ -201,7 +198,11 @@ class Dump(NamedTuple):
 
 
 def make_dump(
-    context: RankContext, rank: int, quiet: float, neighbours: Mapping[int, Seen] | None = None, watcher: int = 0
+    context: RankContext,
+    rank: int,
+    quiet: float,
+    neighbours: Mapping[int, Seen] | None = None,
+    watcher: int | None = None,
 ) -> Dump:
     """Describe this rank, which has seen no progress for `quiet` seconds, and what it has seen of its `neighbours`.
 
@@ -211,6 +212,12 @@ def make_dump(
     waits = _patiently(lambda: tuple(_waits_of(long_wait) for long_wait in tuple(context.long_waits)))
     busy = next((snapshot.thread for snapshot in snapshots if snapshot.doing), context.thread)
     frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = [
+        f"thread {names.get(number, number)}, most recent call last:\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in frames.items()
+        if number != watcher
+    ]
     return Dump(
         rank=rank,
         host=socket.gethostname(),
@@ -219,7 +226,7 @@ def make_dump(
         snapshots=snapshots,
         ended=context.ended,
         where=_where(frames.get(busy or 0)),
-        stacks=_stacks(frames, watcher),
+        stacks="\n".join(stacks),
         operations=tuple(context.flight.last(OPERATIONS)),
         neighbours=neighbours or {},
     )
@@ -241,8 +248,8 @@ def _waits_of(long_wait: LongWait) -> Waits:
         members = tuple(sorted(long_wait.absent))
         return Waits(text, seconds, members, (members, text) if members else None)
     if long_wait.everyone or long_wait.peer is None:
-        return Waits(text, seconds, group.peers.members, (group.key, text))
-    peer = group.peers.members[long_wait.peer]
+        return Waits(text, seconds, group.members, (group.key, text))
+    peer = group.members[long_wait.peer]
     text += "" if peer == long_wait.peer else f", which is rank {peer} of the job"
     return Waits(text, seconds, (peer,), None)
 
@@ -255,16 +262,6 @@ def _where(frame: FrameType | None) -> str:
     users = [line for line in stack if not line.filename.startswith((PACKAGE, "<frozen", sys.base_prefix + "/lib"))]
     innermost = users[-1] if users else stack[-1]
     return f"{innermost.filename}:{innermost.lineno} in {innermost.name}"
-
-
-def _stacks(frames: Mapping[int, FrameType], watcher: int) -> str:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    for number, frame in frames.items():
-        if number != watcher:
-            lines = "".join(traceback.format_stack(frame))
-            parts.append(f"thread {names.get(number, number)}, most recent call last:\n{lines}")
-    return "\n".join(parts)
 
 
 # -- What can be seen, from outside, of a process on this host that does not answer: its state, and its Python stacks

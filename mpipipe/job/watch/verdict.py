@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpipipe.job.flight import Message, Snapshot
-from mpipipe.job.rank_list import named
+from mpipipe.job.flight import Message
+from mpipipe.job.rank_list import by_text, named
 from mpipipe.job.report import heading, write
 from mpipipe.job.watch.channel import STATES, Dump, RankPlace
 from mpipipe.text import counted
@@ -56,8 +56,8 @@ def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) 
     blockers = {rank: _blockers(dump, dumps) for rank, dump in dumps.items()}
     culprits = [Culprit(each.rank, _silence(each, dumps)) for each in unresponsive]
     lost: list[Culprit] = []
-    for rank, dump in dumps.items():
-        culprits += [Culprit(rank, text) for text in _skipped(dump)]
+    for dump in dumps.values():
+        culprits += _skipped(dump)
     for dump in dumps.values():
         _compare_message(dump, dumps, culprits, lost)
     blamed, wanted = {each.rank for each in culprits}, _reachable(blockers)
@@ -65,7 +65,14 @@ def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) 
         if rank not in blamed and (_waits_for_nobody(dump) or (rank in wanted and not dump.waits)):
             culprits.append(Culprit(rank, _occupation(dump)))
     if not culprits:
-        culprits = lost or [Culprit(rank, _circle(rank, blockers, dumps)) for rank in _first_circle(blockers)]
+        culprits = lost or [
+            Culprit(
+                rank,
+                f"{_named(dumps[rank])} waits for {named(blockers[rank])}, which waits too: "
+                + "; ".join(wait.text for wait in dumps[rank].waits),
+            )
+            for rank in _first_circle(blockers)
+        ]
     return HangVerdict(culprits, _waiting(dumps))
 
 
@@ -73,12 +80,8 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
     """Return the ranks that one rank waits for: of a meeting, those that have not come to it."""
     blocking: set[int] = set()
     for wait in dump.waits:
-        met = {
-            rank
-            for rank, other in dumps.items()
-            if wait.meeting is not None and any(entered.meeting == wait.meeting for entered in other.waits)
-        }
-        blocking |= set(wait.peers) - met - {dump.rank}
+        met = {rank for rank, other in dumps.items() if wait.meeting in [entered.meeting for entered in other.waits]}
+        blocking |= set(wait.peers) - {dump.rank} - (met if wait.meeting is not None else set())
     return blocking
 
 
@@ -129,13 +132,12 @@ def _silence(it: Unresponsive, dumps: Mapping[int, Dump]) -> str:
     return f"{name} is silent: it has not answered for {it.seconds:.0f} s; {state or unknown}"
 
 
-def _skipped(dump: Dump) -> Iterable[str]:
+def _skipped(dump: Dump) -> Iterable[Culprit]:
     for snapshot in dump.snapshots:
         for message in snapshot.skipped[:1]:
-            yield (
-                f"{_named(dump)} diverged: it has not sent {message.text} to rank {message.peer} "
-                f"({_transfer(message)}), although it went past the action that makes it"
-            )
+            text = f"it has not sent {message.text} to rank {message.peer} ({_transfer(message)})"
+            past = "although it went past the action that makes it"
+            yield Culprit(dump.rank, f"{_named(dump)} diverged: {text}, {past}")
 
 
 def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culprit], lost: list[Culprit]) -> None:
@@ -144,22 +146,19 @@ def _compare_message(dump: Dump, dumps: Mapping[int, Dump], culprits: list[Culpr
         wanted = snapshot.expects
         if wanted is None or wanted.peer not in dumps:
             continue
-        for sent in _sent_to(dumps[wanted.peer], snapshot, dump.rank):
-            if sent.name != wanted.name:
+        sender = _named(dumps[wanted.peer])
+        for other in dumps[wanted.peer].snapshots:
+            if (other.key, other.call) != (snapshot.key, snapshot.call):  # ranks may be a step apart
                 continue
-            sizes = {sent.nbytes, wanted.nbytes} - {None}
-            if sent.tag != wanted.tag or len(sizes) > 1:
-                text = f"sent {sent.text} as {_transfer(sent)}; rank {dump.rank} expects {_transfer(wanted)}"
-                culprits.append(Culprit(wanted.peer, f"{_named(dumps[wanted.peer])} diverged: it {text}"))
-            else:
-                text = f"sent {sent.text} to rank {dump.rank} ({_transfer(sent)}), where it has not arrived"
-                lost.append(Culprit(wanted.peer, f"{_named(dumps[wanted.peer])} {text}"))
-
-
-def _sent_to(dump: Dump, snapshot: Snapshot, rank: int) -> Iterable[Message]:
-    for other in dump.snapshots:
-        if other.key == snapshot.key and other.call == snapshot.call:  # ranks may be a step apart
-            yield from (message for message in other.sent if message.peer == rank)
+            for sent in other.sent:
+                if (sent.peer, sent.name) != (dump.rank, wanted.name):
+                    continue
+                if sent.tag != wanted.tag or len({sent.nbytes, wanted.nbytes} - {None}) > 1:
+                    text = f"sent {sent.text} as {_transfer(sent)}; rank {dump.rank} expects {_transfer(wanted)}"
+                    culprits.append(Culprit(wanted.peer, f"{sender} diverged: it {text}"))
+                else:
+                    text = f"sent {sent.text} to rank {dump.rank} ({_transfer(sent)}), where it has not arrived"
+                    lost.append(Culprit(wanted.peer, f"{sender} {text}"))
 
 
 def _transfer(message: Message) -> str:
@@ -172,31 +171,23 @@ def _occupation(dump: Dump) -> str:
     if dump.ended:
         return f"{_named(dump)} has come to the end of its program"
     if _waits_for_nobody(dump):
-        return (
-            f"{_named(dump)} has waited {dump.waits[0].seconds:.0f} s for {dump.waits[0].text}, and for no other rank"
-        )
-    for snapshot in dump.snapshots:
-        if snapshot.doing and snapshot.computes:
-            return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {snapshot.doing}{place}"
-    for snapshot in dump.snapshots:
-        if snapshot.doing:
-            return f"{_named(dump)} has been in {snapshot.doing} for {dump.quiet:.0f} s{place}"
-    return f"{_named(dump)} has been busy elsewhere for {dump.quiet:.0f} s{place}"
-
-
-def _circle(rank: int, blockers: Mapping[int, set[int]], dumps: Mapping[int, Dump]) -> str:
-    texts = "; ".join(wait.text for wait in dumps[rank].waits)
-    return f"{_named(dumps[rank])} waits for {named(blockers[rank])}, which waits too: {texts}"
+        wait = dump.waits[0]
+        return f"{_named(dump)} has waited {wait.seconds:.0f} s for {wait.text}, and for no other rank"
+    busy = sorted((snapshot for snapshot in dump.snapshots if snapshot.doing), key=lambda each: not each.computes)
+    if busy and busy[0].computes:
+        return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {busy[0].doing}{place}"
+    return (
+        f"{_named(dump)} has been {f'in {busy[0].doing}' if busy else 'busy elsewhere'} for {dump.quiet:.0f} s{place}"
+    )
 
 
 def _waiting(dumps: Mapping[int, Dump]) -> list[str]:
     """Say who waits for what, ranks with the same text in one line."""
-    ranks: dict[str, list[int]] = {}
+    texts = []
     for rank, dump in sorted(dumps.items()):
-        for wait in dump.waits:
-            doing = next((f", in {each.doing}" for each in dump.snapshots if each.doing), "")
-            ranks.setdefault(f"for {wait.text}{doing}", []).append(rank)
-    return [f"{named(them)} {'waits' if len(them) == 1 else 'wait'} {text}" for text, them in ranks.items()]
+        doing = next((f", in {each.doing}" for each in dump.snapshots if each.doing), "")
+        texts += [(rank, f"for {wait.text}{doing}") for wait in dump.waits]
+    return [f"{named(them)} {'waits' if len(them) == 1 else 'wait'} {text}" for text, them in by_text(texts).items()]
 
 
 # -- The report of a hang: some lines on stderr, and a folder with stacks and the last operations of all ranks --------

@@ -20,9 +20,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -105,12 +107,12 @@ class Watchdog:
 
     def ended_neighbours(self) -> set[int]:
         """Return the world ranks on this host whose process has ended."""
-        ended = set()
-        for channel in self._channels:
-            for member, place in zip(channel.members, channel.places):
-                if place.host == channel.places[channel.rank].host and state_of(place.pid) == GONE:
-                    ended.add(member)
-        return ended
+        return {
+            member
+            for channel in self._channels
+            for member, place in zip(channel.members, channel.places)
+            if place.host == channel.places[channel.rank].host and state_of(place.pid) == GONE
+        }
 
     def add(self, channel: WatchChannel) -> None:
         """Watch over the ranks of one more channel."""
@@ -221,74 +223,69 @@ class Watchdog:
                 probe.dumps[source] = content
 
     def _dump(self, channel: WatchChannel, neighbours: list[Unresponsive]) -> Dump:
-        watcher = 0 if self._thread is None else self._thread.ident or 0
+        watcher = None if self._thread is None else self._thread.ident
         seen = {each.rank: look_at(each.place.pid, each.place.descriptor) for each in neighbours}
         return make_dump(self.context, channel.members[channel.rank], self.quiet, seen, watcher)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        assert self.limit is not None  # by _tick
-        channel, wanted = self._channel()
-        patience = self.limit + STAGGER * min(0 if channel is None else channel.rank, MOST_STAGGERED)
-        if self.quiet < max(patience, self._again) or channel is None or not wanted:
-            return
-        self._probes += 1
-        self._probe = HangProbe(channel, self._probes, wanted)
-        channel.send(self._probe.others, WatchKind.ASK, self._probe.name)
+        """Ask ranks of the largest channel with those that this rank waits for: all of them, but for COMM_WORLD.
 
-    def _channel(self) -> tuple[WatchChannel | None, Collection[int]]:
-        """Return the largest channel with the ranks that this one waits for, and which ranks to ask there.
-
-        Of COMM_WORLD only those are asked: other ranks of it may never call this package.
+        Of that only those are asked that this rank waits for: others may never call this package.
         """
+        assert self.limit is not None  # by _tick
         waits = tuple(self.context.long_waits)
         group = waits[0].group if waits else None
-        wanted = set(group.peers.members) if group is not None else waits[0].absent if waits else set()
-        best = max(self._channels, key=lambda each: (wanted <= set(each.members), each.size), default=None)
-        if best is None or not wanted <= set(best.members):
-            best = self._world or best
-        return best, wanted if best is self._world or best is None else best.members
+        wanted = set(group.members) if group is not None else waits[0].absent if waits else set()
+        channel = max(self._channels, key=lambda each: (wanted <= set(each.members), each.size), default=None)
+        if channel is None or not wanted <= set(channel.members):
+            channel = self._world or channel
+        if channel is None:
+            return
+        if channel is not self._world:
+            wanted = set(channel.members)
+        patience = self.limit + STAGGER * min(channel.rank, MOST_STAGGERED)
+        if self.quiet >= max(patience, self._again) and wanted:
+            self._probes += 1
+            self._probe = HangProbe(channel, self._probes, wanted)
+            channel.send(self._probe.others, WatchKind.ASK, self._probe.name)
 
     def _go_on(self, probe: HangProbe) -> None:
         assert self.limit is not None  # by _tick
         if self.quiet < self.limit:  # this rank goes on
             self._probe = None
             return
-        if probe.unresponsive is None:
-            if len(probe.quiet) == len(probe.others) or probe.waited >= self.window:
-                if not self._postpone(probe, probe.quiet.values()):
-                    self._order(probe)
-        elif len(probe.dumps) == len(probe.others) or probe.waited >= self.window:
-            if not self._postpone(probe, (dump.quiet for dump in probe.dumps.values())):
-                self._conclude(probe)
-
-    def _postpone(self, probe: HangProbe, quiet: Iterable[float]) -> bool:
-        """Return whether some rank has made progress, so that there is no hang; tell the others when to ask again."""
-        assert self.limit is not None
-        least = min(quiet, default=self.limit)
-        if least >= self.limit:
-            return False
-        self._probe, self._again = None, self.quiet + self.limit - least
-        probe.channel.send(probe.others, WatchKind.MOVES, probe.name, self.limit - least)
-        return True
+        answers: Mapping[int, Any] = probe.dumps if probe.ordered else probe.quiet
+        if len(answers) < len(probe.others) and probe.waited < self.window:
+            return
+        least = min(
+            [dump.quiet for dump in probe.dumps.values()] if probe.ordered else probe.quiet.values(), default=inf
+        )
+        if least < self.limit:  # a rank has made progress: no hang, and the others learn when to ask again
+            self._probe, self._again = None, self.quiet + self.limit - least
+            probe.channel.send(probe.others, WatchKind.MOVES, probe.name, self.limit - least)
+        elif probe.ordered:
+            self._conclude(probe)
+        else:
+            self._order(probe)
 
     def _order(self, probe: HangProbe) -> None:
         """Ask for dumps. The first rank of a host that has answered is to look at the silent ones there."""
-        channel, unresponsive = probe.channel, self._unresponsive(probe, set(probe.quiet))
-        probe.unresponsive, probe.waited = unresponsive, 0.0
+        channel = probe.channel
+        probe.ordered, probe.waited = True, 0.0
         hosts: dict[str, int] = {}
         for rank in (channel.rank, *sorted(probe.quiet)):
             hosts.setdefault(channel.places[rank].host, rank)
         orders: dict[int, list[Unresponsive]] = {rank: [] for rank in (channel.rank, *probe.others)}
-        for each in unresponsive:
+        for each in self._unresponsive(probe, probe.quiet):
             if each.place.host and each.place.host in hosts:
                 orders[hosts[each.place.host]].append(each)
         probe.mine = orders.pop(channel.rank)
         for rank, neighbours in orders.items():
             channel.send([rank], WatchKind.ORDER, probe.name, neighbours)
 
-    def _unresponsive(self, probe: HangProbe, answered: set[int]) -> list[Unresponsive]:
+    def _unresponsive(self, probe: HangProbe, answered: Collection[int]) -> list[Unresponsive]:
         channel = probe.channel
         return [
             Unresponsive(channel.members[rank], channel.places[rank], self.quiet)
@@ -297,7 +294,7 @@ class Watchdog:
         ]
 
     def _conclude(self, probe: HangProbe) -> None:
-        unresponsive, mine = self._unresponsive(probe, set(probe.dumps)), self._dump(probe.channel, probe.mine)
+        unresponsive, mine = self._unresponsive(probe, probe.dumps), self._dump(probe.channel, probe.mine)
         dumps, world = {dump.rank: dump for dump in (mine, *probe.dumps.values())}, runtime.world()
         try:
             verdict = judge(dict(sorted(dumps.items())), unresponsive)
@@ -316,9 +313,9 @@ class HangProbe:
         self.others = [rank for rank, member in enumerate(channel.members) if rank != channel.rank and member in wanted]
         self.waited = 0.0  # seconds since the last question
         self.quiet: dict[int, float] = {}  # rank -> seconds without progress
-        self.dumps: dict[int, Dump] = {}  # by rank, once dumps were asked for
-        self.unresponsive: list[Unresponsive] | None = None  # ranks without an answer, once dumps were asked for
-        self.mine: list[Unresponsive] = []  # those of them that this rank is to look at
+        self.dumps: dict[int, Dump] = {}  # by rank
+        self.ordered = False  # whether dumps were asked for
+        self.mine: list[Unresponsive] = []  # ranks without an answer that this rank is to look at
 
 
 # -- Which ranks watch over each other: every new group is in some channel, and every rank has one watchdog ------------
@@ -327,38 +324,26 @@ class HangProbe:
 def watch_world(world: MpiCommunicator) -> None:
     """Watch this rank from now on, also while it waits for the other ranks of its first group; not collective."""
     context = current_rank()
-    if context.alone or context.watchdog is not None:
-        return
     with context.lock:
-        if context.watchdog is None:
+        if context.watchdog is None and not context.alone:
             context.watchdog = Watchdog(context, world_channel(world))
 
 
 def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
     """Name a new group on all its ranks alike, and make sure that one channel has all of them; collective."""
     context.groups_named += 1
-    covered = _covered(context, comm, members)
+    threads = runtime.in_process(comm)
+    if context.watchdog is None:
+        context.watchdog = ThreadWatchdog(comm.world, context) if runtime.in_process(comm) else Watchdog(context)
+    covered = threads or comm.size == 1 or context.watchdog.covers(members)
     mine = np.array([covered, members[comm.rank], context.groups_named], np.int64)
     if comm.size == 1:
         return tuple(mine[1:].tolist())
     table = np.empty((comm.size, mine.size), np.int64)
     wait_for_ranks(own(comm.Iallgather(mine, table)), "all ranks of a new group", members, grace=ARRIVAL_SECONDS)
     if not table[:, 0].all():
-        watchdog: Watchdog = context.watchdog  # type: ignore[assignment]  # ranks that are threads are covered
-        watchdog.add(open_channel(comm, members, threads_allowed()))  # type: ignore[arg-type]  # of MPI, too
+        context.watchdog.add(open_channel(comm, members))  # type: ignore[arg-type]  # ranks of MPI
     return tuple(table[0, 1:].tolist())
-
-
-def _covered(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> bool:
-    """Return whether the watchdogs of these ranks need no further channel; makes that of this rank."""
-    if runtime.in_process(comm):
-        if context.watchdog is None:
-            context.watchdog = ThreadWatchdog(comm.world, context)
-        return True
-    if context.watchdog is None:
-        context.watchdog = Watchdog(context)
-    watchdog: Watchdog = context.watchdog  # type: ignore[assignment]  # of a rank of MPI
-    return comm.size == 1 or watchdog.covers(members)
 
 
 @contextmanager
@@ -399,22 +384,12 @@ class ThreadWatchdog:
         """Set the limit in seconds, None for no watchdog; reports of ranks that are threads need no folder."""
         self.limit, self.folder = limit, folder
 
-    def forget(self) -> None:
-        """Ranks that are threads do not outlive each other."""
-
-    def stop(self) -> None:
-        """There is no thread."""
-
-    def ended_neighbours(self) -> set[int]:
-        """Return no rank: a thread that has ended is known by its error."""
-        return set()
-
     def look(self) -> None:
         """In a long wait: raise HangError if no rank has made progress for too long."""
         now = time.monotonic()
         if self.limit is None or now - self._now < self.limit / 20:
             return
-        contexts: dict[int, RankContext] = dict(self.world.contexts)
+        contexts = dict(self.world.contexts)
         token = {rank: context.progress_token() for rank, context in contexts.items()}
         if token != self._token or now - self._now > self.limit / 2:  # the second: this wait is not the one before
             self._token, self._since = token, now

@@ -1,7 +1,6 @@
 """Bytes of data files, read by position, and short hashes by which ranks find out whether they have the same files.
 
-Files are read by position and not mapped into memory. A file may be cut short while a training runs: reading it then
-gives an error, where reading a map would end the process by a signal.
+Files are not mapped into memory: where one is cut short during a training, reading a map would end the process.
 """
 
 from __future__ import annotations
@@ -76,11 +75,8 @@ GLANCED = 16  # files
 def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
     """Return 32 hexadecimal digits for (file, bytes) entries: a hash of all names and sizes, and of sampled contents.
 
-    The order of the entries counts. Of each file the first and the last block of 4 KiB are read, and all of a small
-    file. Up to 2048 files about 16 MiB are read in all; of more files two blocks each, and of 8192 files at most.
-
-    This can miss a change in a big file outside of the sampled blocks, a change in a file that was not sampled, and
-    another folder: only the names of the files themselves count.
+    Of each file the first and last 4 KiB are read, and some between: about 16 MiB in all, and 8192 files at most. So a
+    change in a big file between the samples can be missed.
     """
     content = blake2b(digest_size=16)
     for path, size in entries:
@@ -95,10 +91,7 @@ def fingerprint(entries: Sequence[tuple[Path, int]]) -> str:
 
 
 def glance(entries: Sequence[tuple[Path, int]]) -> str:
-    """Return 32 hexadecimal digits for what a rank sees of files that another rank has listed.
-
-    At most `GLANCED` files are looked at, however many there are: at their sizes, and at their first and last block.
-    """
+    """Return 32 hexadecimal digits for what a rank sees of files that another listed: sizes and ends of 16 of them."""
     content = blake2b(digest_size=16)
     for index in spread(len(entries), GLANCED):
         path, size = entries[index]

@@ -3,9 +3,8 @@
     a text file   |=================train=================|-val-|            the last 5 % of its bytes
     tokens        |====train====|-val-|====train====|-val-|                  about the last 5 % of each section
 
-A section has at least `DOCUMENTS` documents, and there are at most `SECTIONS` of them, so that validation comes from
-all parts of a file. Cuts are moved to the next start of a document. Where that would hold out too much or too little
-of a file, as it does where there are few documents, the last 5 % of its tokens are held out, wherever documents begin.
+Cuts between sections are moved to the next start of a document. Where that would hold out too much or too little of a
+file, as with few documents, the last 5 % of its tokens are held out.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from mpipipe import files
 from mpipipe.errors import DataError
@@ -51,13 +49,8 @@ FEWEST, MOST = 0.025, 0.1  # share that may be held out by documents
 class DataListing:
     """Data as one rank finds them and sends them to the others, which open them without looking for them again.
 
-    Attributes
-    ----------
-    entries : (path, bytes) of each file that is read
-    fingerprint : see `file_bytes.fingerprint`
-    vocab, unit, tokenizer : as of `Source`
-    token_files : the tokens of each file; none where the entries are files of text
-    default : whether the paths begin in the folder of the standard library, which may be another one on each host
+    `entries` are (path, bytes) of all files; the paths of the `default` data begin in the folder of the standard
+    library. `token_files` is empty for files of text.
     """
 
     entries: tuple[tuple[str, int], ...]
@@ -102,10 +95,8 @@ class UserSource:
     """A source of the user's own, with what a training asks of a `DataListing`; there are no files to look at."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
-        self.vocab, self.fingerprint, self.unit = source.vocab, source.fingerprint, source.unit
-        self.tokenizer = source.tokenizer
-        self.files: list[tuple[Path, int]] = []
+        self.source, self.vocab, self.fingerprint = source, source.vocab, source.fingerprint
+        self.unit, self.tokenizer, self.files = source.unit, source.tokenizer, list[tuple[Path, int]]()
 
     def open(self, seq_len: int) -> Source:
         """Return the source. Raises DataError as `DataListing.open` does."""
@@ -121,10 +112,7 @@ class UserSource:
 
 
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
-    """Look at the data: what kind they are, and how much. No paths stand for the source of the standard library.
-
-    Raises DataError if they cannot be used, and where their token ids do not fit into a vocabulary of this size.
-    """
+    """Look at the data: what kind they are, and how much. No paths stand for the source of the standard library."""
     forget_files()
     places = [Path(path) for path in paths]
     tokens = [path for path in places if is_token_file(path)]
@@ -141,8 +129,11 @@ def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     if places:
         listed = [entry for path in places for entry in find_files(path)]
         return DataListing(tuple((str(path), size) for path, size in listed), fingerprint(listed))
-    listed = _library_files()
-    names = tuple((os.path.relpath(path, library_folder()), size) for path, size in listed)
+    folder = library_folder()
+    listed = [(path, size) for path, size in _walk(folder) if path.suffix == ".py" and size]
+    if not listed:
+        raise DataError("the standard library's source is not installed here", found=str(folder), remedy=REMEDY)
+    names = tuple((os.path.relpath(path, folder), size) for path, size in listed)
     return DataListing(names, fingerprint(listed), default=True)
 
 
@@ -219,19 +210,14 @@ def _by_documents(file: TokenFile) -> list[TokenPart]:
 
 
 def find_files(path: Path) -> list[tuple[Path, int]]:
-    """List (file, bytes) of a file, or of all text files below a folder, sorted by path.
-
-    Below a folder, hidden, empty and binary files (a NUL byte early on) are skipped. A binary file that is named itself
-    is refused.
-    """
-    binary = False
+    """List (file, bytes) of a file, or of the text files below a folder, sorted by path; hidden and empty ones not."""
     try:
         if files.is_folder(path):
-            listed = [entry for entry in _walk(path) if entry[1] and _is_text(entry[0])]
+            listed = [(file, size) for file, size in _walk(path) if size and not _is_binary(file)]
+            binary = False
         else:
-            with open(files.open_regular(path), "rb") as file:
-                listed = [(path, os.fstat(file.fileno()).st_size)]
-                binary = _is_binary(file)
+            listed = [(path, files.check_regular(path).st_size)]
+            binary = _is_binary(path)
     except OSError as error:
         raise DataError(
             f"data cannot be read: {error.strerror}",
@@ -248,24 +234,14 @@ def find_files(path: Path) -> list[tuple[Path, int]]:
             "with numpy.save; text in UTF-16 must become UTF-8 first",
         )
     if not any(size for _, size in listed):
-        raise DataError(
-            "no text in the data", found=str(path), expected="a text file, or a folder with one", remedy=REMEDY
-        )
+        expected = "a text file, or a folder with one"
+        raise DataError("no text in the data", found=str(path), expected=expected, remedy=REMEDY)
     return listed
 
 
 def library_folder() -> Path:
     """Return the folder of this interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
-
-
-def _library_files() -> list[tuple[Path, int]]:
-    listed = [(path, size) for path, size in _walk(library_folder()) if path.suffix == ".py" and size]
-    if not listed:
-        raise DataError(
-            "the standard library's source is not installed here", found=str(library_folder()), remedy=REMEDY
-        )
-    return listed
 
 
 def _walk(folder: Path) -> list[tuple[Path, int]]:
@@ -277,26 +253,18 @@ def _walk(folder: Path) -> list[tuple[Path, int]]:
     listed: list[tuple[Path, int]] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED_FOLDERS]
-        paths = [Path(parent, name) for name in names if not name.startswith(".")]
-        statuses = [(path, _status(path)) for path in paths]
-        listed += [(path, status.st_size) for path, status in statuses if status and stat.S_ISREG(status.st_mode)]
+        for path in [Path(parent, name) for name in names if not name.startswith(".")]:
+            try:
+                status = path.stat()
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # of a link that leads nowhere
+                    raise
+            else:
+                if stat.S_ISREG(status.st_mode):
+                    listed.append((path, status.st_size))
     return sorted(listed, key=lambda entry: entry[0].relative_to(folder).parts)
 
 
-def _status(path: Path) -> os.stat_result | None:
-    """Return the status of a file, None if a link leads nowhere."""
-    try:
-        return path.stat()
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return None
-        raise
-
-
-def _is_text(path: Path) -> bool:
+def _is_binary(path: Path) -> bool:
     with open(files.open_regular(path), "rb") as file:
-        return not _is_binary(file)
-
-
-def _is_binary(file: BinaryIO) -> bool:
-    return b"\0" in file.read(SNIFFED)
+        return b"\0" in file.read(SNIFFED)

@@ -1,8 +1,4 @@
-"""What a training reads: tokens for training and for validation, read by position.
-
-`Tokens` is the protocol: a length, `read`, and where documents begin. `Source` holds two of them. What `--data` names
-becomes a Source; `train(config, architecture, data=source)` takes one of the user's own.
-"""
+"""What a training reads: tokens for training and validation. `--data` becomes a Source; users may give their own."""
 
 from __future__ import annotations
 
@@ -37,10 +33,8 @@ class Tokens(Protocol):
 
         Parameters
         ----------
-        start : int
-            Position of the first.
-        count : int
-            Number of tokens.
+        start, count : int
+            Position of the first, and how many.
 
         Returns
         -------
@@ -59,8 +53,7 @@ class Tokens(Protocol):
         Returns
         -------
         numpy.ndarray or None
-            Positions of the first token of each of these documents, int64, rising; None if nothing is known of
-            documents.
+            Positions of their first tokens, int64, rising; None if nothing is known of documents.
         """
 
 
@@ -79,7 +72,7 @@ class Source:
     unit : str
         What a token is, in the plural, for people: "bytes" or "tokens".
     tokenizer : str, optional
-        Hash of the tokenizer that made them; see `mpipipe.language.data.tokenizer`.
+        Hash of the tokenizer that made them.
 
     Examples
     --------
@@ -152,13 +145,6 @@ class Array(Tokens):
     ------
     DataError
         For another kind of array.
-
-    Examples
-    --------
-    >>> from mpipipe.language import data
-    >>> tokens = data.Array([5, 3, 9, 9, 1], documents=[0, 3])
-    >>> len(tokens), tokens.read(1, 2).tolist(), tokens.starts(1, 5).tolist()
-    (5, [3, 9], [3])
     """
 
     def __init__(self, array: ArrayLike, documents: Sequence[int] | None = None, nbytes: int | None = None) -> None:

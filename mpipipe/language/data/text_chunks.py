@@ -1,12 +1,11 @@
-r"""Texts to tokenize, cut into chunks that any rank can do by itself; how many ranks there are changes nothing.
+"""Texts to tokenize, cut into chunks that any rank can do by itself; how many ranks there are changes nothing.
 
     a text file     |---chunk----|---chunk----|-chunk--|    one document; cut at line breaks, see `TextReader.cut`
     JSON lines      |---chunk----|---chunk----|-chunk--|    a chunk has the lines that begin in it; each is a document
 
-A text may be cut only where its tokens stay the same. So a cut stands between lines that end and begin with something
-else than white space, and the tokenizer is asked: the text around the cut must have the same tokens in one piece as in
-two. A tokenizer that puts something before each text, as those of SentencePiece do, allows no cut, and then a text file
-is a single chunk.
+A cut must not change tokens. So it stands between lines that end and begin with something else than white space, and
+the text around it must have the same tokens in one piece as in two. A tokenizer that puts something before each text,
+as those of SentencePiece do, allows no cut.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ BLOCK = 1 << 22  # integers that are looked at together
 
 @dataclass(frozen=True)
 class FileIntegers(Sequence[int]):
-    """An array of `length` integers in a file, which begins at byte `offset`; `dtype` is such as "<u8"."""
+    """`length` integers of `dtype`, such as "<u8", in a file from byte `offset` on."""
 
     path: Path
     dtype: str
@@ -57,23 +57,21 @@ class FileIntegers(Sequence[int]):
         return int(self.read(index, 1)[0])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Read the entries start ... start + count - 1. Raises DataError if the file has become shorter."""
+        """Raises DataError if the file has become shorter."""
         size = np.dtype(self.dtype).itemsize
         return np.frombuffer(read_bytes(self.path, self.offset + start * size, count * size), self.dtype)
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (position, values) of all entries, block by block."""
+        """Yield (position, values) of all entries."""
         for start in range(0, self.length, BLOCK):
             yield start, self.read(start, min(BLOCK, self.length - start))
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a file.
+    """The documents of a file, as `path` says them: the first token of each, and the bytes of text before it, if known.
 
-    starts : position of the first token of each
-    before : bytes of text before each, None if they are not known; `nbytes` are those of all
-    path : of the file that says so
+    `nbytes` are those of all.
     """
 
     path: Path
@@ -84,7 +82,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The tokens of one file: `ids`, which must be at least 0 and below `vocab`, and its documents, if known."""
+    """The tokens of one file: `ids` from 0 to below `vocab`, and its documents, if known."""
 
     ids: FileIntegers
     vocab: int
@@ -94,7 +92,7 @@ class TokenFile:
         return len(self.ids)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Read the tokens start ... start + count - 1. Raises DataError for one that the vocabulary does not have."""
+        """Raises DataError for a token that the vocabulary does not have."""
         ids = self.ids.read(start, count)
         if count and (ids.max() >= self.vocab or ids.min() < 0):
             place = int(np.flatnonzero((ids >= self.vocab) | (ids < 0))[0])
@@ -102,7 +100,7 @@ class TokenFile:
         return ids
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
-        """Return where documents begin in start ... stop - 1, int64, rising; None if nothing is known of them."""
+        """As `Tokens.starts`; raises DataError where the index is damaged."""
         if self.documents is None:
             return None
         rows = self.documents.starts
@@ -176,7 +174,7 @@ class FileTokens(Tokens):
         return np.concatenate(rows)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[TokenPart, int, int, int]]:
-        """Yield (part, first and last position in its file, what makes them positions here) of what is in a range."""
+        """Yield each part in a range: (part, its first and last position in the file, what to add for those here)."""
         index = bisect_right(self._ends, start)
         while start < stop:
             part, end = self.parts[index], min(stop, self._ends[index])
@@ -196,14 +194,7 @@ MOST_FACTS = 1 << 20  # bytes of the first
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What the .json next to a file of tokens says.
-
-    vocab : number of token ids
-    end : id of the end-of-text token, None if there is none
-    tokens, documents, nbytes : numbers of tokens, documents, and bytes of text
-    tokenizer : hash of the tokenizer, 32 hexadecimal digits
-    index : checksum of the index of documents, BLAKE2b
-    """
+    """What the .json next to a file of tokens says; `tokenizer` and `index` are hashes, `end` the end-of-text token."""
 
     vocab: int
     end: int | None
@@ -214,23 +205,23 @@ class TokenFacts:
     index: str
 
     def as_json(self) -> bytes:
-        """Return the content of the file, with a checksum of its own."""
+        """The content of the file, with a checksum of its own."""
         facts = asdict(self)
         return (json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n").encode()
 
 
 def beside(path: Path, end: str) -> Path:
-    """Return the path of a file next to a file of tokens."""
+    """The path of a file next to a file of tokens."""
     return path.with_name(path.name + end)
 
 
 def dtype_for(vocab: int) -> str:
-    """Return the dtype in which the ids of a vocabulary are written."""
+    """The dtype in which the ids of a vocabulary are written."""
     return "<u2" if vocab <= 1 << 16 else "<u4"
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a path names tokens in a known format: by the first bytes of the file, and Megatron's pairs."""
+    """Whether a path names tokens: by the first bytes of the file, and Megatron's pairs."""
     try:
         begin = read_bytes(path, 0, min(8, files.check_regular(path).st_size))
     except OSError:
@@ -239,7 +230,7 @@ def is_token_file(path: Path) -> bool:
 
 
 class OpenedTokens(NamedTuple):
-    """A file of tokens: its ids, where documents begin, what `mpipipe tokenize` has said of it, and all its files."""
+    """A file of tokens; `facts` are what `mpipipe tokenize` has said of it, `paths` all its files."""
 
     ids: FileIntegers
     documents: Documents | None
@@ -248,7 +239,7 @@ class OpenedTokens(NamedTuple):
 
 
 def open_tokens(path: Path) -> OpenedTokens:
-    """Open a file for which `is_token_file` holds. Raises DataError if it is damaged or holds no tokens."""
+    """Open what `is_token_file` accepts. Raises DataError if it is damaged or holds no tokens."""
     pair = megatron_pair(path)
     if pair is not None:
         return OpenedTokens(*_open_megatron(pair), None, pair)
@@ -261,20 +252,17 @@ def open_tokens(path: Path) -> OpenedTokens:
         )
     if any(files.exists(beside(path, end)) for end in (FACTS, DOCUMENTS)):  # a copy may lack one of them
         facts, documents = _open_facts(path)
-        return OpenedTokens(_open_ids(path, facts), documents, facts, (path, beside(path, DOCUMENTS)))
-    return OpenedTokens(_open_ids(path), None, None, (path,))
+        ids, _ = _open_npy(path, axes=1, exact=True)
+        found, wanted = (len(ids), ids.dtype), (facts.tokens, dtype_for(facts.vocab))
+        if found != wanted:
+            raise _damaged(path, f"{found[0]} ids {found[1]}", f"{wanted[0]} ids {wanted[1]}")
+        return OpenedTokens(ids, documents, facts, (path, beside(path, DOCUMENTS)))
+    return OpenedTokens(_open_npy(path, axes=1, exact=False)[0], None, None, (path,))
 
 
 def largest_id(ids: FileIntegers) -> int:
-    """Look through all ids for the largest; -1 where there are none."""
+    """The largest of all ids; -1 where there are none."""
     return max((int(values.max()) for _, values in ids.blocks()), default=-1)
-
-
-def _open_ids(path: Path, facts: TokenFacts | None = None) -> FileIntegers:
-    ids, _ = _open_npy(path, axes=1, exact=facts is not None)
-    if facts is not None and (len(ids), ids.dtype) != (wanted := (facts.tokens, dtype_for(facts.vocab))):
-        raise _damaged(path, f"{len(ids)} ids {ids.dtype}", f"{wanted[0]} ids {wanted[1]}")
-    return ids
 
 
 def _open_npy(path: Path, axes: int, exact: bool) -> tuple[FileIntegers, tuple[int, ...]]:
@@ -340,8 +328,12 @@ def _open_facts(path: Path) -> tuple[TokenFacts, Documents]:
     return facts, Documents(rows, starts, before, facts.nbytes)
 
 
-def _damaged(path: Path, found: str, expected: str) -> DataError:
-    return DataError("a file of tokens is damaged", found=f"{found}, {path}", expected=expected, remedy=REMEDY)
+def _damaged(path: Path, found: str, expected: str, what: str = "a file of tokens is damaged") -> DataError:
+    return DataError(what, found=f"{found}, {path}", expected=expected, remedy=REMEDY)
+
+
+def _bad_index(path: Path, found: str, expected: str) -> DataError:
+    return _damaged(path, found, expected, "an index of tokens is damaged")
 
 
 # -- Megatron's pair of .bin and .idx ---------------------------------------------------------------------------------
@@ -362,7 +354,7 @@ MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 @dataclass(frozen=True)
 class MegatronStarts(Sequence[int]):
-    """The positions at which documents begin: those of their first sequences, of `tokens` in all."""
+    """The tokens at which documents begin: with their first sequences, of `tokens` in all."""
 
     first_sequence: FileIntegers
     byte_of: FileIntegers
@@ -382,7 +374,7 @@ class MegatronStarts(Sequence[int]):
 
 
 def megatron_pair(path: Path) -> tuple[Path, Path] | None:
-    """Return (.bin, .idx) that `path` names, by either of them or by what stands before the dot; None for others."""
+    """Return (.bin, .idx) that `path` names, by either of them or without the ending; None for others."""
     text = str(path)
     prefix = text[:-4] if text.endswith((".bin", ".idx")) else text
     pair = Path(prefix + ".bin"), Path(prefix + ".idx")
@@ -394,17 +386,15 @@ def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
     size = size_of(index)
     head = read_bytes(index, 0, min(size, MEGATRON_HEADER.size))
     if len(head) < MEGATRON_HEADER.size or not head.startswith(MEGATRON_MAGIC):
-        raise _index_error(
-            index, f"{size} bytes that begin with {head[:9]!r}", f"an index that begins {MEGATRON_MAGIC!r}"
-        )
+        expected = f"an index that begins {MEGATRON_MAGIC!r}"
+        raise _bad_index(index, f"{size} bytes that begin with {head[:9]!r}", expected)
     _, version, code, sequences, entries = MEGATRON_HEADER.unpack(head)
     if version != 1 or code not in MEGATRON_DTYPES:
-        raise _index_error(index, f"version {version}, dtype {code}", "version 1, and a dtype of integers")
+        raise _bad_index(index, f"version {version}, dtype {code}", "version 1, and a dtype of integers")
     needed = MEGATRON_HEADER.size + 12 * sequences + 8 * entries
     if size != needed:
-        raise _index_error(
-            index, f"{size} bytes", f"{needed} for {sequences} sequences and {entries} entries of documents"
-        )
+        expected = f"{needed} for {sequences} sequences and {entries} entries of documents"
+        raise _bad_index(index, f"{size} bytes", expected)
     dtype, offset = MEGATRON_DTYPES[code], MEGATRON_HEADER.size
     lengths = FileIntegers(index, "<i4", sequences, offset)
     byte_of = FileIntegers(index, "<i8", sequences, offset + 4 * sequences)
@@ -424,7 +414,7 @@ def _open_megatron(pair: tuple[Path, Path]) -> tuple[FileIntegers, Documents]:
 
 
 def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) -> int:
-    """Return the number of tokens; raises DataError unless each sequence begins where the one before it ends."""
+    """The number of tokens; raises DataError unless each sequence begins where the one before it ends."""
     total = 0
     for start, block in lengths.blocks():
         sizes, places = block.astype(np.int64), byte_of.read(start, len(block))
@@ -432,7 +422,7 @@ def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) 
         wrong = np.flatnonzero((places != expected * itemsize) | (sizes < 0))
         if wrong.size:
             entry = int(wrong[0])
-            raise _index_error(
+            raise _bad_index(
                 lengths.path,
                 f"sequence {start + entry} of {sizes[entry]} tokens at byte {places[entry]}",
                 f"at byte {expected[entry] * itemsize}, behind the one before it",
@@ -447,13 +437,7 @@ def _check_documents(first_sequence: FileIntegers, sequences: int) -> None:
     for start, numbers in first_sequence.blocks():
         steps = np.diff(numbers, prepend=last)
         if (steps < 0).any() or numbers.max() > sequences or (start == 0 and numbers[0] != 0):
-            raise _index_error(
-                first_sequence.path, "entries of documents out of order", f"numbers from 0 to {sequences}"
-            )
+            raise _bad_index(first_sequence.path, "entries of documents out of order", f"numbers from 0 to {sequences}")
         last = int(numbers[-1])
     if last != sequences:
-        raise _index_error(first_sequence.path, f"a last entry of documents of {last}", f"{sequences}, all sequences")
-
-
-def _index_error(path: Path, found: str, expected: str) -> DataError:
-    return DataError("an index of tokens is damaged", found=f"{found}, {path}", expected=expected, remedy=REMEDY)
+        raise _bad_index(first_sequence.path, f"a last entry of documents of {last}", f"{sequences}, all sequences")

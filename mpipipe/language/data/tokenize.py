@@ -10,22 +10,25 @@ error on one of them ends them all, and all know how far they are.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, suppress
+from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from mpipipe import files
-from mpipipe.errors import ConfigError, DataError
+from mpipipe.errors import ConfigError, DataError, StorageError
+from mpipipe.even_split import consecutive_bins
 from mpipipe.job import Communicator, RankGroup, fair_share, group_of, own_cores, parse_cores
 from mpipipe.language.data.file_bytes import forget_files
 from mpipipe.language.data.listing import find_files
-from mpipipe.language.data.shard_writer import BatchCounts, ShardWriter, TokenBatch, join_shards
 from mpipipe.language.data.text_chunks import Passage, TextChunk, TextReader, chunks_of
 from mpipipe.language.data.token_files import DOCUMENTS, FACTS, TokenFacts, beside, dtype_for
 from mpipipe.language.data.tokenizer import Tokenizer, library_errors, open_tokenizer
@@ -54,25 +57,22 @@ def tokenize(
     end: str | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Tokenized:
-    """Write the tokens of texts into a file; collective. All ranks raise the same error, and leave no file then.
+    """Write the tokens of texts into a new file; collective. All ranks raise the same error, and leave no file then.
 
-    Parameters
-    ----------
-    texts : files and folders of text; files of JSON lines are known by their names
-    tokenizer : folder of a tokenizer
-    out : a new file, in a folder that all ranks share
-    comm : the ranks
-    end : the token after each document, in place of the one that the tokenizer's folder names
-    progress : called with the bytes that are done, and all
-
-    Raises DataError for a text or a tokenizer that cannot be read, ConfigError for an `out` that is there already or
-    that ranks do not share, StorageError for a file that cannot be written, BackendError without the library.
+    `end` is the token after each document, in place of the one that the tokenizer's folder names. `progress` is called
+    with the bytes that are done, and all.
     """
     group, path = group_of(comm), Path(output_folder.shared_path(comm, out))
     with group.raise_together("tokenize: the output"):
         if comm.rank == 0:
             for place in (path, beside(path, DOCUMENTS), beside(path, FACTS)):
-                _check_new(place)
+                if files.exists(place):
+                    raise ConfigError(
+                        "there is a file or folder of this name already",
+                        found=str(place),
+                        expected="a new file",
+                        remedy="choose another one with --out, or move the old one away",
+                    )
     output_folder.make_folder(path.parent, comm, writes=True)
     share_threads(group)
     with group.raise_together("tokenize: the tokenizer"):
@@ -101,7 +101,11 @@ def tokenize(
         with group.raise_together("tokenize: the parts"):
             shard.flush()
         counts = group.gather("tokenize: the parts", shard.counts)
-        facts = _joined(path, counts, encoder.tokenizer, group)
+        facts = None
+        with group.raise_together("tokenize: the file of tokens"):
+            if group.rank == 0:
+                facts = join_shards(path, counts, encoder.tokenizer)
+        facts = group.broadcast("tokenize: the header", facts)
     return Tokenized(facts, path, len(entries), perf_counter() - start)
 
 
@@ -160,16 +164,7 @@ class Encoder:
 
 def batches_of(chunks: Sequence[TextChunk]) -> list[list[TextChunk]]:
     """Put consecutive chunks together."""
-    batches: list[list[TextChunk]] = []
-    room = 0
-    for chunk in chunks:
-        size = chunk.stop - chunk.start
-        if size > room:
-            batches.append([])
-            room = BATCH
-        batches[-1].append(chunk)
-        room -= size
-    return batches
+    return consecutive_bins(((chunk, chunk.stop - chunk.start) for chunk in chunks), BATCH)
 
 
 def list_texts(texts: Sequence[str], group: RankGroup) -> list[tuple[Path, int]]:
@@ -179,37 +174,161 @@ def list_texts(texts: Sequence[str], group: RankGroup) -> list[tuple[Path, int]]
         if group.rank == 0:
             forget_files()
             entries = [entry for text in texts for entry in find_files(Path(text).absolute())]
-    listed: list[tuple[Path, int]] = group.broadcast("tokenize: the list of texts", entries)
-    return listed
-
-
-def _check_new(path: Path) -> None:
-    if files.exists(path):
-        raise ConfigError(
-            "there is a file or folder of this name already",
-            found=str(path),
-            expected="a new file",
-            remedy="choose another one with --out, or move the old one away",
-        )
-
-
-def _joined(path: Path, counts: Sequence[Sequence[BatchCounts]], tokenizer: Tokenizer, group: RankGroup) -> TokenFacts:
-    facts = None
-    with group.raise_together("tokenize: the file of tokens"):
-        if group.rank == 0:
-            if not sum(count.tokens for part in counts for count in part):
-                raise DataError("the texts have no tokens", found=str(path), remedy="give files that hold some text")
-            facts = join_shards(path, counts, tokenizer.vocab, tokenizer.end, tokenizer.hash)
-    shared: TokenFacts = group.broadcast("tokenize: the header", facts)
-    return shared
+    return group.broadcast("tokenize: the list of texts", entries)
 
 
 def share_threads(group: RankGroup) -> None:
-    """Let the library use this rank's share of the cores, unless the user has set a number of threads; collective.
-
-    Hardware threads count as cores, as the library counts them.
-    """
+    """Let the library use this rank's share of the cores, hardware threads included, unless the user has set it."""
     own = parse_cores(own_cores())
     share = fair_share(group, own)
     if own and THREADS not in os.environ:
         os.environ[THREADS] = str(share)
+
+
+# -- The files of tokens: each rank writes its own shard, and one rank puts them together -----------------------------
+#
+#     tokens.rank-0.partial, ...                 token ids, one batch after the other
+#     tokens.rank-0.documents.partial, ...       (first token in its batch, bytes of text), u64
+#     tokens.documents, tokens.json, tokens      from all shards, in this order; see token_files.py
+
+
+BLOCK = 1 << 22  # bytes that are copied together
+
+
+class BatchCounts(NamedTuple):
+    """Numbers of tokens and documents of a batch, and bytes of text of these documents."""
+
+    tokens: int
+    documents: int
+    nbytes: int
+
+
+class TokenBatch(NamedTuple):
+    """Tokens in the dtype of the file, and the first token and the bytes of text of each document that begins here."""
+
+    ids: np.ndarray
+    starts: list[int]
+    nbytes: list[int]
+
+
+class ShardWriter:
+    """Writes the shard of one rank of `out`, and removes it at its end; `counts` are those of each batch."""
+
+    def __init__(self, out: Path, rank: int) -> None:
+        self.paths, self.counts = shard_paths(out, rank), list[BatchCounts]()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ShardWriter:
+        try:
+            with writing(self.paths[0]):
+                self._files = [self._stack.enter_context(open(path, "wb")) for path in self.paths]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(OSError):  # of data that no longer count
+            self._stack.close()
+        for path in self.paths:
+            with suppress(OSError):
+                path.unlink()
+
+    def write(self, batch: TokenBatch) -> None:
+        """Append a batch. Raises StorageError."""
+        with writing(self.paths[0]):
+            self._files[0].write(batch.ids.data)
+            self._files[1].write(np.array([batch.starts, batch.nbytes], "<u8").T.tobytes())
+        self.counts.append(BatchCounts(len(batch.ids), len(batch.starts), sum(batch.nbytes)))
+
+    def flush(self) -> None:
+        """Let other ranks see what was written. Raises StorageError."""
+        with writing(self.paths[0]):
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def shard_paths(out: Path, rank: int) -> tuple[Path, Path]:
+    """Return the files of a rank."""
+    name = f"{out.name}.rank-{rank}"
+    return out.with_name(f"{name}{files.PARTIAL}"), out.with_name(f"{name}{DOCUMENTS}{files.PARTIAL}")
+
+
+def join_shards(out: Path, counts: Sequence[Sequence[BatchCounts]], tokenizer: Tokenizer) -> TokenFacts:
+    """Write the files of tokens from all shards, or none; batch b is the next one of rank b modulo the ranks."""
+    ranks, dtype = len(counts), np.dtype(dtype_for(tokenizer.vocab))
+    order = [(b % ranks, counts[b % ranks][b // ranks]) for b in range(sum(map(len, counts)))]
+    tokens, documents, nbytes = (sum(getattr(count, name) for _, count in order) for name in BatchCounts._fields)
+    if not tokens:
+        raise DataError("the texts have no tokens", found=str(out), remedy="give files that hold some text")
+    paths = [shard_paths(out, rank) for rank in range(ranks)]
+    others = beside(out, DOCUMENTS), beside(out, FACTS)
+    try:
+        with writing(out), ExitStack() as opened, files.whole_file(out) as file:  # it gets its name last
+            file.write(npy_header(dtype, (tokens,)))
+            shards = [opened.enter_context(open(path, "rb")) for path, _ in paths]
+            for rank, count in order:
+                _copy(shards[rank], file, count.tokens * dtype.itemsize, paths[rank][0])
+            index = blake2b(digest_size=16)
+            with files.whole_file(others[0]) as file:
+                file.write(npy_header(np.dtype("<u8"), (2, documents)))
+                for column in (0, 1):
+                    for values in _column(order, [path for _, path in paths], column):
+                        index.update(values.data)
+                        file.write(values.data)
+            facts = TokenFacts(
+                tokenizer.vocab, tokenizer.end, tokens, documents, nbytes, tokenizer.hash, index.hexdigest()
+            )
+            files.write_whole(others[1], facts.as_json())
+    except BaseException:
+        for path in others:
+            with suppress(OSError):
+                path.unlink()
+        raise
+    return facts
+
+
+def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """Return the first bytes of a .npy file."""
+    head = io.BytesIO()
+    facts = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, facts)
+    return head.getvalue()
+
+
+def _column(order: Sequence[tuple[int, BatchCounts]], paths: Sequence[Path], column: int) -> Iterator[np.ndarray]:
+    """Yield, batch by batch, the first tokens of all documents (column 0), or the bytes of text before each (1)."""
+    before = 0
+    with ExitStack() as opened:
+        shards = [opened.enter_context(open(path, "rb")) for path in paths]
+        for rank, count in order:
+            content = shards[rank].read(16 * count.documents)
+            if len(content) < 16 * count.documents:
+                raise _short(paths[rank])
+            values = np.frombuffer(content, "<u8").reshape(-1, 2)[:, column].astype(np.int64)
+            yield (before + (np.cumsum(values) - values if column else values)).astype("<u8")
+            before += count.nbytes if column else count.tokens
+
+
+def _copy(source: BinaryIO, target: BinaryIO, count: int, path: Path) -> None:
+    while count:
+        block = source.read(min(BLOCK, count))
+        if not block:
+            raise _short(path)
+        target.write(block)
+        count -= len(block)
+
+
+def _short(path: Path) -> DataError:
+    return DataError(
+        "a part of the tokens is not all there",
+        found=str(path),
+        expected="what a rank has written",
+        remedy="put --out on a file system that all hosts share",
+    )
+
+
+def writing(path: Path) -> AbstractContextManager[None]:
+    """Turn an OSError within into the error for a file that cannot be written."""
+    return files.writing("the tokens", path, StorageError, remedy="make room, or choose another --out")

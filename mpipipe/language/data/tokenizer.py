@@ -1,9 +1,7 @@
 """A tokenizer, as the library `tokenizers` reads it from a folder: text to token ids and back.
 
-    tokenizer.json            the tokenizer; its hash names it in files of tokens
-    tokenizer_config.json     says which token ends a text (eos_token); else special_tokens_map.json or config.json does
-
-The library is imported where a tokenizer is opened, and nowhere else.
+The tokenizer.json is the tokenizer; its hash names it in files of tokens. Which token ends a text (eos_token) is said
+by tokenizer_config.json, else special_tokens_map.json or config.json. Only `open_tokenizer` imports the library.
 """
 
 from __future__ import annotations
@@ -28,14 +26,9 @@ REMEDY = "name the folder of a model that has a tokenizer.json, or that file"
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer; `open_tokenizer` makes one.
+    """A tokenizer, with `vocab` ids: `end` ends a text, `before` and `after` are put around each.
 
-    vocab : number of token ids, one more than the largest
-    end : id of the token that ends a text, None if the folder names none
-    hash : of tokenizer.json, 32 hexadecimal digits
-    before, after : ids that the tokenizer puts around each text
-    path : of tokenizer.json
-    library : the tokenizers.Tokenizer; call it within `library_errors`
+    `hash` is that of the tokenizer.json at `path`. `library` is called within `library_errors`.
     """
 
     vocab: int
@@ -58,13 +51,16 @@ class Tokenizer:
 
 
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
-    """Open the tokenizer in a folder, or a tokenizer.json itself.
-
-    `end` is the token that ends a text, in place of the one that the folder names. Raises DataError if there is no
-    tokenizer, it cannot be read, or has no such token; BackendError if the library is not installed.
-    """
+    """Open the tokenizer in a folder, or a tokenizer.json; `end` ends a text in place of what the folder names."""
     path = path_of(folder)
-    kind = _library()
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise BackendError(
+            f"the library tokenizers cannot be imported: {error}",
+            expected="it, to read a tokenizer.json",
+            remedy=how_to_install("tokens"),
+        ) from error
     try:
         text = files.read_text(path, MOST_BYTES)
     except OSError as error:
@@ -74,7 +70,7 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     except UnicodeDecodeError as error:
         raise DataError(f"the tokenizer cannot be read: {error}", found=str(path), remedy=REMEDY) from error
     with library_errors(path, "the tokenizer cannot be read"):
-        library = kind.from_str(text)
+        library = Library.from_str(text)
         library.no_truncation()
         library.no_padding()
         vocab = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -86,11 +82,7 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
 
 @contextmanager
 def library_errors(path: Path, text: str = "the tokenizer fails") -> Iterator[None]:
-    """Turn what the library raises within into DataError with the path.
-
-    It has no class of its own for errors, and a panic of its Rust is a BaseException: a regular expression that looks
-    at too many ways through a text ends in one.
-    """
+    """Turn what the library raises, also a panic of its Rust, which is a BaseException, into DataError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -115,18 +107,6 @@ def hash_of(folder: str | Path) -> str | None:
 
 def _hash(text: str) -> str:
     return blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _library() -> Any:
-    try:
-        from tokenizers import Tokenizer as kind
-    except ImportError as error:
-        raise BackendError(
-            f"the library tokenizers cannot be imported: {error}",
-            expected="it, to read a tokenizer.json",
-            remedy=how_to_install("tokens"),
-        ) from error
-    return kind
 
 
 def _around(library: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -48,10 +48,7 @@ def read_windows(text: Tokens, starts: Iterable[int], seq_len: int) -> tuple[np.
 
 
 def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
-    """Return the document of each position of the windows that begin at `starts`, int32 (rows, seq_len).
-
-    In each row documents are numbered from 0. Where nothing is known of documents, a row is one.
-    """
+    """Return the document of each position of the windows, from 0 in each row: int32 (rows, seq_len)."""
     rows = []
     for start in starts:
         marks = np.zeros(seq_len, np.int32)

@@ -4,8 +4,7 @@
     window 0   [t0 t1 t2 t3]               predicts t1 ... t4
     window 1               [t4 t5 t6 t7]   predicts t5 ... t8        and so on; what is left at the end is left out
 
-By document, windows begin with each document and end with it, so that the last one of each may be shorter. The replicas
-take windows in turn. What they find is summed in float64, so the mesh changes the result by rounding alone.
+By document, the last window of each may be shorter. The replicas take windows in turn; losses are summed in float64.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from mpipipe.language.data.source import out_of_range
 from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
-from mpipipe.language.inference.generation import forward_plan
+from mpipipe.language.inference.generation import forward_plan, open_pipeline
 from mpipipe.language.models.model_folder import ModelFolder
 from mpipipe.language.shard import Shard
 from mpipipe.pipeline import Pipeline
@@ -51,10 +50,9 @@ class LossSum(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model says of a text: the number of tokens predicted, and their mean cross-entropy in nats.
+    """The tokens predicted, and their mean loss in nats; `bits_per_byte` is None where the bytes are not known.
 
-    `bits_per_byte` is None if the bytes of the text are not known. `documents` has the losses of each document in which
-    a token was predicted, by its number; it is empty unless asked for.
+    `documents` has the losses of each document in which a token was predicted, by number; empty unless asked for.
     """
 
     tokens: int
@@ -74,8 +72,7 @@ class WindowLosses(nn.HeadCrossEntropy):
     def __init__(self, stage: nn.Stage) -> None:
         super().__init__(stage)
         self._noted: list[tuple[int, int, Any]] = []  # (document, tokens, mean loss), in order
-        self._nats: dict[int, list[float]] = defaultdict(list)
-        self._tokens: dict[int, int] = defaultdict(int)
+        self._losses: dict[int, list[LossSum]] = defaultdict(list)
 
     def __call__(self, output: Array, target: Any, factor: float = 1.0) -> tuple[float, None]:
         """Note the losses of the windows of a micro-batch. The 0 that is returned is no loss."""
@@ -103,20 +100,16 @@ class WindowLosses(nn.HeadCrossEntropy):
                     expected="finite numbers",
                     remedy="take weights of a training whose loss is finite, or a wider dtype",
                 )
-            self._nats[document].append(mean * count)
-            self._tokens[document] += count
+            self._losses[document].append(LossSum(count, mean * count))
         self._noted.clear()
 
     def sums(self) -> dict[int, LossSum]:
         """Return the sum of each document."""
-        return {document: LossSum(self._tokens[document], math.fsum(nats)) for document, nats in self._nats.items()}
+        return {document: _total(losses) for document, losses in self._losses.items()}
 
 
 class Evaluator:
-    """A pipeline on `mesh.pipe` that evaluates `rows` windows in each micro-batch; this rank has a `shard` of them.
-
-    `losses` is its loss on the ranks of the last stage, None elsewhere. The model knows `vocab` ids.
-    """
+    """A pipeline that evaluates `rows` windows in each micro-batch; `losses` is None but after the last stage."""
 
     def __init__(
         self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: Shard, *, rows: int, vocab: int
@@ -128,16 +121,14 @@ class Evaluator:
         self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
         self.positions = shard.layout.positions(shard.rank)
 
-    def run(self, tokens: Tokens | None, windows: Windows) -> Iterator[int]:
+    def run(self, tokens: Tokens, windows: Windows) -> Iterator[int]:
         """Evaluate all windows, the same on every rank; yield how many have been done after each call; collective."""
         group, at_once = group_of(self.mesh.comm), self.share * self.mesh.data.size
         for start in range(0, len(windows), at_once):
             stop = min(start + at_once, len(windows))
             own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
-            inputs, targets = None, None
             with group.raise_together("evaluate: reading the data"):
-                if tokens is not None:
-                    inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
+                inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
             self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
             with group.raise_together("evaluate: the losses"):
                 if self.losses is not None:
@@ -184,17 +175,10 @@ def _total(sums: Collection[LossSum]) -> LossSum:
 def build_evaluator(
     folder: ModelFolder, mesh: Mesh, length: int, *, layout: str, rows: int | None, dtype: str, device: str
 ) -> AbstractContextManager[Evaluator]:
-    """Build the evaluator of a model in a folder, a context manager; collective.
+    """Build the evaluator of a model for windows of `length` tokens; collective.
 
-    Parameters
-    ----------
-    folder, mesh, length : with the model; all ranks; tokens of a window
-    layout : which positions of it each rank of `mesh.seq` holds
-    rows : windows of a micro-batch; by default as many as have about `TOKENS` tokens
-    dtype : of activations
-    device : "cpu" or "cuda"
-
-    Raises ConfigError, on every rank, for a window that is longer than the model allows or shorter than its ranks need.
+    A micro-batch has `rows` windows, by default as many as have about `TOKENS` tokens. Raises ConfigError, on every
+    rank, for a window that is longer than the model allows or shorter than its ranks need.
     """
     group = group_of(mesh.comm)
     with group.raise_together("evaluate: the model"):
@@ -214,24 +198,16 @@ def build_evaluator(
         losses = WindowLosses(stages[-1]) if mesh.pipe.rank == plan.schedule.placement[-1] else None
     folder.load(stages, mesh)
     pipeline = Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
-    return _closing(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, vocab=model.vocab))
-
-
-@contextmanager
-def _closing(pipeline: Pipeline, evaluator: Evaluator) -> Iterator[Evaluator]:
-    with pipeline:
-        yield evaluator
+    return open_pipeline(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, vocab=model.vocab))
 
 
 # -- The data of an evaluation: tokens as they are, or text as the tokens of the model --------------------------------
 
 
 def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[Tokens, str]:
-    """Return the tokens at the paths, which rank 0 looks for, and what a token is called; on every rank, collective.
+    """Return the tokens at the paths, which rank 0 looks for, and what a token is called; collective.
 
-    Files of tokens are read by position. Text of a model with a tokenizer is tokenized by all ranks together, each of
-    which then has all tokens in memory. Raises, on every rank, DataError or ConfigError for data that are not the
-    model's.
+    Files of tokens are read by position. Text is tokenized by all ranks together; each then has all tokens in memory.
     """
     group = group_of(mesh.comm)
     listing, tokenizer = None, None

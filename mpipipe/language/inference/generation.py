@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,8 +28,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job import group_of, raise_on_all
-from mpipipe.language.models.fine_tuning import Model
-from mpipipe.language.models.gpt import GPT, check_layers
+from mpipipe.language.models.gpt import GPT, Model, check_layers
 from mpipipe.nn import random_key
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
@@ -82,13 +81,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> N
 def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling) -> Iterator[Drawn]:
     """Yield the tokens of the answers to all prompts as they are drawn, the same on every rank; collective.
 
-    One rank draws for all: ranks whose logits differ in a last bit still write the same text. An answer depends on its
-    prompt, its number and `sampling`; on other prompts only as the rounding of a matrix product does on its
-    number of rows.
-
-    `decoder` has nothing in its slots. The `prompts`, ids that `check_prompts` accepts, are the same on every rank. An
-    answer has `count` tokens at most. Raises, on every rank, NonFiniteError if the model gives logits that are NaN or
-    infinite.
+    One rank draws for all: ranks whose logits differ in a last bit still write the same text. `check_prompts` has
+    accepted the prompts, and an answer has `count` tokens at most. Raises NonFiniteError, on every rank.
     """
     group = group_of(decoder.mesh.comm)
     waiting = deque(enumerate(prompts))
@@ -114,11 +108,8 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
             raise_on_all(decoder.drawing, error, group)
         for each, token in zip(asking, tokens):
             each.tokens.append(token)
-            ended = None
-            if token in sampling.stop:
-                ended = "stop"
-            elif len(each.tokens) - each.asked == count:
-                ended = "count"
+            full = len(each.tokens) - each.asked == count
+            ended = "stop" if token in sampling.stop else "count" if full else None
             if ended is not None:
                 active.remove(each)
                 free.append(each.slot)
@@ -157,17 +148,15 @@ def _next_parts(active: Sequence[_Sequence], count: int, microbatches: int) -> t
 # -- A pipeline that continues sequences of tokens: the layers of a model, each with a cache of keys and values -------
 
 
+User = TypeVar("User")
 LoadWeights = Callable[[Sequence[nn.Stage]], None]
 Part = tuple[list[Piece], list[int]]  # the pieces of a micro-batch, and its tokens
 
 
 class Decoder:
-    """A pipeline of stages with caches, in whose slots sequences grow. A context manager, which closes the pipeline.
+    """A pipeline of stages with caches, in whose `slots` sequences of up to `capacity` tokens grow.
 
-    slots, capacity : number of sequences at once, and of tokens in each, prompt and answer
-    microbatches : most of them in one forward
-    first : whether this rank has the first stage, which takes the tokens
-    drawing : rank of the mesh that has the logits, and draws for all
+    `first`: whether this rank takes the tokens; `drawing`: the rank of the mesh that has the logits, and draws for all.
     """
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh, held: list[list[Piece]], slots: int, capacity: int) -> None:
@@ -180,30 +169,26 @@ class Decoder:
     def forward(self, parts: Sequence[Part]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
 
-        Returns the logits after each piece that asks for them, in order, each (vocab,), on the ranks of the last
-        stage; none elsewhere.
+        Returns the logits (vocab,) after each piece that asks for them, on the ranks of the last stage; none elsewhere.
         """
         self._held[:] = [pieces for pieces, _ in parts]
         inputs = [np.array([tokens], np.int64) for _, tokens in parts] if self.first else None
         outputs: Any = self.pipeline.forward(inputs)  # arrays, since the inputs are
         return [] if outputs is None else [row for output in outputs for row in output[0]]
 
-    def __enter__(self) -> Decoder:
-        self.pipeline.__enter__()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.pipeline.__exit__(kind, error, trace)
+@contextmanager
+def open_pipeline(pipeline: Pipeline, user: User) -> Iterator[User]:
+    """Give what uses a pipeline, which is closed at the end."""
+    with pipeline:
+        yield user
 
 
 class DecodingStage:
-    """A stage of a decoder: says to the caches what a micro-batch consists of, and computes no logits but those asked.
+    """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits that are asked for.
 
-    inner_stages : one nn.Stage; on the last rank another one with the last layer of the model alone
-    pieces : that the caches of the first one read
-    held : the pieces of each micro-batch of the forward under way
+    `inner_stages`: one nn.Stage, and on the last rank another with the last layer; `held`: the pieces of each
+    micro-batch.
     """
 
     def __init__(self, inner_stages: list[nn.Stage], pieces: Pieces, held: list[list[Piece]]) -> None:
@@ -226,25 +211,15 @@ class DecodingStage:
 
 def build_decoder(
     model: Model, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
-) -> Decoder:
-    """Build a decoder of a model, with as many micro-batches in flight as its schedule has.
+) -> AbstractContextManager[Decoder]:
+    """Build a decoder of a model, with as many micro-batches in flight as its schedule has; collective.
 
-    Attention looks back over the last `model.seq` positions in each layer, or over those of the layer's own window
-    where that is shorter. Up to that length this is the model as it was trained. Beyond it, no distance occurs that the
-    rotary positions did not have in training.
+    Attention looks back over the last `model.seq` positions, or the layer's own window where that is shorter, so no
+    distance occurs that the rotary positions did not have in training. The ranks of `mesh.seq` share the caches.
+    `load_weights` may be collective; it sets the parameters of this rank's stages, which are on the host.
 
-    Collective over the mesh. An error of `load_weights` is raised on every rank, and so is ConfigError if parameters
-    and caches cannot fit into memory, and where learned positions are fewer than `capacity` - 1. The caller closes the
-    decoder.
-
-    Parameters
-    ----------
-    model, plan : the model, and the cut and placement of its stages; of the schedule the forwards count
-    mesh : its `pipe` has the stages; the ranks of its `seq` share the caches
-    dtype : of parameters and caches, float32 or float64; they are on the host
-    capacity : length of the longest sequence at its end
-    load_weights : may be collective; sets the parameters of the stages that it is called with, which are this rank's
-    slots : sequences at once
+    Raises ConfigError, on every rank, if parameters and caches cannot fit into memory, and where learned positions are
+    fewer than `capacity` - 1.
     """
     group = group_of(mesh.comm)
     schedule = plan.schedule.forward_only_part(plan.schedule.microbatches)
@@ -258,7 +233,14 @@ def build_decoder(
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
-        check_positions(layers, capacity)
+        longest = longest_text(layers)
+        if longest is not None and capacity > longest:
+            raise ConfigError(
+                "the text would be longer than the model's learned positions",
+                found=f"{capacity:,} tokens in all",
+                expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at the end",
+                remedy="generate fewer tokens, or give a shorter prompt",
+            )
     with group.raise_together("generate: the stages"):
         stages = []
         for start, stop in plan.ranges_of(mesh.pipe.rank):
@@ -267,17 +249,15 @@ def build_decoder(
             stages.append(DecodingStage(inner, pieces, held))
     with group.raise_together("generate: the parameters"):
         load_weights([inner for stage in stages for inner in stage.inner_stages])
-    return Decoder(Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas), mesh, held, slots, capacity)
+    pipeline = Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas)
+    return open_pipeline(pipeline, Decoder(pipeline, mesh, held, slots, capacity))
 
 
 IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
 
 
 def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
-    """Return the cut of a model for forwards alone, with micro-batches of `rows` rows.
-
-    Raises ConfigError for numbers of layers and micro-batches that could not have run.
-    """
+    """Return the cut of a model for forwards alone, with micro-batches of `rows` rows. Raises ConfigError."""
     microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
     check_layers(model.layers)
     check_actions("forward_only", ranks, 1, microbatches)
@@ -291,23 +271,8 @@ def longest_text(layers: Sequence[nn.Layer]) -> int | None:
     return min(tables) + 1 if tables else None
 
 
-def check_positions(layers: Sequence[nn.Layer], capacity: int) -> None:
-    """Raise ConfigError if a text of `capacity` tokens passes a learned table."""
-    longest = longest_text(layers)
-    if longest is not None and capacity > longest:
-        raise ConfigError(
-            "the text would be longer than the model's learned positions",
-            found=f"{capacity:,} tokens in all",
-            expected=f"at most {longest:,}: {longest - 1:,} positions, and one token more at the end",
-            remedy="generate fewer tokens, or give a shorter prompt",
-        )
-
-
 def check_decoding(model: Model, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int], ranks: int) -> None:
-    """Raise ConfigError if a decoder surely exceeds this machine's memory: its parameters, and its caches.
-
-    `caches` are (sequences, positions), which lie on `ranks` ranks.
-    """
+    """Raise ConfigError if parameters and caches (sequences, positions) on `ranks` ranks surely exceed memory."""
     slots, capacity = caches
     layers = model.build(Local())
     own = [layers[place] for place in plan.layers_of(rank)]
@@ -332,15 +297,12 @@ def check_decoding(model: Model, plan: LayerPlan, rank: int, dtype: str, caches:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which tokens may be drawn, and when an answer ends.
+    """Which tokens may be drawn, and when an answer ends. Raises ArgumentError for a value out of its range.
 
     temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with the lowest id
-    top_k : only this number of likeliest tokens; 0: all
-    top_p : of these, only the likeliest ones whose probabilities together reach this
-    seed : of the draws
-    stop : ids that end an answer
-
-    Raises ArgumentError for a value out of its range.
+    top_k, top_p : only this number of likeliest tokens (0: all); of these, those whose probabilities together reach
+    this
+    seed, stop : of the draws; ids that end an answer
     """
 
     temperature: float = 0.8
@@ -364,10 +326,7 @@ def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
 
 
 def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:
-    """Draw an id from softmax(logits / temperature), (vocab,), restricted by top-k and then by top-p.
-
-    Where logits are equal, lower ids count as likelier. Raises NonFiniteError if a logit is NaN or infinite.
-    """
+    """Draw an id from softmax(logits / temperature), (vocab,), by top-k and then top-p; lower ids first where equal."""
     finite = np.isfinite(logits)
     if not finite.all():
         raise NonFiniteError(
@@ -404,11 +363,7 @@ def _allowed(scaled: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) 
 def continued(
     decoder: Decoder, prompt: Sequence[int], count: int, vocab: int, *, temperature: float, seed: int
 ) -> list[int]:
-    """Return `count` ids that continue those of `prompt`, the same on every rank; collective over the decoder's mesh.
-
-    `vocab` is that of the model. Raises, on every rank, ArgumentError for an empty prompt and a temperature that is
-    below 0 or not finite, and NonFiniteError if the model gives logits that are NaN or infinite.
-    """
+    """Return `count` ids that continue those of `prompt`, the same on every rank; collective over the mesh."""
     with group_of(decoder.mesh.comm).raise_together("generate: the prompt"):
         sampling = Sampling(temperature=temperature, seed=seed)
         check_prompts([prompt], count, vocab)

@@ -50,11 +50,7 @@ class Prompts:
 
 
 def read_prompts(prompt: str | None, path: str | None, ids: str | None, tokenizer: FolderTokenizer | None) -> Prompts:
-    """Return the prompts that a command line names; one rank calls this.
-
-    Raises ConfigError for more than one of the three, for text where the model has no tokenizer, and for ids that are
-    no numbers. Raises DataError for a file that cannot be read, or has a line that is no prompt.
-    """
+    """Return the prompts that a command line names, in one of three ways; one rank calls this."""
     if sum(each is not None for each in (prompt, path, ids)) > 1:
         raise ConfigError(
             "the prompt is given twice",
@@ -91,11 +87,8 @@ def parse_ids(text: str, name: str) -> list[int]:
 def _lines(path: Path) -> list[str | list[int]]:
     """Return the prompts of a file: its lines, or what the lines of a file .jsonl say."""
     try:
-        text = files.read_text(path, MOST_BYTES)
-    except OSError as error:
-        raise DataError(
-            f"the prompts cannot be read: {error.strerror}", found=str(path), expected=files.REGULAR
-        ) from error
+        with files.reading("the prompts", path, DataError):
+            text = files.read_text(path, MOST_BYTES)
     except UnicodeDecodeError as error:
         raise DataError(f"the prompts are no text in UTF-8: {error}", found=str(path)) from error
     lines = text.removesuffix("\n").split("\n") if text else []
@@ -123,8 +116,7 @@ def _parsed(line: str, place: str) -> str | list[int]:
 class TextStream:
     """The text of tokens that come one after the other, given out in whole characters.
 
-    A token may hold a part of a character, and its text may depend on the token before it. So the last tokens are
-    decoded with and without the new one, and the difference is the new text.
+    The text of a token may depend on the one before. So the last tokens are decoded with and without the new one.
     """
 
     def __init__(self, tokenizer: FolderTokenizer) -> None:

@@ -1,17 +1,15 @@
 """Models made of layers, to be cut into stages, and the folders that hold them.
 
 gpt.py             GPT, Llama and their kin from one description
-fine_tuning.py     what of a model is trained: all, a part, or adapters
-model_folder.py    the one place where a folder with a model is opened
+fine_tuning.py     what of a model is trained, and what a training begins from
+model_folder.py    the one place where a folder with a model is opened; one kind turned into another
 weights.py         the folder that a training leaves; huggingface/ those of `transformers` and PEFT
-pretrained.py      the model that a training begins from, and the one that it leaves
-conversion.py      one kind of folder into another
 """
 
-from mpipipe.language.models.conversion import convert as convert
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.writing import SHARD_BYTES as SHARD_BYTES
 from mpipipe.language.models.model_folder import ModelFolder as ModelFolder
+from mpipipe.language.models.model_folder import convert as convert
 from mpipipe.language.models.model_folder import open_on_all as open_on_all
 
 __all__ = ["GPT"]

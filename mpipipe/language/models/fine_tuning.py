@@ -1,31 +1,30 @@
-"""What of a model a training trains: all of it, what no pattern freezes (--freeze), or low-rank adapters (--lora)."""
+"""What of a model a training trains (--freeze, --lora), and the model that it begins from (--from)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias, cast
+from typing import Any, cast
 
 from mpipipe import nn
-from mpipipe.arrays import Array
 from mpipipe.attention import Local
 from mpipipe.checkpoint import standing_folder
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import Communicator, group_of
-from mpipipe.language.models import huggingface
-from mpipipe.language.models.gpt import GPT, declared_in
+from mpipipe.language.config import FROM_FOLDER, ModelOptions, TrainConfig
+from mpipipe.language.models import huggingface, model_folder
+from mpipipe.language.models.gpt import GPT, Model, declared_in
 from mpipipe.language.models.huggingface.adapter import (
     AdapterFolder,
     adapter_parts,
     is_adapter_folder,
     open_adapter,
     read_adapter,
-    save_adapter,
 )
 from mpipipe.language.models.huggingface.families import expressed
-from mpipipe.language.options import ModelOptions
+from mpipipe.language.models.weights import own_arrays
 from mpipipe.nn import Parameter, announce_write, frozen_names, is_adapter, is_frozen
 from mpipipe.train import shared_path
 
@@ -35,12 +34,7 @@ FORM = "rank,alpha,target,target,... such as 8,16,q_proj,v_proj, or the folder o
 
 @dataclass(frozen=True)
 class FineTuning:
-    """What is trained.
-
-    freeze : patterns of names of parameters that stay as they are, as for nn.Stage
-    lora : adapters, besides which everything is frozen; None without
-    start : the adapters to begin with; None for new ones
-    """
+    """What is trained: with `lora`, adapters alone, which begin as those of `start`; not what patterns `freeze`."""
 
     freeze: tuple[str, ...] = ()
     lora: nn.LoRA | None = None
@@ -50,17 +44,9 @@ class FineTuning:
         """Return the layers of a model, with adapters where there are to be any."""
         return list(layers) if self.lora is None else self.lora.apply(layers)
 
-    def declared(self, model: Model) -> dict[str, Parameter]:
-        """Return all parameters of a model by name, adapters included."""
-        return declared_in(self.layers(model.build(Local())))
-
     def trained(self, model: Model) -> dict[str, Parameter]:
-        """Return the parameters that are trained.
-
-        Raises ConfigError if nothing is, and for a pattern that fits no parameter; ArgumentError for a target that
-        no layer has, and a tied parameter that is frozen in some of its places only.
-        """
-        declared = self.declared(model)
+        """Return the parameters that are trained. Raises ConfigError if there are none or a pattern fits no name."""
+        declared = declared_in(self.layers(model.build(Local())))
         names = [name for name in declared if self.lora is None or is_adapter(name)]  # all else is frozen anyway
         for pattern in self.freeze:
             if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
@@ -87,40 +73,21 @@ class FineTuning:
         products = [3 if place in whole else 1 if place < lowest else 2 for place, _ in enumerate(model.costs())]
         return [cost if count == 3 else cost * count / 3 for cost, count in zip(model.costs(), products)]
 
-    def frozen_stages(self, model: Model, layer_ranges: Sequence[tuple[int, int]]) -> set[int]:
-        """Return the logical stages in which nothing is trained; raises what `trained` does."""
-        layers = layers_of(self.trained(model))
-        return {stage for stage, cut in enumerate(layer_ranges) if not layers.intersection(range(*cut))}
-
     def check(self, model: Model, origin: huggingface.Origin) -> None:
         """Raise ConfigError, before a training begins, where its adapters could not be written."""
         if self.lora is not None:
-            family, _ = expressed(cast(GPT, model), origin.family)
-            adapter_parts(self.lora, family, cast(GPT, model))
+            adapter_parts(self.lora, expressed(cast(GPT, model), origin.family)[0], cast(GPT, model))
 
     def load(self, stages: Sequence[nn.Stage], model: Model, origin: huggingface.Origin, mesh: Mesh) -> None:
-        """Set the adapters of this rank to those to begin with, if there are any; collective.
-
-        Raises ArgumentError or NonFiniteError, on every rank, with the names of file and tensor.
-        """
+        """Set the adapters of this rank to those to begin with, if there are any; collective."""
         if self.start is None:
             return
         with group_of(mesh.comm).raise_together("loading the adapter"):
             family, _ = expressed(cast(GPT, model), origin.family)
             announce_write(*stages)
-            own = {name: array for stage in stages for name, array in stage.parameters.items()}
-            read_adapter(self.start, family, cast(GPT, model), own)
+            read_adapter(self.start, family, cast(GPT, model), own_arrays(stages))
             for stage in stages:
                 stage.sync_compute()
-
-    def save(self, out: Path, stages: Sequence[nn.Stage], model: Model, origin: huggingface.Origin, mesh: Mesh) -> None:
-        """Leave the adapters in the output folder of a training, if there are any; collective.
-
-        Raises NonFiniteError or StorageError, on every rank.
-        """
-        if self.lora is not None:
-            own = {name: array for stage in stages for name, array in stage.parameters.items()}
-            save_adapter(out / INSIDE, self.lora, cast(GPT, model), own, mesh, origin)
 
 
 def layers_of(names: Iterable[str]) -> set[int]:
@@ -129,10 +96,7 @@ def layers_of(names: Iterable[str]) -> set[int]:
 
 
 def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
-    """Return what a configuration trains; collective, since an adapter to begin with is read by rank 0.
-
-    Raises ConfigError or ArgumentError on every rank.
-    """
+    """Return what a configuration trains; collective, since an adapter to begin with is read by rank 0."""
     freeze, text = config.freeze, config.lora
     if text is None:
         return FineTuning(freeze)
@@ -160,30 +124,58 @@ def parse_lora(text: str) -> nn.LoRA:
         raise ConfigError("lora is neither adapters nor the folder of one", found=text, expected=FORM) from error
 
 
-# -- What a training asks of a model: sizes from which layers are made, and their costs -------------------------------
+# -- The model that a training begins from (--from) -------------------------------------------------------------------
 
 
-class Model(Protocol):
-    """The sizes of a model, a dataclass such as `models.GPT`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def seq(self) -> int:
-        """Length of the sequences."""
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-
-    def build(self, attend: Any, positions: Array | None = None) -> list[nn.Layer]:
-        """Make the layers, whose attention is `attend`: such as attention.Local, or a function that makes one."""
-
-    def costs(self) -> list[float]:
-        """Relative cost of each layer."""
+MAY_DIFFER = ("seq", "dropout", "max_positions")  # lengths and dropout are a training's own
 
 
-# Makes a model from the sizes in a configuration, as the class `models.GPT` does: called with seq, dim, layers, heads,
-# kv_heads, hidden, tied, dropout and rope_base by name, and with vocab where the data are not bytes. None is the
-# architecture's own choice.
-Architecture: TypeAlias = Callable[..., Model]
+@dataclass(frozen=True)
+class PretrainedModel:
+    """The folder of the model to begin from, and what goes along with it."""
+
+    folder: model_folder.ModelFolder
+    origin: huggingface.Origin
+
+    def architecture(self, *, seq: int, dropout: float, **_: Any) -> GPT:
+        """Return the model for sequences of a training; an `Architecture` whose sizes are those of the folder."""
+        return replace(self.folder.model, seq=seq, dropout=dropout)
+
+
+def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, PretrainedModel | None]:
+    """Open the folder to begin from, if there is one, and return the configuration with the sizes in it; collective."""
+    if config.from_ is None:
+        return config, None
+    folder, origin = model_folder.open_on_all(comm, config.from_), None
+    with group_of(comm).raise_together("train: the model to begin from"):
+        if comm.rank == 0:
+            origin = huggingface.Origin.of(folder.path)
+    origin = group_of(comm).broadcast("train: the model to begin from", origin)
+    with group_of(comm).raise_together("train: the model to begin from"):
+        model = folder.model
+        defaults = {entry.name: entry.default for entry in fields(config)}
+        for name in FROM_FOLDER:
+            value, there = getattr(config, name), getattr(model, name)
+            if value not in (defaults[name], there):
+                raise ConfigError(
+                    f"{name} contradicts the model to begin from",
+                    found=f"{name} = {value}",
+                    expected=f"{there}, as in {folder.path}",
+                    remedy=f"leave out {name}: the architecture comes from the folder",
+                )
+        sizes = {name: getattr(model, name) for name in FROM_FOLDER}
+        return replace(config, **sizes), PretrainedModel(folder, origin)
+
+
+def check_same_model(folder: model_folder.ModelFolder, model: Any) -> None:
+    """Raise ConfigError unless the weights in a folder are those of this model, and not only of its shapes."""
+    there = folder.model
+    for entry in fields(there):
+        value = getattr(model, entry.name, entry.default)
+        if entry.name not in MAY_DIFFER and value != getattr(there, entry.name):
+            raise ConfigError(
+                f"the weights to begin with are of a model with another {entry.name}",
+                found=f"{getattr(there, entry.name)} in {folder.path}",
+                expected=f"{value}, as the configuration has it",
+                remedy=f"take the architecture from the folder, too: --from {folder.path}",
+            )

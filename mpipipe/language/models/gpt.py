@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from numpy.typing import ArrayLike
 
@@ -31,12 +31,8 @@ class GPT:
     ----------
     vocab : int
         Number of token ids; 256 for bytes.
-    dim : int
-        Width.
-    layers : int
-        Number of transformer blocks.
-    heads : int
-        Number of attention heads.
+    dim, layers, heads : int
+        Width; number of transformer blocks; number of attention heads.
     kv_heads : int, optional
         Number of heads of keys and values, a divisor of heads; by default `heads`.
     hidden : int, optional
@@ -46,10 +42,8 @@ class GPT:
         Length of the sequences, for `costs`.
     tied : bool
         Whether embedding and head are one matrix.
-    dropout : float
-        Probability of dropout after attention and feed-forward.
-    rope_base : float
-        Base of the rotary position embedding.
+    dropout, rope_base : float
+        Probability of dropout after attention and feed-forward; base of the rotary position embedding.
     head_dim : int, optional
         Width of a head, even for rotary positions; by default dim / heads.
     norm : str
@@ -63,7 +57,7 @@ class GPT:
     rope_scaling : RopeScaling, optional
         `nn.LinearScaling`, `nn.Llama3Scaling` or `nn.YarnScaling`; also a mapping, as `dataclasses.asdict` makes one.
     qkv_bias, out_bias : bool
-        Whether the projections to queries, keys and values have a bias, and the one after attention.
+        Whether the products to queries, keys and values have a bias, and the one after attention.
     qk_norm : bool
         Whether each head of queries and of keys is normalised (`nn.RMSNorm`, with a gain of its own each) before it is
         turned (Dehghani et al., "Scaling vision transformers to 22 billion parameters", 2023).
@@ -72,14 +66,14 @@ class GPT:
     feed_forward : str
         "swiglu": `nn.SwiGLU`. "gelu": `nn.FeedForward`, with GELU in its tanh form.
     feed_forward_bias : bool
-        Whether the products of the feed-forward layers have biases.
+        Whether the products of the feed-forward layers have a bias.
     embedding_scale : float
         Factor on the rows of the embedding, not on learned positions, and not on a tied head.
 
     Raises
     ------
     ArgumentError
-        The sizes or options do not fit together.
+        For a value that means nothing, and for values that do not go together.
 
     Examples
     --------
@@ -87,11 +81,9 @@ class GPT:
     >>> from mpipipe import attention, nn
     >>> from mpipipe.language.models import GPT
     >>> model = GPT(dim=64, layers=2, heads=4)
-    >>> model.parameters
-    139584
     >>> layers = model.build(attention.Local())
-    >>> len(layers), len(model.costs())
-    (6, 6)
+    >>> model.parameters, len(layers), len(model.costs())
+    (139584, 6, 6)
     >>> logits, saved = nn.Stage(layers).forward(np.zeros((1, 16), np.int64))
     >>> logits.shape
     (1, 16, 256)
@@ -154,12 +146,10 @@ class GPT:
         Parameters
         ----------
         attend : object or callable
-            What `nn.SelfAttention` attends with, such as `attention.Local()`. Layers with a window of their own attend
-            with `attend.with_window(window)`, which Local and Ring have; a ring of each window is made by all its
-            ranks together. A function is called for each layer, to make an object of its own: without arguments, or,
-            where `windows` is set, as `attend(window=window)`, with None for a layer without a window. So
-            `lambda window=None: attention.Cached(capacity, window=window)` serves every model. Where positions are
-            learned, the function is called once more, first of all, for the layer that adds them.
+            What `nn.SelfAttention` attends with, such as `attention.Local()`; layers with a window attend with
+            `attend.with_window(window)`. A function is called for each layer, to make an object of its own: without
+            arguments, or, where `windows` is set, as `attend(window=window)`, with None for a layer without a window.
+            Where positions are learned, it is called once more, first of all, for the layer that adds them.
         positions : 1-D integers, optional
             Positions of the rows in the whole sequence, if a rank holds a part of it; by default 0 ... seq - 1.
 
@@ -201,20 +191,11 @@ class GPT:
         return nn.Sequential([tokens, nn.LearnedPositions(self.max_positions, self.dim, attend_with(None), positions)])
 
     def _attention(self, attend: ForwardAndBackward, positions: ArrayLike | None, gain: float) -> nn.Layer:
+        same = ("head_dim", "rope_scaling", "qkv_bias", "out_bias", "qk_norm", "eps")
+        options: dict[str, Any] = {name: getattr(self, name) for name in same}
+        base = self.rope_base if self.positions == "rotary" else None
         return nn.SelfAttention(
-            self.dim,
-            self.heads,
-            self.kv_heads,
-            attend,
-            positions,
-            rope_base=self.rope_base if self.positions == "rotary" else None,
-            gain=gain,
-            head_dim=self.head_dim,
-            rope_scaling=self.rope_scaling,
-            qkv_bias=self.qkv_bias,
-            out_bias=self.out_bias,
-            qk_norm=self.qk_norm,
-            eps=self.eps,
+            self.dim, self.heads, self.kv_heads, attend, positions, rope_base=base, gain=gain, **options
         )
 
     def _feed_forward(self, gain: float) -> nn.Layer:
@@ -270,6 +251,35 @@ def declared_in(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Paramet
     return {f"{name}.{key}": parameter for name, layer in found for key, parameter in layer.declared.items()}
 
 
+# -- What a training asks of a model: sizes from which layers are made, and their costs -------------------------------
+
+
+class Model(Protocol):
+    """The sizes of a model, a dataclass such as `models.GPT`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def seq(self) -> int:
+        """Length of the sequences."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+
+    def build(self, attend: Any, positions: ArrayLike | None = None) -> list[nn.Layer]:
+        """Make the layers, whose attention is `attend`: such as attention.Local, or a function that makes one."""
+
+    def costs(self) -> list[float]:
+        """Relative cost of each layer."""
+
+
+# Makes a model from the sizes in a configuration, as the class `models.GPT` does: called with seq, dim, layers, heads,
+# kv_heads, hidden, tied, dropout and rope_base by name, and with vocab where the data are not bytes. None is the
+# architecture's own choice.
+Architecture: TypeAlias = Callable[..., Model]
+
+
 # -- What the description of a GPT may say: its fields one by one, and those that do not go together ------------------
 
 
@@ -282,34 +292,33 @@ SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "feed_forward_bias")
 
 def check_sizes(values: dict[str, Any]) -> None:
     """Raise ArgumentError unless each of these fields, by name, has a value that means something by itself."""
-    for name in SIZES:
-        if name in values and not _is_size(values[name]):
-            raise _wrong(name, values[name], "an integer of at least 1")
-    for name, choices in CHOICES.items():
-        if values[name] not in choices:
-            raise _wrong(name, values[name], " or ".join(map(repr, choices)))
-    for name in SWITCHES:
-        if type(values[name]) is not bool:
-            raise _wrong(name, values[name], "True or False")
-    if not _is_number(values["eps"]) or values["eps"] < 0:
-        raise _wrong("eps", values["eps"], "a finite number of at least 0")
-    if not _is_number(values["embedding_scale"]) or values["embedding_scale"] == 0:
-        raise _wrong("embedding_scale", values["embedding_scale"], "a finite number other than 0")
+    rules: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
+        (SIZES, _is_size, "an integer of at least 1"),
+        *(((name,), kinds.__contains__, " or ".join(map(repr, kinds))) for name, kinds in CHOICES.items()),
+        (SWITCHES, lambda value: type(value) is bool, "True or False"),
+        (("eps",), lambda value: _is_number(value) and value >= 0, "a finite number of at least 0"),
+        (("embedding_scale",), lambda value: _is_number(value) and value != 0, "a finite number other than 0"),
+    )
+    for names, fits, expected in rules:
+        for name in names:
+            if name in values and not fits(values[name]):
+                raise _wrong(name, values[name], expected)
 
 
 def check_heads(values: dict[str, Any]) -> None:
     """Raise ArgumentError unless the heads go together; `head_dim` is None if it is to follow from the width."""
     dim, heads, head_dim = values["dim"], values["heads"], values["head_dim"]
     rotary = values["positions"] == "rotary"
-    if head_dim is None and dim % (2 * heads if rotary else heads):
-        step = 2 * heads if rotary else heads
+    unit = 2 if rotary else 1
+    if head_dim is None and dim % (unit * heads):
+        near = range(heads - 1, max(0, heads - NEAR), -1)
+        fewer = next((f", or heads = {number}" for number in near if dim % (unit * number) == 0), "")
+        pairs = "2 x heads, since rotary positions turn pairs of elements"
         raise ArgumentError(
             "the heads do not divide the width of a GPT evenly",
             found=f"dim {dim}, heads {heads}",
-            expected="dim a multiple of 2 x heads, since rotary positions turn pairs of elements"
-            if rotary
-            else "dim a multiple of heads",
-            remedy=f"for example dim = {-(-dim // step) * step}{_or_heads(dim, heads, 2 if rotary else 1)}",
+            expected=f"dim a multiple of {pairs if rotary else 'heads'}",
+            remedy=f"for example dim = {-(-dim // (unit * heads)) * unit * heads}{fewer}",
         )
     if head_dim is not None and rotary and head_dim % 2:
         raise ArgumentError(
@@ -319,13 +328,6 @@ def check_heads(values: dict[str, Any]) -> None:
         raise ArgumentError(
             "kv_heads of a GPT is no divisor of heads", found=f"kv_heads {values['kv_heads']}, heads {heads}"
         )
-
-
-def _or_heads(dim: int, heads: int, unit: int) -> str:
-    """Return the number of heads below `heads` that fits, as a remedy; nothing where there is none."""
-    near = range(heads - 1, max(0, heads - NEAR), -1)
-    found = next((number for number in near if dim % (unit * number) == 0), None)
-    return "" if found is None else f", or heads = {found}"
 
 
 def check_positions(values: dict[str, Any]) -> None:

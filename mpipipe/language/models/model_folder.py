@@ -6,27 +6,40 @@
     manifest.json, step-.../, checkpoints/ "checkpoint": a training of mpipipe, the newest of several
     adapter_config.json                    "adapter": an adapter of PEFT, which names the folder of its model
 
-A kind is a class that finds its own folders. The kinds are asked in the order of `KINDS`. Opening reads a description
-and no parameters, so one rank opens for all.
+The kinds are asked in the order of `KINDS`. Opening reads a description and no parameters: one rank opens for all.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mpipipe import checkpoint, files, nn
-from mpipipe.arrays import Array
-from mpipipe.checkpoint import NAMES, PARAMETERS, check_same_folder, folder_identity, read_arrays, standing_folder
+import numpy as np
+
+from mpipipe import arrays, checkpoint, files, nn
+from mpipipe.arrays import Array, Shape
+from mpipipe.attention import Local
+from mpipipe.checkpoint import (
+    NAMES,
+    PARAMETERS,
+    check_same_folder,
+    folder_identity,
+    read_arrays,
+    replacing,
+    standing_folder,
+)
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.even_split import consecutive_bins
 from mpipipe.job import Communicator, group_of
 from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
 from mpipipe.language.models import huggingface, weights
-from mpipipe.language.models.gpt import GPT
+from mpipipe.language.models.gpt import GPT, declared_in
+from mpipipe.language.models.huggingface import writing
 from mpipipe.language.models.huggingface.adapter import (
     ADAPTER_CONFIG,
     AdapterFolder,
@@ -34,7 +47,7 @@ from mpipipe.language.models.huggingface.adapter import (
     merge_adapter,
     open_adapter,
 )
-from mpipipe.language.models.huggingface.families import Family, expressed
+from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn import announce_write, is_adapter
@@ -50,8 +63,7 @@ class ModelFolder(ABC):
     """A model on a disk: plain data, which can be sent to other ranks.
 
     path : the folder that has the parameters, and the tokenizer
-    dtype : in which the parameters are stored, and in which a model that is loaded computes by default: float32 or
-        float64
+    dtype : of the parameters, and by default of what a loaded model computes: float32 or float64
     inode : of the folder when it was opened, None if it is never replaced
     """
 
@@ -80,14 +92,11 @@ class ModelFolder(ABC):
         """Set arrays by their names in the model. Raises ArgumentError or NonFiniteError with file and parameter."""
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        """Set the parameters of this rank's stages, and read no others; collective over the mesh.
-
-        Raises what `read` raises, on every rank.
-        """
+        """Set the parameters of this rank's stages, and read no others; collective over the mesh."""
         group = group_of(mesh.comm)
         with group.raise_together("loading the model"):
             announce_write(*stages)
-            self.read({name: array for stage in stages for name, array in stage.parameters.items()})
+            self.read(weights.own_arrays(stages))
             for stage in stages:
                 stage.sync_compute()
         with group.raise_together("loading the model: whether it is one"):
@@ -96,11 +105,7 @@ class ModelFolder(ABC):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens at which an answer ends, of those that there are; none where the folder does not say it.
-
-        The option eos_token_id of generation_config.json says it, or else of config.json. Raises ConfigError for a
-        file that cannot be read.
-        """
+        """Ids of the tokens at which an answer ends: eos_token_id of generation_config.json, or else of config.json."""
         path = self.path / GENERATION
         if path.exists():
             facts: Mapping[str, Any] = read_json(path, "copy the folder again, or leave that file out")
@@ -111,18 +116,29 @@ class ModelFolder(ABC):
         return tuple(end for end in several if type(end) is int and 0 <= end < self.model.vocab)
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer that is in the folder, None for a model of bytes; one rank calls this.
-
-        Raises DataError or BackendError.
-        """
+        """Return the tokenizer in the folder, None for a model of bytes; one rank calls this."""
         return open_tokenizer(self.path) if (self.path / NAME).exists() else None
 
 
 @dataclass(frozen=True)
-class WeightsFolder(ModelFolder):
-    """The weights that a training writes at its end; `sizes` are those of the model."""
+class TrainingFolder(ModelFolder):
+    """What a training of this package wrote; `sizes` are those of the model."""
 
     sizes: Mapping[str, Any]
+
+    @property
+    def model(self) -> GPT:
+        try:
+            return GPT(**self.sizes)
+        except (TypeError, ArgumentError) as error:
+            message = f"the sizes of the model are not those of a GPT: {error}"
+            raise ConfigError(message, found=str(self.path)) from error
+
+
+@dataclass(frozen=True)
+class WeightsFolder(TrainingFolder):
+    """The weights that a training writes at its end."""
+
     kind = "weights"
 
     @classmethod
@@ -135,19 +151,14 @@ class WeightsFolder(ModelFolder):
         inode, found = folder_identity(folder), weights.describe(folder)
         return cls(folder, found.dtype, inode, found.model)
 
-    @property
-    def model(self) -> GPT:
-        return _model_of(self.sizes, self.path)
-
     def read(self, parameters: Mapping[str, Array]) -> None:
         weights.read(self.path, parameters)
 
 
 @dataclass(frozen=True)
-class CheckpointFolder(ModelFolder):
-    """A checkpoint of a training; `sizes` are those of the model."""
+class CheckpointFolder(TrainingFolder):
+    """A checkpoint of a training."""
 
-    sizes: Mapping[str, Any]
     kind = "checkpoint"
 
     @classmethod
@@ -175,10 +186,6 @@ class CheckpointFolder(ModelFolder):
                 remedy="let the training end: it leaves the model with its adapters merged; or go on with --resume",
             )
         return cls(folder, NAMES[kept[0].dtype], None, sizes)
-
-    @property
-    def model(self) -> GPT:
-        return _model_of(self.sizes, self.path)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         saved = checkpoint.read(self.path)
@@ -248,14 +255,10 @@ class AdaptedFolder(ModelFolder):
     def model(self) -> GPT:
         return self.base.model
 
-    @property
-    def family(self) -> Family:
-        """The family by whose names the adapter calls its matrices."""
-        return expressed(self.model, huggingface.Origin.of(self.path).family)[0]
-
     def read(self, parameters: Mapping[str, Array]) -> None:
         self.base.read(parameters)
-        merge_adapter(self.adapter, self.family, self.model, parameters)
+        family, _ = expressed(self.model, huggingface.Origin.of(self.path).family)  # whose names the adapter has
+        merge_adapter(self.adapter, family, self.model, parameters)
 
 
 PLAIN: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)
@@ -263,10 +266,7 @@ KINDS: tuple[type[ModelFolder], ...] = (*PLAIN, AdaptedFolder)
 
 
 def open_model(path: str | Path) -> ModelFolder:
-    """Open the model at `path`; one rank calls this.
-
-    Raises ArgumentError if there is no folder with a model, or its description is damaged.
-    """
+    """Open the model at `path`; one rank calls this. Raises ArgumentError."""
     path = Path(path)
     for kind in KINDS:
         folder = kind.find(path)
@@ -281,10 +281,7 @@ def open_model(path: str | Path) -> ModelFolder:
 
 
 def open_on_all(comm: Communicator, path: str) -> ModelFolder:
-    """Return on every rank the model that rank 0 finds at `path`, seen from its working folder; collective.
-
-    Raises, on every rank, what `open_model` raises.
-    """
+    """Return on every rank the model that rank 0 finds at `path`, seen from its working folder; collective."""
     group, absolute = group_of(comm), shared_path(comm, path)
     folder: ModelFolder | None = None
     with group.raise_together("opening the model"):
@@ -293,8 +290,50 @@ def open_on_all(comm: Communicator, path: str) -> ModelFolder:
     return group.broadcast("opening the model", folder)
 
 
-def _model_of(sizes: Mapping[str, Any], place: Path) -> GPT:
-    try:
-        return GPT(**sizes)
-    except (TypeError, ArgumentError) as error:
-        raise ConfigError(f"the sizes of the model are not those of a GPT: {error}", found=str(place)) from error
+# -- A folder turned into one of another kind, by one process and without MPI: layer groups one after the other --------
+
+
+def convert(source: str | Path, target: str | Path, dtype: str | None = None, most: int = writing.SHARD_BYTES) -> str:
+    """Turn a folder of Hugging Face into one of this package, or the other way round; or merge an adapter of PEFT.
+
+    `dtype` is by default that of the old files, and float32 for halves that become weights of this package. A file has
+    `most` bytes, or one layer. Returns a line about what was done. No folder is left where an error is raised.
+    """
+    target, folder = Path(target), open_model(source)
+    ours = isinstance(folder, HuggingFaceFolder)
+    kind, model, origin = dtype or folder.dtype, folder.model, huggingface.Origin.of(folder.path)
+    choices = weights.FLOATS if ours else writing.FLOATS
+    if kind not in choices:
+        what = "weights of this package" if ours else "a folder of Hugging Face"
+        raise ConfigError(f"the dtype of {what}", found=kind, expected=" or ".join(choices))
+    groups = groups_of(model, most, arrays.dtype(kind).itemsize)
+    if ours:
+        what = f"weights in {kind}"
+        with replacing(target, None, writing.explained, replaces=False) as unnamed, writing.explained(target):
+            sums: dict[str, str] = {}
+            for number, shapes in enumerate(groups):
+                sums.update(weights.write_stage(unnamed, number, read_group(folder, kind, shapes)))
+            origin.copy(unnamed, keep_config=True)
+            weights.write_description(unnamed, weights.WeightsDescription(asdict(model), kind, len(groups), sums))
+    else:
+        what = f"{writing.config_of(model, kind, origin)[0].architecture} in {kind}"
+        read = partial(read_group, folder, folder.dtype)
+        writing.write_alone(target, model, groups, read, dtype=kind, origin=origin)
+    return f"converted {folder.path} ({folder.kind}) into {target}: {what}, {model.parameters:,} parameters"
+
+
+def read_group(folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+    """Read the parameters with these names and shapes."""
+    values = {name: np.empty(shape, arrays.dtype(dtype)) for name, shape in shapes.items()}
+    folder.read(values)
+    return values
+
+
+def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
+    """Return names and shapes of the parameters, in groups of whole layers of at most `most` bytes."""
+    layers = [declared_in([top], place) for place, top in enumerate(model.build(Local()))]
+    sized = ((layer, sum(entry.size for entry in layer.values()) * itemsize) for layer in layers)
+    return [
+        {name: entry.shape for layer in group for name, entry in layer.items()}
+        for group in consecutive_bins(sized, most)
+    ]

@@ -1,12 +1,10 @@
 """Trained parameters as files, which any number of ranks can load. No state of an optimizer is kept.
 
-    weights/stage-0.safetensors      the parameters of one logical stage, by their names in the whole model
-    weights/stage-1.safetensors
+    weights/stage-0.safetensors ...  the parameters of one logical stage, by their names in the whole model
     weights/model.json               sizes of the model, dtype, number of stages, a checksum of each parameter and one
                                      of these facts; written last, when all other files are there
 
-The folder is written under another name and then renamed, so one that has its name is complete. Checksums are CRC-32.
-They find damage on the way to the disk and back, and files of two trainings that were mixed, but no forgery.
+Checksums are CRC-32: they find damage, and files of two trainings that were mixed, but no forgery.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing,
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import group_of
-from mpipipe.language.models.fine_tuning import Model
-from mpipipe.language.models.huggingface.folder import Origin
+from mpipipe.language.models.gpt import Model
+from mpipipe.language.models.huggingface.folder import Origin, count_not_finite
 from mpipipe.nn import FlatBuffer, announce_write
 from mpipipe.schedules import Schedule
 
@@ -43,12 +41,9 @@ COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 
 @dataclass(frozen=True)
 class WeightsDescription:
-    """The content of model.json.
+    """The content of model.json: sizes and dtype of the model, number of files, and checksums by parameter.
 
-    model : sizes from which the model is made again, such as the fields of models.GPT
-    dtype : of the parameters: float32 for a training in bfloat16 or float16
-    stages : number of files
-    checksums : of each parameter, by name; None in files that were saved before there were any
+    Files that were saved before there were checksums have None.
     """
 
     model: dict[str, Any]
@@ -70,19 +65,11 @@ def file_of(stage: int) -> str:
 def save(
     folder: Path, model: Model, stages: Sequence[nn.Stage], schedule: Schedule, mesh: Mesh, origin: Origin | None = None
 ) -> None:
-    """Write the parameters of a pipeline, and their description; collective over the mesh.
+    """Write this rank's stages of `schedule`, and their description; collective over the mesh.
 
-    A folder that is there is replaced when the new one is whole; what others have put there goes along. Raises
-    ArgumentError, on every rank, where a file cannot be written: the folder stays as it was.
-
-    Parameters
-    ----------
-    folder : new, or to be replaced; on a file system that all hosts share
-    model : a dataclass of sizes
-    stages : this rank's stages of `schedule`; the ranks of the first replica write theirs
-    schedule : of the pipelines
-    mesh : all ranks
-    origin : where the model comes from, whose tokenizer goes along
+    A folder that is there is replaced when the new one is whole; what others have put there goes along, and the
+    tokenizer of `origin`. Raises ArgumentError, on every rank, where a file cannot be written: the folder stays as it
+    was.
     """
     sums: dict[str, str] = {}
     group = group_of(mesh.comm)
@@ -128,10 +115,7 @@ def write_description(folder: Path, description: WeightsDescription) -> None:
 
 
 def describe(folder: str | Path) -> WeightsDescription:
-    """Read model.json. Raises ArgumentError if it is missing, or is not what `save` wrote.
-
-    A file without checksums, from before they were added, is accepted as it is.
-    """
+    """Read model.json. Raises ArgumentError if it is missing, or is not what `save` wrote."""
     path = Path(folder, DESCRIPTION)
     remedy = "name the --out folder of a training that ended; its weights are written at the end"
     try:
@@ -163,15 +147,18 @@ def describe(folder: str | Path) -> WeightsDescription:
 def load(folder: str | Path, stages: Sequence[nn.Stage]) -> None:
     """Set the parameters of `stages` from the files in a folder; raises what `read` raises."""
     announce_write(*stages)
-    read(folder, {name: array for stage in stages for name, array in stage.parameters.items()})
+    read(folder, own_arrays(stages))
+
+
+def own_arrays(stages: Sequence[nn.Stage]) -> dict[str, Array]:
+    """Return the parameters of this rank by name."""
+    return {name: array for stage in stages for name, array in stage.parameters.items()}
 
 
 def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
-    """Set arrays, by their names in the model, however the model was cut when they were saved.
+    """Set arrays, by their names in the model, however the model was cut when they were saved; only these are read.
 
-    Only these parameters are read, and compared with their checksums where there are any. Raises ArgumentError for a
-    file that is missing or damaged, and for a parameter that is missing, damaged, or of another shape; NonFiniteError
-    for a parameter with values that are NaN or infinite.
+    Raises ArgumentError for a file or parameter that is missing, damaged or of another shape, NonFiniteError for NaN.
     """
     folder = Path(folder)
     description = describe(folder)
@@ -221,8 +208,7 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
             expected=f"{expected}, as in {DESCRIPTION}",
             remedy=COPY_AGAIN,
         )
-    if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):  # NaN is both of them
-        count = values.size - np.count_nonzero(np.isfinite(values))
+    if count := count_not_finite(values):
         raise NonFiniteError(
             f"parameter {name} is not finite",
             found=f"{count} of {values.size} values are NaN or infinite in {file.path}",

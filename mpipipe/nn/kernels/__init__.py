@@ -13,9 +13,9 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.nn.kernels import cuda
 from mpipipe.nn.kernels.host import any_dtype, full_precision
-from mpipipe.nn.kernels.interface import Kernels
+from mpipipe.nn.kernels.interface import AdamWNumbers, Kernels, Update
 
-__all__ = ["Kernels", "of", "of_array"]
+__all__ = ["AdamWNumbers", "Kernels", "Update", "of", "of_array"]
 
 
 # mypy compares each module with the interface here

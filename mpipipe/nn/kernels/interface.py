@@ -8,12 +8,39 @@ Arrays are C-contiguous and stay as they are, unless a function says otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from mpipipe.arrays import Array, DeviceArray
 from mpipipe.nn.rope import RopeScaling
+
+Range: TypeAlias = "tuple[int, int, bool]"  # (start, stop, whether weight decay applies) in flat arrays
+
+
+class AdamWNumbers(NamedTuple):
+    """Scalars of a step of AdamW; at step t the corrections are 1 - b1^t and 1 - b2^t."""
+
+    b1: float
+    b2: float
+    eps: float
+    rate: float
+    correction1: float
+    correction2: float
+    shrink: float
+
+
+class Update(NamedTuple):
+    """How an optimizer's kernel reads gradients, where weights decay, and what it writes besides.
+
+    Gradients count `g_scale` times. `ranges` follow each other from 0 to the end; None: all decays. `copy`, of the size
+    of the parameters in any dtype, becomes the new parameters, rounded. On a GPU `g_scale` may be there, () of float64.
+    Where it is NaN, all arrays stay as they are.
+    """
+
+    g_scale: float | DeviceArray = 1.0
+    ranges: Sequence[Range] | None = None
+    copy: Array | None = None
 
 
 class Kernels(Protocol):
@@ -89,11 +116,11 @@ class Kernels(Protocol):
 
     # -- normalisation of rows
 
-    def rms_norm(self, x: Array, gain: Array, eps: float) -> tuple[Array, Array]:
-        """Return (y, scale): y = gain * x * scale, scale (rows,) = 1 / sqrt(mean(x^2) + eps) of A; gain (width,)."""
+    def rms_norm(self, x: Array, gain: Array, eps: float, more: Array | None = None) -> tuple[Array, Array, Array]:
+        """Return (total, y, scale): y = gain * total * scale, scale (rows,) = 1 / sqrt(mean(total^2) + eps) of A.
 
-    def add_rms_norm(self, x: Array, more: Array, gain: Array, eps: float) -> tuple[Array, Array, Array]:
-        """Return (total, y, scale): total = x + more, rounded to T, and `rms_norm` of it, in the same bits."""
+        `total` is x, or x + more, rounded to T before it is normalised; gain (width,).
+        """
 
     def rms_norm_backward(
         self, dy: Array, x: Array, scale: Array, gain: Array, more: Array | None = None
@@ -103,11 +130,10 @@ class Kernels(Protocol):
         With `more`, of the shape of dx, the first result is more + dx, in the bits of `add`.
         """
 
-    def layer_norm(self, x: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array]:
-        """Return (y, scale): y = gain * (x - mean) * scale + bias, scale (rows,) = 1 / sqrt(variance + eps) of A."""
-
-    def add_layer_norm(self, x: Array, more: Array, gain: Array, bias: Array, eps: float) -> tuple[Array, Array, Array]:
-        """Return (total, y, scale): total = x + more, rounded to T, and `layer_norm` of it, in the same bits."""
+    def layer_norm(
+        self, x: Array, gain: Array, bias: Array, eps: float, more: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        """As `rms_norm`: y = gain * (total - mean) * scale + bias, scale (rows,) = 1 / sqrt(variance + eps)."""
 
     def layer_norm_backward(
         self, dy: Array, x: Array, scale: Array, gain: Array, more: Array | None = None
@@ -174,50 +200,16 @@ class Kernels(Protocol):
 
     # -- optimizers: flat arrays of one dtype, float32 or float64
 
-    def adamw(
-        self,
-        p: Array,
-        g: Array,
-        m: Array,
-        v: Array,
-        *,
-        b1: float,
-        b2: float,
-        eps: float,
-        rate: float,
-        correction1: float,
-        correction2: float,
-        shrink: float,
-        g_scale: float | DeviceArray,
-        ranges: Sequence[tuple[int, int, bool]] | None = None,
-        copy: Array | None = None,
-    ) -> None:
+    def adamw(self, p: Array, g: Array, m: Array, v: Array, numbers: AdamWNumbers, update: Update = ...) -> None:
         """P = shrink p - rate (m / correction1) / (sqrt(v / correction2) + eps): one step of AdamW, in place.
 
-        Before that, with g times `g_scale`: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2. At step t the corrections
-        are 1 - b1^t and 1 - b2^t. The (start, stop, decays) of `ranges` follow each other from 0 to the end of p, and
-        `shrink` is 1 where `decays` is false. `copy`, of the size of p in any dtype, becomes the new p, rounded.
-
-        On a GPU `g_scale` may be there, () of float64. Where it is NaN, all arrays stay as they are.
+        Before that m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2. `shrink` is 1 where weights do not decay.
         """
 
     def sgd(
-        self,
-        p: Array,
-        g: Array,
-        u: Array | None,
-        *,
-        momentum: float,
-        decay: float,
-        rate: float,
-        g_scale: float | DeviceArray,
-        ranges: Sequence[tuple[int, int, bool]] | None = None,
-        copy: Array | None = None,
+        self, p: Array, g: Array, u: Array | None, momentum: float, decay: float, rate: float, update: Update = ...
     ) -> None:
-        """U = momentum u + g_scale g + decay p, then p -= rate u, in place; u is None without momentum.
-
-        `g_scale` and `copy` are as in `adamw`; `decay` is 0 where `ranges` say so.
-        """
+        """U = momentum u + g + decay p, then p -= rate u, in place; u is None without momentum."""
 
     def sums_of_squares(self, flat: Array, offsets: Sequence[tuple[int, int]], out: Array | None = None) -> Array:
         """Return the sum of flat[start:stop]^2 for each (start, stop), in float64, on the device of `flat`.

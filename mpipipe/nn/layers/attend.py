@@ -40,10 +40,8 @@ class Attend(Protocol):
 
         Parameters
         ----------
-        dout : array
-            Gradient of `out`.
-        saved : object
-            What `forward` saved.
+        dout, saved : array, object
+            Gradient of `out`, and what `forward` saved.
         room : tuple of array
             Arrays like q, k and v, with any strides along all axes but the last; what they hold is nothing yet.
 
@@ -115,12 +113,7 @@ class Attend(Protocol):
         Returns
         -------
         Attend
-            The object.
-
-        Raises
-        ------
-        ArgumentError
-            There is no such object.
+            The object; ArgumentError is raised where there is none.
         """
         raise _windowless_error(self, window)
 
@@ -140,6 +133,9 @@ class AttendAdapter(Attend):
 
     def __init__(self, inner: ForwardAndBackward) -> None:
         self.inner: Any = inner
+        for name in ("positions", "advance", "begin"):
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         result: tuple[Array, Any] = self.inner.forward(q, k, v)
@@ -149,18 +145,6 @@ class AttendAdapter(Attend):
         gradients: tuple[Array, Array, Array] = self.inner.backward(dout, saved)
         return gradients
 
-    def positions(self, rows: int) -> np.ndarray | None:
-        positions: np.ndarray | None = self.inner.positions(rows) if hasattr(self.inner, "positions") else None
-        return positions
-
-    def advance(self, rows: int) -> None:
-        if hasattr(self.inner, "advance"):
-            self.inner.advance(rows)
-
-    def begin(self, position: Position) -> None:
-        if hasattr(self.inner, "begin"):
-            self.inner.begin(position)
-
     def with_window(self, window: int) -> Attend:
         if not hasattr(self.inner, "with_window"):
             raise _windowless_error(self.inner, window)
@@ -168,7 +152,7 @@ class AttendAdapter(Attend):
 
     @property
     def poll(self) -> Callable[[], object]:
-        return getattr(self.inner, "poll", _no_poll)
+        return getattr(self.inner, "poll", lambda: None)
 
     @poll.setter
     def poll(self, poll: Callable[[], object]) -> None:
@@ -181,6 +165,12 @@ def as_attend(attend: ForwardAndBackward) -> Attend:
     return attend if isinstance(attend, Attend) else AttendAdapter(attend)
 
 
+def why_unrecordable(attend: ForwardAndBackward) -> str:
+    """Return why CUDA graphs cannot record a layer that attends with this object, or ""."""
+    kind = type(attend)
+    return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
+
+
 def _windowless_error(attend: ForwardAndBackward, window: int) -> ArgumentError:
     return ArgumentError(
         f"{type(attend).__name__} cannot be given a window for each layer",
@@ -189,7 +179,3 @@ def _windowless_error(attend: ForwardAndBackward, window: int) -> ArgumentError:
         remedy="give the model a function that makes one for each layer, such as "
         "lambda window=None: attention.Cached(capacity, window=window)",
     )
-
-
-def _no_poll() -> None:
-    """The poll that does nothing."""

@@ -10,10 +10,10 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.checks import check_features, check_positive, rows
-from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
+from mpipipe.nn.checks import check_positive, check_sequence, rows
+from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
 from mpipipe.nn.layers.layer import Layer, Projection, stacked_projections
-from mpipipe.nn.parameters import Parameter, normal, ones, zeros
+from mpipipe.nn.parameters import matrix, ones, vector
 from mpipipe.nn.rope import RopeScaling
 
 
@@ -25,10 +25,8 @@ class SelfAttention(Layer):
 
     Parameters
     ----------
-    dim : int
-        Size of the last axis of x and y.
-    heads : int
-        Number of heads.
+    dim, heads : int
+        Size of the last axis of x and y, and number of heads.
     kv_heads : int, optional
         Number of heads of keys and values, a divisor of heads (grouped-query attention); by default `heads`.
     attend : object
@@ -51,16 +49,9 @@ class SelfAttention(Layer):
     qkv_bias, out_bias : bool
         Whether there are parameters `qkv_bias` ((heads + 2 kv_heads) head_dim,) and `out_bias` (dim,), of zeros at the
         start.
-    qk_norm : bool
-        Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is turned; the parameters
-        `q_norm` and `k_norm`, (head_dim,), are the gains.
-    eps : float
-        Epsilon of these norms.
-
-    Raises
-    ------
-    ArgumentError
-        The sizes do not fit, or there is no `attend`.
+    qk_norm, eps : bool, float
+        Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is turned, and the epsilon
+        of these norms; the parameters `q_norm` and `k_norm`, (head_dim,), are their gains.
 
     Examples
     --------
@@ -102,9 +93,27 @@ class SelfAttention(Layer):
         kv_heads = heads if kv_heads is None else kv_heads
         check_positive(dim=dim, heads=heads, kv_heads=kv_heads)
         if head_dim is None:
-            _check_width(dim, heads)
+            if dim % heads:
+                raise ArgumentError(
+                    "dim must be a multiple of heads where no head_dim is given",
+                    found=f"dim={dim}, heads={heads}",
+                    expected="no remainder",
+                    remedy="say head_dim",
+                )
             head_dim = dim // heads
-        _check_heads(head_dim, heads, kv_heads, rope_base is not None)
+        check_positive(head_dim=head_dim)
+        if rope_base is not None and head_dim % 2:
+            raise ArgumentError(
+                "the width of a head must be even (rotary positions turn pairs of elements)",
+                found=f"head_dim={head_dim}",
+                expected="head_dim even; without an own one, dim an even multiple of heads",
+            )
+        if heads % kv_heads:
+            raise ArgumentError(
+                "heads must be a multiple of kv_heads",
+                found=f"heads={heads}, kv_heads={kv_heads}",
+                expected="no remainder",
+            )
         if attend is None:
             raise ArgumentError(
                 "SelfAttention was given nothing to attend with", remedy="pass attend=mpipipe.attention.Local()"
@@ -117,20 +126,16 @@ class SelfAttention(Layer):
         self.rope_base = None if rope_base is None else float(rope_base)
         self.rope_scaling, self.eps = rope_scaling, eps
         self._width = (heads + 2 * kv_heads) * head_dim
-        self.declared = {
-            "qkv": Parameter((self._width, dim), normal(dim**-0.5)),
-            "out": Parameter((dim, heads * head_dim), normal(gain * (heads * head_dim) ** -0.5)),
-        }
+        self.declared = {"qkv": matrix(self._width, dim), "out": matrix(dim, heads * head_dim, gain)}
         if qkv_bias:
-            self.declared["qkv_bias"] = Parameter((self._width,), zeros, decay=False)
+            self.declared["qkv_bias"] = vector(self._width)
         if out_bias:
-            self.declared["out_bias"] = Parameter((dim,), zeros, decay=False)
+            self.declared["out_bias"] = vector(dim)
         if qk_norm:
-            self.declared |= {name: Parameter((head_dim,), ones, decay=False) for name in ("q_norm", "k_norm")}
+            self.declared |= {name: vector(head_dim, ones) for name in ("q_norm", "k_norm")}
 
     def unrecordable(self) -> str:
-        kind = type(self.attend)
-        return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
+        return why_unrecordable(self.attend)
 
     def projections(self) -> dict[str, Projection]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -142,7 +147,7 @@ class SelfAttention(Layer):
         self._attend = as_attend(self.attend)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        self._check_input(x)
+        check_sequence(self, x, self.dim, self.positions)
         kernels, flat = self.stage.kernels, rows(x)
         qkv = kernels.linear(flat, self.qkv, self.qkv_bias).reshape(*x.shape[:2], -1, self.head_dim)
         table = self._rope_table(x.shape[1])
@@ -171,9 +176,8 @@ class SelfAttention(Layer):
         table = self._rope_table(dy.shape[1])
         parts: list[Array] = []
         if self.q_norm is not None:
-            of_queries = self._normalise_backward(turned_dq, dq, plain[0], self.q_norm, table)
-            of_keys = self._normalise_backward(turned_dk, dk, plain[1], self.k_norm, table)
-            parts = [of_queries, of_keys]
+            several = (turned_dq, dq, plain[0], self.q_norm), (turned_dk, dk, plain[1], self.k_norm)
+            parts = [self._normalise_backward(*of_one, table) for of_one in several]
         elif turned_dq is dq:
             queries_and_keys = dqkv[:, :, : self.heads + self.kv_heads]
             self._turn(queries_and_keys, table, queries_and_keys, inverse=True)
@@ -202,7 +206,7 @@ class SelfAttention(Layer):
         kernels = self.stage.kernels
         plain = arrays.empty(heads.shape, heads.dtype, self.stage.device)
         kernels.copy(heads, plain)
-        normal, scale = kernels.rms_norm(rows(plain), gain, self.eps)
+        _, normal, scale = kernels.rms_norm(rows(plain), gain, self.eps)
         self._turn(normal.reshape(heads.shape), table, heads)
         return rows(plain), scale
 
@@ -237,42 +241,6 @@ class SelfAttention(Layer):
         positions = self.positions
         if positions is None:
             positions = self._attend.positions(seq)
-        tables = self.stage.tables
-        if positions is None:
-            return tables.first(seq, self.head_dim, self.rope_base, self.rope_scaling)
-        return tables.of(positions, self.head_dim, self.rope_base, self.rope_scaling)
-
-    def _check_input(self, x: Array) -> None:
-        check_features(self, x, self.dim)
-        expected = "seq" if self.positions is None else str(len(self.positions))
-        if x.ndim != 3 or expected not in ("seq", str(x.shape[1])):
-            raise ArgumentError(
-                f"layer {self.name} (SelfAttention): the input has the wrong shape",
-                found=f"shape {x.shape}",
-                expected=f"(batch, {expected}, {self.dim})",
-                remedy="one position for each row of the sequence",
-            )
-
-
-def _check_width(dim: int, heads: int) -> None:
-    if dim % heads:
-        raise ArgumentError(
-            "dim must be a multiple of heads where no head_dim is given",
-            found=f"dim={dim}, heads={heads}",
-            expected="no remainder",
-            remedy="say head_dim",
-        )
-
-
-def _check_heads(head_dim: int, heads: int, kv_heads: int, turned: bool) -> None:
-    check_positive(head_dim=head_dim)
-    if turned and head_dim % 2:
-        raise ArgumentError(
-            "the width of a head must be even (rotary positions turn pairs of elements)",
-            found=f"head_dim={head_dim}",
-            expected="head_dim even; without an own one, dim an even multiple of heads",
-        )
-    if heads % kv_heads:
-        raise ArgumentError(
-            "heads must be a multiple of kv_heads", found=f"heads={heads}, kv_heads={kv_heads}", expected="no remainder"
+        return self.stage.tables.of(
+            seq if positions is None else positions, self.head_dim, self.rope_base, self.rope_scaling
         )

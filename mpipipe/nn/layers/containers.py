@@ -100,13 +100,6 @@ class Residual(Layer):
     layer : Layer
         A layer whose output has the shape of its input.
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Residual(nn.Sequential([nn.Linear(8, 8), nn.Gelu()]))])
-    >>> stage.forward(np.ones((4, 8), np.float32))[0].shape
-    (4, 8)
     """
 
     recordable = True
@@ -143,14 +136,6 @@ class PreNormResidual(Layer):
         An RMSNorm, a LayerNorm, or a layer of your own.
     *layers : Layer
         Those of f; the shape of the last output is that of x.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.PreNormResidual(nn.RMSNorm(8), nn.SwiGLU(8, 64))])
-    >>> stage.forward(np.ones((4, 8), np.float32))[0].shape
-    (4, 8)
     """
 
     recordable = True
@@ -197,14 +182,13 @@ class PreNormResidual(Layer):
 
     def backward(self, dy: Array, saved: Any) -> Array:
         of_norm, of_f = saved
-        dnormal = self.f.backward(dy, of_f)
+        dnormal, norm = self.f.backward(dy, of_f), self.norm
         self._poll()
         if self._fused is not None:
             dx, pending = self._fused.backward_input(dnormal, of_norm, dy)
-            if not self._fused.frozen:
-                self._fused.backward_weight(pending)
+            if not norm.frozen:
+                norm.backward_weight(pending)
             return dx
-        norm = self.norm
         through = norm.backward_input(dnormal, of_norm)[0] if norm.frozen else norm.backward(dnormal, of_norm)
         return self.stage.kernels.add(dy, through)
 
@@ -225,17 +209,6 @@ class Recompute(Layer):
     ----------
     layer : Layer
         The layer to run.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Recompute(nn.Linear(3, 2))])
-    >>> sorted(stage.parameters)
-    ['0.bias', '0.weight']
-    >>> y, saved = stage.forward(np.ones((4, 3), np.float32))
-    >>> stage.backward(np.ones_like(y), saved).shape
-    (4, 3)
     """
 
     recordable = True

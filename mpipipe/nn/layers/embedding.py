@@ -1,4 +1,4 @@
-"""Token embedding."""
+"""What a language model begins and ends with: token embedding, learned positions, and the head."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.checks import check_features, check_positive, checked_ids
-from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend
+from mpipipe.nn.checks import check_positive, check_sequence, checked_ids
+from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
 from mpipipe.nn.layers.layer import Layer, Projection
 from mpipipe.nn.layers.linear import Linear
-from mpipipe.nn.parameters import Parameter, normal
+from mpipipe.nn.parameters import matrix
 
 
 class Embedding(Layer):
@@ -38,16 +38,7 @@ class Embedding(Layer):
     Raises
     ------
     ArgumentError
-        A size is not a positive integer; in `forward`, x has no integers, or one on the host is out of range.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Embedding(256, 8)])
-    >>> y, saved = stage.forward(np.array([[1, 2, 3]]))
-    >>> y.shape
-    (1, 3, 8)
+        In `forward`: x has no integers, or one on the host is out of range.
     """
 
     uploads_integers = True
@@ -58,7 +49,7 @@ class Embedding(Layer):
     def __init__(self, vocab: int, dim: int, tie: str | None = None, gain: float = 1.0, scale: float = 1.0):
         check_positive(vocab=vocab, dim=dim)
         self.vocab, self.dim, self.scale = vocab, dim, scale
-        self.declared = {"weight": Parameter((vocab, dim), normal(gain * dim**-0.5), tie=tie)}
+        self.declared = {"weight": matrix(vocab, dim, gain, tie)}
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         x = self.upload(x)
@@ -77,9 +68,6 @@ class Embedding(Layer):
         self._add("weight", kernels.embed_backward, dy if self.scale == 1 else kernels.scale(dy, self.scale), x)
 
 
-# -- Learned positions: a table of vectors, one for each place in a sequence ------------------------------------------
-
-
 NUMBERS = 16  # arrays of row numbers that a layer keeps at most, each for its own positions
 
 
@@ -88,10 +76,8 @@ class LearnedPositions(Layer):
 
     Parameters
     ----------
-    count : int
-        Number of positions; the parameter `weight` is (count, dim).
-    dim : int
-        Size of the last axis of x and y.
+    count, dim : int
+        Number of positions, and size of the last axis of x and y: the parameter `weight` is (count, dim).
     attend : object, optional
         What other layers attend with, if that knows positions as attention.Cached does: `attend.positions(seq)` is
         asked in each forward, and `attend.advance(seq)` is called after it.
@@ -103,16 +89,7 @@ class LearnedPositions(Layer):
     Raises
     ------
     ArgumentError
-        A size is not a positive integer; in `forward`, x has another shape, or a position has no row.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.LearnedPositions(16, 8)])
-    >>> y, saved = stage.forward(np.zeros((2, 5, 8), np.float32))
-    >>> bool((y[1] == stage.parameters["0.weight"][:5]).all())
-    True
+        In `forward`: x has another shape, or a position has no row.
     """
 
     takes_integers = False
@@ -133,13 +110,10 @@ class LearnedPositions(Layer):
         self.positions = None if positions is None else np.asarray(positions)
         if attend is not None and self.positions is not None:
             as_attend(attend).check_positions(self.positions)
-        self.declared = {"weight": Parameter((count, dim), normal(gain * dim**-0.5))}
+        self.declared = {"weight": matrix(count, dim, gain)}
 
     def unrecordable(self) -> str:
-        if self.attend is None or self.positions is not None:
-            return ""
-        kind = type(self.attend)
-        return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
+        return "" if self.attend is None or self.positions is not None else why_unrecordable(self.attend)
 
     def bound(self) -> None:
         self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend)
@@ -161,15 +135,7 @@ class LearnedPositions(Layer):
 
     def _rows(self, x: Array) -> tuple[Array, Array]:
         """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
-        check_features(self, x, self.dim)
-        if x.ndim != 3 or (self.positions is not None and len(self.positions) != x.shape[1]):
-            seq = "seq" if self.positions is None else len(self.positions)
-            raise ArgumentError(
-                f"layer {self.name} (LearnedPositions): the input has the wrong shape",
-                found=f"shape {x.shape}",
-                expected=f"(batch, {seq}, {self.dim})",
-                remedy="one position for each row of the sequence",
-            )
+        check_sequence(self, x, self.dim, self.positions)
         batch, seq = x.shape[:2]
         asked = self.positions if self._attend is None else self._attend.positions(seq)
         known = seq if asked is None else np.ascontiguousarray(asked, np.int64).tobytes()
@@ -192,9 +158,6 @@ class LearnedPositions(Layer):
         return arrays.upload(whole) if self.stage.device == "cuda" else whole
 
 
-# -- The head of a language model: the product that makes logits, which a loss can take over --------------------------
-
-
 class Head(Linear):
     """Logits = x W^T over the last axis of x, without a bias: a `Linear`, whose product a loss can make itself.
 
@@ -206,23 +169,8 @@ class Head(Linear):
     ----------
     inputs, outputs : int
         Width of the model and size of the vocabulary. The parameter `weight` is (outputs, inputs).
-    tie : str, optional
-        Key of `Parameter.tie` for the weight.
-    gain : float
-        The weight starts normal with standard deviation gain / sqrt(inputs).
-
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Head(8, 256)])
-    >>> stage.forward(np.ones((2, 5, 8), np.float32))[0].shape
-    (2, 5, 256)
+    tie, gain : str or None, float
+        As for `Linear`.
     """
 
     recordable = True

@@ -20,12 +20,8 @@ class Position(NamedTuple):
 
     Parameters
     ----------
-    step : int
-        Number of the training step.
-    microbatch : int
-        Number of the micro-batch in the step.
-    replica : int
-        Number of the replica.
+    step, microbatch, replica : int
+        Numbers of the training step, of the micro-batch in it, and of the replica.
     training : bool
         Whether this is a training step: otherwise `Dropout` is the identity.
     """
@@ -87,7 +83,71 @@ def stacked_projections(key: str, rows: Mapping[str, int]) -> dict[str, Projecti
     return stacked
 
 
-class Layer(ABC):
+class Differentiable(ABC):
+    """A function of arrays, and its backward, which can be split in two: what a layer and a stage are."""
+
+    @abstractmethod
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        """Compute the output of one micro-batch.
+
+        Parameters
+        ----------
+        x : array
+            The input, of the stage's dtype and device, or integers.
+
+        Returns
+        -------
+        y : array
+            The output.
+        saved : object
+            All that the backward of this micro-batch needs.
+        """
+
+    @abstractmethod
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        """Compute the gradient of the input of one micro-batch.
+
+        Parameters
+        ----------
+        dy, saved : array, object
+            Gradient of the output, and what `forward` saved.
+
+        Returns
+        -------
+        dx : array or None
+            Gradient of the input; None for integers.
+        pending : object
+            All that `backward_weight` needs.
+        """
+
+    def backward_weight(self, pending: Any) -> None:  # noqa: B027  # most layers have no parameters
+        """Add this micro-batch's part to the gradients of the parameters.
+
+        Parameters
+        ----------
+        pending : object
+            What `backward_input` returned.
+        """
+
+    def backward(self, dy: Array, saved: Any) -> Any:
+        """Do `backward_input` and `backward_weight` at once.
+
+        Parameters
+        ----------
+        dy, saved : array, object
+            As for `backward_input`.
+
+        Returns
+        -------
+        array or None
+            Gradient of the input; None for integers.
+        """
+        dx, pending = self.backward_input(dy, saved)
+        self.backward_weight(pending)
+        return dx
+
+
+class Layer(Differentiable):
     """Arrays in, arrays out. A layer holds parameters, but nothing of any micro-batch.
 
     A layer is a description until a `Stage` binds it. It says which arrays it needs in `declared` and which layers it
@@ -106,14 +166,10 @@ class Layer(ABC):
 
     Attributes
     ----------
-    declared : mapping of str to Parameter
-        The arrays that the layer needs.
-    children : mapping of str to Layer
-        The layers that it contains.
-    stage : Stage
-        The stage that bound it.
-    name : str
-        Its name in the model, such as `"3"` or `"3.layer"`.
+    declared, children : mapping of str to Parameter, mapping of str to Layer
+        The arrays that the layer needs, and the layers that it contains.
+    stage, name : Stage, str
+        The stage that bound it, and its name in the model, such as `"3"` or `"3.layer"`.
     takes_integers : bool
         Whether it can be the first layer of a stage whose input is integers.
     uploads_integers : bool
@@ -160,70 +216,6 @@ class Layer(ABC):
     freezes_parts = False
     frozen = False
 
-    @abstractmethod
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        """Compute the output of one micro-batch.
-
-        Parameters
-        ----------
-        x : array
-            The input, of the stage's dtype and device, or integers.
-
-        Returns
-        -------
-        y : array
-            The output.
-        saved : object
-            All that the backward of this micro-batch needs.
-        """
-
-    @abstractmethod
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
-        """Compute the gradient of the input of one micro-batch.
-
-        Parameters
-        ----------
-        dy : array
-            Gradient of the output.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        dx : array or None
-            Gradient of the input; None for integers.
-        pending : object
-            All that `backward_weight` needs.
-        """
-
-    def backward_weight(self, pending: Any) -> None:  # noqa: B027  # most layers have no parameters
-        """Add this micro-batch's part to the gradients of the parameters.
-
-        Parameters
-        ----------
-        pending : object
-            What `backward_input` returned.
-        """
-
-    def backward(self, dy: Array, saved: Any) -> Any:
-        """Do `backward_input` and `backward_weight` at once.
-
-        Parameters
-        ----------
-        dy : array
-            Gradient of the output.
-        saved : object
-            What `forward` saved.
-
-        Returns
-        -------
-        array or None
-            Gradient of the input; None for integers.
-        """
-        dx, pending = self.backward_input(dy, saved)
-        self.backward_weight(pending)
-        return dx
-
     def upload(self, x: Array) -> Array:
         """Bring an input on the host to the device of the stage; asked of the first layer.
 
@@ -235,7 +227,7 @@ class Layer(ABC):
         Returns
         -------
         array
-            The input on the device of the stage.
+            The same on the device.
         """
         return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
 
@@ -259,7 +251,7 @@ class Layer(ABC):
         """
         return {}
 
-    def bound(self) -> None:  # noqa: B027
+    def bound(self) -> None:
         """Prepare what needs the stage or the arrays.
 
         Called by `bind`, when they are there, and again where a pipeline lets a tied parameter share the storage of
@@ -267,14 +259,12 @@ class Layer(ABC):
         """
 
     def bind(self, stage: StageOfLayer, name: str) -> None:
-        """Become part of a stage. Called by Stage.
+        """Become part of a stage, which calls this.
 
         Parameters
         ----------
-        stage : Stage
-            The stage.
-        name : str
-            The name of the layer in the model.
+        stage, name : Stage, str
+            The stage, and the name of the layer in the model.
 
         Raises
         ------
@@ -363,15 +353,8 @@ def forward_unadded(layer: Layer, x: Array, more: Array | None) -> tuple[Array, 
     return total, y, None, saved
 
 
-def first_leaf(layer: Layer) -> Layer:
-    """Return the layer within this one that is called first and has none within itself."""
+def leaf(layer: Layer, place: int) -> Layer:
+    """Return the layer within this one that is called first (0) or last (-1) and has none within itself."""
     while layer.children:
-        layer = next(iter(layer.children.values()))
-    return layer
-
-
-def last_leaf(layer: Layer) -> Layer:
-    """Return the layer within this one that is called last and has none within itself."""
-    while layer.children:
-        layer = list(layer.children.values())[-1]
+        layer = list(layer.children.values())[place]
     return layer

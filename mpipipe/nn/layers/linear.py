@@ -1,4 +1,4 @@
-"""The linear layer."""
+"""Matrix products: the linear layer, and feed-forward layers of two products with an activation between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from mpipipe.arrays import Array
 from mpipipe.nn.checks import check_features, check_positive, rows
 from mpipipe.nn.layers.layer import Layer, Projection, stacked_projections
-from mpipipe.nn.parameters import Parameter, normal, zeros
+from mpipipe.nn.parameters import matrix, vector
 
 
 class Linear(Layer):
@@ -25,11 +25,6 @@ class Linear(Layer):
         Key of `Parameter.tie` for the weight.
     gain : float
         The weight starts normal with standard deviation gain / sqrt(inputs).
-
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer.
 
     Examples
     --------
@@ -51,9 +46,9 @@ class Linear(Layer):
     def __init__(self, inputs: int, outputs: int, bias: bool = True, tie: str | None = None, gain: float = 1.0):
         check_positive(inputs=inputs, outputs=outputs)
         self.inputs, self.outputs = inputs, outputs
-        self.declared = {"weight": Parameter((outputs, inputs), normal(gain * inputs**-0.5), tie=tie)}
+        self.declared = {"weight": matrix(outputs, inputs, gain, tie)}
         if bias:
-            self.declared["bias"] = Parameter((outputs,), zeros, decay=False)
+            self.declared["bias"] = vector(outputs)
 
     def projections(self) -> dict[str, Projection]:
         return {"linear": Projection("weight", 0, self.outputs)}
@@ -69,8 +64,7 @@ class Linear(Layer):
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         if dy.ndim != 2:
-            shape = (*dy.shape[:-1], self.inputs)
-            dy = dy.reshape(-1, self.outputs)
+            shape, dy = (*dy.shape[:-1], self.inputs), dy.reshape(-1, self.outputs)
             return self.stage.kernels.linear_backward_input(dy, self.weight).reshape(shape), (dy, saved)
         return self.stage.kernels.linear_backward_input(dy, self.weight), (dy, saved)
 
@@ -80,85 +74,124 @@ class Linear(Layer):
         self._add("bias", self.stage.kernels.sum_rows, dy)
 
 
-# -- The feed-forward layer of GPT-2: two products with GELU between them ---------------------------------------------
+class _TwoProducts(Layer):
+    """y = f(x U^T + u) D^T + d over the last axis of x: `first` is the name of U, (width, dim), a subclass has f."""
+
+    takes_integers = False
+
+    down: np.ndarray
+    down_bias: np.ndarray | None = None
+
+    def __init__(self, dim: int, hidden: int, first: str, width: int, bias: bool, gain: float):
+        check_positive(dim=dim, hidden=hidden)
+        self.dim, self.hidden, self._first, self._first_bias = dim, hidden, first, f"{first}_bias"
+        self.declared = {first: matrix(width, dim), "down": matrix(dim, hidden, gain)}
+        if bias:
+            self.declared |= {self._first_bias: vector(width), "down_bias": vector(dim)}
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        check_features(self, x, self.dim)
+        linear, flat = self.stage.kernels.linear, rows(x)
+        inner = linear(flat, getattr(self, self._first), getattr(self, self._first_bias))
+        return linear(self._f(inner), self.down, self.down_bias).reshape(x.shape), (flat, inner)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        x, inner = saved
+        dflat, backward = rows(dy), self.stage.kernels.linear_backward_input
+        dinner, kept = self._f_backward(backward(dflat, self.down), inner)
+        return backward(dinner, getattr(self, self._first)).reshape(dy.shape), (x, dinner, dflat, kept)
+
+    def backward_weight(self, pending: Any) -> None:
+        x, dinner, dy, kept = pending
+        self._add_product(self._first, dinner, x)
+        if self._trains("down"):
+            self._add_product("down", dy, self._f_of(kept))
+        self._add(self._first_bias, self.stage.kernels.sum_rows, dinner)
+        self._add("down_bias", self.stage.kernels.sum_rows, dy)
+
+    def _f(self, inner: Array) -> Array:
+        """Return f(inner)."""
+        raise NotImplementedError
+
+    def _f_backward(self, df: Array, inner: Array) -> tuple[Array, Array]:
+        """Return the gradient of inner, and that from which `_f_of` makes f(inner)."""
+        raise NotImplementedError
+
+    def _f_of(self, inner: Array) -> Array:
+        return inner
 
 
-class FeedForward(Layer):
-    """y = gelu(x U^T + u) D^T + d over the last axis of x, with the gelu of `nn.Gelu`.
+class FeedForward(_TwoProducts):
+    """y = gelu(x U^T + u) D^T + d over the last axis of x, with the gelu of `nn.Gelu`: the feed-forward layer of GPT-2.
 
     The parameter `up` is U, (hidden, dim), and `down` is D, (dim, hidden). What is kept for the backward inside is the
     input of gelu alone: its output is computed again.
 
     Parameters
     ----------
-    dim : int
-        Size of the last axis of x and y.
-    hidden : int
-        Inner width.
+    dim, hidden : int
+        Size of the last axis of x and y, and inner width.
     bias : bool
         Whether there are parameters `up_bias` (hidden,) and `down_bias` (dim,), of zeros at the start.
     gain : float
         `down` starts normal with standard deviation gain / sqrt(hidden).
-
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.FeedForward(8, 32)])
-    >>> stage.forward(np.ones((2, 5, 8), np.float32))[0].shape, sorted(stage.parameters)
-    ((2, 5, 8), ['0.down', '0.down_bias', '0.up', '0.up_bias'])
     """
 
-    takes_integers = False
     recordable = True
     freezes_parts = True
 
     up: np.ndarray
-    down: np.ndarray
     up_bias: np.ndarray | None = None
-    down_bias: np.ndarray | None = None
 
     def __init__(self, dim: int, hidden: int, bias: bool = True, gain: float = 1.0):
-        check_positive(dim=dim, hidden=hidden)
-        self.dim, self.hidden = dim, hidden
-        self.declared = {
-            "up": Parameter((hidden, dim), normal(dim**-0.5)),
-            "down": Parameter((dim, hidden), normal(gain * hidden**-0.5)),
-        }
-        if bias:
-            self.declared["up_bias"] = Parameter((hidden,), zeros, decay=False)
-            self.declared["down_bias"] = Parameter((dim,), zeros, decay=False)
+        super().__init__(dim, hidden, "up", hidden, bias, gain)
 
     def projections(self) -> dict[str, Projection]:
         return {"c_fc": Projection("up", 0, self.hidden), "c_proj": Projection("down", 0, self.dim)}
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        check_features(self, x, self.dim)
-        kernels, flat = self.stage.kernels, rows(x)
-        inner = kernels.linear(flat, self.up, self.up_bias)
-        return kernels.linear(kernels.gelu(inner), self.down, self.down_bias).reshape(x.shape), (flat, inner)
+    def _f(self, inner: Array) -> Array:
+        return self.stage.kernels.gelu(inner)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        kernels, (x, inner) = self.stage.kernels, saved
-        dflat = rows(dy)
-        dinner = kernels.gelu_backward(kernels.linear_backward_input(dflat, self.down), inner)
-        return kernels.linear_backward_input(dinner, self.up).reshape(dy.shape), (x, dinner, dflat, inner)
+    def _f_backward(self, df: Array, inner: Array) -> tuple[Array, Array]:
+        return self.stage.kernels.gelu_backward(df, inner), inner
 
-    def backward_weight(self, pending: Any) -> None:
-        x, dinner, dy, inner = pending
-        self._add_product("up", dinner, x)
-        if self._trains("down"):
-            self._add_product("down", dy, self.stage.kernels.gelu(inner))
-        self._add("up_bias", self.stage.kernels.sum_rows, dinner)
-        self._add("down_bias", self.stage.kernels.sum_rows, dy)
+    _f_of = _f
 
 
-# -- Activations: Gelu alone, and SwiGLU with the matrices around it --------------------------------------------------
+class SwiGLU(_TwoProducts):
+    """The gated feed-forward layer: y = (silu(x G^T) * (x U^T)) D^T over the last axis of x.
+
+    silu(g) = g * sigmoid(g) (Shazeer, "GLU variants improve transformer", 2020). The parameter `gate_up` is G above U,
+    (2 * hidden, dim), so that both are one product; `down` is D, (dim, hidden).
+
+    Parameters
+    ----------
+    dim, hidden : int
+        Size of the last axis of x and y, and inner width.
+    gain : float
+        `down` starts normal with standard deviation gain / sqrt(hidden).
+    bias : bool
+        Whether there are parameters `gate_up_bias` (2 * hidden,) and `down_bias` (dim,), of zeros at the start.
+    """
+
+    recordable = True
+    freezes_parts = True
+
+    gate_up: np.ndarray
+    gate_up_bias: np.ndarray | None = None
+
+    def __init__(self, dim: int, hidden: int, gain: float = 1.0, bias: bool = False):
+        super().__init__(dim, hidden, "gate_up", 2 * hidden, bias, gain)
+
+    def projections(self) -> dict[str, Projection]:
+        halves = stacked_projections("gate_up", {"gate_proj": self.hidden, "up_proj": self.hidden})
+        return {**halves, "down_proj": Projection("down", 0, self.dim)}
+
+    def _f(self, inner: Array) -> Array:
+        return self.stage.kernels.swiglu(inner)
+
+    def _f_backward(self, df: Array, inner: Array) -> tuple[Array, Array]:
+        return self.stage.kernels.swiglu_backward(inner, df)
 
 
 class Gelu(Layer):
@@ -166,14 +199,6 @@ class Gelu(Layer):
 
     The tanh form of Hendrycks and Gimpel, "Gaussian error linear units" (2016); it differs from the exact
     x * Phi(x) by at most 5e-4.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Linear(3, 8), nn.Gelu(), nn.Linear(8, 2)])
-    >>> stage.forward(np.ones((4, 3), np.float32))[0].shape
-    (4, 2)
     """
 
     takes_integers = False
@@ -184,80 +209,3 @@ class Gelu(Layer):
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         return self.stage.kernels.gelu_backward(dy, saved), None
-
-
-class SwiGLU(Layer):
-    """The gated feed-forward layer: y = (silu(x G^T) * (x U^T)) D^T over the last axis of x.
-
-    silu(g) = g * sigmoid(g) (Shazeer, "GLU variants improve transformer", 2020). The parameter `gate_up` is G above U,
-    (2 * hidden, dim), so that both are one product; `down` is D, (dim, hidden).
-
-    Parameters
-    ----------
-    dim : int
-        Size of the last axis of x and y.
-    hidden : int
-        Inner width.
-    gain : float
-        `down` starts normal with standard deviation gain / sqrt(hidden).
-    bias : bool
-        Whether the products have biases: parameters `gate_up_bias` (2 * hidden,) and `down_bias` (dim,), of zeros at
-        the start.
-
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.SwiGLU(8, 64)])
-    >>> stage.forward(np.ones((2, 5, 8), np.float32))[0].shape
-    (2, 5, 8)
-    """
-
-    takes_integers = False
-    recordable = True
-    freezes_parts = True
-
-    gate_up: np.ndarray
-    down: np.ndarray
-    gate_up_bias: np.ndarray | None = None
-    down_bias: np.ndarray | None = None
-
-    def __init__(self, dim: int, hidden: int, gain: float = 1.0, bias: bool = False):
-        check_positive(dim=dim, hidden=hidden)
-        self.dim, self.hidden = dim, hidden
-        self.declared = {
-            "gate_up": Parameter((2 * hidden, dim), normal(dim**-0.5)),
-            "down": Parameter((dim, hidden), normal(gain * hidden**-0.5)),
-        }
-        if bias:
-            self.declared["gate_up_bias"] = Parameter((2 * hidden,), zeros, decay=False)
-            self.declared["down_bias"] = Parameter((dim,), zeros, decay=False)
-
-    def projections(self) -> dict[str, Projection]:
-        halves = stacked_projections("gate_up", {"gate_proj": self.hidden, "up_proj": self.hidden})
-        return {**halves, "down_proj": Projection("down", 0, self.dim)}
-
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        check_features(self, x, self.dim)
-        kernels, flat = self.stage.kernels, rows(x)
-        both = kernels.linear(flat, self.gate_up, self.gate_up_bias)
-        return kernels.linear(kernels.swiglu(both), self.down, self.down_bias).reshape(x.shape), (flat, both)
-
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        kernels, (x, both) = self.stage.kernels, saved
-        dflat = rows(dy)
-        dboth, inner = kernels.swiglu_backward(both, kernels.linear_backward_input(dflat, self.down))
-        dx = kernels.linear_backward_input(dboth, self.gate_up)
-        return dx.reshape(dy.shape), (x, dboth, dflat, inner)
-
-    def backward_weight(self, pending: Any) -> None:
-        x, dboth, dy, inner = pending
-        self._add_product("gate_up", dboth, x)
-        self._add_product("down", dy, inner)
-        self._add("gate_up_bias", self.stage.kernels.sum_rows, dboth)
-        self._add("down_bias", self.stage.kernels.sum_rows, dy)

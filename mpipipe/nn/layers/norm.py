@@ -1,7 +1,9 @@
-"""Normalisation over the last axis."""
+"""Normalisation over the last axis, and dropout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,46 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_features, check_positive, rows
 from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.parameters import Parameter, ones, zeros
+from mpipipe.nn.parameters import ones, vector
 from mpipipe.nn.random import random_key
 
 
-class RMSNorm(Layer):
+class _Norm(Layer):
+    """What the norms share: each has kernels of its own for a normalisation of x + more and its backward."""
+
+    takes_integers = False
+
+    gain: np.ndarray
+    _backward: attrgetter[Callable[..., tuple[Array, ...]]]  # takes the kernel of the backward from the stage's
+
+    def __init__(self, dim: int, eps: float):
+        check_positive(dim=dim)
+        self.dim, self.eps = dim, eps
+        self.declared = {"gain": vector(dim, ones)}
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        _, y, _, saved = _Norm._forward_unadded(self, x, None)
+        return y, saved
+
+    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
+        check_features(self, x, self.dim)
+        total, y, scale = self._normalise(rows(x), None if more is None else rows(more))
+        return x if more is None else total.reshape(x.shape), y.reshape(x.shape), None, (total, scale)
+
+    def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
+        (x, scale), backward = saved, self._backward(self.stage.kernels)
+        dx, *parts = backward(rows(dy), x, scale, self.gain, None if more is None else rows(more))
+        return dx.reshape(dy.shape), parts
+
+    def backward_weight(self, pending: Any) -> None:
+        for key, parts in zip(("gain", "bias"), pending):
+            self._add(key, self.stage.kernels.add_parts, parts)
+
+    def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
+        raise NotImplementedError
+
+
+class RMSNorm(_Norm):
     """y = gain * x / sqrt(mean(x^2) + eps) over the last axis of x.
 
     Zhang and Sennrich, "Root mean square layer normalization" (2019). With n = x * r, r = 1 / sqrt(mean(x^2) + eps):
@@ -27,11 +64,6 @@ class RMSNorm(Layer):
     eps : float
         Keeps the root away from 0.
 
-    Raises
-    ------
-    ArgumentError
-        `dim` is not a positive integer.
-
     Examples
     --------
     >>> import numpy as np
@@ -41,41 +73,18 @@ class RMSNorm(Layer):
     array([[1., 1.]])
     """
 
-    takes_integers = False
     recordable = True
-
-    gain: np.ndarray
+    _backward = attrgetter("rms_norm_backward")
+    _forward_unadded = _Norm._forward_unadded  # which subclasses do not inherit: see layer.forward_unadded
 
     def __init__(self, dim: int, eps: float = 1e-6):
-        check_positive(dim=dim)
-        self.dim, self.eps = dim, eps
-        self.declared = {"gain": Parameter((dim,), ones, decay=False)}
+        super().__init__(dim, eps)
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        check_features(self, x, self.dim)
-        flat = rows(x)
-        y, scale = self.stage.kernels.rms_norm(flat, self.gain, self.eps)
-        return y.reshape(x.shape), (flat, scale)
-
-    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
-        if more is None:
-            y, saved = self.forward(x)
-            return x, y, None, saved
-        check_features(self, x, self.dim)
-        total, y, scale = self.stage.kernels.add_rms_norm(rows(x), rows(more), self.gain, self.eps)
-        return total.reshape(x.shape), y.reshape(x.shape), None, (total, scale)
-
-    def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
-        x, scale = saved
-        more = None if more is None else rows(more)
-        dx, parts = self.stage.kernels.rms_norm_backward(rows(dy), x, scale, self.gain, more)
-        return dx.reshape(dy.shape), parts
-
-    def backward_weight(self, pending: Any) -> None:
-        self._add("gain", self.stage.kernels.add_parts, pending)
+    def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
+        return self.stage.kernels.rms_norm(x, self.gain, self.eps, more)
 
 
-class LayerNorm(Layer):
+class LayerNorm(_Norm):
     """y = gain * (x - mean) / sqrt(variance + eps) + bias over the last axis of x.
 
     Ba, Kiros and Hinton, "Layer normalization" (2016). The backward is that of RMSNorm with n = (x - mean) * r, and
@@ -83,60 +92,23 @@ class LayerNorm(Layer):
 
     Parameters
     ----------
-    dim : int
-        Size of the last axis; the parameters `gain` and `bias` are (dim,), of ones and zeros at the start.
-    eps : float
-        Keeps the root away from 0.
-
-    Raises
-    ------
-    ArgumentError
-        `dim` is not a positive integer.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.LayerNorm(2, eps=0)], dtype="float64")
-    >>> stage.forward(np.array([[3.0, 5.0]]))[0]
-    array([[-1.,  1.]])
+    dim, eps : int, float
+        As for `RMSNorm`; there is a parameter `bias` (dim,), too, of zeros at the start.
     """
 
-    takes_integers = False
     recordable = True
     freezes_parts = True
+    _backward = attrgetter("layer_norm_backward")
+    _forward_unadded = _Norm._forward_unadded
 
-    gain: np.ndarray
     bias: np.ndarray
 
     def __init__(self, dim: int, eps: float = 1e-5):
-        check_positive(dim=dim)
-        self.dim, self.eps = dim, eps
-        self.declared = {"gain": Parameter((dim,), ones, decay=False), "bias": Parameter((dim,), zeros, decay=False)}
+        super().__init__(dim, eps)
+        self.declared = {**self.declared, "bias": vector(dim)}
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        check_features(self, x, self.dim)
-        flat = rows(x)
-        y, scale = self.stage.kernels.layer_norm(flat, self.gain, self.bias, self.eps)
-        return y.reshape(x.shape), (flat, scale)
-
-    def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
-        if more is None:
-            y, saved = self.forward(x)
-            return x, y, None, saved
-        check_features(self, x, self.dim)
-        total, y, scale = self.stage.kernels.add_layer_norm(rows(x), rows(more), self.gain, self.bias, self.eps)
-        return total.reshape(x.shape), y.reshape(x.shape), None, (total, scale)
-
-    def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
-        x, scale = saved
-        more = None if more is None else rows(more)
-        dx, *parts = self.stage.kernels.layer_norm_backward(rows(dy), x, scale, self.gain, more)
-        return dx.reshape(dy.shape), parts
-
-    def backward_weight(self, pending: Any) -> None:
-        for key, parts in zip(("gain", "bias"), pending):
-            self._add(key, self.stage.kernels.add_parts, parts)
+    def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
+        return self.stage.kernels.layer_norm(x, self.gain, self.bias, self.eps, more)
 
 
 # -- Dropout whose masks do not depend on where or how often they are drawn -------------------------------------------

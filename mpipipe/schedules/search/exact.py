@@ -27,10 +27,8 @@ class Optimum(NamedTuple):
     ----------
     schedule : Schedule
         The fastest that was found.
-    makespan : float
-        Its time.
-    bound : float
-        Time that no schedule beats. Where it is the makespan, the schedule is the fastest of all.
+    makespan, bound : float
+        Its time, and the time that no schedule beats: where they are equal, it is the fastest of all.
     """
 
     schedule: Schedule
@@ -55,12 +53,7 @@ def optimum(
     ----------
     placement : int or sequence of int
         The number of ranks with one stage each, or the rank of each stage.
-    microbatches : int
-        M, at least 1.
-    costs : Costs, optional
-        Times of the stages; by default one unit for each of F, I and W.
-    memory_limit : float, optional
-        Chunk activations that a rank may hold at once, at least its number of stages; by default there is no limit.
+    microbatches, costs, memory_limit : as for `search`
     seconds : float, optional
         When the search is given up; the result is then the best so far, at worst that of `search`.
 
@@ -71,10 +64,8 @@ def optimum(
 
     Raises
     ------
-    BackendError
-        OR-Tools is not installed.
-    ArgumentError
-        A count is below 1, a cost does not fit, no schedule keeps the limit, or there is no time.
+    BackendError, ArgumentError
+        OR-Tools is not installed, or an argument does not fit.
 
     Examples
     --------

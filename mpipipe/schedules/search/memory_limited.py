@@ -51,35 +51,27 @@ def search_with_recompute(
 
     Parameters
     ----------
-    placement : int or sequence of int
-        The number of ranks P, or the rank of each stage, as for `search`.
-    microbatches : int
-        M, at least 1.
-    costs : Costs, optional
-        Times of the stages; by default one unit for each of F, I and W. R takes as long as F.
+    placement, microbatches, costs : as for `search`
+        R takes as long as F.
     memory_limit : float
         What a rank may hold at once, in activations, as `peak_memory` counts it. It may be too small for any schedule
         that runs nothing again.
     chunks : int, optional
-        V, stages per rank, where `placement` is a number of ranks.
+        As for `search`.
     kept_input : float or sequence of float, optional
         The share of an activation that stays where its forward is run again, 0 to 1: the input of the stage.
-    seconds : float, optional
-        Time to search, on one core; what `with_recompute` takes is not counted.
-    steps : int, optional
-        Orders to try; where these end before the time, the result is the same on every machine.
-    seed : int, optional
-        Where the changes begin that are drawn at random.
+    seconds, steps, seed : as for `search`
+        What `with_recompute` takes is not counted.
 
     Returns
     -------
     Schedule
-        The fastest that was found, with the name "search".
+        As of `search`.
 
     Raises
     ------
     ArgumentError
-        A count is below 1, a cost or size does not fit, no choice keeps the limit, or there is no time.
+        An argument does not fit, or no choice keeps the limit.
 
     Examples
     --------
@@ -183,7 +175,11 @@ class Annealing:
         self.schedule, self.random, self.limit = schedule, random, limit * (1 + 1e-9)
         self.whole, self.kept = sizes_per_stage(schedule, 1.0, kept_input)
         self.seconds, self.transfer = action_times(costs, schedule.stages), costs.per_stage("transfer", schedule.stages)
-        self.orders = [[half for action in order for half in _split(action)] for order in schedule.orders]
+        halves = (INPUT_GRAD, WEIGHT_GRAD)
+        self.orders = [
+            [action._replace(op=op) for action in order for op in (halves if action.op == BACKWARD else (action.op,))]
+            for order in schedule.orders
+        ]
         self.codes = [packed(order, schedule.microbatches) for order in self.orders]
         self.makespan = self._time_of(self.codes)
         single = (times for op, times in self.seconds.items() if op != BACKWARD)
@@ -237,9 +233,3 @@ class Annealing:
                     return None
         new.insert(target, action)
         return new
-
-
-def _split(action: Action) -> tuple[Action, ...]:
-    if action.op != BACKWARD:
-        return (action,)
-    return action._replace(op=INPUT_GRAD), action._replace(op=WEIGHT_GRAD)

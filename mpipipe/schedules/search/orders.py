@@ -20,11 +20,8 @@ from mpipipe.schedules.simulate import Costs, simulate
 class ListScheduler:
     """The state of all ranks while their orders are made; `choose` is the rule.
 
-    Attributes
-    ----------
     ends, orders : of each task and of each rank, so far
-    starts : of each rank, the begin of its first action
-    held : of each rank, in activations
+    starts, held : of each rank, the begin of its first action, and its activations
     """
 
     holds = (1.0, 0.0, -1.0)  # activations more from the begin of F, I and W
@@ -90,24 +87,11 @@ class Filled(NamedTuple):
 def fill_waits(
     problem: OrderProblem, queues: Queues, limit: float, patience: float, kept: float = 1.0, *, prompt: bool = False
 ) -> Filled | None:
-    """Return the orders that follow from these queues; None if they cannot end within the memory limit.
+    """Return the orders that follow from these queues of F's and I's; None if they cannot end within the memory limit.
 
-    Parameters
-    ----------
-    problem : OrderProblem
-        Stages, micro-batches and times; its limit is not used.
-    queues : Queues
-        For each rank its queues. Together they have its F's and I's.
-    limit : float
-        Activations that a rank may hold at once.
-    patience : float
-        A rank that knows its next action to be ready soon runs a W before it only where the wait is at least this
-        share of the W.
-    kept : float
-        Share of an activation that is held from its I until its W.
-    prompt : bool
-        Whether a W never makes the last I of a rank late: W's delay each I a little, and each rank adds its part. Only
-        the last one makes all ranks before it late for good.
+    A rank that knows its next action to be ready soon runs a W before it only where the wait is at least `patience` of
+    the W. `kept` is the share of an activation that is held from its I until its W. With `prompt` a W never makes the
+    last I of a rank late: W's delay each I a little, and only the last one makes all ranks before it late for good.
     """
     run = _InQueues(problem, queues, limit, patience, kept, prompt)
     makespan = run.run()
@@ -120,8 +104,6 @@ def fill_waits(
 class _InQueues(ListScheduler):
     """F's and I's in the order of queues.
 
-    Attributes
-    ----------
     heads, rests : next task of each queue of a rank, -1 after the last, and what comes after it
     left : F's and I's of each rank that have not begun
     owed : W's of each rank whose I has begun, oldest first
@@ -189,8 +171,7 @@ def score_of(schedule: Schedule, costs: Costs) -> Score:
 def fastest(candidates: Iterable[Filled | None], least: tuple[float, float] = (0.0, 0.0)) -> Filled | None:
     """Return the first candidate with the best score; None if all candidates are None.
 
-    `least` is a span and a makespan that no orders can beat. After a candidate that is as fast no other one is made,
-    though it might hold less.
+    No further one is made after a candidate as fast as `least`, a span and a makespan that no orders can beat.
     """
     best: Filled | None = None
     for candidate in candidates:
@@ -207,8 +188,6 @@ def fastest(candidates: Iterable[Filled | None], least: tuple[float, float] = (0
 class Priorities(NamedTuple):
     """What orders are made from.
 
-    Attributes
-    ----------
     numbers : of each task one for each micro-batch, the lowest first
     patience : share of a W that a rank waits rather than begin the W
     ahead : how long before its input is there an action is chosen among the others

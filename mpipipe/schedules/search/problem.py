@@ -31,8 +31,6 @@ Ends = list[list[float]]  # of each task: when its runs end
 class OrderProblem:
     """Stages on ranks, micro-batches, times and memory: all but the orders.
 
-    Attributes
-    ----------
     seconds, rank : of each task
     waits_for, lag : of each task the one of the same micro-batch that comes before it, -1 without one, and how long its
         message takes

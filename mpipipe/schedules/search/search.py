@@ -63,10 +63,9 @@ def search(
         V, stages per rank, where `placement` is a number of ranks.
     memory_limit : float, optional
         Chunk activations that a rank may hold at once, at least its number of stages; by default there is no limit.
-    seconds : float, optional
-        Time to search, on one core.
-    steps : int, optional
-        Orders to try; where these end before the time, the result is the same on every machine.
+    seconds, steps : float and int, optional
+        Time to search, on one core, and orders to try; where these end before the time, the result is the same on every
+        machine.
     seed : int, optional
         Where the changes begin that are drawn at random.
 

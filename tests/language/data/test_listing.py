@@ -12,10 +12,7 @@ from mpipipe.errors import DataError
 from mpipipe.language import data
 
 
-@given(
-    contents=st.lists(st.binary(max_size=40), min_size=1, max_size=6),
-    cuts=st.tuples(st.integers(0, 300), st.integers(0, 300)),
-)
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=6), st.tuples(st.integers(0, 300), st.integers(0, 300)))
 @settings(max_examples=50)
 def test_text_reads_as_the_concatenation_of_its_files_which_are_documents(tmp_path_factory, contents, cuts):
     folder = tmp_path_factory.mktemp("files")

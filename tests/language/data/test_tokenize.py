@@ -15,7 +15,7 @@ from mpipipe.errors import BackendError, ConfigError, DataError, StorageError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
 from mpipipe.language import data
-from mpipipe.language.data import shard_writer, text_chunks
+from mpipipe.language.data import text_chunks
 from mpipipe.language.data.tokenizer import open_tokenizer
 
 library = pytest.importorskip("tokenizers")
@@ -166,7 +166,7 @@ def test_a_failure_while_the_file_is_put_together_leaves_nothing(tmp_path, folde
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shard_writer, broken, fail)
+    monkeypatch.setattr(tokenize, broken, fail)
     with pytest.raises(StorageError, match="No space left"):
         run(2, [texts[0]], str(folder), str(tmp_path / "tokens"))
     assert not [name for name in os.listdir(tmp_path) if "tokens" in name]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 from support.tolerance import close_norm
 from support.training_tolerance import path
+from support.windows import generate
 
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError
+from mpipipe.attention.cache import SlotCache
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.inference.generation import (
     LEAST,
     Sampling,
@@ -21,11 +24,17 @@ from mpipipe.language.inference.generation import (
     build_decoder,
     check_prompts,
     draw,
+    forward_plan,
     generator,
+    readable,
 )
 from mpipipe.language.models import GPT
 from mpipipe.planning.layer_plan import LayerPlan
 
+OPTIONS = dict(
+    positions="learned", max_positions=96, norm="layer", windows=(3, None, 48), qk_norm=True, head_dim=6,
+    feed_forward="gelu", qkv_bias=True,
+)  # fmt: skip
 MODEL = GPT(vocab=40, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, seq=48)
 COUNT = 12
 
@@ -44,17 +53,25 @@ def prompts_of(lengths, seed=0):
 LENGTHS = (1, 30, 3, 2, 9, 1, 17)
 
 
-def decoded(mesh, prompts, sampling, slots, microbatches, dtype="float64", count=COUNT, model=MODEL):
+def decoded(mesh, prompts, sampling, slots, microbatches, count=COUNT, model=MODEL, chunks=1):
     """{number: answer}, and why each has ended."""
-    schedule = schedules.forward_only(mesh.pipe.size, 1, microbatches)
+    schedule = schedules.forward_only(mesh.pipe.size, chunks, microbatches)
     plan = LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
     found, ended = {number: [] for number in range(len(prompts))}, {}
-    with build_decoder(model, plan, mesh, dtype, max(map(len, prompts)) + count, fill, slots=slots) as decoder:
+    capacity = max(map(len, prompts)) + count
+    with build_decoder(model, plan, mesh, "float64", capacity, fill, slots=slots) as decoder:
         for drawn in answers(decoder, prompts, count, sampling):
             assert drawn.prompt not in ended
             found[drawn.prompt].append(drawn.token)
             if drawn.ended:
                 ended[drawn.prompt] = drawn.ended
+        stages = [inner for stage in decoder.pipeline.stages for inner in stage.inner_stages]
+        layers = [layer for stage in stages for top in stage.layers for _, layer in top.walk("")]
+        for cache in [layer.attend for layer in layers if isinstance(layer, nn.SelfAttention)]:
+            assert isinstance(cache, SlotCache) and cache.rows == -(-capacity // mesh.seq.size)
+            if slots == len(prompts):  # no rank asked about the last token
+                fed = [len(prompt) + len(found[number]) - 2 for number, prompt in enumerate(prompts)]
+                assert set(cache.pieces.positions.tolist()) <= set(fed)
     return found, ended
 
 
@@ -65,8 +82,12 @@ def by_whole_forwards(prompts, sampling, count=COUNT, model=MODEL):
 
 @cache
 def _by_whole_forwards(prompts, sampling, count, model):
-    stage = nn.Stage(model.build(Local(window=model.seq)), "float64")
+    model = replace(model, dropout=0.0)
+    stage = nn.Stage(model.build(lambda window=None: Local(window=min(window or model.seq, model.seq))), "float64")
     fill([stage])
+    for first, *others in stage.ties.values():
+        for other in others:
+            stage.parameters[other][...] = stage.parameters[first]
     found = {}
     for number, prompt in enumerate(prompts):
         tokens = list(prompt)
@@ -95,21 +116,26 @@ def test_a_batch_gets_the_answers_of_whole_forwards(comm, pipe, seq, slots, micr
     assert len(set(comm.allgather(repr(found)))) == 1
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("pipe", "seq"), CUTS)
+@pytest.mark.parametrize(("chunks", "sizes"), [(1, {}), (2, dict(tied=True, layers=4, dropout=0.3)), (1, OPTIONS)])
+def test_texts_longer_than_the_sequences_of_a_training_look_back_over_their_length(comm, pipe, seq, chunks, sizes):
+    if comm.size % (pipe * seq):
+        pytest.skip(f"needs a multiple of {pipe * seq} ranks")
+    model = GPT(**{**vars(MODEL), "seq": 24, **sizes})
+    prompts, sampling = prompts_of((9, 55)), Sampling(0.7, seed=3)
+    with Mesh(comm, pipe=pipe, seq=seq) as mesh:
+        found, _ = decoded(mesh, prompts, sampling, 2, 3, model=model, chunks=chunks)
+    assert found == by_whole_forwards(prompts, sampling, model=model)
+    assert len(set(found[1])) > 5
+
+
 def test_the_last_rank_may_have_the_head_alone(comm):
     """With one block there are four layers: on four ranks, one for each."""
     model, prompts = GPT(**{**vars(MODEL), "layers": 1}), prompts_of((3, 9))
     with Mesh(comm, pipe=comm.size) as mesh:
         found, _ = decoded(mesh, prompts, Sampling(0), 2, 2, model=model)
     assert found == by_whole_forwards(prompts, Sampling(0), model=model)
-
-
-def test_greedy_answers_do_not_depend_on_seed_and_number(comm):
-    prompts = prompts_of((5, 5, 8))
-    with Mesh(comm, pipe=comm.size) as mesh:
-        first, _ = decoded(mesh, prompts, Sampling(0, seed=1), 3, 2)
-        turned, _ = decoded(mesh, prompts[::-1], Sampling(0, seed=2), 3, 2)
-    assert [first[0], first[1], first[2]] == [turned[2], turned[1], turned[0]]
-    assert first == by_whole_forwards(prompts, Sampling(0))
 
 
 def test_a_stop_token_ends_its_answer_and_no_other(comm):
@@ -123,14 +149,6 @@ def test_a_stop_token_ends_its_answer_and_no_other(comm):
         assert found[number] == (answer[: places[0] + 1] if places else answer)
         assert ended[number] == ("stop" if places else "count")
     assert set(ended.values()) == {"stop", "count"}
-
-
-def test_another_seed_or_number_draws_other_tokens(comm):
-    prompts = prompts_of((5,)) * 2
-    with Mesh(comm, pipe=comm.size) as mesh:
-        first, _ = decoded(mesh, prompts, Sampling(1.5, seed=1), 2, 2)
-        other, _ = decoded(mesh, prompts, Sampling(1.5, seed=2), 2, 2)
-    assert first[0] != first[1] and first[0] != other[0]
 
 
 def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
@@ -184,3 +202,81 @@ def test_parts_are_even_and_let_single_tokens_go_first():
 def test_prompts_that_no_model_can_continue_are_refused(prompts, count, match):
     with pytest.raises(ArgumentError, match=match):
         check_prompts(prompts, count, 40)
+
+
+# -- What the model is asked for each token, by a decoder that stands for one ------------------------------------------
+
+
+class Counting:
+    """Stands for a decoder whose model says that the byte after b is b + 1."""
+
+    slots, microbatches = 1, 1
+
+    def __init__(self, mesh):
+        self.mesh, self.asked = mesh, []
+        self.drawing = mesh.pipe.size - 1
+
+    def forward(self, parts):
+        ((pieces, tokens),) = parts
+        self.asked.append(tokens)
+        assert [(piece.rows, piece.ends) for piece in pieces] == [(len(tokens), True)]
+        logits = np.zeros(256, np.float32)
+        logits[(tokens[-1] + 1) % 256] = 100
+        return [logits] if self.mesh.rank == self.drawing else []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_rank_gets_the_continuation_and_each_byte_is_asked_for_once(comm, temperature):
+    with Mesh(comm, pipe=comm.size) as mesh:
+        decoder = Counting(mesh)
+        text = generate(decoder, bytes([250, 251]), 8, temperature=temperature, seed=0)
+    assert list(text) == [252, 253, 254, 255, 0, 1, 2, 3]
+    assert decoder.asked == [[250, 251], [252], [253], [254], [255], [0], [1], [2]]
+
+
+@pytest.mark.parametrize(("prompt", "temperature"), [(b"", 1.0), (b"a", -1.0), (b"a", float("nan")), (b"a", np.inf)])
+def test_what_cannot_be_continued_is_refused(comm, prompt, temperature):
+    with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match=r"prompt|temperature"):
+        generate(Counting(mesh), prompt, 8, temperature=temperature, seed=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_an_error_on_every_rank(comm, temperature, value):
+    class Broken(Counting):
+        def forward(self, parts):
+            logits = super().forward(parts)
+            if logits and len(self.asked) == 3:
+                logits[0][7] = value
+            return logits
+
+    with Mesh(comm, pipe=comm.size) as mesh:
+        with pytest.raises(NonFiniteError, match="logits") as caught:
+            generate(Broken(mesh), b"abc", 8, temperature=temperature, seed=0)
+    assert caught.value.found == "1 of 256 are not"
+    assert caught.value.reported_elsewhere == (comm.rank != comm.size - 1)  # the rank that draws reports
+
+
+def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
+    model = GPT(**{**vars(MODEL), "layers": 3, "positions": "learned", "max_positions": 20, "seq": 12})
+    plan = forward_plan(model, comm.size)
+    with Mesh(comm, pipe=comm.size) as mesh:
+        with pytest.raises(ConfigError, match="learned positions") as caught:
+            build_decoder(model, plan, mesh, "float64", 22, fill)
+        assert "at most 21" in caught.value.expected
+        with build_decoder(model, plan, mesh, "float64", 21, fill) as decoder:
+            assert len(list(answers(decoder, [[1] * 18], 3, Sampling(0)))) == 3
+
+
+def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
+    def refuse(stages):
+        if comm.rank == comm.size - 1:
+            raise ArgumentError("not there")
+
+    with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match="not there"):
+        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse)
+
+
+def test_generated_bytes_cannot_harm_a_terminal():
+    assert readable(b"a\tb\n\x1b[2J\r\x07\xff") == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffd"
+    assert readable("gr\u00fc\u00df".encode()) == "gr\u00fc\u00df"

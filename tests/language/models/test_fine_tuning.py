@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from support import huggingface_reference as theirs
 from support.text_plan import text_plan
 from support.tolerance import close, largest
@@ -17,9 +16,8 @@ from mpipipe import nn, optim
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models import GPT
-from mpipipe.language.models.conversion import convert
 from mpipipe.language.models.fine_tuning import FineTuning, parse_lora
-from mpipipe.language.models.model_folder import open_model
+from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.nn.loss import TILE_BYTES
 from mpipipe.planning.problem import layers_with
 from mpipipe.train import TrainConfig, train
@@ -50,10 +48,6 @@ def run(comm, chosen, source):
     return go
 
 
-def tensors_in(folder):
-    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 def validations(out):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line["validation"] for line in lines if line.get("validation") is not None]
@@ -64,7 +58,7 @@ def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, b
     if comm.rank:
         return
     assert "and 552 of adapters, which alone are trained" in capsys.readouterr().out
-    before, after, adapter = (tensors_in(at) for at in (base, out / "huggingface", out / "adapter"))
+    before, after, adapter = (theirs.tensors_in(at) for at in (base, out / "huggingface", out / "adapter"))
     assert set(before) == set(after) and len(adapter) == 2 * 3 * 3
     for name, tensor in after.items():
         a, b = (adapter.get(f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight") for part in "AB")
@@ -76,24 +70,19 @@ def test_a_training_of_adapters_leaves_them_and_the_model_with_them(comm, run, b
     first, last = validations(out)
     assert last < first
     convert(out / "adapter", out / "merged", "float64")
-    merged = tensors_in(out / "merged")
+    merged = theirs.tensors_in(out / "merged")
     for name, tensor in after.items():
         close(merged[name], tensor, 4, 1 + largest(tensor), what=name)
     opened = open_model(out / "adapter")
     assert opened.kind == "adapter" and opened.model == open_model(base).model
 
 
-def test_the_model_that_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
+def test_an_adapter_is_a_model_by_itself_and_what_a_training_has_left_counts_before_its_checkpoints(comm, run, base):
     out = run("run", from_=str(base), lora=LORA, save_every=2, save_as="huggingface")
     assert open_model(out).path == out / "huggingface"
-    again = run("again", from_=str(out), steps=1)
-    close(validations(again)[0], validations(out)[-1], 4000, 100)
-
-
-def test_an_adapter_is_a_model_by_itself(comm, run, base):
-    out = run("run", from_=str(base), lora=LORA)
-    again = run("again", from_=str(out / "adapter"), steps=1)
-    close(validations(again)[0], validations(out)[-1], 4000, 100)
+    for name, place in (("whole", out), ("adapter", out / "adapter")):
+        again = run(name, from_=str(place), steps=1)
+        close(validations(again)[0], validations(out)[-1], 4000, 100)
     if comm.rank == 0:
         path = out / "adapter" / "adapter_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "some/name"}))
@@ -107,10 +96,10 @@ def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm,
     half = run("half", from_=str(base), lora=LORA, steps=6, save_every=3)
     for name in ("weights", "adapter"):
         if comm.rank == 0:
-            assert tensors_in(half / name).keys() == tensors_in(whole / name).keys()
+            assert theirs.tensors_in(half / name).keys() == theirs.tensors_in(whole / name).keys()
     again = run("again", from_=str(base), lora=LORA, steps=6, resume=str(half / "checkpoints" / "step-00000003"))
     if comm.rank == 0:
-        found, expected = tensors_in(again / "adapter"), tensors_in(whole / "adapter")
+        found, expected = theirs.tensors_in(again / "adapter"), theirs.tensors_in(whole / "adapter")
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
         with pytest.raises(ConfigError, match="adapters apart from their matrices"):
             open_model(half / "checkpoints" / "step-00000006")
@@ -125,7 +114,7 @@ def test_what_is_frozen_stays_as_it_is(comm, run, base, capsys):
     if comm.rank:
         return
     assert "of which 1,552 are trained" in capsys.readouterr().out  # norm and attention of a block, head
-    before, after = tensors_in(base), tensors_in(out / "huggingface")
+    before, after = theirs.tensors_in(base), theirs.tensors_in(out / "huggingface")
     changed = {name for name in after if after[name].tobytes() != before[name].tobytes()}
     attention = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
     expected = {"lm_head.weight"} | {f"model.layers.2.{name}" for name in ["input_layernorm.weight", *attention]}

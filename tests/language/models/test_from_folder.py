@@ -210,16 +210,6 @@ def test_bytes_are_no_tokens_of_a_model_with_a_tokenizer(comm, mpi_tmp_path, fol
     assert not Path(chosen().out).exists()
 
 
-def test_tokens_of_another_tokenizer_are_refused(comm, folder, chosen, source):
-    place, _ = folder()
-    if comm.rank == 0:
-        (place / "tokenizer.json").write_text("{}")
-    comm.Barrier()
-    other = data.Source(48, source.train, source.validation, "x", tokenizer="0" * 32)
-    with pytest.raises(ConfigError, match=f"of another tokenizer\\s+found: tokens of the tokenizer {'0' * 32}"):
-        train(chosen(from_=str(place)), GPT, comm, data=other)
-
-
 def test_the_tokenizer_in_a_folder_is_opened_and_goes_along(comm, mpi_tmp_path, folder, chosen):
     library = pytest.importorskip("tokenizers")
     place, _ = folder()
@@ -240,12 +230,3 @@ def test_a_model_that_no_family_has_is_refused_before_the_training(comm, mpi_tmp
     with pytest.raises(ConfigError, match="no family of Hugging Face models"):
         train(chosen(save_as="huggingface"), lambda **sizes: GPT(**sizes, embedding_scale=2.0), comm, data=source)
     assert os.listdir(mpi_tmp_path) == []
-
-
-def test_the_sample_of_a_model_of_tokens_shows_their_ids(comm, folder, chosen, source, capsys):
-    place, _ = folder()
-    train(chosen(from_=str(place), sample_bytes=5), GPT, comm, data=source)
-    printed = capsys.readouterr().out
-    if comm.rank == 0:
-        begin = " ".join(map(str, source.validation.read(0, 32)))
-        assert f"--- sample: 32 tokens of validation text, 5 of the model's\n{begin} " in printed

@@ -67,15 +67,12 @@ def test_most_cases_have_a_block():
         assert block is not None and block.period == problem.busy and block == searched(problem)
 
 
-def test_no_period_is_shorter_than_memory_allows():
+def test_no_period_is_shorter_than_memory_allows_and_no_search_longer_than_its_budget():
     """One activation at a time: each micro-batch is away and back before the next one begins."""
     block = searched(OrderProblem((0, 1), 6, Costs(transfer=2), 1))
     assert block is not None and block.period >= 2 * 2 + 5
-
-
-def test_it_ends_where_nothing_is_left_to_use():
     problem = OrderProblem((0, 1), 6, Costs(0, 0, 0, transfer=1), 1)
-    assert BlockSearch(problem, random.Random(0)).search(lambda: 1.0) is None
+    assert BlockSearch(problem, random.Random(0)).search(lambda: 1.0) is None  # nothing is left to use
 
 
 @pytest.mark.parametrize("place", [(0, 1, 2), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)])

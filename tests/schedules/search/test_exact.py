@@ -11,6 +11,8 @@ from mpipipe import schedules
 from mpipipe.errors import BackendError
 from mpipipe.schedules import Costs, Schedule, check, lower_bound, optimum, simulate
 
+pytest.importorskip("ortools")
+
 LOOPED, ON_A_V, LONE = (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2)
 CASES = [
     (placement, microbatches, limit, seed)

@@ -52,23 +52,18 @@ def test_the_same_steps_and_seed_give_the_same_schedule():
     assert first == again
 
 
+def test_nothing_is_run_again_where_memory_is_plenty_and_a_limit_below_the_stages_of_a_rank_may_do():
+    found = search_with_recompute(4, 8, memory_limit=8, seconds=PLENTY, steps=100)
+    assert not found.recomputed and simulate(found).makespan == schedules.lower_bound(found)
+    found = search_with_recompute((0, 1, 1, 0), 4, memory_limit=1, seconds=PLENTY, steps=60)
+    assert found.placement == (0, 1, 1, 0) and max(peak_memory(found)) == 1
+
+
 def test_forwards_that_are_run_again_in_waits_beat_the_search_without_them():
     plain = schedules.search(4, 8, memory_limit=2, seconds=PLENTY, steps=100)
     found = search_with_recompute(4, 8, memory_limit=2, seconds=PLENTY, steps=600)
     assert found.recomputed and simulate(found).makespan < 0.9 * simulate(plain).makespan
     assert found.name == "search" and max(simulate(found).peak_activations) <= 2
-
-
-def test_nothing_is_run_again_where_memory_is_plenty():
-    found = search_with_recompute(4, 8, memory_limit=8, seconds=PLENTY, steps=100)
-    assert not found.recomputed and simulate(found).makespan == schedules.lower_bound(found)
-
-
-def test_a_limit_below_the_stages_of_a_rank_may_do():
-    with pytest.raises(ArgumentError):
-        schedules.search((0, 1, 1, 0), 4, memory_limit=1)
-    found = search_with_recompute((0, 1, 1, 0), 4, memory_limit=1, seconds=PLENTY, steps=60)
-    assert found.placement == (0, 1, 1, 0) and max(peak_memory(found)) == 1
 
 
 @settings(max_examples=25)

@@ -43,13 +43,7 @@ def test_orders_in_which_ranks_wait_for_each_other_never_end():
 
 
 @settings(max_examples=40)
-@given(
-    ranks=st.integers(1, 4),
-    chunks=st.integers(1, 3),
-    microbatches=st.integers(1, 6),
-    more=st.integers(0, 5),
-    seed=st.integers(0, 999),
-)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(0, 5), st.integers(0, 999))
 def test_any_priorities_end_within_the_limit_where_forwards_leave_room(ranks, chunks, microbatches, more, seed):
     draw, costs = random.Random(seed), drawn_costs(ranks * chunks, seed)
     placement = (*range(ranks),) * chunks

@@ -18,13 +18,7 @@ PLENTY = 1000.0  # seconds: what ends the search is the number of steps
 
 
 @settings(max_examples=15)
-@given(
-    ranks=st.integers(1, 4),
-    chunks=st.integers(1, 3),
-    microbatches=st.integers(1, 9),
-    more=st.integers(0, 8),
-    seed=st.integers(0, 1000),
-)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 8), st.integers(0, 1000))
 def test_it_is_proven_keeps_the_limit_and_is_no_slower_than_any_other(ranks, chunks, microbatches, more, seed):
     draw = random.Random(seed)
     costs = Costs(*[[draw.randint(1, 4) for _ in range(ranks * chunks)] for _ in range(4)])

@@ -1,17 +1,15 @@
 """Low-rank adapters as the library PEFT keeps them: what is in the folder, and which of our parameters each tensor is.
 
-    adapter_config.json          r, lora_alpha, target_modules, ...; options that change the result are refused
-    adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight  (r, inputs)
-                                 base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight  (outputs, r)
-
-The rows of B are those of the matrix that it is added to, so for queries and keys they are turned as in `names`.
+adapter_model.safetensors has base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight (r, inputs) and such of
+lora_B (outputs, r). The rows of B are those of the matrix that it is added to, so for queries and keys they are turned
+as in `names`. Options of adapter_config.json that change the result are refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT, declared_in, layers_in
 from mpipipe.language.models.huggingface.families import Family, expressed
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, opened
+from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, count_not_finite, opened
 from mpipipe.language.models.huggingface.names import parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS
@@ -126,8 +124,17 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]
 
 def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart]:
     """Return all tensors of an adapter of this model. Raises ConfigError for a target that the family does not have."""
-    found = list(_parts(lora, family, model))
-    missing = set(lora.targets) - {part.theirs.split(".")[-3] for part in found}
+    declared, missing = declared_in(lora.apply(model.build(Local()))), set(lora.targets)
+    found: list[AdapterPart] = []
+    for theirs, matrix, tensor in parts_of(family.table, model):
+        module, _, kind = theirs.rpartition(".")
+        target = module.rpartition(".")[2]
+        if kind == "weight" and target in lora.targets:
+            missing.discard(target)
+            ours = f"{matrix.rpartition('.')[0]}.{target}"
+            for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
+                rows, columns = declared[f"{ours}.{name}"].shape
+                found.append(AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned))
     if missing:
         raise ConfigError(
             f"{family.architecture} has no module {sorted(missing)[0]}",
@@ -138,24 +145,8 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart
     return found
 
 
-def _parts(lora: nn.LoRA, family: Family, model: GPT) -> Iterator[AdapterPart]:
-    declared = declared_in(lora.apply(model.build(Local())))
-    for theirs, matrix, tensor in parts_of(family.table, model):
-        module, _, kind = theirs.rpartition(".")
-        target = module.rpartition(".")[2]
-        if kind == "weight" and target in lora.targets:
-            ours = f"{matrix.rpartition('.')[0]}.{target}"
-            for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
-                rows, columns = declared[f"{ours}.{name}"].shape
-                yield AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned)
-
-
 def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
-    """Set those of these parameters that belong to the adapter, on the host or on a GPU.
-
-    Raises ArgumentError for a tensor that is missing, has another shape or belongs to another model, and for a file
-    that is damaged; NonFiniteError for values that are NaN or infinite.
-    """
+    """Set those of these parameters that belong to the adapter, on the host or on a GPU."""
     parts = adapter_parts(folder.lora, family, model)
     with opened(folder.path / TENSORS) as file:
         strange = sorted(set(file.arrays) - {part.theirs for part in parts})
@@ -184,10 +175,10 @@ def _set(target: Array, part: AdapterPart, file: TensorFile, model: GPT) -> None
     values = np.empty(part.shape, file.arrays[part.theirs].kind)
     file.read_into(part.theirs, values)
     wide = values.astype(target.dtype)
-    if not np.isfinite(wide).all():
+    if count := count_not_finite(wide):
         raise NonFiniteError(
             f"the tensor {part.theirs} of an adapter is not finite",
-            found=f"{np.count_nonzero(~np.isfinite(wide))} of {wide.size} values are NaN or infinite in {file.path}",
+            found=f"{count} of {wide.size} values are NaN or infinite in {file.path}",
             expected="finite numbers",
             remedy=COPY_AGAIN,
         )
@@ -207,8 +198,6 @@ def save_adapter(
 
     Where each tensor lies in the file follows from the model alone, so each rank of the first replica writes its own
     into the one file. A folder that is there goes when the new one is whole.
-
-    Raises, on every rank, ConfigError if no family has the model or a target, NonFiniteError, and StorageError.
     """
     group = group_of(mesh.comm)
     with group.raise_together("saving an adapter: its parts"):
@@ -246,7 +235,7 @@ def _write(path: Path, tensors: Mapping[str, tuple[Planned, int]]) -> None:
     with path.open("r+b") as file:
         for name, (planned, start) in tensors.items():
             values = planned.make()
-            if not np.isfinite(values).all():
+            if count_not_finite(values):
                 raise NonFiniteError(f"parameter {name} is not finite", found=str(path), expected="finite numbers")
             file.seek(start)
             file.write(values.reshape(-1).view(np.uint8).data)
@@ -258,10 +247,7 @@ def _write(path: Path, tensors: Mapping[str, tuple[Planned, int]]) -> None:
 
 
 def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: Mapping[str, Array]) -> None:
-    """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU.
-
-    Raises what `read_adapter` does.
-    """
+    """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU."""
     projections = {
         f"{name}.{target}": (f"{name}.{place.key}", place)
         for name, layer in layers_in(model.build(Local()))

@@ -12,24 +12,18 @@ from mpipipe import nn
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import names
-from mpipipe.language.models.huggingface.options import Options
+from mpipipe.language.models.huggingface.options import REQUIRED, Options
 
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """One family; `name` and `architecture` are `model_type` and class in config.json.
 
-    Attributes
-    ----------
-    name : `model_type` in config.json
-    architecture : the class of a language model there
     prefix : of their names, which files of the bare decoder leave out
-    table : the names of their tensors
-    buffers : ends of names of arrays that are no parameters, which some files have
-    read : fields of models.GPT from options
-    write : options from a description; reading them back shows whether the family can express it (see `expressed`)
+    table, buffers : names of their tensors; ends of names of arrays that are no parameters, which some files have
+    read, write : fields of models.GPT from options, and back; see `expressed`
     """
 
     name: str
@@ -41,43 +35,48 @@ class Family:
     write: Callable[[GPT], dict[str, Any]]
 
 
-def _decoder(options: Options) -> dict[str, Any]:
-    """Read what all families but GPT-2 have in common."""
+# what all families but GPT-2 call sizes of models.GPT, and what GPT-2 calls them
+SIZES = {
+    "vocab_size": "vocab", "hidden_size": "dim", "num_hidden_layers": "layers", "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads", "head_dim": "head_dim", "intermediate_size": "hidden",
+    "max_position_embeddings": "seq",
+}  # fmt: skip
+GPT2_SIZES = {
+    "vocab_size": "vocab", "n_embd": "dim", "n_layer": "layers", "n_head": "heads", "n_inner": "hidden",
+    "n_positions": "max_positions",
+}  # fmt: skip
+
+
+def _decoder(options: Options, *required: str) -> dict[str, Any]:
+    """Read what all families but GPT-2 have in common; the library has defaults of its own for `required` options."""
     dim, heads = options.count("hidden_size"), options.count("num_attention_heads")
-    positions = options.count("max_position_embeddings")
-    rotary = read_rotary(options, positions)
+    defaults = {"num_key_value_heads": heads, "head_dim": dim // heads}
+    for key in required:
+        del defaults[key]
+    base, scaling = read_rotary(options, options.count("max_position_embeddings"))
     options.only("hidden_act", "silu", "swish")  # two names of one function
     return {
-        "vocab": options.count("vocab_size"),
-        "dim": dim,
-        "layers": options.count("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": options.count("num_key_value_heads", heads),
-        "head_dim": options.count("head_dim", dim // heads),
-        "hidden": options.count("intermediate_size"),
-        "seq": positions,
+        **{ours: options.count(theirs, defaults.get(theirs, REQUIRED)) for theirs, ours in SIZES.items()},
         "tied": options.flag("tie_word_embeddings", False),
         "eps": options.number("rms_norm_eps", 1e-6),
-        "rope_base": rotary.base,
-        "rope_scaling": rotary.scaling,
+        "rope_base": base,
+        "rope_scaling": scaling,
     }
 
 
-def _decoder_options(model: GPT) -> dict[str, Any]:
-    """Return what all families but GPT-2 write."""
+def _decoder_options(model: GPT, **more: Any) -> dict[str, Any]:
+    """Return what all families but GPT-2 write, and more."""
+    names = {"original_positions": ORIGINAL, "kind": "rope_type"}
+    scaling: Any = model.rope_scaling
     return {
-        "vocab_size": model.vocab,
-        "hidden_size": model.dim,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate_size": model.hidden,
-        "max_position_embeddings": model.seq,
+        **{theirs: getattr(model, ours) for theirs, ours in SIZES.items()},
         "tie_word_embeddings": model.tied,
         "rms_norm_eps": model.eps,
         "hidden_act": "silu",
-        **rotary_options(model.rope_base, model.rope_scaling),
+        THETA: model.rope_base,
+        SCALING: scaling
+        and {names.get(name, name): value for name, value in asdict(scaling).items() if value is not None},
+        **more,
     }
 
 
@@ -87,78 +86,45 @@ def _read_llama(options: Options) -> dict[str, Any]:
     return {**_decoder(options), "qkv_bias": bias, "out_bias": bias, "feed_forward_bias": mlp_bias}
 
 
-def _write_llama(model: GPT) -> dict[str, Any]:
-    return {**_decoder_options(model), "attention_bias": model.qkv_bias, "mlp_bias": model.feed_forward_bias}
-
-
 def _read_mistral(options: Options) -> dict[str, Any]:
-    options.count("num_key_value_heads")  # no default is taken: the library's own is 8
-    common = _decoder(options)
-    return {**common, "windows": read_one_window(options, common["layers"], 4096)}
-
-
-def _write_mistral(model: GPT) -> dict[str, Any]:
-    return {**_decoder_options(model), "sliding_window": (model.windows or (None,))[0]}
+    common, window = _decoder(options, "num_key_value_heads"), _window(options)
+    return {**common, "windows": None if window is None else (window,) * common["layers"]}
 
 
 def _read_qwen2(options: Options) -> dict[str, Any]:
-    options.count("num_key_value_heads")  # no default is taken: the library's own is 32
     options.only("use_mrope", False, None)
-    common = _decoder(options)
+    common = _decoder(options, "num_key_value_heads")
     if common["head_dim"] * common["heads"] != common["dim"]:
         raise options.error("head_dim", "hidden_size / num_attention_heads, which is what all libraries read")
     return {**common, "qkv_bias": True, "windows": read_layer_windows(options, common["layers"])}
 
 
-def _write_qwen2(model: GPT) -> dict[str, Any]:
-    return {**_decoder_options(model), **layer_window_options(model.windows)}
-
-
 def _read_qwen3(options: Options) -> dict[str, Any]:
-    options.count("num_key_value_heads")  # no default is taken: the library's own is 32
-    options.count("head_dim")  # and 128
-    bias, common = options.flag("attention_bias", False), _decoder(options)
+    bias, common = options.flag("attention_bias", False), _decoder(options, "num_key_value_heads", "head_dim")
     windows = read_layer_windows(options, common["layers"])
     return {**common, "qk_norm": True, "qkv_bias": bias, "out_bias": bias, "windows": windows}
 
 
-def _write_qwen3(model: GPT) -> dict[str, Any]:
-    return {**_write_qwen2(model), "attention_bias": model.qkv_bias}
-
-
 def _read_gpt2(options: Options) -> dict[str, Any]:
-    dim, positions = options.count("n_embd"), options.count("n_positions")
     options.only("activation_function", *TANH_GELU)
     options.only("scale_attn_weights", True)
     options.only("scale_attn_by_inverse_layer_idx", False)
     options.only("reorder_and_upcast_attn", False)
+    defaults = {"n_inner": 4 * options.count("n_embd")}
+    sizes = {ours: options.count(theirs, defaults.get(theirs, REQUIRED)) for theirs, ours in GPT2_SIZES.items()}
     return {
-        "vocab": options.count("vocab_size"),
-        "dim": dim,
-        "layers": options.count("n_layer"),
-        "heads": options.count("n_head"),
-        "hidden": options.count("n_inner", 4 * dim),
-        "seq": positions,
-        "max_positions": positions,
+        **sizes,
+        "seq": sizes["max_positions"],
         "tied": options.flag("tie_word_embeddings", True),
         "eps": options.number("layer_norm_epsilon", 1e-5),
-        "norm": "layer",
-        "positions": "learned",
-        "qkv_bias": True,
-        "out_bias": True,
-        "feed_forward": "gelu",
-        "feed_forward_bias": True,
+        **dict(norm="layer", positions="learned", feed_forward="gelu"),
+        **dict.fromkeys(("qkv_bias", "out_bias", "feed_forward_bias"), True),
     }
 
 
 def _write_gpt2(model: GPT) -> dict[str, Any]:
     return {
-        "vocab_size": model.vocab,
-        "n_embd": model.dim,
-        "n_layer": model.layers,
-        "n_head": model.heads,
-        "n_inner": model.hidden,
-        "n_positions": model.max_positions,
+        **{theirs: getattr(model, ours) for theirs, ours in GPT2_SIZES.items()},
         "tie_word_embeddings": model.tied,
         "layer_norm_epsilon": model.eps,
         "activation_function": TANH_GELU[0],
@@ -169,15 +135,24 @@ _ROTARY_BUFFERS = (".rotary_emb.inv_freq",)
 _MASKS = (".attn.bias", ".attn.masked_bias")
 # In this order a model that several families can express is written as the first of them.
 FAMILIES = {
-    family.name: family
-    for family in (
-        Family("llama", "LlamaForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_llama, _write_llama),
-        Family("mistral", "MistralForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_mistral, _write_mistral),
-        Family("qwen2", "Qwen2ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen2, _write_qwen2),
-        Family("qwen3", "Qwen3ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen3, _write_qwen3),
-        Family("gpt2", "GPT2LMHeadModel", "transformer.", names.GPT2, _MASKS, _read_gpt2, _write_gpt2),
-    )
-}
+    "llama": Family(
+        "llama", "LlamaForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_llama,
+        lambda model: _decoder_options(model, attention_bias=model.qkv_bias, mlp_bias=model.feed_forward_bias),
+    ),
+    "mistral": Family(
+        "mistral", "MistralForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_mistral,
+        lambda model: _decoder_options(model, sliding_window=(model.windows or (None,))[0]),
+    ),
+    "qwen2": Family(
+        "qwen2", "Qwen2ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen2,
+        lambda model: _decoder_options(model, **layer_window_options(model.windows)),
+    ),
+    "qwen3": Family(
+        "qwen3", "Qwen3ForCausalLM", "model.", names.LLAMA, _ROTARY_BUFFERS, _read_qwen3,
+        lambda model: _decoder_options(model, **layer_window_options(model.windows), attention_bias=model.qkv_bias),
+    ),
+    "gpt2": Family("gpt2", "GPT2LMHeadModel", "transformer.", names.GPT2, _MASKS, _read_gpt2, _write_gpt2),
+}  # fmt: skip
 
 
 def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str, Any]]:
@@ -185,8 +160,6 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
 
     A family can where its options, read again, describe the same model; but for `seq`, a number that no family has
     where positions are learned, and dropout, which belongs to a training.
-
-    Raises ConfigError if none can.
     """
     for family in dict.fromkeys(([] if first is None else [first]) + list(FAMILIES.values())):
         try:
@@ -205,11 +178,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
 
 
 def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, Any]]:
-    """Return the family of a config.json, and the fields of models.GPT that it describes.
-
-    Raises ConfigError, which names the option, for an unknown family, an unknown option, and a value that cannot be
-    used.
-    """
+    """Return the family of a config.json, and the fields of models.GPT. Raises ConfigError, which names the option."""
     options = Options(values, path)
     name = options.take("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -237,19 +206,12 @@ def read_config(values: dict[str, Any], path: Path) -> tuple[Family, dict[str, A
 
 
 SCALING, PARAMETERS, THETA = "rope_scaling", "rope_parameters", "rope_theta"
+ORIGINAL = "original_max_position_embeddings"
 BASE = 10000.0  # where no option says another one, in all families
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """What a config.json says of rotary positions."""
-
-    base: float
-    scaling: Any
-
-
-def read_rotary(options: Options, positions: int) -> Rotary:
-    """Read base and scaling; `positions` is max_position_embeddings. Raises ConfigError."""
+def read_rotary(options: Options, positions: int) -> tuple[float, Any]:
+    """Return base and scaling; `positions` is max_position_embeddings. Raises ConfigError."""
     options.only("partial_rotary_factor", None, 1.0, 1)
     options.only("rope_interleaved", False, None)
     base = options.number(THETA, None, above=1.0)
@@ -263,8 +225,7 @@ def read_rotary(options: Options, positions: int) -> Rotary:
     if base is not None and inside not in (None, base):
         raise inner.error(THETA, f"{base}, the rope_theta beside it", "contradicts another one")
     inner.only("partial_rotary_factor", None, 1.0, 1)
-    scaling = _scaling(inner, positions)
-    return Rotary(base or inside or BASE, scaling)
+    return base or inside or BASE, _scaling(inner, positions)
 
 
 def _object(options: Options, key: str) -> dict[str, Any] | None:
@@ -295,21 +256,9 @@ def _scaling(options: Options, positions: int) -> Any:
     return scaling
 
 
-def _default(options: Options, positions: int) -> None:
-    return None
-
-
-def _linear(options: Options, positions: int) -> Any:
-    return nn.LinearScaling(options.number("factor"))
-
-
 def _llama3(options: Options, positions: int) -> Any:
-    return nn.Llama3Scaling(
-        options.number("factor"),
-        low_freq_factor=options.number("low_freq_factor"),
-        high_freq_factor=options.number("high_freq_factor"),
-        original_positions=options.count("original_max_position_embeddings", positions),
-    )
+    factors = {name: options.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    return nn.Llama3Scaling(**factors, original_positions=options.count(ORIGINAL, positions))
 
 
 def _yarn(options: Options, positions: int) -> Any:
@@ -321,7 +270,7 @@ def _yarn(options: Options, positions: int) -> Any:
         attention = _growth(factor, one) / _growth(factor, all_dim)
     return nn.YarnScaling(
         factor,
-        original_positions=options.count("original_max_position_embeddings", positions),
+        original_positions=options.count(ORIGINAL, positions),
         beta_fast=options.number("beta_fast", 32.0),
         beta_slow=options.number("beta_slow", 1.0),
         attention_factor=attention,
@@ -334,21 +283,11 @@ def _growth(factor: float, scale: float) -> float:
 
 
 READERS: dict[str, Callable[[Options, int], Any]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda options, positions: None,
+    "linear": lambda options, positions: nn.LinearScaling(options.number("factor")),
     "llama3": _llama3,
     "yarn": _yarn,
 }
-
-
-def rotary_options(base: float, scaling: Any) -> dict[str, Any]:
-    """Return the options of config.json for a base and a scaling."""
-    return {THETA: base, SCALING: None if scaling is None else _written(scaling)}
-
-
-def _written(scaling: Any) -> dict[str, Any]:
-    names = {"original_positions": "original_max_position_embeddings", "kind": "rope_type"}
-    return {names.get(name, name): value for name, value in asdict(scaling).items() if value is not None}
 
 
 # -- Which layers have a sliding window, and how wide it is: from config.json, and back -------------------------------
@@ -360,16 +299,15 @@ Windows = tuple[int | None, ...] | None
 KINDS = {"sliding_attention": True, "full_attention": False}  # of layer_types
 
 
-def read_one_window(options: Options, layers: int, default: int | None) -> Windows:
-    """Read `sliding_window` of families in which all layers have the same one."""
-    window = options.count("sliding_window", None) if "sliding_window" in options.values else default
-    return None if window is None else (window,) * layers
+def _window(options: Options) -> int | None:
+    """Read `sliding_window`; null says that there is none."""
+    return options.count("sliding_window", None) if "sliding_window" in options.values else 4096
 
 
 def read_layer_windows(options: Options, layers: int) -> Windows:
     """Read the windows of families that choose them by layer, with `layer_types` or `max_window_layers`."""
     used = options.flag("use_sliding_window", False)
-    window = options.count("sliding_window", None) if "sliding_window" in options.values else 4096
+    window = _window(options)
     first = options.take("max_window_layers")
     if first is not None and (type(first) is not int or first < 0):
         raise options.error("max_window_layers", "an integer of at least 0")

@@ -1,13 +1,7 @@
 """A folder with a model, as the library `transformers` leaves one, opened for reading.
 
-    config.json                        the architecture
-    model.safetensors                  the tensors; or, where they are many:
-    model.safetensors.index.json       which of them is in which file
-    model-00001-of-00002.safetensors   ...
-    tokenizer.json, ...                passed on as they are
-
-Opening reads the description and the names of the tensors, which are compared with those that the model has. No tensor
-is read, and files of pickled objects (.bin, .pt) never are.
+config.json has the architecture; model.safetensors the tensors, or model.safetensors.index.json names the file of each.
+Opening compares their names with those that the model has. No tensor is read, and pickled objects (.bin, .pt) never.
 """
 
 from __future__ import annotations
@@ -18,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mpipipe import files
 from mpipipe.checkpoint import TensorFile, open_tensors
@@ -42,10 +38,8 @@ class Folder:
 
     Attributes
     ----------
-    path : Path
-        The folder.
-    config : dict
-        What its config.json says.
+    path, config : Path and dict
+        The folder, and what its config.json says.
     model : GPT
         The description that follows from it.
     places : dict
@@ -81,10 +75,9 @@ def open_folder(path: str | Path) -> Folder:
 
     Raises
     ------
-    ConfigError
-        config.json is missing, or has an option that is not known or not supported; the error names it.
-    ArgumentError
-        A file is missing or damaged, or a tensor is missing or unknown; the error names file and entry.
+    ConfigError, ArgumentError
+        For an option of config.json that is not supported, and for a file or tensor that is missing, damaged or
+        unknown.
     """
     folder = Path(path)
     config = read_json(folder / CONFIG, "a model folder has a config.json beside its tensors; " + COPY_AGAIN)
@@ -153,10 +146,7 @@ def _indexed(folder: Path) -> dict[str, str]:
 def _known(
     family: Family, model: GPT, stored: dict[str, str], folder: Path
 ) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
-    """Find the tensors of the model among those that are stored; and a head next to a tied one.
-
-    Raises ArgumentError if one is missing, and for one that the model has not.
-    """
+    """Find the tensors of the model among those that are stored; and a head next to a tied one."""
     bare = not any(name.startswith(family.prefix) for name in stored)  # files of the decoder without a head
     left, known = dict(stored), {}
     for part in parts_of(family.table, model):
@@ -184,6 +174,13 @@ def _known(
 def opened(path: Path) -> AbstractContextManager[TensorFile]:
     """Open a file of tensors; errors within become ArgumentError with its name."""
     return open_tensors(path, "a file of the model folder", "the safetensors format", COPY_AGAIN)
+
+
+def count_not_finite(values: np.ndarray) -> int:
+    """Return how many values are NaN or infinite. NaN is both the least and the largest, so finite ones pass fast."""
+    if not values.size or (np.isfinite(values.min()) and np.isfinite(values.max())):
+        return 0
+    return int(np.count_nonzero(~np.isfinite(values)))
 
 
 # -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is

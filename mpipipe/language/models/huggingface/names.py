@@ -29,17 +29,7 @@ FIRST = (EMBEDDING, POSITIONS)
 
 @dataclass(frozen=True)
 class Tensor:
-    """One line of a table.
-
-    Attributes
-    ----------
-    theirs : their name, in which {i} is the number of the block
-    place : the layer of ours
-    ours : the parameter of that layer
-    rows : which of its rows: "all", or a name in `_ROWS`
-    form : "plain", "turned" or "transposed"
-    when : whether a model has it
-    """
+    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`; and which models."""
 
     theirs: str
     place: int

@@ -23,14 +23,8 @@ REMEDY = (
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object. Raises ConfigError, which names the file, where it is missing or is none."""
     try:
-        found = json.loads(files.read_text(path, MOST_BYTES))
-    except OSError as error:
-        raise ConfigError(
-            f"{path.name} of a model folder cannot be read: {error.strerror}",
-            found=str(path),
-            expected=files.REGULAR,
-            remedy=remedy,
-        ) from error
+        with files.reading(f"{path.name} of a model folder", path, ConfigError, remedy=remedy):
+            found = json.loads(files.read_text(path, MOST_BYTES))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path.name} of a model folder is no JSON: {error}"[:300], found=str(path)) from error
     if not isinstance(found, dict):
@@ -39,14 +33,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 class Options:
-    """What a config.json, or an object in it, says; every option has to be asked for, or `finish` refuses it.
-
-    Parameters
-    ----------
-    values : the options by name
-    path : of the file, for errors
-    inside : the name of the object that holds them; "" for the whole file
-    """
+    """What a config.json, or the object `inside` it, says; every option has to be asked for, or `finish` refuses it."""
 
     def __init__(self, values: dict[str, Any], path: Path, inside: str = "") -> None:
         self.values, self.path, self.inside = values, path, inside

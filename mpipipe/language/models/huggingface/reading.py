@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, opened
+from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, count_not_finite, opened
 from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
 
 PIECE_BYTES = 1 << 20  # of a tensor that are read at once: they are still in the cache when they are converted
@@ -27,8 +27,7 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
     folder : Folder
         What `open_folder` returns.
     parameters : mapping of str to array
-        Arrays by their names in the model, such as `Stage.parameters`, on the host or on a GPU. What is stored is
-        converted to their dtype.
+        Arrays by their names in the model, such as `Stage.parameters`, on the host or on a GPU, of any dtype.
 
     Returns
     -------
@@ -37,10 +36,8 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
 
     Raises
     ------
-    ArgumentError
-        A tensor has another shape or dtype than the model's, a file is damaged, or the family has no such parameter.
-    NonFiniteError
-        A value is NaN or infinite.
+    ArgumentError, NonFiniteError
+        For a tensor of another shape or dtype, a damaged file, and an unknown parameter; for NaN and infinity.
     """
     targets = _Targets(folder, parameters)
     wanted = [part for part in parts_of(folder.family.table, folder.model) if part.ours in targets.names]
@@ -115,10 +112,10 @@ def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarr
         )
     views = [view(part.tensor, array, folder.model) for array in ours]
     for first, stop, piece in _pieces(file, name, views[0].shape):
-        if not _is_finite(piece):
+        if count := count_not_finite(piece):
             raise NonFiniteError(
                 f"the tensor {name} is not finite",
-                found=f"{np.count_nonzero(~np.isfinite(piece))} values that are NaN or infinite in {file.path}",
+                found=f"{count} values that are NaN or infinite in {file.path}",
                 expected="finite numbers",
                 remedy=COPY_AGAIN,
             )
@@ -145,10 +142,7 @@ def _entry(file: TensorFile, name: str) -> TensorEntry:
 
 
 def _pieces(file: TensorFile, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Read an array, which has this shape here, in pieces along its first axis: yield (start, stop, values).
-
-    Halves come as float32. A piece is gone when the next one comes.
-    """
+    """Yield (start, stop, values) along the first axis; halves as float32. A piece is gone when the next one comes."""
     entry = file.arrays[name]
     row = max(1, entry.nbytes // max(1, shape[0]))
     step = max(1, PIECE_BYTES // row)
@@ -179,9 +173,3 @@ def _compare_head(folder: Folder, embedding: np.ndarray) -> int:
                 remedy="set tie_word_embeddings to false in config.json if the model was trained so",
             )
         return file.bytes_read
-
-
-def _is_finite(values: np.ndarray) -> bool:
-    """Whether all are finite: NaN is both the least and the largest."""
-    bounds: Iterable[np.ndarray] = (values.min(), values.max())
-    return all(np.isfinite(bound) for bound in bounds)

@@ -1,15 +1,8 @@
 """A model written as a folder that `transformers` opens: by the ranks of a mesh, or by one process.
 
-    model-00001-of-00003.safetensors    each rank writes the tensors of its own layers
-    model-00002-of-00003.safetensors
-    model-00003-of-00003.safetensors
-    tokenizer.json, ...                 copied from the folder that the model comes from
-    model.safetensors.index.json        by rank 0, when all files of tensors are there
-    config.json                         the last
-
-The folder gets its name when it is whole (checkpoint/whole_folder.py).
-
-One file alone is called model.safetensors and has no index.
+Each rank writes the tensors of its own layers, into model-00001-of-00003.safetensors and so on; rank 0 then copies the
+files of the tokenizer, and writes model.safetensors.index.json and config.json. A single file is called
+model.safetensors and has no index. The folder gets its name when it is whole.
 """
 
 from __future__ import annotations
@@ -28,10 +21,11 @@ from mpipipe.arrays import Array, Shape
 from mpipipe.checkpoint import Planned, replacing, write_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
+from mpipipe.even_split import consecutive_bins
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
-from mpipipe.language.models.huggingface.folder import INDEX, Origin
+from mpipipe.language.models.huggingface.folder import INDEX, Origin, count_not_finite
 from mpipipe.language.models.huggingface.names import Part, parts_of, shape_of, view
 from mpipipe.language.models.huggingface.options import CONFIG
 
@@ -49,10 +43,8 @@ def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str,
 
     Parameters
     ----------
-    model : GPT
-        The description.
-    dtype : str
-        Of the files.
+    model, dtype : GPT and str
+        The description, and the dtype of the files.
     origin : Origin
         Where the model comes from; it is asked for its family, and for options without effect.
 
@@ -101,7 +93,7 @@ def save(
     Parameters
     ----------
     target : Path
-        The folder, which must be new or empty unless it is to be replaced, on a file system that all hosts share.
+        The folder, new or empty unless it is to be replaced, on a file system that all hosts share.
     model : GPT
         The description.
     parameters : mapping of str to array
@@ -119,12 +111,9 @@ def save(
 
     Raises
     ------
-    ArgumentError
-        On every rank: the target is not empty, or no family can express the model. Nothing is left after an error.
-    NonFiniteError
-        On every rank: a value is NaN or infinite, or too large for the dtype.
-    StorageError
-        On every rank: files cannot be written.
+    ArgumentError, NonFiniteError, StorageError
+        On every rank: the target is not empty, or no family can express the model; a value is not finite in the dtype;
+        files cannot be written. Nothing is left after an error.
 
     Examples
     --------
@@ -141,10 +130,8 @@ def save(
     ...         huggingface.save(folder, model, stage.parameters, mesh, dtype="bfloat16", origin=origin)
     >>> _ = inprocess.run(1, write)
     >>> found = huggingface.open_folder(folder)
-    >>> found.family.architecture, found.model.layers
-    ('LlamaForCausalLM', 2)
-    >>> huggingface.read(found, stage.parameters)
-    35040
+    >>> found.family.architecture, found.model.layers, huggingface.read(found, stage.parameters)
+    ('LlamaForCausalLM', 2, 35040)
     """
     group = group_of(mesh.comm)
     with group.raise_together("saving a model folder: its description"):
@@ -152,14 +139,15 @@ def save(
     with replacing(target, group, explained, replaces) as partial:
         own = parameters if mesh.replicas.rank == 0 else {}
         with group.raise_together("saving a model folder: its files"):
-            mine = cut(outgoing(family, model, own, arrays.dtype(dtype)), most)
+            tensors = outgoing(family, model, own, arrays.dtype(dtype)).items()
+            mine = consecutive_bins(((item, _size_of(item[1])) for item in tensors), most)
         counts = group.gather("saving a model folder: its files", len(mine))
         places: TensorPlaces = {}
         with group.raise_together("saving a model folder: the tensors"), explained(target):
             if mine:
                 partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
-            for number, tensors in enumerate(mine, sum(counts[: mesh.rank])):
-                places.update(_write_file(partial, number, sum(counts), tensors))
+            for number, shard in enumerate(mine, sum(counts[: mesh.rank])):
+                places.update(_write_file(partial, number, sum(counts), dict(shard)))
         everywhere = group.gather("saving a model folder: the tensors", places)
         with group.raise_together("saving a model folder: its description"), explained(target):
             if mesh.rank == 0:
@@ -169,10 +157,7 @@ def save(
 def write_alone(
     target: Path, model: GPT, groups: Sequence[Mapping[str, Shape]], read: ReadGroup, *, dtype: str, origin: Origin
 ) -> None:
-    """Write a folder as `save` does, from one process: `read` gives the parameters of one group after the other.
-
-    So few of them are in memory at once. A group has names and shapes of parameters, and becomes a file.
-    """
+    """Write a folder as `save` does, from one process: `read` gives the groups of parameters, each for a file."""
     family, config = config_of(model, dtype, origin)
     stored = {part.ours for part in parts_of(family.table, model)}
     filled = [group for group in groups if not stored.isdisjoint(group)]
@@ -229,20 +214,6 @@ def outgoing(family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dty
     }
 
 
-def cut(tensors: Mapping[str, Planned], most: int) -> list[dict[str, Planned]]:
-    """Cut tensors into files of at most `most` bytes each; a larger tensor has one for itself."""
-    shards: list[dict[str, Planned]] = []
-    size = 0
-    for name, tensor in tensors.items():
-        nbytes = _size_of(tensor)
-        if not shards or size + nbytes > most:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += nbytes
-    return shards
-
-
 def _size_of(tensor: Planned) -> int:
     return prod(tensor.shape) * tensor.dtype.itemsize
 
@@ -253,10 +224,10 @@ def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarr
     with np.errstate(over="ignore"):
         values = np.ascontiguousarray(view(part.tensor, host, model), dtype=dtype)
     wide = values.astype(np.float32) if arrays.is_half(dtype) else values
-    if wide.size and not (np.isfinite(wide.min()) and np.isfinite(wide.max())):  # NaN is both of them
+    if count := count_not_finite(wide):
         raise NonFiniteError(
             f"parameter {part.ours} cannot be written as {dtype.name}",
-            found=f"{np.count_nonzero(~np.isfinite(wide))} values that are NaN or infinite, or too large for it",
+            found=f"{count} values that are NaN or infinite, or too large for it",
             expected="finite numbers",
             remedy="choose bfloat16 or float32 if they are too large for float16",
         )

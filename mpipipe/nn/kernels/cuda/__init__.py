@@ -17,9 +17,7 @@ from mpipipe.nn.kernels.cuda.elementwise import gelu_backward as gelu_backward
 from mpipipe.nn.kernels.cuda.elementwise import scale as scale
 from mpipipe.nn.kernels.cuda.elementwise import swiglu as swiglu
 from mpipipe.nn.kernels.cuda.elementwise import swiglu_backward as swiglu_backward
-from mpipipe.nn.kernels.cuda.layers import add_layer_norm as add_layer_norm
 from mpipipe.nn.kernels.cuda.layers import add_parts as add_parts
-from mpipipe.nn.kernels.cuda.layers import add_rms_norm as add_rms_norm
 from mpipipe.nn.kernels.cuda.layers import apply_rope as apply_rope
 from mpipipe.nn.kernels.cuda.layers import embed as embed
 from mpipipe.nn.kernels.cuda.layers import embed_backward as embed_backward

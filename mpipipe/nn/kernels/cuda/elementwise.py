@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +14,10 @@ from mpipipe.errors import ArgumentError
 ELEMENTWISE, SWIGLU, CAST = (Path(__file__).with_name(f"{name}.cu") for name in ("elementwise", "swiglu", "cast"))
 
 
-def _pack_one(x: DeviceArray, y: DeviceArray, name: str) -> Launch | None:
-    check_alike(name, x, y)
-    return over(ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, y))
-
-
-def _pack_two(x: DeviceArray, y: DeviceArray, z: DeviceArray, name: str) -> Launch | None:
-    check_alike(name, x, y, z)
-    return over(ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, y, z))
+def _pack_elements(x: DeviceArray, *rest: Any) -> Launch | None:
+    *others, name = rest
+    check_alike(name, x, *others)
+    return over(ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, *others))
 
 
 def _pack_swiglu(both: DeviceArray, inner: DeviceArray) -> Launch | None:
@@ -42,42 +39,42 @@ def _pack_cast(source: DeviceArray, target: DeviceArray) -> Launch | None:
     return over(CAST, "cast", source.size, numbers, S=source.dtype, T=target.dtype, V=width)
 
 
-_of_one, _of_two = Packed(_pack_one), Packed(_pack_two)
-_swiglu, _swiglu_backward, _cast = Packed(_pack_swiglu), Packed(_pack_swiglu_backward), Packed(_pack_cast)
+_elements, _cast = Packed(_pack_elements), Packed(_pack_cast)
+_swiglu, _swiglu_backward = Packed(_pack_swiglu), Packed(_pack_swiglu_backward)
 
 
 def add(x: DeviceArray, y: DeviceArray) -> DeviceArray:
     """Return x + y."""
     z = arrays.empty_like(x)
-    _of_two((x, y), (z,), ("add",))
+    _elements((x, y), (z,), ("add",))
     return z
 
 
 def accumulate(grad: DeviceArray, part: DeviceArray) -> None:
     """Grad += part."""
     grad, part = arrays.as_reals(grad), arrays.as_reals(part)
-    _of_two((grad, part), (grad,), ("add",))
+    _elements((grad, part), (grad,), ("add",))
 
 
 def scale(x: DeviceArray, factor: float, out: DeviceArray | None = None) -> DeviceArray:
     """Return x * factor, in `out` where it is given."""
     y = arrays.empty_like(x) if out is None else out
     own = arrays.as_reals(x)
-    _of_one((own, arrays.as_reals(y)), (), ("scale",), (scalar_type(own.dtype)(factor),))
+    _elements((own, arrays.as_reals(y)), (), ("scale",), (scalar_type(own.dtype)(factor),))
     return y
 
 
 def gelu(x: DeviceArray) -> DeviceArray:
     """Return y."""
     y = arrays.empty_like(x)
-    _of_one((x,), (y,), ("gelu",))
+    _elements((x,), (y,), ("gelu",))
     return y
 
 
 def gelu_backward(dy: DeviceArray, x: DeviceArray) -> DeviceArray:
     """Return dx."""
     dx = arrays.empty_like(dy)
-    _of_two((dy, x), (dx,), ("gelu_backward",))
+    _elements((dy, x), (dx,), ("gelu_backward",))
     return dx
 
 

@@ -151,36 +151,23 @@ def _block(threads: int) -> tuple[int, int]:
     return (threads, PER_BLOCK // threads if threads == 32 else 1)
 
 
-def _forward(name: str, x: DeviceArray, *others: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:
-    y, scale = arrays.empty_like(x), arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
-    _norm((x, *others), (y, scale), (name, eps))
-    return y, scale
-
-
-def _pack_norm(x: DeviceArray, *rest: Any) -> Launch | None:
-    *others, y, _, name, eps = rest
-    check_contiguous(name, x, *others)
-    return _call_of_rows(name, x, (*others, y), eps)
-
-
-def _forward_of_sum(
-    name: str, x: DeviceArray, more: DeviceArray, *others: DeviceArray, eps: float
+def _forward(
+    name: str, x: DeviceArray, more: DeviceArray | None, *vectors: DeviceArray, eps: float
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-    total, y = arrays.empty_like(x), arrays.empty_like(x)
-    scale = arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
-    _norm_of_sum((x, more, *others), (total, y, scale), (name, eps))
+    y, scale = arrays.empty_like(x), arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
+    if more is None:
+        _norm((x, *vectors), (y, scale), (name, eps))
+        return x, y, scale
+    total = arrays.empty_like(x)
+    _norm((x, more, *vectors), (total, y, scale), (f"add_{name}", eps))
     return total, y, scale
 
 
-def _pack_norm_of_sum(x: DeviceArray, more: DeviceArray, *rest: Any) -> Launch | None:
-    *others, total, y, _, name, eps = rest
-    check_alike(name, x, more)
-    check_contiguous(name, *others)
-    return _call_of_rows(name, x, (more, *others, total, y), eps)
-
-
-def _call_of_rows(name: str, x: DeviceArray, others: tuple[DeviceArray, ...], eps: float) -> Launch | None:
-    """Return the call of a forward over the rows of x; `others` move in the words of x."""
+def _pack_norm(x: DeviceArray, *rest: Any) -> Launch | None:
+    *others, _, name, eps = rest
+    check_contiguous(name, x, *others)
+    if name.startswith("add_"):
+        check_alike(name, x, others[0])
     if not x.size:
         return None
     constants, (rows, width) = _constants(x, *others), x.shape
@@ -218,19 +205,14 @@ def _pack_backward(dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: De
     return Launch(function, (blocks,), block, (np.int64(rows), np.int32(width)))
 
 
-_norm, _norm_of_sum, _norm_backward = Packed(_pack_norm), Packed(_pack_norm_of_sum), Packed(_pack_backward)
+_norm, _norm_backward = Packed(_pack_norm), Packed(_pack_backward)
 
 
-def rms_norm(x: DeviceArray, gain: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:
-    """Return (y, scale)."""
-    return _forward("rms_norm", x, gain, eps=eps)
-
-
-def add_rms_norm(
-    x: DeviceArray, more: DeviceArray, gain: DeviceArray, eps: float
+def rms_norm(
+    x: DeviceArray, gain: DeviceArray, eps: float, more: DeviceArray | None = None
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
     """Return (x + more, y, scale)."""
-    return _forward_of_sum("add_rms_norm", x, more, gain, eps=eps)
+    return _forward("rms_norm", x, more, gain, eps=eps)
 
 
 def rms_norm_backward(
@@ -240,16 +222,11 @@ def rms_norm_backward(
     return _backward("rms_norm_backward", 1, (dy, x, scale, gain), more)
 
 
-def layer_norm(x: DeviceArray, gain: DeviceArray, bias: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:
-    """Return (y, scale)."""
-    return _forward("layer_norm", x, gain, bias, eps=eps)
-
-
-def add_layer_norm(
-    x: DeviceArray, more: DeviceArray, gain: DeviceArray, bias: DeviceArray, eps: float
+def layer_norm(
+    x: DeviceArray, gain: DeviceArray, bias: DeviceArray, eps: float, more: DeviceArray | None = None
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
     """Return (x + more, y, scale)."""
-    return _forward_of_sum("add_layer_norm", x, more, gain, bias, eps=eps)
+    return _forward("layer_norm", x, more, gain, bias, eps=eps)
 
 
 def layer_norm_backward(

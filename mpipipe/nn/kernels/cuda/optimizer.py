@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -15,70 +15,45 @@ from mpipipe import arrays
 from mpipipe.arrays import WORD, DeviceArray, bitwise_or, launch, vector_width
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous
+from mpipipe.nn.kernels.interface import AdamWNumbers, Range, Update
 
 OPTIMIZER, SQUARES = (Path(__file__).with_name(f"{name}.cu") for name in ("optimizer", "squares"))
 BOUNDS = 5  # between ranges of one launch; a stage has six ranges at most, by the order of its parameters in memory
 CHUNK = 1 << 15  # elements whose squares one block sums
-
-Range: TypeAlias = "tuple[int, int, bool]"  # (start, stop, whether weight decay applies)
+WHOLE = Update()
 
 
 def adamw(
-    p: DeviceArray,
-    g: DeviceArray,
-    m: DeviceArray,
-    v: DeviceArray,
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    rate: float,
-    correction1: float,
-    correction2: float,
-    shrink: float,
-    g_scale: float | DeviceArray,
-    ranges: Sequence[Range] | None = None,
-    copy: DeviceArray | None = None,
+    p: DeviceArray, g: DeviceArray, m: DeviceArray, v: DeviceArray, numbers: AdamWNumbers, update: Update = WHOLE
 ) -> None:
     """Make one step of AdamW, in place."""
-    check_alike("adamw", p, g, m, v)
-    step, root = rate / correction1, 1 / math.sqrt(correction2)
-    _update("adamw", (p, g, m, v), copy, ranges, (b1, 1 - b1, b2, 1 - b2, eps, step, root, shrink), g_scale, words=1)
+    b1, b2, eps, rate, correction1, correction2, shrink = numbers
+    scalars = b1, 1 - b1, b2, 1 - b2, eps, rate / correction1, 1 / math.sqrt(correction2), shrink
+    _update("adamw", (p, g, m, v), scalars, update)
 
 
 def sgd(
     p: DeviceArray,
     g: DeviceArray,
     u: DeviceArray | None,
-    *,
     momentum: float,
     decay: float,
     rate: float,
-    g_scale: float | DeviceArray,
-    ranges: Sequence[Range] | None = None,
-    copy: DeviceArray | None = None,
+    update: Update = WHOLE,
 ) -> None:
     """Make one step of gradient descent, in place; u is None without momentum."""
     if u is None:
-        check_alike("sgd", p, g)
-        _update("sgd", (p, g), copy, ranges, (decay, rate), g_scale, words=2)
+        _update("sgd", (p, g), (decay, rate), update, words=2)
     else:
-        check_alike("sgd", p, g, u)
-        _update("sgd_momentum", (p, g, u), copy, ranges, (momentum, decay, rate), g_scale, words=1)
+        _update("sgd_momentum", (p, g, u), (momentum, decay, rate), update)
 
 
 def _update(
-    name: str,
-    given: tuple[DeviceArray, ...],
-    copy: DeviceArray | None,
-    ranges: Sequence[Range] | None,
-    numbers: tuple[float, ...],
-    g_scale: float | DeviceArray,
-    *,
-    words: int,
+    name: str, given: tuple[DeviceArray, ...], numbers: tuple[float, ...], update: Update, words: int = 1
 ) -> None:
     """Launch an update: once, unless there are more ranges than kernels take."""
-    p = given[0]
+    p, (g_scale, ranges, copy) = given[0], update
+    check_alike(name.partition("_")[0], *given)
     if copy is not None:
         check_contiguous(name, copy)
         if copy.shape != p.shape:
@@ -108,15 +83,13 @@ def _launches(size: int, ranges: tuple[Range, ...] | None) -> list[tuple[int, in
             joined.append((start, stop, decays))
     if (joined[-1][1] if joined else 0) != size:
         raise ArgumentError("ranges of weight decay", found=str(ranges), expected=f"the last ends at {size}")
-    pieces = [joined[at : at + BOUNDS + 1] for at in range(0, len(joined), BOUNDS + 1)]
-    return [
-        (piece[0][0], piece[-1][1], piece[0][2], tuple(_bounds(piece, piece[-1][1] - piece[0][0]))) for piece in pieces
-    ]
-
-
-def _bounds(piece: Sequence[Range], size: int) -> list[int]:
-    bounds = [start - piece[0][0] for start, _, _ in piece[1:]]
-    return bounds + [size] * (BOUNDS - len(bounds))
+    launches = []
+    for at in range(0, len(joined), BOUNDS + 1):
+        (first, _, decays), *rest = piece = joined[at : at + BOUNDS + 1]
+        stop = piece[-1][1]
+        bounds = [start - first for start, _, _ in rest] + [stop - first] * (BOUNDS - len(rest))
+        launches.append((first, stop, decays, tuple(bounds)))
+    return launches
 
 
 def sums_of_squares(

@@ -15,8 +15,6 @@ linear_backward_weight = upcast_halves(full_precision.linear_backward_weight)
 products = upcast_halves(full_precision.products)
 sum_rows = upcast_halves(full_precision.sum_rows)
 add = upcast_halves(full_precision.add, returned=(0,))
-rms_norm = upcast_halves(full_precision.rms_norm, returned=(0,))
-layer_norm = upcast_halves(full_precision.layer_norm, returned=(0,))
 gelu = upcast_halves(full_precision.gelu, returned=(0,))
 gelu_backward = upcast_halves(full_precision.gelu_backward, returned=(0,))
 swiglu = upcast_halves(full_precision.swiglu, returned=(0,))
@@ -47,20 +45,20 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     return out
 
 
-def add_rms_norm(
-    x: np.ndarray, more: np.ndarray, gain: np.ndarray, eps: float
+def rms_norm(
+    x: np.ndarray, gain: np.ndarray, eps: float, more: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As full_precision.add_rms_norm; what is normalised is the sum when it has been rounded."""
-    total = add(x, more)
-    return (total, *rms_norm(total, gain, eps))
+    """As full_precision.rms_norm; what is normalised is the sum when it has been rounded."""
+    total = x if more is None else add(x, more)
+    return (total, *_rms_norm(total, gain, eps)[1:])
 
 
-def add_layer_norm(
-    x: np.ndarray, more: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float
+def layer_norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, more: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As full_precision.add_layer_norm; what is normalised is the sum when it has been rounded."""
-    total = add(x, more)
-    return (total, *layer_norm(total, gain, bias, eps))
+    """As full_precision.layer_norm; what is normalised is the sum when it has been rounded."""
+    total = x if more is None else add(x, more)
+    return (total, *_layer_norm(total, gain, bias, eps)[1:])
 
 
 def rms_norm_backward(
@@ -79,6 +77,8 @@ def layer_norm_backward(
     return (dx if more is None else add(more, dx), *parts)
 
 
+_rms_norm = upcast_halves(full_precision.rms_norm, returned=(1,))
+_layer_norm = upcast_halves(full_precision.layer_norm, returned=(1,))
 _rms_norm_backward = upcast_halves(full_precision.rms_norm_backward, returned=(0,))
 _layer_norm_backward = upcast_halves(full_precision.layer_norm_backward, returned=(0,))
 

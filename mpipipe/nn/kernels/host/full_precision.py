@@ -6,13 +6,12 @@ Large arrays are worked on in pieces that stay in a core's cache from the first 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mpipipe.nn.kernels.host import ELEMENTS, blocks
-from mpipipe.nn.kernels.host.optimizer import adamw as adamw
-from mpipipe.nn.kernels.host.optimizer import sgd as sgd
-from mpipipe.nn.kernels.host.optimizer import sums_of_squares as sums_of_squares
+from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 from mpipipe.nn.random import random_bits
 from mpipipe.nn.rope import RopeScaling, angles
 
@@ -250,10 +249,23 @@ def swiglu(both: np.ndarray) -> np.ndarray:
 
 
 def swiglu_backward(both: np.ndarray, dinner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (gradient of both, silu(gate) * up); the latter overwrites `dinner`."""
-    dboth = np.empty_like(both)
+    """Return (gradient of both, h = silu(gate) * up); the latter overwrites `dinner`, which is dh.
+
+    With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s).
+    """
+    hidden, dboth = dinner.shape[1], np.empty_like(both)
     for at in blocks(*dinner.shape):
-        _swiglu_backward_block(both[at], dboth[at], dinner[at])
+        gate, up, inner = both[at, :hidden], both[at, hidden:], dinner[at]  # which holds dh, and in the end h
+        dgate, dup = dboth[at, :hidden], dboth[at, hidden:]
+        s = _sigmoid(gate, np.empty(inner.shape, inner.dtype))
+        a = np.multiply(gate, s)
+        np.multiply(a, s, out=dup)
+        np.add(s, a, out=s)
+        np.subtract(s, dup, out=s)
+        np.multiply(s, up, out=s)
+        np.multiply(s, inner, out=dgate)
+        np.multiply(a, inner, out=dup)
+        np.multiply(a, up, out=inner)
     return dboth, dinner
 
 
@@ -265,47 +277,23 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.add(out, 0.5, out=out)
 
 
-def _swiglu_backward_block(both: np.ndarray, dboth: np.ndarray, inner: np.ndarray) -> None:
-    """Dboth = gradients of gate and up, where `inner` holds the gradient of h = silu(gate) * up.
-
-    With s = sigmoid(gate) and a = gate * s: dup = dh * a, dgate = dh * up * (s + a - a * s). Leaves h in `inner`.
-    """
-    hidden = inner.shape[1]
-    gate, up = both[:, :hidden], both[:, hidden:]
-    dgate, dup = dboth[:, :hidden], dboth[:, hidden:]
-    s = _sigmoid(gate, np.empty(inner.shape, inner.dtype))
-    a = np.multiply(gate, s)
-    np.multiply(a, s, out=dup)
-    np.add(s, a, out=s)
-    np.subtract(s, dup, out=s)
-    np.multiply(s, up, out=s)
-    np.multiply(s, inner, out=dgate)
-    np.multiply(a, inner, out=dup)
-    np.multiply(a, up, out=inner)
-
-
 # -- Normalisation of rows; nn/layers/norm.py has the formulas --------------------------------------------------------
 #
 # Gradients of vectors are returned as matrices of one row, which add_parts adds to the gradient.
 
 
-def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return (y, scale)."""
+def rms_norm(
+    x: np.ndarray, gain: np.ndarray, eps: float, more: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x + more, y, scale)."""
+    total = x if more is None else np.add(x, more)
     y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
     for at in blocks(*x.shape):
-        part = x[at]
+        part = total[at]
         _inverse_root(part, eps, scale[at])
         out = np.multiply(part, scale[at, None], out=y[at])
         np.multiply(out, gain, out=out)
-    return y, scale
-
-
-def add_rms_norm(
-    x: np.ndarray, more: np.ndarray, gain: np.ndarray, eps: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (x + more, y, scale)."""
-    total = np.add(x, more)
-    return (total, *rms_norm(total, gain, eps))
+    return total, y, scale
 
 
 def rms_norm_backward(
@@ -321,24 +309,19 @@ def rms_norm_backward(
     return dx, dgain[None]
 
 
-def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return (y, scale)."""
+def layer_norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, more: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (x + more, y, scale)."""
+    total = x if more is None else np.add(x, more)
     y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
     for at in blocks(*x.shape):
-        out = _centred(x[at], y[at])
+        out = _centred(total[at], y[at])
         _inverse_root(out, eps, scale[at])
         np.multiply(out, scale[at, None], out=out)
         np.multiply(out, gain, out=out)
         np.add(out, bias, out=out)
-    return y, scale
-
-
-def add_layer_norm(
-    x: np.ndarray, more: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (x + more, y, scale)."""
-    total = np.add(x, more)
-    return (total, *layer_norm(total, gain, bias, eps))
+    return total, y, scale
 
 
 def layer_norm_backward(
@@ -400,17 +383,9 @@ def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1
         difference = output - target
     else:
         difference = np.subtract(output, target, out=np.empty(output.shape, output.dtype), casting="same_kind")
-    size, flat = difference.size, difference.reshape(-1)
-    if size <= ELEMENTS:
-        part = flat.astype(np.float64)
-        total = float(part.dot(part))
-    else:
-        total = 0.0
-        for at in blocks(size):
-            part = flat[at].astype(np.float64)
-            total += float(part.dot(part))
-    difference *= 2 / size * factor
-    return total / size, difference
+    total = sum_of_squares(difference.reshape(-1))
+    difference *= 2 / output.size * factor
+    return total / output.size, difference
 
 
 def softmax_cross_entropy(
@@ -436,3 +411,86 @@ def cross_entropy_block(logits: np.ndarray, ids: np.ndarray, count: float, out: 
     np.divide(out, sums, out=out)
     out[picks, ids] -= 1 / count
     return value
+
+
+# -- Optimizers: updates of flat buffers, in place and in pieces that stay in cache -----------------------------------
+
+
+WHOLE = Update()
+
+
+def adamw(
+    p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: AdamWNumbers, update: Update = WHOLE
+) -> None:
+    """Make one step of AdamW, in place."""
+    b1, b2, eps, rate, correction1, correction2, shrink = numbers
+    step, root = rate / correction1, 1 / math.sqrt(correction2)
+    for at, part, grad, decays in _pieces(p, g, update):
+        first, second = m[at], v[at]
+        work = np.multiply(grad, 1 - b1)
+        np.multiply(first, b1, out=first)
+        np.add(first, work, out=first)
+        np.multiply(grad, grad, out=work)
+        np.multiply(work, 1 - b2, out=work)
+        np.multiply(second, b2, out=second)
+        np.add(second, work, out=second)
+        np.sqrt(second, out=work)
+        np.multiply(work, root, out=work)
+        np.add(work, eps, out=work)
+        np.divide(first, work, out=work)
+        np.multiply(work, step, out=work)
+        if decays and shrink != 1:
+            np.multiply(part, shrink, out=part)
+        np.subtract(part, work, out=part)
+
+
+def sgd(
+    p: np.ndarray,
+    g: np.ndarray,
+    u: np.ndarray | None,
+    momentum: float,
+    decay: float,
+    rate: float,
+    update: Update = WHOLE,
+) -> None:
+    """Make one step of gradient descent, in place; u is None without momentum."""
+    for at, part, grad, decays in _pieces(p, g, update):
+        change = grad + part * decay if decays and decay else grad
+        if u is not None:
+            kept = u[at]
+            np.multiply(kept, momentum, out=kept)
+            change = np.add(kept, change, out=kept)
+        np.subtract(part, change * rate, out=part)
+
+
+def _pieces(p: np.ndarray, g: np.ndarray, update: Update) -> Iterator[tuple[slice, np.ndarray, np.ndarray, bool]]:
+    """Yield (piece, parameters, scaled gradients, whether they decay), none across ranges; round each when it is done.
+
+    Pieces stay in cache from the first pass to the last.
+    """
+    for start, stop, decays in [(0, p.size, True)] if update.ranges is None else update.ranges:
+        for block in blocks(stop - start):
+            at = slice(start + block.start, min(stop, start + block.stop))
+            yield at, p[at], g[at] if update.g_scale == 1 else np.multiply(g[at], update.g_scale), decays
+            if update.copy is not None:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    update.copy[at] = p[at]
+
+
+def sums_of_squares(flat: np.ndarray, offsets: Sequence[tuple[int, int]], out: np.ndarray | None = None) -> np.ndarray:
+    """Return the sum of flat[start:stop]^2 for each (start, stop), in float64; in `out` where that is given."""
+    out = np.empty(len(offsets)) if out is None else out
+    out[:] = [sum_of_squares(flat[start:stop]) for start, stop in offsets]
+    return out
+
+
+def sum_of_squares(flat: np.ndarray) -> float:
+    """Return the sum of flat^2, in float64."""
+    if flat.size <= ELEMENTS:  # a small loss is asked for its sum once a micro-batch: no loop around it
+        wide = flat.astype(np.float64, copy=False)
+        return float(wide.dot(wide))
+    total = 0.0
+    for at in blocks(flat.size):
+        wide = flat[at].astype(np.float64, copy=False)
+        total += float(np.dot(wide, wide))
+    return total

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from support import huggingface_reference as theirs
+from support.damage import flipped, on_bytes, on_json, on_tensors
 
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
@@ -17,37 +16,6 @@ from mpipipe.language.models.model_folder import open_on_all
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SECOND = "model-00002-of-00003.safetensors"
-
-
-def on_tensors(file, change):
-    """A function that changes the tensors of a file."""
-
-    def damage(folder):
-        tensors = load_file(folder / file)
-        change(tensors)
-        save_file(tensors, folder / file)
-
-    return damage
-
-
-def on_bytes(file, change):
-    return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
-
-
-def on_json(file, change):
-    def damage(folder):
-        facts = json.loads((folder / file).read_text())
-        change(facts)
-        (folder / file).write_text(json.dumps(facts))
-
-    return damage
-
-
-def flipped(place):
-    def flip(content):
-        return content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
-
-    return flip
 
 
 def pickled(folder):

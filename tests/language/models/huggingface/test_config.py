@@ -195,10 +195,17 @@ def test_a_value_that_would_change_the_result_is_refused_by_the_name_of_its_opti
     assert words.get(key, key.split("_theta")[0]) in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size",
-                                 "max_position_embeddings", "num_attention_heads"])  # fmt: skip
-def test_a_size_that_is_missing_is_not_guessed(key):
-    config = {name: value for name, value in theirs.CONFIGS["llama"].items() if name != key}
+NOT_GUESSED = {
+    "llama": ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings",
+              "num_attention_heads"),
+    "mistral": ("num_key_value_heads",), "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"), "gpt2": ("n_embd", "n_positions"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in NOT_GUESSED.items() for key in keys])
+def test_a_size_that_is_missing_is_not_guessed(family, key):
+    config = {name: value for name, value in theirs.CONFIGS[family].items() if name != key}
     with pytest.raises(ConfigError, match=f"{key} of a model folder is missing"):
         read_config(config, PLACE)
 
