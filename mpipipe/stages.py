@@ -148,12 +148,12 @@ class StageAdapter:
     @property
     def tied_copies(self) -> set[str]:
         """Names of parameters that norms count elsewhere."""
-        return self.given.tied_copies if self.is_model else set()
+        return self.given.buffers.tied_copies if self.is_model else set()
 
     @property
     def owners(self) -> Mapping[str, tuple[Any, str]]:
         """Names of parameters that lie in the buffers under another name or of another stage, with (stage, name)."""
-        return self.given.owners if self.is_model else {}
+        return self.given.buffers.owners if self.is_model else {}
 
     @property
     def before_write(self) -> list[Callable[[], object]]:
@@ -233,7 +233,7 @@ class StageAdapter:
         holder = getattr(self.given, "gradients", None)
         flats = [model.gradients.flat for model in self.models] if holder is None else [holder.flat]
         # the array of a user's stage may be the whole buffer of its inner stage, from before the parts left it
-        parts = [part.reshape(-1) for model in self.models for part in model.parts.values()]
+        parts = [part.reshape(-1) for model in self.models for part in model.buffers.parts.values()]
         flats += [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
         return [flat for flat in flats if flat.size]
 
@@ -248,7 +248,7 @@ class StageAdapter:
             for name, value in (("index", number), ("poll", poll)):
                 if hasattr(self.given, name):
                     setattr(self.given, name, value)
-        self._storage = self._place_of_gradients(), [dict(model.owners) for model in self.models]
+        self._storage = self._place_of_gradients(), [dict(model.buffers.owners) for model in self.models]
 
     def detach(self) -> None:
         """Let go of what belongs to the pipeline, which is being closed."""
@@ -310,11 +310,11 @@ class StageAdapter:
         check_finished((self.given, *self.models), self.number)
         self.check_gradients()
         for model, owners in zip(self.models, self._storage[1]):
-            if model.owners != owners:
+            if model.buffers.owners != owners:
                 raise ArgumentError(
                     "a later pipeline lets tied parameters share their storage, and sums up their gradients",
                     stage=model.index,
-                    found=", ".join(sorted({*model.owners} - {*owners}) or sorted(owners)),
+                    found=", ".join(sorted({*model.buffers.owners} - {*owners}) or sorted(owners)),
                     expected="the storage that they had when this pipeline was built",
                     remedy="build this pipeline anew, or the later one of other stages",
                 )

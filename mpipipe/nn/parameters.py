@@ -221,6 +221,10 @@ class StageBuffers:
     `compute` is what layers compute with: `parameters` itself, or a copy in a half dtype. `merged` are the layers with
     adapters, by the name of a matrix, and its sum with them. With `optimizer_writes` only optimizers write `compute`;
     `written` is whether they have since the adapters were last merged.
+
+    A pipeline sets what ties change: `owners` are (stage, name) where a parameter lies, if that is in other buffers or
+    under another name; `parts` what its layer adds to, in place of the gradient there; `tied_copies` the names of
+    parameters that norms count elsewhere.
     """
 
     parameters: FlatBuffer
@@ -232,6 +236,9 @@ class StageBuffers:
     merged: dict[str, tuple[Any, Array]] = field(default_factory=dict)
     optimizer_writes: bool = False
     written: bool = False
+    owners: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    parts: dict[str, Array] = field(default_factory=dict)
+    tied_copies: set[str] = field(default_factory=set)
 
     @classmethod
     def of(

@@ -67,12 +67,6 @@ class Stage(Differentiable):
     index, headless : int or None, bool
         Set by the pipeline: the logical stage number, and whether a `Head` at the end leaves its product to a
         `HeadCrossEntropy`.
-    tied_copies : set of str
-        Names of parameters here that are counted elsewhere (set by the pipeline).
-    owners : dict of str to (Stage, str)
-        Names here of parameters that lie in the buffers under another name or of another stage (set by the pipeline).
-    parts : dict of str to array
-        For each of these names what its layer adds to the gradient; the pipeline adds the parts to `gradients`.
 
     Raises
     ------
@@ -116,9 +110,6 @@ class Stage(Differentiable):
         self.poll: Callable[[], object] | None = None
         self.index: int | None = None
         self.before_write: list[Callable[[], object]] = []
-        self.tied_copies: set[str] = set()
-        self.owners: dict[str, tuple[Stage, str]] = {}
-        self.parts: dict[str, Array] = {}
         for place, layer in enumerate(self.layers):
             if not isinstance(layer, Layer):
                 raise ArgumentError(
@@ -177,6 +168,11 @@ class Stage(Differentiable):
             if tie is not None:
                 ties.setdefault(tie, []).append(name)
         return ties
+
+    @property
+    def tied_copies(self) -> set[str]:
+        """Names of parameters here that are counted elsewhere (set by the pipeline)."""
+        return self.buffers.tied_copies
 
     @property
     def adapted(self) -> dict[str, Layer]:
@@ -240,11 +236,12 @@ class Stage(Differentiable):
         used : bool
             Whether to the parts, as within a step.
         """
-        if not self.parts:
+        parts = self.buffers.parts
+        if not parts:
             return
-        source: Mapping[str, Array] = self.parts if used else self.gradients
+        source: Mapping[str, Array] = parts if used else self.gradients
         layer_of = self.layer_of
-        for name in self.parts:
+        for name in parts:
             layer, key = layer_of[name]
             setattr(layer, f"{key}_grad", source[name])
 

@@ -57,8 +57,12 @@ def gradient_ready(stage: Stage) -> GradientReady | None:
         return None
     place_of = {name: int(name.partition(".")[0]) - stage.first for name in stage.layer_of}
     flat = stage.gradients.flat
-    starts = sorted((start, name) for name, start in stage.gradients.offsets.items() if name not in stage.owners)
+    starts = sorted(
+        (start, name) for name, start in stage.gradients.offsets.items() if name not in stage.buffers.owners
+    )
     stops = [start for start, _ in starts[1:]] + [flat.size]
     pieces = [(stop, place_of[name]) for (start, name), stop in zip(starts, stops) if stop > start]
-    parts = [GradientPieces(part.reshape(-1), [(part.size, place_of[name])]) for name, part in stage.parts.items()]
+    parts = [
+        GradientPieces(part.reshape(-1), [(part.size, place_of[name])]) for name, part in stage.buffers.parts.items()
+    ]
     return GradientReady([GradientPieces(flat, pieces), *parts], {layer: at for at, layer in enumerate(stage.layers)})

@@ -294,7 +294,7 @@ class CheckedStage:
         found: dict[str, Array] = {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
         for model in self.adapter.models:
             found |= {name: array for name, array in model.gradients.items()}
-            found |= {f"{name}, part": array for name, array in model.parts.items()}
+            found |= {f"{name}, part": array for name, array in model.buffers.parts.items()}
         return found
 
     def _before(self, dy: Tree, kept: Kept) -> dict[str, Watched]:

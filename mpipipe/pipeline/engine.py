@@ -178,7 +178,9 @@ class Engine:
                 self.recorder.end_step()
         self.end(problem)
         grads = state.input_gradients
-        in_order = [unscaled(grads[m], total) for m in range(agreed.microbatches)] if grads else None
+        in_order = [grads[m] for m in range(agreed.microbatches)] if grads else None
+        if in_order is not None and total != 1:
+            in_order = [unscaled(grad, total) for grad in in_order]
         return PendingStep(shared, self.state, in_order)
 
     def share_losses(self, call: str, state: CallState) -> SharedLoss:

@@ -183,20 +183,18 @@ class Executor:
 
     def _evaluate_loss(self, action: PlannedAction, state: CallState, y: Tree, target: Tree) -> None:
         assert self.loss is not None  # agreed at the start of the call
-        inputs, weighing, microbatch = state.inputs, self.weighing, action.microbatch
+        inputs, loss, weighing, microbatch = state.inputs, self.loss, self.weighing, action.microbatch
         factor = weighing.shares[microbatch] * inputs.scale if inputs.training else 1.0
         try:
-            result = self.loss.call(y, target, factor)
+            result = loss.call(y, target, factor)
         except MpipipeError:
             raise
         except Exception as error:  # an error of the loss is not blamed on the stage
             raise self._stage_error("the loss", action, error) from error
-        state.losses[microbatch], gradient, weight = self.loss.checked(result)
-        known = weight is None and weighing.known
-        change = 1.0 if known else weighing.take(microbatch, weight, inputs.training)
+        state.losses[microbatch], gradient, weight = loss.checked(result)
+        left = 1.0 if weight is None and weighing.known else weighing.take(microbatch, weight, inputs.training)
         if inputs.training:
-            left = change if self.loss.takes_factor else change * factor
-            state.loss_gradients[microbatch] = self.loss.scaled(gradient, left, y)
+            state.loss_gradients[microbatch] = loss.scaled(gradient, left if loss.takes_factor else left * factor, y)
         if len(state.losses) == len(weighing.shares):  # the backwards to come need not be done when these are wanted
             waiting = [m for m, value in state.losses.items() if type(value) is not float and arrays.is_device(value)]
             if waiting:

@@ -109,7 +109,7 @@ class StageGraphs:
         """As nn.Stage.forward."""
         stage, kind = self.stage, None
         if not self.reason:
-            buffers = (id(stage.compute.flat), id(stage.gradients.flat), tuple(stage.owners.items()))
+            buffers = (id(stage.compute.flat), id(stage.gradients.flat), tuple(stage.buffers.owners.items()))
             if buffers != self._buffers:  # a later pipeline lets parameters share their storage
                 self._buffers, self._kinds = buffers, {}
             x = stage.first_layer.upload(accepted_input(stage, x))

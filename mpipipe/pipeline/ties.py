@@ -47,7 +47,7 @@ def tie_facts(stages: Sequence[StageAdapter], numbers: Sequence[int]) -> Facts:
     here = {id(model) for stage in stages for model in stage.models}
     for stage, number in zip(stages, numbers):
         for inner, model in enumerate(stage.models):
-            for name, (owner, there) in model.owners.items():
+            for name, (owner, there) in model.buffers.owners.items():
                 if id(owner) not in here:
                     raise ArgumentError(
                         f"the tied parameter {name} lies in the buffer of a stage of an earlier pipeline",
@@ -141,7 +141,7 @@ class Ties:
             if users:
                 tied.append((places, users))
                 mine = list(users.values())  # the storage stays where an earlier pipeline has put it
-                first = next((user for user in mine if user.name not in user.stage.owners), mine[0])
+                first = next((user for user in mine if user.name not in user.stage.buffers.owners), mine[0])
                 shared += [(user, first) for user in mine if user is not first]
         share(shared)
         self.pipe, self.transport = pipe, transport
@@ -173,16 +173,18 @@ class TiedParameter:
         values: list[Array] = []
         stage, name = next(iter(users.values()))
         like, first = stage.gradients[name], users.get(places[0])
-        counted = first and first.stage.owners.get(first.name, first)  # the array that norms count; None: elsewhere
+        counted = first and first.stage.buffers.owners.get(
+            first.name, first
+        )  # the array that norms count; None: elsewhere
         for place in places:
             if place not in users:
                 self.parts.append(arrays.empty_like(like))
                 continue
             stage, name = user = users[place]
-            self.parts.append(stage.parts.get(name, stage.gradients[name]))
+            self.parts.append(stage.buffers.parts.get(name, stage.gradients[name]))
             if user != counted:
                 stage.tied_copies.add(name)
-            if name not in stage.owners:
+            if name not in stage.buffers.owners:
                 self.sums.append(stage.gradients[name])
                 values.append(stage.parameters[name])
         self._start_equal(values, first)
@@ -265,12 +267,12 @@ def share(places: list[tuple[User, User]]) -> None:
     """
     for (stage, name), owner in sorted(places, key=lambda pair: -pair[0].stage.parameters.offsets.get(pair[0].name, 0)):
         alike = (stage.dtype, stage.device) == (owner.stage.dtype, owner.stage.device)
-        if name not in stage.owners:
+        if name not in stage.buffers.owners:
             if not alike or not stage.buffers.ends_with(name):
                 continue
-            stage.parts[name] = stage.buffers.give_up(name)
+            stage.buffers.parts[name] = stage.buffers.give_up(name)
         stage.buffers.point(name, owner.stage.buffers, owner.name)
-        stage.owners[name] = owner
+        stage.buffers.owners[name] = owner
         layer, key = stage.layer_of[name]
         setattr(layer, key, stage.compute[name])
         stage.use_parts(False)

@@ -38,7 +38,7 @@ def test_a_layer_writes_to_its_own_pieces_and_only_before_it_has_ended(made, spl
     stage = made()
     writers = gradient_ready(stage)
     assert writers is not None and writers.arrays[0].array is stage.gradients.flat
-    assert len(writers.arrays) == 1 + len(stage.parts)
+    assert len(writers.arrays) == 1 + len(stage.buffers.parts)
     before = [written.array.copy() for written in writers.arrays]
     told, changed = [], []
 

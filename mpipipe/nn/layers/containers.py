@@ -34,28 +34,29 @@ class Sequential(Layer):
     def __init__(self, layers: Sequence[Layer]):
         self.layers = tuple(layers)
         self.children = {str(i): layer for i, layer in enumerate(self.layers)}
-        self._unadded = tuple(map(has_unadded, self.layers))
+        self._places = [(place, layer, has_unadded(layer)) for place, layer in enumerate(self.layers)]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         _, y, rest, saved = self._forward_unadded(x, None)
         return (y if rest is None else self.stage.kernels.add(y, rest)), saved
 
     def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
-        add, poll, saved = self.stage.kernels.add, self.stage.poll, []
+        add, poll, lowest, saved = self.stage.kernels.add, self.stage.poll, self.lowest, []
         if more is not None and not self.layers:
             x, more = add(x, more), None
         total = x
-        for place, (layer, unadded) in enumerate(zip(self.layers, self._unadded)):
-            if poll is not None and place:
+        for place, layer, unadded in self._places:
+            if place and poll is not None:
                 poll()
             if unadded:
                 whole, x, more, kept = layer._forward_unadded(x, more)  # type: ignore[attr-defined]
             else:
                 whole = x if more is None else add(x, more)
-                (x, kept), more = layer.forward(whole), None
+                x, kept = layer.forward(whole)
+                more = None
             if not place:
                 total = whole
-            saved.append(kept if place >= self.lowest else None)
+            saved.append(kept if place >= lowest else None)
         return total, x, more, saved
 
     def _backwards(self) -> Iterable[Layer]:
