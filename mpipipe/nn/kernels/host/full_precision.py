@@ -56,6 +56,18 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
             np.add(part, product, out=part)
 
 
+def products(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, transpose_a: bool = False, transpose_b: bool = False, add: bool = False
+) -> None:
+    """C = a b or, with `add`, c += a b, for each of some problems."""
+    a = a.swapaxes(1, 2) if transpose_a else a
+    b = b.swapaxes(1, 2) if transpose_b else b
+    if add:
+        np.add(c, np.matmul(a, b), out=c)
+    else:
+        np.matmul(a, b, out=c)
+
+
 def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
     """Grad += the sum of the rows of dy."""
     np.add(grad, np.add.reduce(dy, 0), out=grad)
@@ -90,9 +102,12 @@ def cast(source: np.ndarray, target: np.ndarray) -> None:
         target[...] = source
 
 
-def copy(source: np.ndarray, target: np.ndarray) -> None:
-    """Target = source, with any strides."""
-    target[...] = source
+def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
+    """Target = source or, with `add`, target += source, with any strides."""
+    if add:
+        np.add(target, source, out=target, casting="same_kind")
+    else:
+        target[...] = source
 
 
 # -- rotary positions -------------------------------------------------------------------------------------------------
