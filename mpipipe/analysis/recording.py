@@ -200,7 +200,7 @@ def steps_of(
                 _named("all-reduce", inside),
                 _named("optimizer", inside),
                 sent,
-                _named("read", inside),
+                read=_named("read", inside),
             )
         )
     return found

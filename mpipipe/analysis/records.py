@@ -58,7 +58,7 @@ class StepRecord(NamedTuple):
             list(map(both, self.sums)),
             list(map(both, self.optimizer)),
             [sent._replace(time=clock(sent.time)) for sent in self.sent],
-            list(map(both, self.read)),
+            read=list(map(both, self.read)),
         )
 
     def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:

@@ -37,9 +37,26 @@ def check_same_config(group: RankGroup, config: TaskConfig) -> None:
 
 
 def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Record:
-    """Train a task on all ranks of a communicator, COMM_WORLD by default; collective.
+    """Train a task on all ranks of a communicator; collective.
 
-    Returns the state at the end of the training. `train`, which does it for text, says what is raised when.
+    Parameters
+    ----------
+    task : Task
+        What is trained; an object of its own on every rank.
+    config : TaskConfig
+        The same on every rank. A relative path in it begins in the working folder of rank 0.
+    comm : communicator, optional
+        The ranks, COMM_WORLD by default. It is duplicated.
+
+    Returns
+    -------
+    Record
+        The state at the end of the training.
+
+    Raises
+    ------
+    MpipipeError
+        As `train`, which does it for text.
     """
     comm = runtime.resolve(comm)
     group = group_of(comm)
@@ -105,7 +122,7 @@ def _train(
             named = rehearse(task, reader, pipeline, mesh, progress.step, loss)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
         make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-        reporter = _reporter(config, task, plan, mesh, device, out, make, named)
+        reporter = _reporter(config, task, plan, mesh, device, out, make=make, named=named)
         stack.enter_context(reporter)
         preemption = stack.enter_context(
             Preemption(
@@ -178,6 +195,7 @@ def _reporter(
     mesh: Mesh,
     device: str,
     out: Path,
+    *,
     make: Callable[..., Reporter],
     named: Sequence[str],
 ) -> Reporter | NullReporter:

@@ -75,7 +75,7 @@ def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:
 
 
 def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
-    """Set what the layers of a task are on paper; return the list of its layers, of which stages are made."""
+    """Set what the layers of a task are on paper; return the list of its layers, from which stages are made."""
     entries = entries_of(task, shard, seed)
     with_place = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
     task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in with_place]
