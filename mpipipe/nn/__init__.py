@@ -2,7 +2,8 @@
 
 stage         consecutive layers of the model on one rank, bound to flat buffers
 parameters    what a layer says about an array before it exists, initial values, flat buffers, frozen parameters
-layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with
+layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with;
+              convolution, spectral and field, for fields
 rope          rotary positions: scalings of their frequencies, and tables
 lora          low-rank adapters
 loss          losses; one of them makes the product of the head itself
@@ -21,12 +22,15 @@ from mpipipe.nn.layers.attend import ForwardAndBackward as ForwardAndBackward
 from mpipipe.nn.layers.attend import as_attend as as_attend
 from mpipipe.nn.layers.attention import SelfAttention
 from mpipipe.nn.layers.containers import PreNormResidual, Recompute, Residual, Sequential
+from mpipipe.nn.layers.convolution import Conv
 from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
+from mpipipe.nn.layers.field import Downsample, GroupNorm, Patches, Upsample
 from mpipipe.nn.layers.layer import LORA_A as LORA_A
 from mpipipe.nn.layers.layer import LORA_B as LORA_B
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
+from mpipipe.nn.layers.spectral import SpectralConv
 from mpipipe.nn.lora import LoRA
 from mpipipe.nn.lora import is_adapter as is_adapter
 from mpipipe.nn.lora import without_adapters as without_adapters
@@ -47,11 +51,14 @@ from mpipipe.nn.write_hooks import announce_write as announce_write
 from mpipipe.nn.write_hooks import gradient_ready as gradient_ready
 
 __all__ = [
+    "Conv",
+    "Downsample",
     "Dropout",
     "Embedding",
     "FeedForward",
     "FlatBuffer",
     "Gelu",
+    "GroupNorm",
     "Head",
     "HeadCrossEntropy",
     "Layer",
@@ -62,6 +69,7 @@ __all__ = [
     "Llama3Scaling",
     "LoRA",
     "Parameter",
+    "Patches",
     "Position",
     "PreNormResidual",
     "RMSNorm",
@@ -70,8 +78,10 @@ __all__ = [
     "RopeScaling",
     "SelfAttention",
     "Sequential",
+    "SpectralConv",
     "Stage",
     "SwiGLU",
+    "Upsample",
     "YarnScaling",
     "mean_squared_error",
     "softmax_cross_entropy",

@@ -10,10 +10,9 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.checks import check_positive
-from mpipipe.nn.layers.field import check_axes, check_field
+from mpipipe.nn.checks import check_axes, check_field, check_positive
 from mpipipe.nn.layers.layer import Layer
-from mpipipe.nn.parameters import Parameter, normal
+from mpipipe.nn.parameters import normal
 
 
 class SpectralConv(Layer):
@@ -62,12 +61,12 @@ class SpectralConv(Layer):
         self.inputs, self.outputs, self.modes = inputs, outputs, modes
         self.kept = (*(2 * count for count in modes[:-1]), modes[-1])
         shape = (*self.kept, inputs, outputs, 2)
-        self.declared = {"weight": Parameter(shape, normal(gain * (2 * inputs) ** -0.5))}
+        self.declared = {"weight": normal(shape, gain * (2 * inputs) ** -0.5)}
         self._matrices: dict[Any, Any] = {}
 
     # Shapes, with K the frequencies of all axes, P the problems, and (re, im) or (n, re) for pairs of axes in one:
     # x (batch, n1, n2, inputs) -> (P, (re, m2), inputs) -> low (batch, (re, k1), m2 * inputs) = (2 batch, K, inputs)
-    # -> products (2 batch, K, (outputs, re)) -> (batch, (re', re, k1), m2 * outputs) -> (P, (n1, re), ...) -> y
+    # -> products (K, (batch, re'), (outputs, re)) -> (batch, (re', re, k1), m2 * outputs) -> (P, (n1, re), ...) -> y
     # In `products` the rows of the real and the imaginary parts of low, A and B, have met W alone: the first matrix
     # on the way back takes A + iB.
 
@@ -76,38 +75,47 @@ class SpectralConv(Layer):
         space, kernels = x.shape[1:-1], self.stage.kernels
         there, back = self._transforms(space, x.dtype)
         low = self._apply(arrays.cast(x, there[0].dtype), space, there, range(len(space))[::-1])
-        low = low.reshape(2 * len(x), -1, self.inputs)
+        low = low.reshape(2 * len(x), -1, self.inputs).swapaxes(0, 1)
         products = arrays.empty((*low.shape[:2], 2 * self.outputs), low.dtype, self.stage.device)
-        kernels.products(low.swapaxes(0, 1), self._weight(low.dtype), products.swapaxes(0, 1))
-        ready = arrays.empty((len(x), 4, products.size // len(x) // 4), low.dtype, self.stage.device)
-        kernels.copy(self._parts(products), ready.reshape(len(x), 2, 2, -1))
-        y = self._apply(ready, space, back, range(len(space)))
-        return arrays.cast(y.reshape(*x.shape[:-1], self.outputs), x.dtype), (low, space)
+        kernels.products(low, self._weight(low.dtype), products)
+        ready = arrays.empty((len(x), 2, 2, len(low), self.outputs), low.dtype, self.stage.device)
+        kernels.copy(self._parts(products), ready)
+        y = self._apply(ready.reshape(len(x), 4, -1), space, back, range(len(space)))
+        return self._rounded(y, (*x.shape[:-1], self.outputs), x.dtype), (low, space)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         low, space = saved
-        kernels, batch = self.stage.kernels, len(dy)
+        kernels, (frequencies, rows, _) = self.stage.kernels, low.shape
         there, back = self._transforms(space, dy.dtype)
         ready = self._apply(arrays.cast(dy, low.dtype), space, back, range(len(space))[::-1], transpose=True)
-        dproducts = arrays.empty((*low.shape[:2], 2 * self.outputs), low.dtype, self.stage.device)
-        kernels.copy(ready.reshape(batch, 2, 2, -1), self._parts(dproducts))
+        dproducts = arrays.empty((frequencies, rows, 2 * self.outputs), low.dtype, self.stage.device)
+        kernels.copy(ready.reshape(len(dy), 2, 2, frequencies, self.outputs), self._parts(dproducts))
         dlow = arrays.empty(low.shape, low.dtype, self.stage.device)
-        kernels.products(dproducts.swapaxes(0, 1), self._weight(low.dtype), dlow.swapaxes(0, 1), transpose_b=True)
-        dx = self._apply(dlow.reshape(batch, -1, self.inputs), space, there, range(len(space)), transpose=True)
-        return arrays.cast(dx.reshape(*dy.shape[:-1], self.inputs), dy.dtype), (low, dproducts)
+        kernels.products(dproducts, self._weight(low.dtype), dlow, transpose_b=True)
+        turned = arrays.empty((rows, frequencies, self.inputs), low.dtype, self.stage.device)
+        kernels.copy(dlow.swapaxes(0, 1), turned)
+        dx = self._apply(turned.reshape(len(dy), -1, self.inputs), space, there, range(len(space)), transpose=True)
+        return self._rounded(dx, (*dy.shape[:-1], self.inputs), dy.dtype), (low, dproducts)
 
     def backward_weight(self, pending: Any) -> None:
-        low, dproducts = pending
-        if self.weight_grad is not None:
-            grad = self.weight_grad.reshape(-1, self.inputs, 2 * self.outputs)
-            self.stage.kernels.products(low.swapaxes(0, 1), dproducts.swapaxes(0, 1), grad, transpose_a=True, add=True)
+        self._add("weight", self._add_products, *pending)
+
+    def _add_products(self, low: Array, dproducts: Array, grad: Array) -> None:
+        grad = grad.reshape(-1, self.inputs, 2 * self.outputs)
+        self.stage.kernels.products(low, dproducts, grad, transpose_a=True, add=True)
+
+    def _rounded(self, x: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        y = x if x.dtype == dtype else arrays.empty(x.shape, dtype, self.stage.device)
+        if y is not x:
+            self.stage.kernels.cast(x, y)
+        return y.reshape(shape)
 
     def _weight(self, dtype: np.dtype) -> Array:
         return arrays.cast(self.weight.reshape(-1, self.inputs, 2 * self.outputs), dtype)
 
     def _parts(self, products: Array) -> Array:
-        """View products (2 batch, K, (outputs, re)) as (batch, 2, re, K * outputs)."""
-        return products.reshape(len(products) // 2, 2, -1, 2).swapaxes(2, 3)
+        """View products (K, (batch, re'), (outputs, re)) as (batch, re', re, K, outputs)."""
+        return products.reshape(len(products), -1, 2, self.outputs, 2).transpose(1, 2, 4, 0, 3)
 
     def _apply(self, x: Array, space: Any, matrices: Any, axes: Any, transpose: bool = False) -> Array:
         """Multiply the axes of space with their matrices, one after the other."""
@@ -136,13 +144,9 @@ class SpectralConv(Layer):
                 _transform(n, m, axis == 0, axis == len(space) - 1)
                 for axis, (n, m) in enumerate(zip(space, self.modes))
             ]
-            self._matrices[space, kind] = tuple(
-                [
-                    arrays.upload(matrix.astype(kind)) if self.stage.device == "cuda" else matrix.astype(kind)
-                    for matrix in way
-                ]
-                for way in zip(*pairs)
-            )
+            move = arrays.upload if self.stage.device == "cuda" else np.asarray
+            ways = ([move(matrix.astype(kind)) for matrix in way] for way in zip(*pairs))
+            self._matrices[space, kind] = tuple(ways)
         return self._matrices[space, kind]
 
 
