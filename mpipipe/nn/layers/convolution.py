@@ -163,10 +163,8 @@ class Conv(Layer):
         return self._correlate(x, self._by_group(self.weight), shape), x
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        """dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number.
-
-        For all i of one remainder by the stride it is a convolution of dy with every stride-th k, turned round.
-        """
+        # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number: for all i of one
+        # remainder by the stride it is a convolution of dy with every stride-th k, turned round
         step, space, weight = self.stride, saved.shape[1:-1], self._by_group(self.weight)
         dx = None if step == 1 else arrays.zeros(saved.shape, dy.dtype, self.stage.device)
         for remainders in product(range(step), repeat=len(space)):
