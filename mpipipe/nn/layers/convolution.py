@@ -43,7 +43,7 @@ class _Shape(NamedTuple):
     sizes: tuple[int, ...]  # numbers of o
 
     def phases(self, points: int) -> tuple[int, int]:
-        """Return (phases, points of a line and between it and the next) for so many points of the last axis."""
+        """Return (phases, points of a line and between it and the next) for these points of the last axis."""
         least = -(-self.width[-1] // self.stride)
         needed = points + least - 1
         phases = min(range(least, 2 * least + 1), key=lambda count: -(-needed // count) * count)
@@ -76,7 +76,7 @@ class Conv(Layer):
     stride : int
         Points of x from one window to the next.
     groups : int
-        Channels are divided into so many groups, and each group of y sees its group of x alone.
+        Number of groups that channels are divided into, in order; a group of y sees its group of x alone.
     padding : {"same", "periodic", "valid"}, or a tuple with one for each axis
         What lies beyond the edges: ``("same", "periodic")`` is a grid of latitudes and longitudes.
     bias : bool
@@ -278,7 +278,7 @@ class Conv(Layer):
     def _windows(self, x: Array, shape: _Shape, outputs: int) -> Iterator[tuple[_Windows, tuple[slice, ...]]]:
         """Yield the windows of all points, some at a time, and their places and channels in an output.
 
-        Each part has so many `outputs`. The memory of the windows is used again for the next ones.
+        `outputs` are the channels of a part. The memory of the windows is used again for the next ones.
         """
         joined, (width, before, stride, sizes) = self._joins_last(shape), shape
         taps = list(product(*map(range, width[:-1] if joined else width)))
