@@ -38,10 +38,13 @@ class _OverRanks(Layer):
         """Agree on the options of a new layer; those called axis are to be axes of x."""
         self._comm = runtime.resolve(comm)
         self._group = group_of(self._comm)
-        self._options, self._kind, error = tuple(options.items()), type(self).__name__, None
+        self._options, self._kind = tuple(options.items()), type(self).__name__
+        error: MpipipeError | None = None
         axes = [value for name, value in self._options if name.endswith("axis")]
         if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(set(axes)):
-            error = ArgumentError(f"{self._kind}: axes of x", found=repr(axes), expected="integers from 1; 0 is the batch")
+            error = ArgumentError(
+                f"{self._kind}: axes of x", found=repr(axes), expected="integers from 1; 0 is the batch"
+            )
         self._axes = 1 + max(axes) if error is None else 0
         try:
             self._check()
@@ -149,7 +152,7 @@ class HaloExchange(_OverRanks):
             )
 
     def _halo(self, x: Array, apart: bool, error: MpipipeError | None = None) -> tuple[Transfer, Any]:
-        """Begin a forward: return the transfer that ends with y or, unless `apart`, with its halo alone; and `saved`."""
+        """Begin a forward: return the transfer that ends with y, or with its halo unless `apart`, and `saved`."""
         axis, layout, rank = self.axis, self.layout, self._group.rank
         if layout is not None and x.shape[axis : axis + 1] != (layout.length(rank),):
             error = ArgumentError(

@@ -29,7 +29,7 @@ def blocks_of(count: int, per_block: int) -> tuple[int]:
 
 
 def strided_copy(source: Array, target: Array, add: bool = False) -> None:
-    """Target = source or, with `add`, target += source: equal shapes, any strides; on a GPU of float dtypes and at most 5 axes.
+    """Target = source or, with `add`, target += source: equal shapes, any strides; floats of at most 5 axes on a GPU.
 
     Values are rounded to the dtype of the target.
     """

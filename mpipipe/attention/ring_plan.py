@@ -265,7 +265,7 @@ class RingAgreement:
         return self.plans[key]
 
     def agree_on_backward(self, call: int, dout: Array, out: str) -> None:
-        """Check that all ranks begin the backward of the same forward, with a gradient that fits an output so `described`."""
+        """Check that all ranks begin the backward of the same forward, with gradients of outputs so `described`."""
         error = None
         if described(dout) != out:
             error = ArgumentError(

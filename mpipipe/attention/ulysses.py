@@ -10,6 +10,7 @@ models", arXiv:2309.14509. A rank sends (q + k + v + out) (N - 1) / N of its sha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,9 +45,9 @@ class UlyssesSaved(NamedTuple):
 class Ulysses(Ring):
     """Exact attention over a sequence that is sharded over ranks, which divide its heads; in place of `Ring`.
 
-    It takes what `Ring` takes, and gives the same to rounding. Errors say "a ring" for its ranks. Each rank has at least
-    one head of queries; where ranks do not divide the heads, some have one more. Ranks that share a head of keys get a
-    copy of it each, and their gradients for it are added. Layouts share work equally here, whatever the mask.
+    It takes what `Ring` takes, and gives the same to rounding; errors say "a ring" for its ranks. Each rank has one
+    head of queries or more; where ranks do not divide the heads, some have more than others. Ranks that share a head of
+    keys have a copy each, and their gradients for it are added. Work does not depend on the layout.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ class Ulysses(Ring):
             wholes = [_empty((x.shape[0], *span, x.shape[3]), x) for x, _, span in like]
             self._transfer(*((x, whole, moves) for (x, moves, _), whole in zip(like, wholes)))
             self._local.poll = self.poll
-            out, kept = self._local.forward(*wholes, segments)
+            out, kept = self._local.forward(wholes[0], wholes[1], wholes[2], segments)
             mine = _empty((*q.shape[:3], v.shape[3]), q)
             self._transfer((out, mine, of_q), transposed=True)
             return mine, UlyssesSaved(kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine))
@@ -132,14 +133,13 @@ class Ulysses(Ring):
             self._local.poll = self.poll
             of_wholes = self._local.backward(whole, saved.local)
             copies = saved.shapes[1][2] < self.group.size  # of heads of keys, whose gradients are added
+            sums: Sequence[Array] = room or [_empty(shape, dout) for shape in saved.shapes]
             if copies:
                 device, dtype = arrays.device_of(dout), arrays.accumulator(dout.dtype)
-                room = tuple(arrays.zeros(shape, dtype, device) for shape in saved.shapes)
-            elif room is None:
-                room = tuple(_empty(shape, dout) for shape in saved.shapes)
+                sums = [arrays.zeros(shape, dtype, device) for shape in saved.shapes]
             moves = saved.of_q, saved.of_kv, saved.of_kv
-            self._transfer(*zip(of_wholes, room, moves), transposed=True, add=copies)
-            return Gradients(*(arrays.cast(x, dout.dtype) for x in room))
+            self._transfer(*zip(of_wholes, sums, moves), transposed=True, add=copies)
+            return Gradients(*(arrays.cast(x, dout.dtype) for x in sums))
 
     def with_window(self, window: int) -> Ulysses:
         other = super().with_window(window)

@@ -23,9 +23,9 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 class Move(NamedTuple):
-    """The part `give` of this rank's x goes to `dest`; the part `take` of its y comes from `source`. Parts may be empty.
+    """The part `give` of this rank's x goes to `dest`; the part `take` of its y comes from `source`.
 
-    All ranks have as many moves, and the `dest` of each is a rank that has this one as its `source` there.
+    Parts may be empty. All ranks have as many moves, and the `dest` of each has this rank as the `source` of its own.
     """
 
     dest: int
@@ -117,8 +117,8 @@ def halo_of(lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, in
 
     In y its two parts are `gap` rows apart. It may reach over several ranks, and a periodic one around the whole.
     """
-    size, moves, beyond = len(lengths), [], []
-    if periodic and sum(width) and not sum(lengths):
+    size, moves, beyond = len(lengths), [], False
+    if periodic and max(width) and not sum(lengths):
         raise ArgumentError("a periodic halo of an axis without points", found=f"lengths {list(lengths)}")
 
     def rows_by_hop(of: int, direction: int, wanted: int) -> list[int]:
@@ -133,11 +133,13 @@ def halo_of(lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, in
         for hop in range(1, max(map(len, table)) + 1):
             dest, source = (rank - direction * hop) % size, (rank + direction * hop) % size
             out, into = (table[each][hop - 1] if hop <= len(table[each]) else 0 for each in (dest, rank))
-            give, take = (lengths[rank] - out, width[0] - filled - into) if direction < 0 else (0, width[0] + gap + filled)
+            give, take = (
+                (lengths[rank] - out, width[0] - filled - into) if direction < 0 else (0, width[0] + gap + filled)
+            )
             moves.append(Move(dest, along(axis, give, give + out), source, along(axis, take, take + into)))
             filled += into
-        beyond.append(wanted - filled)
-    return Halo(moves, any(beyond))
+        beyond |= filled < wanted
+    return Halo(moves, beyond)
 
 
 def all_to_all(rank: int, gives: Sequence[Sequence[Index]], takes: Sequence[Sequence[Index]]) -> list[Move]:
