@@ -17,7 +17,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Layout
-from mpipipe.comm import Move, Transfer, all_to_all, along, exchange_on, halo_of
+from mpipipe.comm import PartMove, Transfer, all_to_all, along, exchange_on, halo_of
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, group_of, raise_on_all, runtime
@@ -77,7 +77,7 @@ class _OverRanks(Layer):
         facts = ("forward", call), ("dtype", dy.dtype.name), ("device", arrays.device_of(dy))
         self._group.agree(f"backward of {name}", facts, error=error, remedy=REMEDY)
 
-    def _transfer(self, moves: Iterable[Move], x: Array, y: Array, **options: bool) -> Transfer:
+    def _transfer(self, moves: Iterable[PartMove], x: Array, y: Array, **options: bool) -> Transfer:
         return Transfer(exchange_on(self._comm, arrays.device_of(x)), moves, x, y, **options)
 
 

@@ -71,10 +71,6 @@ class Layout:
         lasts = [parts[chunks - 1 - rank] for rank in ranks]
         return [[one, PositionRange(one.rows, len(last), last.start, 1)] for one, last in zip(firsts, lasts)]
 
-    def ranges(self, rank: int) -> list[PositionRange]:
-        """Return the ranges of evenly spaced positions of a rank, in the order of its rows; each rank has as many."""
-        return self._ranges[rank]
-
     def length(self, rank: int) -> int:
         """Return the number of positions that a rank holds."""
         return sum(part.rows for part in self._ranges[rank])

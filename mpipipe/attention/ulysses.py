@@ -23,7 +23,7 @@ from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local, LocalSaved
 from mpipipe.attention.ring import Ring
 from mpipipe.attention.ring_plan import described
-from mpipipe.comm import Move, Transfer, all_to_all, exchange_on
+from mpipipe.comm import PartMove, Transfer, all_to_all, exchange_on
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, raise_on_all
@@ -34,8 +34,8 @@ class UlyssesSaved(NamedTuple):
     """What the forward of `Ulysses` keeps for its backward."""
 
     local: LocalSaved  # of the heads of this rank
-    of_q: list[Move]
-    of_kv: list[Move]
+    of_q: list[PartMove]
+    of_kv: list[PartMove]
     shapes: tuple[Shape, Shape, Shape]  # of q, k and v
     whole: Shape  # of the output of this rank's heads
     call: int
@@ -147,18 +147,18 @@ class Ulysses(Ring):
         other._local = self._local.with_window(window)
         return other
 
-    def _moves(self, layout: Layout, parts: list[range]) -> list[Move]:
+    def _moves(self, layout: Layout, parts: list[range]) -> list[PartMove]:
         """The moves from a shard of all heads to the whole sequence of this rank's heads."""
         everything, rank = slice(None), self.group.rank
-        rows = [slice(part.start, part.start + part.rows) for part in layout.ranges(rank)]
+        rows = [slice(part.start, part.start + part.rows) for part in layout._ranges[rank]]
         gives = [[(everything, each, slice(part.start, part.stop)) for each in rows] for part in parts]
         takes = [
             [(everything, slice(each.first, each.first + each.stride * each.rows, each.stride)) for each in ranges]
-            for ranges in map(layout.ranges, range(self.group.size))
+            for ranges in layout._ranges
         ]
         return all_to_all(rank, gives, takes)
 
-    def _transfer(self, *parts: tuple[Array, Array, list[Move]], **options: bool) -> None:
+    def _transfer(self, *parts: tuple[Array, Array, list[PartMove]], **options: bool) -> None:
         """Run transfers (x, y, moves) at the same time."""
         exchange = exchange_on(self._comm, arrays.device_of(parts[0][0]))
         under_way = [Transfer(exchange, moves, x, y, **options) for x, y, moves in parts]

@@ -22,7 +22,7 @@ from mpipipe.job import Communicator, cached, settings
 Index: TypeAlias = tuple[slice, ...]
 
 
-class Move(NamedTuple):
+class PartMove(NamedTuple):
     """The part `give` of this rank's x goes to `dest`; the part `take` of its y comes from `source`.
 
     Parts may be empty. All ranks have as many moves, and the `dest` of each has this rank as the `source` of its own.
@@ -53,7 +53,7 @@ class Transfer:
     def __init__(
         self,
         exchange: RingExchange,
-        moves: Iterable[Move],
+        moves: Iterable[PartMove],
         x: Array,
         y: Array,
         *,
@@ -107,7 +107,7 @@ def along(axis: int, start: int, stop: int | None, step: int = 1) -> Index:
 class Halo(NamedTuple):
     """How the halo of one rank is filled."""
 
-    moves: list[Move]
+    moves: list[PartMove]
     beyond: bool  # whether some of its rows lie beyond the ends of the whole, so that no move fills them
 
 
@@ -136,17 +136,17 @@ def halo_of(lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, in
             give, take = (
                 (lengths[rank] - out, width[0] - filled - into) if direction < 0 else (0, width[0] + gap + filled)
             )
-            moves.append(Move(dest, along(axis, give, give + out), source, along(axis, take, take + into)))
+            moves.append(PartMove(dest, along(axis, give, give + out), source, along(axis, take, take + into)))
             filled += into
         beyond |= filled < wanted
     return Halo(moves, beyond)
 
 
-def all_to_all(rank: int, gives: Sequence[Sequence[Index]], takes: Sequence[Sequence[Index]]) -> list[Move]:
+def all_to_all(rank: int, gives: Sequence[Sequence[Index]], takes: Sequence[Sequence[Index]]) -> list[PartMove]:
     """Return the moves in which each rank gives parts to each: `gives` by receiver, `takes` by sender."""
     size = len(gives)
     moves = []
     for shift in range(size):
         dest, source = (rank + shift) % size, (rank - shift) % size
-        moves += [Move(dest, give, source, take) for give, take in zip(gives[dest], takes[source])]
+        moves += [PartMove(dest, give, source, take) for give, take in zip(gives[dest], takes[source])]
     return moves
