@@ -98,7 +98,9 @@ def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
 
     def spy(module, name):
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, **named: calls.append((name, *named.values())) or real(*given, **named))
+        monkeypatch.setattr(
+            module, name, lambda *given, **named: calls.append((name, *named.values())) or real(*given, **named)
+        )
 
     for name in ("make_accumulator", "block_gradients"):
         spy(kernel, name)
