@@ -62,8 +62,8 @@ class _Windows(NamedTuple):
 class Conv(Layer):
     """y[o] = sum over k of W[k] x[stride * o + k - before], where `before` = (width - 1) // 2, or 0 with "valid".
 
-    x is (batch, *space, inputs) and y (batch, *space', outputs). The parameter `weight` is
-    (outputs, *width, inputs / groups). With "same" and "periodic" padding an axis of n points has ceil(n / stride)
+    x is ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``. The parameter `weight` is
+    ``(outputs, *width, inputs / groups)``. With "same" and "periodic" padding an axis of n points has ceil(n / stride)
     in y; beyond the edges x is 0, or goes on at the other edge. With "valid" it has (n - width) // stride + 1, and no
     window leaves the field. For an odd width "same" is the padding width // 2 of other libraries.
 
