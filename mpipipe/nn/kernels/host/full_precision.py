@@ -105,7 +105,7 @@ def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
     if add:
         np.add(target, source, out=target, casting="same_kind")
         return
-    large = source.size >= ELEMENTS and source.ndim > 1 and source.dtype == target.dtype
+    large = 2 * source.size >= ELEMENTS and source.ndim > 1 and source.dtype == target.dtype
     if large and source.shape[-1] <= SHORT and source.strides[-1] == target.strides[-1] == source.itemsize:
         row = np.dtype((np.void, source.itemsize * source.shape[-1]))  # rows move faster than their elements
         source, target = source.view(row), target.view(row)
