@@ -2,8 +2,8 @@
 
 stage         consecutive layers of the model on one rank, bound to flat buffers
 parameters    what a layer says about an array before it exists, initial values, flat buffers, frozen parameters
-layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with;
-              convolution, spectral and field, for fields
+layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with
+layers/       for fields: convolution, spectral, and field, with norm, sampling and patches
 rope          rotary positions: scalings of their frequencies, and tables
 lora          low-rank adapters
 loss          losses; one of them makes the product of the head itself

@@ -52,7 +52,7 @@ def check_axes(name: str, sizes: tuple[int, ...]) -> None:
 
 
 def check_field(layer: Any, x: Array, axes: int, channels: int | None = None) -> None:
-    """Raise ArgumentError unless x is a field with so many axes of space and, where that is said, so many channels."""
+    """Raise ArgumentError unless x is a field with this number of axes of space and, where given, of channels."""
     if x.ndim != axes + 2 or 0 in x.shape:
         raise ArgumentError(
             f"layer {layer.name} ({type(layer).__name__}): the input is not a field, or an empty one",

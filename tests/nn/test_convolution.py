@@ -31,17 +31,18 @@ CASES = {  # (inputs, outputs, width), space, options
     "space": ((2, 3, (3, 3, 2)), (4, 3, 5), {}),
     "space, stride, groups": ((4, 2, (3, 2, 3)), (4, 4, 6), dict(stride=2, groups=2, padding="periodic")),
 }
-WAYS = {  # (waste, elements at once): the last axis joined or gathered; all points at once, or few
-    "joined": (99, 1 << 19),
-    "joined, in pieces": (99, 60),
-    "gathered": (0, 1 << 19),
-    "gathered, in pieces": (0, 60),
+WAYS = {  # (waste, elements at once, channels): last axis joined or not; all points or few; all groups or one at a time
+    "joined": (99, 1 << 19, 16),
+    "joined, in pieces": (99, 60, 1),
+    "gathered": (0, 1 << 19, 1),
+    "gathered, in pieces": (0, 60, 16),
 }
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    waste, most = WAYS[request.param]
+    waste, most, dense = WAYS[request.param]
+    monkeypatch.setattr(convolution, "DENSE", dense)
     monkeypatch.setattr(convolution, "WASTE", waste)
     monkeypatch.setitem(convolution.GATHERED, "cpu", most)
 
@@ -171,6 +172,12 @@ def test_weights_start_with_the_spread_that_keeps_the_size_of_a_field():
     assert weight.shape == (64, 3, 3, 8) and stage.parameters["0.bias"].shape == (64,)
     within(weight.std(), 2 / math.sqrt(3 * 3 * 8), 5 * weight.std() / math.sqrt(2 * weight.size))  # 5 standard errors
     assert not stage.parameters["0.bias"].any() and not layer.declared["bias"].decay
+
+
+def test_the_input_is_all_that_is_kept():
+    stage, x = made("plane")
+    _, (kept,) = stage.forward(x)
+    assert kept is x
 
 
 def test_what_is_frozen_has_no_gradient():

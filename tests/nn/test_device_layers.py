@@ -66,10 +66,7 @@ FIELDS = {  # with the shape of x
     "SpectralConv of a line": (lambda: [nn.SpectralConv(3, 4, (3,))], (2, 9, 3)),
     "SpectralConv of a plane": (lambda: [nn.SpectralConv(3, 2, (2, 3))], (2, 6, 7, 3)),
 }
-SHAPED = [
-    *((make, shape) for make in LAYERS.values() for shape in [(3, 11, DIM), (1, 11, DIM)]),
-    *FIELDS.values(),
-]
+SHAPED = [*((make, shape) for make in LAYERS.values() for shape in [(3, 11, DIM), (1, 11, DIM)]), *FIELDS.values()]
 NAMED = [*(f"{name}-{batch}" for name in LAYERS for batch in (3, 1)), *FIELDS]
 
 

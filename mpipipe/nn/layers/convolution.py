@@ -43,7 +43,7 @@ class _Shape(NamedTuple):
     sizes: tuple[int, ...]  # numbers of o
 
     def phases(self, points: int) -> tuple[int, int]:
-        """Return (phases, points of a line and between it and the next) for so many points of the last axis."""
+        """Return (phases, points of a line and between it and the next) for these points of the last axis."""
         least = -(-self.width[-1] // self.stride)
         needed = points + least - 1
         phases = min(range(least, 2 * least + 1), key=lambda count: -(-needed // count) * count)
@@ -62,8 +62,8 @@ class _Windows(NamedTuple):
 class Conv(Layer):
     """y[o] = sum over k of W[k] x[stride * o + k - before], where `before` = (width - 1) // 2, or 0 with "valid".
 
-    x is (batch, *space, inputs) and y (batch, *space', outputs). The parameter `weight` is
-    (outputs, *width, inputs / groups). With "same" and "periodic" padding an axis of n points has ceil(n / stride)
+    x is ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``. The parameter `weight` is
+    ``(outputs, *width, inputs / groups)``. With "same" and "periodic" padding an axis of n points has ceil(n / stride)
     in y; beyond the edges x is 0, or goes on at the other edge. With "valid" it has (n - width) // stride + 1, and no
     window leaves the field. For an odd width "same" is the padding width // 2 of other libraries.
 
@@ -76,7 +76,7 @@ class Conv(Layer):
     stride : int
         Points of x from one window to the next.
     groups : int
-        Channels are divided into so many groups, and each group of y sees its group of x alone.
+        Number of groups that channels are divided into, in order; a group of y sees its group of x alone.
     padding : {"same", "periodic", "valid"}, or a tuple with one for each axis
         What lies beyond the edges: ``("same", "periodic")`` is a grid of latitudes and longitudes.
     bias : bool
@@ -163,10 +163,8 @@ class Conv(Layer):
         return self._correlate(x, self._by_group(self.weight), shape), x
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        """dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number.
-
-        For all i of one remainder by the stride it is a convolution of dy with every stride-th k, turned round.
-        """
+        # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number: for all i of one
+        # remainder by the stride it is a convolution of dy with every stride-th k, turned round
         step, space, weight = self.stride, saved.shape[1:-1], self._by_group(self.weight)
         dx = None if step == 1 else arrays.zeros(saved.shape, dy.dtype, self.stage.device)
         for remainders in product(range(step), repeat=len(space)):
@@ -280,7 +278,7 @@ class Conv(Layer):
     def _windows(self, x: Array, shape: _Shape, outputs: int) -> Iterator[tuple[_Windows, tuple[slice, ...]]]:
         """Yield the windows of all points, some at a time, and their places and channels in an output.
 
-        Each part has so many `outputs`. The memory of the windows is used again for the next ones.
+        `outputs` are the channels of a part. The memory of the windows is used again for the next ones.
         """
         joined, (width, before, stride, sizes) = self._joins_last(shape), shape
         taps = list(product(*map(range, width[:-1] if joined else width)))

@@ -20,7 +20,8 @@ from mpipipe.nn.parameters import ones, vector
 class GroupNorm(Layer):
     """y = gain * (x - mean) / sqrt(variance + eps) + bias, with mean and variance over space and a group of channels.
 
-    Wu and He, "Group normalization" (2018). x is (batch, *space, channels). One group normalises over all channels.
+    Wu and He, "Group normalization" (2018). x is ``(batch, *space, channels)``. One group
+    normalises over all channels.
 
     Parameters
     ----------
@@ -151,7 +152,7 @@ class _Sampling(Layer):
 
 
 class Downsample(_Sampling):
-    """The average of each box of `factor` points: (batch, *space, channels) to (batch, *(space / factor), channels).
+    """The average of each box of `factor` points; x is ``(batch, *space, channels)``, as y is, with fewer points.
 
     Parameters
     ----------
@@ -187,7 +188,7 @@ class Downsample(_Sampling):
 
 
 class Upsample(_Sampling):
-    """The value of each point at `factor` points: (batch, *space, channels) to (batch, *(space * factor), channels).
+    """The value of each point at `factor` points; x is ``(batch, *space, channels)``, as y is, with more points.
 
     Parameters
     ----------
@@ -217,7 +218,7 @@ class Upsample(_Sampling):
 
 
 class Patches(Layer):
-    """A field as a sequence of patches, (batch, *space, channels) to (batch, patches, points * channels), or back.
+    """A field ``(batch, *space, channels)`` as a sequence ``(batch, patches, points * channels)`` of patches, or back.
 
     Patches are in the order of C, as are the points in one. A Linear after it is the embedding of a vision transformer
     (Dosovitskiy et al., "An image is worth 16x16 words", 2020).

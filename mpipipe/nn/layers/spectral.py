@@ -19,10 +19,10 @@ class SpectralConv(Layer):
     """y = F^-1(W_k F(x)_k): each low frequency k of x is multiplied with a complex matrix of its own, the others go.
 
     Li et al., "Fourier neural operator for parametric partial differential equations" (2021), section 4. x is
-    (batch, *space, inputs) and y (batch, *space, outputs), both real. `modes` m keep the frequencies 0 ... m - 1 of the
-    last axis, and -m ... m - 1 of all others. The parameter `weight` is (*frequencies, inputs, outputs, 2) with
-    frequencies (2 m, ..., m), real and imaginary parts on the last axis, and the negative frequencies of an axis after
-    the others. The result is that of ``irfftn`` of numpy.
+    ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``, both real. `modes` m keep the frequencies
+    0 ... m - 1 of the last axis, and -m ... m - 1 of all others. The parameter `weight` is
+    ``(*frequencies, inputs, outputs, 2)`` with frequencies (2 m, ..., m), real and imaginary parts on the last axis,
+    and the negative frequencies of an axis after the others. The result is that of ``irfftn`` of numpy.
 
     The transforms are products with matrices of cosines and sines: few frequencies of some hundred points are a small
     matrix, and products are what a processor does best.

@@ -25,9 +25,7 @@ _PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of fl
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Return y = x weight^T + bias."""
     y = np.matmul(x, weight.T)
-    if bias is not None:
-        np.add(y, bias, out=y)
-    return y
+    return y if bias is None else np.add(y, bias, out=y)
 
 
 def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -63,10 +61,9 @@ def products(
     """C = a b or, with `add`, c += a b, for each of some problems."""
     a = a.swapaxes(1, 2) if transpose_a else a
     b = b.swapaxes(1, 2) if transpose_b else b
+    product = np.matmul(a, b, out=None if add else c)
     if add:
-        np.add(c, np.matmul(a, b), out=c)
-    else:
-        np.matmul(a, b, out=c)
+        np.add(c, product, out=c)
 
 
 def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
@@ -108,11 +105,10 @@ def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
     if add:
         np.add(target, source, out=target, casting="same_kind")
         return
-    if source.dtype == target.dtype and source.ndim > 1 and 1 < source.shape[-1] <= SHORT:
-        size = source.itemsize
-        if source.strides[-1] == target.strides[-1] == size:  # short rows move twice as fast as single items
-            row = np.dtype((np.void, size * source.shape[-1]))
-            source, target = source.view(row), target.view(row)
+    large = 2 * source.size >= ELEMENTS and source.ndim > 1 and source.dtype == target.dtype
+    if large and source.shape[-1] <= SHORT and source.strides[-1] == target.strides[-1] == source.itemsize:
+        row = np.dtype((np.void, source.itemsize * source.shape[-1]))  # rows move faster than their elements
+        source, target = source.view(row), target.view(row)
     target[...] = source
 
 
