@@ -15,7 +15,7 @@ import mpipipe
 from mpipipe import nn
 
 POINTS = 20  # along a side, without the edge
-SAMPLES, KEPT = 544, 32  # of which so many are for validation
+KEPT = 32  # samples for validation
 SCALE = 20.0  # of the pressure, so that numbers are about 1
 
 
@@ -46,11 +46,11 @@ def pressure(a: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def data() -> tuple[np.ndarray, np.ndarray]:
-    """Make inputs (SAMPLES, POINTS, POINTS, 3), permeability and coordinates, and targets (..., 1); some seconds."""
+def data(samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Make inputs (samples, POINTS, POINTS, 3), permeability and coordinates, and targets (..., 1); some seconds."""
     generator = np.random.default_rng(0)
     place = np.linspace(0, 1, POINTS + 2)[1:-1]
-    rocks = np.stack([rock(generator) for _ in range(SAMPLES)])
+    rocks = np.stack([rock(generator) for _ in range(samples)])
     pressures = np.stack([pressure(a) for a in rocks])
     coordinates = np.broadcast_to(np.stack(np.meshgrid(place, place, indexing="ij"), -1), (*rocks.shape, 2))
     return np.concatenate([(rocks[..., None] - 7.5) / 4.5, coordinates], axis=-1), SCALE * pressures[..., None]
@@ -63,6 +63,7 @@ class Darcy(mpipipe.train.Task):
     width = 24  # channels between the layers
     modes = 8  # frequencies that a Fourier layer keeps
     blocks = 4
+    samples = 544
     picture = ""  # file for a figure of the prediction beside the truth
 
     def block(self):
@@ -78,11 +79,11 @@ class Darcy(mpipipe.train.Task):
         return nn.mean_squared_error(output, target)
 
     def batch(self, step, rows, shard):
-        picked = np.random.default_rng([1, step]).permutation(SAMPLES - KEPT)[rows]
-        return tuple(array[picked] for array in data())
+        picked = np.random.default_rng([1, step]).permutation(self.samples - KEPT)[rows]
+        return tuple(array[picked] for array in data(self.samples))
 
     def validation(self, index, rows, shard):
-        return tuple(array[SAMPLES - KEPT :][rows] for array in data())
+        return tuple(array[-KEPT:][rows] for array in data(self.samples))
 
     def metrics(self, output, target):
         away, size = (np.sum(field**2, axis=(1, 2, 3)) for field in (output - target, target))
