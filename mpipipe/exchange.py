@@ -205,10 +205,12 @@ class HaloConv(HaloExchange):
 
     Parameters
     ----------
-    comm, axis, layout : Communicator, int, Layout
+    comm, axis : Communicator, int
         As for `HaloExchange`; the axis is one of space. Each shard begins at a multiple of the stride.
     conv : nn.Conv
         The convolution of the whole field, with padding "same" or "periodic" along the axis.
+    layout : attention.Layout, optional
+        As for `HaloExchange`.
 
     Raises
     ------
