@@ -14,6 +14,8 @@ random        random numbers that depend on what they are for alone
 
 from __future__ import annotations
 
+from mpipipe.nn.gradient_check import check_gradients
+
 # `x as x` is for other rooms of the package; what scripts use is in __all__
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor as clip_factor
 from mpipipe.nn.kernels.cuda.optimizer import rescale as rescale
@@ -83,6 +85,7 @@ __all__ = [
     "SwiGLU",
     "Upsample",
     "YarnScaling",
+    "check_gradients",
     "mean_squared_error",
     "softmax_cross_entropy",
 ]
