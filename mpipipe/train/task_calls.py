@@ -239,6 +239,18 @@ class Reader:
         return inputs, targets
 
 
+def validate(
+    pipeline: Pipeline, reader: Reader, scores: TaskLoss | None, batches: int, group: RankGroup
+) -> tuple[float, dict[str, float]]:
+    """Return the mean loss over the batches of the validation and the means of the task's metrics; collective."""
+    if scores is None:
+        return sum(pipeline.evaluate(*reader.validation(index)) for index in range(batches)) / batches, {}
+    scores.collects = True
+    loss = sum(pipeline.evaluate(*reader.validation(index)) for index in range(batches)) / batches
+    scores.collects = False
+    return loss, scores.means(group)
+
+
 def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> list[str]:
     """Read the first batches, and run one forward: what does not fit is found before anything is written.
 
