@@ -87,7 +87,13 @@ def _of_task(model: str, run: str, given: dict[str, Any], *, out: str | None, **
         if comm.rank == 0:
             if out is not None and files.exists(out):
                 raise ConfigError("the file for results exists already", found=out, remedy="name another --out")
-            plain: dict[str, Any] = {"schedule": "gpipe", "chunks": 1, "recompute": False, "microbatches": None, "partition": None}
+            plain: dict[str, Any] = {
+                "schedule": "gpipe",
+                "chunks": 1,
+                "recompute": False,
+                "microbatches": None,
+                "partition": None,
+            }
             config = load_config(model, str(Path(run, "config.toml")))
             changed = {name: value for name, value in flags.items() if value is not None or name == "pipe"}
             config = replace(config, **plain, recompute_limit=None, **changed)
