@@ -264,6 +264,12 @@ class StageBuffers:
         return cls(parameters, gradients, compute, held, held_compute, ranges)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        made = {id(each): each for each in (*self._trained, self.held, self.held_compute)}
+        return sum(each.flat.nbytes for each in made.values())
+
+    @property
     def _trained(self) -> list[FlatBuffer]:
         return [self.parameters, self.gradients, *([] if self.compute is self.parameters else [self.compute])]
 

@@ -178,7 +178,7 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
     return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 
-# -- The checkpoints of a training while it runs: written behind it, and what happens where that fails ----------------
+# -- The checkpoints of a training while it runs: written meanwhile, and what happens where that fails ----------------
 
 
 AGAIN = "the training goes on, and tries again at the next save"

@@ -218,7 +218,7 @@ def make_reporter(
         goes_on = None if config.resume == "no" else step
         reporter = Reporter(config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on)
     for path in aside:
-        reporter.say(f"mpipipe: a checkpoint behind the one that is resumed is now called {path}")
+        reporter.say(f"mpipipe: a checkpoint after the one that is resumed is now called {path}")
     return reporter
 
 

@@ -75,7 +75,7 @@ class Trainer:
         place = "CPUs" if progress.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(introduction(config, task, self.plan, self.mesh, place=place, out=self.out))
         if progress.step:
-            self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
+            self.reporter.say(f"mpipipe: goes on after step {progress.step}")
         elif task.beginning():
             self.reporter.say(f"mpipipe: begins with {task.beginning()}")
         if progress.reported < 0:
