@@ -22,7 +22,9 @@ from mpipipe.train.output_folder import shared_path
 from mpipipe.train.provenance import absolute
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
-from mpipipe.train.setup import check_same_config, run
+from mpipipe.train.setup import check_same_config as check_same_config
+from mpipipe.train.setup import evaluate as evaluate
+from mpipipe.train.setup import run
 from mpipipe.train.shard import Shard
 from mpipipe.train.sinks import MOST_BYTES, NAME
 from mpipipe.train.task import Pair as Pair

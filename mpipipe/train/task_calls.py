@@ -9,7 +9,7 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import signature
 from time import perf_counter
@@ -80,6 +80,32 @@ def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
     with_place = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
     task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in with_place]
     return entries
+
+
+def chain(task: Task, shard: Shard, seed: int) -> Iterator[tuple[nn.Stage, Tree]]:
+    """Yield each layer by itself, bound, and an input of it for one row; collective over the ranks of the shard.
+
+    Raises ConfigError where a layer does not take what the one before it returns.
+    """
+    x = example(task, 1, 1, shard)[0]
+    for place, layer in enumerate(layers_of(task, shard, seed)):
+        stage = nn.Stage([layer], shard.dtype, seed, first=place, frozen=tuple(task.freeze))
+        yield stage, x
+        try:
+            x = stage.forward(x, nn.Position(training=False))[0]
+        except Exception as error:
+            raise ConfigError(
+                f"layers[{place}] from {place_of(task, 'layers')} does not take what comes to it: "
+                f"{type(error).__name__}: {error}",
+                found=f"{type(layer).__name__} after {shapes_of(x)}",
+            ) from error
+
+
+def shapes_of(tree: Tree) -> str:
+    """Return shapes and dtypes of what lies between two layers, without the rows."""
+    leaves, structure = arrays.flatten(tree)
+    named = ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
+    return named if structure is None else f"{structure}: {named}"
 
 
 def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> None:
@@ -237,6 +263,18 @@ class Reader:
         if more is not None:
             self.task.begin(more)
         return inputs, targets
+
+
+def validate(
+    pipeline: Pipeline, reader: Reader, scores: TaskLoss | None, batches: int, group: RankGroup
+) -> tuple[float, dict[str, float]]:
+    """Return the mean loss over the batches of the validation and the means of the task's metrics; collective."""
+    if scores is None:
+        return sum(pipeline.evaluate(*reader.validation(index)) for index in range(batches)) / batches, {}
+    scores.collects = True
+    loss = sum(pipeline.evaluate(*reader.validation(index)) for index in range(batches)) / batches
+    scores.collects = False
+    return loss, scores.means(group)
 
 
 def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> list[str]:
