@@ -59,6 +59,11 @@ class MessageSpec:
                 return False
         return MessageSpec.of(tree) == self
 
+    @property
+    def entries(self) -> int:
+        """How many numbers the arrays have."""
+        return sum(prod(shape) for shape, _ in self.leaves)
+
     def __str__(self) -> str:
         return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
 
