@@ -239,9 +239,14 @@ class Engine:
             self.messages.mailbox.flush()  # nothing moves them while the caller computes
         self.flight.running = False
         self.halfway = Halfway(agreed, state, plan.steps[count:])
-        for stage in self.partners.stages:
-            stage.before_write.append(_refuse_write)
+        for hooks in self.write_hooks():
+            hooks.append(_refuse_write)
         return agreed, state
+
+    def write_hooks(self) -> list[list]:
+        """The lists of functions that are called before anything writes to parameters of this rank."""
+        things = [thing for stage in self.partners.stages for thing in (stage.given, *stage.models)]
+        return [hooks for hooks in (getattr(thing, "before_write", None) for thing in things) if hooks is not None]
 
     def take_gradients(self, state: CallState, gradients: Any, scale: float) -> None:
         """Take the caller's gradients of the outputs; raises ArgumentError where they do not fit."""
@@ -268,8 +273,8 @@ class Engine:
         assert self.halfway is not None  # agreed
         (agreed, state, actions), self.halfway = self.halfway, None
         state.outputs, state.inputs, self.flight.running = {}, state.inputs._replace(scale=scale), True
-        for stage in self.partners.stages:
-            stage.before_write[:] = [hook for hook in stage.before_write if hook is not _refuse_write]
+        for hooks in self.write_hooks():
+            hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
         if self.checks is not None:
             self.checks.gradients = scale == 1
         with self.state:
