@@ -135,7 +135,7 @@ def check_steps(comm, schedule, data, seed, kind, scale=1.0, recompute=False, we
                 assert pipe.steps_taken == again + 1 and pipe.live_activations == 0
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     schedule=runnable_schedules(),
     data=st.integers(1, 3),
@@ -160,7 +160,7 @@ def right_schedules(draw):
     return type(schedule)("random, forwards first", schedule.placement, schedule.microbatches, orders)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     schedule=right_schedules(),
     data=st.integers(1, 3),
@@ -359,6 +359,7 @@ def test_a_close_between_the_halves_is_refused_and_ends_the_pipeline(comm):
 
 def test_an_exception_between_the_halves_ends_the_pipeline_on_all_ranks(comm):
     pipe, _, y = halfway(comm)
+    comm.Barrier()  # else a rank might hear of it in the forwards
     with pytest.raises((ValueError, PeerError), match="of mine"):
         with pipe:
             if comm.rank == 0:
