@@ -150,12 +150,13 @@ class BatchReader:
 
     def _signature(self, batch: Any) -> int:
         """A number from 1 to 2^62 for the shapes and dtypes of a batch, the same in every process."""
+        listed: Any = isinstance(batch, list)
         if isinstance(batch, AskedBatch):
-            facts = [(spec.structure, spec.leaves) for spec in batch.specs]
+            facts, listed = [(batch.specs[0].structure, batch.specs[0].leaves)], tuple(batch.rows)
         else:
-            trees = [flatten(tree) for tree in (batch if isinstance(batch, list) else [batch])]
+            trees = [flatten(tree) for tree in (batch if listed else [batch])]
             facts = [(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)) for leaves, structure in trees]
-        key = isinstance(batch, (list, AskedBatch)), tuple(facts)
+        key = listed, tuple(facts)
         if key not in self.signatures:
             if len(self.signatures) == KEPT_SIGNATURES:
                 self.signatures.clear()
@@ -261,10 +262,10 @@ class AskedBatch:
 
     def __init__(self, name: str, function: Any, microbatches: int, rank: int, may_be_fewer: bool) -> None:
         self._name, self._function, self._rank = name, function, rank
-        self._first: Tree = None
         with self._locating(0):
-            first = function(0)
-            spec, rows = MessageSpec.of(first), rows_of(first)
+            first = read_only(function(0))
+            rows = rows_of(first)
+        leaves, structure = flatten(first)
         given = getattr(function, "rows", None)
         self.rows = [rows] * microbatches if given is None else [int(count) for count in np.atleast_1d(given)]
         right = len(self.rows) == microbatches or (may_be_fewer and 0 < len(self.rows) < microbatches)
@@ -275,15 +276,14 @@ class AskedBatch:
                 expected=f"{counted(microbatches, 'number')} of at least 1",
             )
         kinds = {
-            count: MessageSpec(spec.structure, [((count, *shape[1:]), kind) for shape, kind in spec.leaves])
+            count: MessageSpec(structure, [((count, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
             for count in {*self.rows}
         }
         self.specs = [kinds[count] for count in self.rows]
-        with self._locating(0):
-            self._first = self._checked(0, first)
+        self._first: Tree = first if self.rows[0] == rows else self._checked(0, first)
 
     def __getitem__(self, microbatch: int) -> Tree:
-        if self._first is not None and microbatch == 0:
+        if microbatch == 0 and self._first is not None:
             tree, self._first = self._first, None
             return tree
         try:  # the context below costs a microsecond
@@ -293,21 +293,21 @@ class AskedBatch:
         except Exception as error:
             with self._locating(microbatch):
                 raise error
-        with self._locating(microbatch):
-            return self._checked(microbatch, tree)
+        return self._checked(microbatch, tree)
 
     def _checked(self, microbatch: int, tree: Tree) -> Tree:
         """Return a micro-batch, read-only; raises ArgumentError if it is not as was agreed."""
-        found, expected = MessageSpec.of(tree), self.specs[microbatch]
-        if found != expected:
-            raise ArgumentError(
-                "another shape, dtype or structure than was agreed on at the start of the call",
-                found=found,
-                expected=f"{expected}, by the shapes of micro-batch 0",
-                remedy="give micro-batches of equal shapes; or with other numbers of rows than the first, say how many "
-                "each has in an attribute `rows` of the function",
-            )
-        return read_only(tree)
+        with self._locating(microbatch):
+            found, expected = MessageSpec.of(tree), self.specs[microbatch]
+            if found != expected:
+                raise ArgumentError(
+                    "another shape, dtype or structure than was agreed on at the start of the call",
+                    found=found,
+                    expected=f"{expected}, by the shapes of micro-batch 0",
+                    remedy="give micro-batches of equal shapes; or with other numbers of rows than the first, say how "
+                    "many each has in an attribute `rows` of the function",
+                )
+            return read_only(tree)
 
     @contextmanager
     def _locating(self, microbatch: int) -> Iterator[None]:

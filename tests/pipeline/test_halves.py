@@ -13,7 +13,7 @@ from support import dense, small_gpt
 from support.random_schedules import runnable_schedules
 from support.small_gpt import text
 
-from mpipipe import Mesh, Pipeline, nn, optim
+from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError, StageError
 from mpipipe.job import inprocess
 from mpipipe.schedules import gpipe, looped_bfs, simulate, with_recompute
@@ -45,7 +45,8 @@ class OverBatch:
         self.weight = weight
 
     def __call__(self, outputs, targets):
-        assert isinstance(outputs, list) and isinstance(targets, list) and not outputs[0].flags.writeable
+        assert isinstance(outputs, list) and isinstance(targets, list)
+        assert not targets[0].flags.writeable
         value, gradient = covariance(np.concatenate(outputs), np.concatenate(targets))
         parts = np.split(gradient, np.cumsum([len(output) for output in outputs])[:-1])
         return (value, parts) if self.weight is None else (value, parts, self.weight)
@@ -438,3 +439,42 @@ def test_check_mode_gives_the_same_bits(comm):
             pipe.backward(y, accumulate=True)
         found.append([stage.gradient.tobytes() for stage in stages])
     assert found[0] == found[1]
+
+
+# -- On a device ------------------------------------------------------------------------------------------------------
+
+
+def on_device(comm, device, recompute):
+    """(losses, gradients) of steps of each kind."""
+    schedule = looped_bfs(comm.size, 2, 4)
+    stages = [
+        nn.Stage([nn.Linear(WIDTH, WIDTH)], "float64", first=n, device=device) for n in schedule.stages_of(comm.rank)
+    ]
+    x, target = np.random.default_rng(1).normal(size=(2, 8, WIDTH))
+    ask = lambda m: x[2 * m : 2 * m + 2].copy()  # noqa: E731
+    there = arrays.upload if device == "cuda" else np.copy
+
+    def loss(outputs, targets):
+        _, parts = OverBatch()([*map(arrays.download, outputs)], targets)
+        value, _ = nn.mean_squared_error(outputs[0], there(targets[0]))  # a number on the device
+        return value, [there(part) for part in parts]
+
+    loss.over_batch, found = True, []
+    inputs, targets = dense.placed(schedule, comm.rank, ask, target)
+    with Pipeline(stages, schedule, comm, loss, recompute) as pipe:
+        for number in range(3):
+            found.append(pipe.step(inputs, targets, scale=2.0, accumulate=number == 2).loss)
+            y = pipe.forward_train(inputs)
+            held = pipe.activation_bytes
+            assert held.now > 0 and pipe.live_activations == len(stages) * schedule.microbatches
+            back = pipe.backward(y, 2.0, accumulate=True)
+            found += [arrays.download(gradient) for gradient in back or ()]
+            assert pipe.activation_bytes.now == 0 and pipe.activation_bytes.peak >= held.now
+            found += [arrays.download(stage.gradients.flat).copy() for stage in stages]
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_device_gives_what_the_host_gives(gpu, sending, comm, recompute):
+    for mine, expected in zip(on_device(comm, "cuda", recompute), on_device(comm, "cpu", recompute), strict=True):
+        near(mine, expected)
