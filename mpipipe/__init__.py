@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mpipipe.comm import Mesh, select_device
     from mpipipe.job import Preemption, world
     from mpipipe.pipeline import Branches, PendingStep, Pipeline, StepResult
+    from mpipipe.planning import cut
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
 _NAMES = {
@@ -24,6 +25,7 @@ _NAMES = {
     "Pipeline": "pipeline",
     "Preemption": "job.preemption",
     "Ring": "attention",
+    "cut": "planning.cutting",
     "StepResult": "pipeline",
     "select_device": "comm.mesh",
     "world": "job.runtime",
@@ -35,8 +37,21 @@ _MOVED = {  # names that the API page had before they moved
     "mpipipe.site": "mpipipe.cli.jobscripts",
     "mpipipe.train.data": "mpipipe.language.data",
 }
-_ROOMS = "adapters analysis attention checkpoint errors language nn optim pictures planning schedules train".split()
-__all__ = ["Branches", "Mesh", "PendingStep", "Pipeline", "Preemption", "Ring", "StepResult", "select_device", "world"]
+_ROOMS = (
+    "adapters analysis attention checkpoint errors exchange language nn optim pictures planning schedules train".split()
+)
+__all__ = [
+    "Branches",
+    "Mesh",
+    "PendingStep",
+    "Pipeline",
+    "Preemption",
+    "Ring",
+    "StepResult",
+    "cut",
+    "select_device",
+    "world",
+]
 
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
 

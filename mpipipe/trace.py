@@ -49,6 +49,7 @@ class Recorder:
         self.sent: list[Sent] = []
         self.steps: list[Span] = []  # training steps that have ended, with the optimizer after them
         self._begun = 0.0
+        self._reads: float | None = None  # when the wait for the batch of the next step began
         self._thread: int | None = None  # the one whose waits count, while they do
 
     def add(self, name: str, start: float, end: float) -> None:
@@ -57,12 +58,21 @@ class Recorder:
 
     def begin_step(self) -> None:
         """Note that a training step begins on this thread."""
-        self._begun, self._thread = self.now(), threading.get_ident()
+        now = self.now()
+        self._begun, self._thread = now if self._reads is None else self._reads, threading.get_ident()
+        self._reads = None
 
     def end_step(self) -> None:
         """Note that it has ended."""
         self.steps.append(Span("step", self._begun, self.now()))
         self._thread = None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Note that the block is the wait for a batch, with which the next step begins."""
+        self._reads = self.now()
+        yield
+        self.add("read", self._reads, self.now())
 
     @contextmanager
     def optimizer(self) -> Iterator[None]:

@@ -34,9 +34,9 @@ if comm.rank == 0:
         found = schedules.simulate(candidate, costs)
         print(f"{candidate.name:18} bubble {found.bubble_fraction:.3f}  peaks {found.peak_activations}")
 
-stages = [nn.Stage([nn.Linear(256, 256), nn.Gelu()], seed=stage) for stage in schedule.stages_of(comm.rank)]
-x = np.ones((1024, 256), "float32") if comm.rank == schedule.placement[0] else None
-target = np.zeros((1024, 256), "float32") if comm.rank == schedule.placement[-1] else None
+stages = mpipipe.cut([lambda: nn.Linear(256, 256), nn.Gelu] * schedule.stages, schedule, comm.rank)
+x = np.ones((1024, 256), "float32") if stages.is_first else None
+target = np.zeros((1024, 256), "float32") if stages.is_last else None
 with mpipipe.Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
     for _ in range(5):  # the first step learns the shapes of messages; the last one is measured
         pipeline.step(x, target)

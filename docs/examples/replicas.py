@@ -25,21 +25,17 @@ comm = mpipipe.world()
 random = np.random.default_rng(0)
 x, target = random.standard_normal((2, 32, 8)).astype("float32")
 rows = [slice(0, 24), slice(24, 32)]  # of each replica
-
-
-def layers(stage):
-    return [nn.Linear(8, 8), nn.Gelu()] if stage == 0 else [nn.Linear(8, 8)]
-
+layers = [lambda: nn.Linear(8, 8), nn.Gelu, lambda: nn.Linear(8, 8)]
 
 with mpipipe.Mesh(comm, pipe=2) as mesh:
     lines = comm.gather(f"rank {comm.rank} of {comm.size} is pipe {mesh.coords.pipe}, data {mesh.coords.data}")
-    part, position = rows[mesh.coords.data], mesh.coords.pipe
-    stage = nn.Stage(layers(position), seed=0, first=2 * position)  # the same seed on all replicas
+    part = rows[mesh.coords.data]
     schedule = schedules.one_f_one_b(2, microbatches=4)
-    with mpipipe.Pipeline([stage], schedule, mesh.pipe, nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
-        together = pipeline.step(x[part] if position == 0 else None, target[part] if position == 1 else None)
+    stages = mpipipe.cut(layers, schedule, mesh.pipe.rank, seed=0)  # the same seed on all replicas
+    with mpipipe.Pipeline(stages, schedule, mesh.pipe, nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
+        together = pipeline.step(x[part] if stages.is_first else None, target[part] if stages.is_last else None)
 
-alone = nn.Stage(layers(0) + layers(1), seed=0)  # first=0: the same names, so the same parameters
+alone = nn.Stage([make() for make in layers], seed=0)  # the same names, so the same parameters
 output, _ = alone.forward(x)
 if comm.rank == 0:
     print(*lines, sep="\n")

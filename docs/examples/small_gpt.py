@@ -8,7 +8,7 @@ data, validation and reports.
 
 It prints::
 
-    stages [(0, 3), (3, 5), (5, 7), (7, 10)]
+    stages (0, 3) (3, 5) (5, 7) (7, 10)
     step   1  loss 5.98
     step  30  loss 0.0...
     the loss has fallen below a tenth: True
@@ -25,25 +25,23 @@ STEPS = 30
 
 comm = mpipipe.world()
 model = GPT(dim=64, layers=4, heads=4, seq=len(TEXT) - 1)
-cuts = schedules.partition(model.costs(), comm.size)
-start, stop = cuts[comm.rank]
-stage = nn.Stage(model.build(attention.Local())[start:stop], seed=0, first=start)
-optimizer = optim.AdamW([stage], lr=3e-3)
+schedule = schedules.one_f_one_b(comm.size, microbatches=8)
+stages = mpipipe.cut(model.build(attention.Local()), schedule, comm.rank, model.costs())
+optimizer = optim.AdamW(stages, lr=3e-3)
 
 ids = np.frombuffer(TEXT, np.uint8).astype(np.int64)
 batch = np.tile(ids, (8, 1))
-inputs = np.ascontiguousarray(batch[:, :-1]) if comm.rank == 0 else None
-targets = np.ascontiguousarray(batch[:, 1:]) if comm.rank == comm.size - 1 else None
+inputs = np.ascontiguousarray(batch[:, :-1]) if stages.is_first else None
+targets = np.ascontiguousarray(batch[:, 1:]) if stages.is_last else None
 
-schedule = schedules.one_f_one_b(comm.size, microbatches=8)
 losses = []
-with mpipipe.Pipeline([stage], schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+with mpipipe.Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
     for step in range(STEPS):
         losses.append(pipeline.step(inputs, targets).loss)
-        optim.clip_by_global_norm([stage], 1.0, comm)
+        optim.clip_by_global_norm(stages, 1.0, comm)
         optimizer.step(lr=optim.warmup_cosine(step, STEPS, peak=3e-3, warmup=5))
 if comm.rank == 0:
-    print("stages", cuts)
+    print("stages", *stages.layer_ranges)
     for step in (1, STEPS):
         print(f"step {step:3}  loss {losses[step - 1]:.2f}")
     print("the loss has fallen below a tenth:", losses[-1] < losses[0] / 10)

@@ -30,12 +30,13 @@ if comm.rank == 0:
 
 
 def gradients(schedule):
-    stage = nn.Stage([nn.Linear(32, 32), nn.Gelu(), nn.RMSNorm(32)], seed=comm.rank)
-    x = np.random.default_rng(0).standard_normal((40, 32)).astype("float32") if comm.rank == 0 else None
-    target = np.zeros((40, 32), "float32") if comm.rank == 3 else None
-    with mpipipe.Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
+    layers = [lambda: nn.Linear(32, 32), nn.Gelu, lambda: nn.RMSNorm(32)] * comm.size
+    stages = mpipipe.cut(layers, schedule, comm.rank)
+    x = np.random.default_rng(0).standard_normal((40, 32)).astype("float32") if stages.is_first else None
+    target = np.zeros((40, 32), "float32") if stages.is_last else None
+    with mpipipe.Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
         pipeline.step(x, target)
-    return stage.gradients.flat
+    return stages[0].gradients.flat
 
 
 same = comm.allgather(gradients(plain).tobytes() == gradients(zero).tobytes())

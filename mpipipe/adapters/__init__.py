@@ -3,6 +3,7 @@
 trees     what stages of both have in common: trees of arrays, skips, random numbers of a place
 pytorch   tensors: arrays as tensors, parameters as one flat array    stage: a module, its backward in two halves
 jax       functions: compiled, with arrays as JAX's and back          stage: a function with its parameters
+layers    either as a layer of an nn.Stage, and all else that may stand in a list of layers
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
+from mpipipe.adapters.layers import ForeignLayer as ForeignLayer
+from mpipipe.adapters.layers import as_layer as as_layer
+from mpipipe.adapters.layers import seeded as seeded
 from mpipipe.errors import BackendError
 from mpipipe.text import how_to_install
 

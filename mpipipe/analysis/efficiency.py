@@ -73,6 +73,7 @@ def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: 
         "transfer": _slowest_edge(costs, schedule.stages),
         "sums": "take larger batches, with more micro-batches in a step, or fewer replicas",
         "optimizer": "take larger batches, so that there are fewer steps of the optimizer",
+        "reading": "read faster, or less: a batch is read while the step before it computes",
         "overhead": "take larger micro-batches, so that there is more work in each action",
     }[part]
     title = "the schedule's bubble" if part == "bubble" else part

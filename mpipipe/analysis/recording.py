@@ -74,6 +74,16 @@ class Recording:
         """
         return self._recorder.optimizer()
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Mark the wait for a batch: the block belongs to the step that comes, and counts as part "reading".
+
+        Returns
+        -------
+        context manager
+            Around the block.
+        """
+        return self._recorder.reading()
+
     @property
     def steps(self) -> int:
         """Number of steps that this rank has recorded so far."""
@@ -183,7 +193,14 @@ def steps_of(
             sent = [each._replace(time=ends.get(each.message, each.time)) for each in sent]
         found.append(
             StepRecord(
-                step.start, step.end, actions, waits, _named("all-reduce", inside), _named("optimizer", inside), sent
+                step.start,
+                step.end,
+                actions,
+                waits,
+                _named("all-reduce", inside),
+                _named("optimizer", inside),
+                sent,
+                read=_named("read", inside),
             )
         )
     return found

@@ -33,7 +33,7 @@ class Waited(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step of one rank: its start and end, actions, waits, starts of sums, optimizer, messages sent."""
+    """One step of a rank: start, end, actions, waits, starts of sums, optimizer, messages sent, waits for a batch."""
 
     start: float
     end: float
@@ -42,6 +42,7 @@ class StepRecord(NamedTuple):
     sums: list[Interval]
     optimizer: list[Interval]
     sent: list[Sent]
+    read: Sequence[Interval] = ()
 
     def moved(self, clock: Callable[[float], float]) -> StepRecord:
         """The same by another clock."""
@@ -57,6 +58,7 @@ class StepRecord(NamedTuple):
             list(map(both, self.sums)),
             list(map(both, self.optimizer)),
             [sent._replace(time=clock(sent.time)) for sent in self.sent],
+            read=list(map(both, self.read)),
         )
 
     def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:
@@ -128,7 +130,7 @@ def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
 
 # -- The records of all ranks on the clock of rank 0 ------------------------------------------------------------------
 #
-# Each clock was compared with that of rank 0 before the first and behind the last recorded step. Between the two its
+# Each clock was compared with that of rank 0 before the first and after the last recorded step. Between the two its
 # offset is taken to grow evenly, which is the drift. What is left are the errors of the comparisons: some microseconds.
 # They can make a message arrive before it was sent. So the clocks are moved against each other, as little as it takes,
 # until none does: clock d by the longest path to d of the constraints

@@ -3,6 +3,7 @@
 Several things may be true of one moment. The first of these takes it:
 
     compute      an action runs, whatever else happens meanwhile (a ring of attention waits within actions)
+    reading      the rank waits for its batch, before the step
     late         the rank waits for others who are not there yet
     transfer     it waits for a message that was sent
     sums         it starts sums over replicas, or waits for them once all replicas have come
@@ -79,6 +80,7 @@ def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[
     found = [Segment(start, end, "compute", str(action), action) for action, start, end in step.actions]
     found += [Segment(start, end, "sums", "start of sums") for start, end in step.sums]
     found += [Segment(start, end, "optimizer", "optimizer") for start, end in step.optimizer]
+    found += [Segment(start, end, "reading", "reading") for start, end in step.read]
     for wait in step.waits:
         there = wait.end  # when the others were there
         if wait.message is not None:
@@ -94,7 +96,7 @@ def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[
 
 def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
     """Cut the pieces to what is visible of each, and fill up with overhead."""
-    order = ("compute", LATE, "transfer", "sums", "optimizer")
+    order = ("compute", "reading", LATE, "transfer", "sums", "optimizer")
     visible: list[Segment] = []
     for part in order:
         layer = sorted((each for each in found if each.part == part), key=_times)
@@ -127,13 +129,14 @@ def _outside(layer: Iterable[Segment], covered: Sequence[Segment], whole: Interv
     return left
 
 
-# -- Where the time of each step went, in eight parts that add up to it -----------------------------------------------
+# -- Where the time of each step went, in nine parts that add up to it -----------------------------------------------
 #
 # compute      actions of stages, with the loss
 # transfer     waits for messages that were sent and were not here yet, and what these waits hold up elsewhere
 # sums         sums over replicas: their start, and waits for them once all replicas have come
 # optimizer    the optimizer
 # overhead     what is none of this: agreement of the ranks, bookkeeping, copies
+# reading      waits for the batch, before the step
 #
 # What is left are waits for others who were not there yet. Each second of them belongs to one of three:
 #
@@ -149,7 +152,7 @@ def _outside(layer: Iterable[Segment], covered: Sequence[Segment], whole: Interv
 # negative, and a rank that is slower than the mean stage has no imbalance: the others wait for it.
 
 
-PARTS = ("compute", "bubble", "imbalance", "late sender", "transfer", "sums", "optimizer", "overhead")
+PARTS = ("compute", "bubble", "imbalance", "late sender", "transfer", "sums", "optimizer", "overhead", "reading")
 
 
 def parts_of_steps(

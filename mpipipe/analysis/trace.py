@@ -84,7 +84,7 @@ class Trace:
         -------
         dict
             For each rank the seconds of each part, which add up to the time of the mean step: compute, bubble,
-            imbalance, late sender, transfer, sums, optimizer, overhead.
+            imbalance, late sender, transfer, sums, optimizer, overhead, reading.
         """
         return {record.rank: mean_parts(steps) for record, steps in zip(self.records, self._parts)}
 

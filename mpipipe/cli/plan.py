@@ -10,12 +10,10 @@ from typing import Annotated, Any
 from mpipipe import files, processor
 from mpipipe.cli.flags import parameters_of
 from mpipipe.cli.output import check_one_process, refusing
-from mpipipe.cli.train import FIELDS, Config
+from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_config, task_of
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, current_rank, group_of, inprocess, run_or_abort, runtime
-from mpipipe.language import TextTask
-from mpipipe.language.models import GPT
 from mpipipe.options import Option
 from mpipipe.planning import Choice, PlanningProblem, PlanReport, SavedProfile, find_plan, table
 from mpipipe.schedules import FORM, Links
@@ -24,13 +22,12 @@ from mpipipe.train import (
     INSTEAD,
     PLANNED,
     SafeStream,
+    TaskConfig,
     TrainConfig,
-    check_same_config,
     measured_ranks,
-    mesh_of,
+    on_paper,
     pipe_of,
     plans_on_paper,
-    problem_of,
     read_keys,
     toml_line,
 )
@@ -40,6 +37,7 @@ NOT_WRITTEN = ("plan", "memory_limit", "fixed", "config")
 
 def plan(
     config: Config = None,
+    task: TaskFile = None,
     out: Annotated[str | None, Option("new file for the best plan, which train --config takes", metavar="FILE")] = None,
     save_profile: Annotated[str | None, Option("new file for what was measured", metavar="FILE")] = None,
     profile: Annotated[str | None, Option("file of --save-profile: measure nothing", metavar="FILE")] = None,
@@ -54,11 +52,13 @@ def plan(
     Takes the flags of train. What is given stays as it is; all else is chosen by measurements with all ranks at work.
     With --profile nothing is measured: one process plans for --ranks, without MPI.
     """
+    check_task_file(task)
 
-    def read() -> tuple[TrainConfig, dict[str, Any]]:
+    def read() -> tuple[TaskConfig, dict[str, Any]]:
         """Return the configuration, and the keys that the user gave."""
         given = {**({} if config is None else read_keys(Path(config))), **flags}
-        return TrainConfig.load(config, **{**flags, "plan": "auto"}), given
+        named = {} if task is None else {"task": task}
+        return load_config(task, config, **{**flags, "plan": "auto"}), {**given, **named}
 
     if profile is not None:
         with refusing():
@@ -113,16 +113,16 @@ def check_outputs(*paths: str | None) -> None:
 
 
 def _on_paper(
-    config: TrainConfig, given: Mapping[str, Any], path: Path, ranks: int | None, model: str | None, out: str | None
+    config: TaskConfig, given: Mapping[str, Any], path: Path, ranks: int | None, model: str | None, out: str | None
 ) -> None:
     saved = SavedProfile.read(path)
     links = None if model is None else Links.read(model)
     count = (config.pipe or 1) * config.seq if ranks is None else ranks
 
     def work(comm: Communicator) -> PlanningProblem:
-        task = TextTask.of(config, GPT, comm)
+        chosen, task = task_of(config, comm)
         task.find_data(group_of(comm))
-        return problem_of(task.config, task, *mesh_of(config, count))
+        return on_paper(chosen, task, count, comm)[1]
 
     problem = inprocess.run(1, work)[0]
     plans = plans_on_paper(problem, config, saved, links)
@@ -137,11 +137,9 @@ def _on_paper(
         write(Path(out), {**given, "pipe": problem.ranks, "seq": config.seq}, plans[0].choice)
 
 
-def make_plans(config: TrainConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem]:
+def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem]:
     """Return the plans of a training on these ranks, and what was measured where; collective."""
-    check_same_config(group_of(comm), config)
-    task = TextTask.of(config, GPT, comm)
-    config = task.config
+    config, task = task_of(config, comm)
     with group_of(comm).raise_together("plan: the mesh"):
         mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
     with mesh:

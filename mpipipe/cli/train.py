@@ -1,32 +1,50 @@
-"""mpipipe train: its flags are the fields of TrainConfig."""
+"""mpipipe train: its flags are the fields of TrainConfig, or of TaskFileConfig for a task in a file."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from typing import Annotated, Any
 
 from mpipipe import processor, schedules
-from mpipipe.cli.flags import fields_of, parameters_of
+from mpipipe.cli.flags import Operand, fields_of, parameters_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
-from mpipipe.job import group_of, launcher_size, run_or_abort, share_of_cores, stop_signals
-from mpipipe.language import estimate
+from mpipipe.job import Communicator, group_of, launcher_size, run_or_abort, runtime, share_of_cores, stop_signals
+from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
-from mpipipe.options import Option
+from mpipipe.options import Option, key_of
 from mpipipe.planning import RankBytes, SavedProfile, shown_seconds
 from mpipipe.text import counted, shown_bytes, text_table
-from mpipipe.train import INSTEAD, MemoryEstimate, TrainConfig, predicted, warn
+from mpipipe.train import (
+    INSTEAD,
+    MemoryEstimate,
+    Task,
+    TaskConfig,
+    TaskFileConfig,
+    TrainConfig,
+    check_same_config,
+    estimate_task,
+    load_task,
+    predicted,
+    read_keys,
+    run,
+    warn,
+)
 from mpipipe.train import train as run_training
 
+TaskFile = Annotated[str | None, Operand("file with a task of your own, and its class", metavar="FILE.py[:CLASS]")]
 Config = Annotated[str | None, Option("TOML file with any of the keys below", metavar="FILE")]
 
 
 def train(
     config: Config = None,
+    task: TaskFile = None,
     dry_run: Annotated[bool, Option("train nothing: show the plan, and the memory of each rank")] = False,
     ranks: Annotated[int | None, Option("of a dry run in one process; default: those of one replica")] = None,
     profile: Annotated[
@@ -34,10 +52,13 @@ def train(
     ] = None,
     **flags: Any,
 ) -> int:
-    """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first).
+    """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first), or the task in FILE.py.
 
     The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
+    The options of data and model are for text; a task in a file has its own.
     """
+    check_task_file(task)
+    load = partial(load_config, task, config, **flags)
 
     def work() -> None:
         processor.prepare_process(share_of_cores())
@@ -45,17 +66,67 @@ def train(
         with group.raise_together("train: reading the configuration"):
             check_alone(ranks, profile)
             if group.rank == 0:
-                chosen = TrainConfig.load(config, **flags)
+                chosen = load()
         chosen = group.broadcast("train: the configuration", chosen)
         stop_signals.change(chosen.preempt_signals)
-        run_training(chosen, GPT)
+        if isinstance(chosen, TrainConfig):
+            run_training(chosen, GPT)
+        else:
+            chosen, own = task_of(chosen, runtime.world())
+            run(own, chosen)
 
     if dry_run:
-        return print_estimate(lambda: TrainConfig.load(config, **flags), ranks, profile)
+        return print_estimate(load, ranks, profile)
     return run_or_abort(work)
 
 
+def check_task_file(task: str | None) -> None:
+    """Raise Stop for what is no name of a file with a task."""
+    if task is not None and not task.partition(":")[0].endswith(".py"):
+        with refusing():
+            raise ConfigError(
+                f"there is no place for {task}",
+                expected="nothing, or FILE.py or FILE.py:CLASS with a task of your own",
+                remedy=f"--config {task} names a file with a configuration" if task.endswith(".toml") else None,
+            )
+
+
+def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfig:
+    """Return the configuration of a task in a file, if one is named here or in the file of a configuration, or of text.
+
+    Raises ConfigError for options that are not those of such a training.
+    """
+    keys = {} if config is None else read_keys(Path(config))
+    if task is None and "task" not in keys:
+        return TrainConfig.load(config, **flags)
+    known = {entry.name for entry in fields(TaskFileConfig)}
+    others = [key_of(entry) for entry in fields(TrainConfig) if entry.name not in known]
+    strange = [name for name in (*keys, *flags) if name.rstrip("_") in others and flags.get(name, 0) is not None]
+    if strange:
+        raise ConfigError(
+            f"{strange[0].rstrip('_')} is an option of text, and a task in a file has its own",
+            found=f"{strange[0].rstrip('_')} and the task {task or keys['task']}",
+            expected="options of any training: `mpipipe train --help` lists them first",
+            remedy="let it be an attribute of the task, which --set NAME=VALUE changes",
+        )
+    return TaskFileConfig.load(config, task=task, **flags)
+
+
+def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
+    """Return the task of a configuration, of text or from a file, and the configuration with what it says; collective.
+
+    Raises the same error on every rank.
+    """
+    check_same_config(group_of(comm), config)
+    if isinstance(config, TaskFileConfig):
+        return config, load_task(str(config.task), config.set, comm)
+    assert isinstance(config, TrainConfig)
+    task = TextTask.of(config, GPT, comm)
+    return task.config, task
+
+
 FIELDS = fields_of(TrainConfig)
+FIELDS += [entry for entry in fields_of(TaskFileConfig) if entry.name in ("set", "changed_task")]
 train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
 train.other_names, train.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]
 
@@ -68,7 +139,7 @@ ANNOUNCED = 2.0  # seconds of silence
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
-def print_estimate(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None = None) -> int:
+def print_estimate(load: Callable[[], TaskConfig], ranks: int | None, profile: str | None = None) -> int:
     """Show what a training would be: on `ranks` ranks in one process without MPI, or on the ranks of this job.
 
     With a profile, which `mpipipe plan --save-profile` has written, also how long a step would take.
@@ -83,7 +154,7 @@ def print_estimate(load: Callable[[], TrainConfig], ranks: int | None, profile: 
     return 0
 
 
-def _in_job(load: Callable[[], TrainConfig], ranks: int | None, profile: str | None) -> None:
+def _in_job(load: Callable[[], TaskConfig], ranks: int | None, profile: str | None) -> None:
     group = group_of()
     with group.raise_together("train: the dry run"):
         if ranks not in (None, group.size):
@@ -98,16 +169,18 @@ def _in_job(load: Callable[[], TrainConfig], ranks: int | None, profile: str | N
             _show(config, group.size, profile)
 
 
-def _show(config: TrainConfig, ranks: int, profile: str | None) -> None:
+def _show(config: TaskConfig, ranks: int, profile: str | None) -> None:
     processor.prepare_process()
     saved = None if profile is None else SavedProfile.read(Path(profile))
     with _announced(ranks):
-        found = estimate(config, GPT, ranks)
+        found = estimate_task(partial(task_of, config), ranks)
     lines = [described(found)]
     if saved is not None:
         seconds = predicted(found, saved).seconds
+        unit = "tokens" if isinstance(config, TrainConfig) else found.task.unit
+        rate = f"{config.batch * found.task.units / seconds:,.0f} {unit}/s"
         lines.append(
-            f"a step takes {shown_seconds(seconds)}, {config.batch * config.seq_len / seconds:,.0f} tokens/s, "
+            f"a step takes {shown_seconds(seconds)}, {rate}, "
             f"by {profile} (measured on a pipeline of {counted(saved.ranks, 'rank')})"
         )
         problem = found.problem
@@ -145,7 +218,8 @@ def described(found: MemoryEstimate) -> str:
     config, plan, problem = found.config, found.plan, found.problem
     schedule = plan.schedule
     count, total = found.count, sum(rank.total for rank in found.ranks)
-    rows, length = plan.microbatch_rows, -(-found.task.units // config.seq)
+    rows, units = plan.microbatch_rows, found.task.units
+    size = f"{rows} x {-(-units // config.seq)}" if units > 1 else counted(rows, "row")
     times = [sum(problem.costs[start:stop]) for start, stop in plan.layer_ranges]
     bubble = schedules.simulate(schedule, schedules.Costs(times, times, times)).bubble_fraction
     lines = [
@@ -153,7 +227,7 @@ def described(found: MemoryEstimate) -> str:
         f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "
         f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}",
         f"mpipipe: {found.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
-        f"a micro-batch is {rows} x {length} on each rank",
+        f"a micro-batch is {size} on each rank",
         f"mpipipe: bubble {bubble:.3f} if a layer takes as long as its operations are many",
         "",
         "MiB (2^20 bytes) of each rank of a pipeline at its peak",

@@ -64,6 +64,9 @@ class DataOptions:
     vocab: int | None = option(
         None, "token ids of the model; default: those of the data, 256 for bytes", least=1, decides=True
     )
+    layout: str = option(
+        "zigzag", "which positions of a sequence each rank of seq holds", choices=("zigzag", "contiguous", "striped")
+    )
     seq_len: int = option(128, "bytes or tokens in a sequence", least=1, decides=True)
 
 

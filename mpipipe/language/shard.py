@@ -18,39 +18,32 @@ import numpy as np
 
 from mpipipe import nn
 from mpipipe.arrays import Array
-from mpipipe.attention import Layout, Local, Ring
-from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator
 from mpipipe.nn import Attend, Position, worth_tiles
-from mpipipe.text import counted
+from mpipipe.train import Shard
 
 
-class Shard:
-    """The share of one rank of `comm` in sequences of `seq_len` positions; making one is collective.
+class TextShard(Shard):
+    """The share of one rank in sequences of `seq_len` positions; making one is collective.
 
     `attend` and `positions` are for nn.SelfAttention; with `packing` attention stays within the documents of each
     batch. Raises ConfigError if a rank would have no position.
     """
 
-    def __init__(self, comm: Communicator, layout: str, seq_len: int, packing: Packing | None = None) -> None:
-        self.layout, self.rank = Layout(layout, comm.size, seq_len), comm.rank
-        if min(self.layout.length(rank) for rank in range(comm.size)) == 0:
-            raise ConfigError(
-                "a rank would hold no part of the sequence",
-                found=f"seq_len {seq_len} on {counted(comm.size, 'rank')}, {layout}",
-                expected="at least one position a rank, two for zigzag",
-                remedy="raise seq_len, or lower seq",
-            )
-        self.ring = Ring(comm, causal=True, layout=self.layout) if comm.size > 1 else None
-        whole = Local(causal=True) if self.ring is None else self.ring
-        self.packing = packing
-        self.attend: Local | Ring | PackedAttend = whole if packing is None else PackedAttend(whole, packing)
-        self.positions = None if self.ring is None else self.layout.positions(self.rank)
+    def __init__(
+        self, comm: Communicator, layout: str, seq_len: int, packing: Packing | None = None, size: int | None = None
+    ) -> None:
+        super().__init__(comm, layout, size)
+        self.layout, self.packing = self.divide(seq_len), packing
+        whole = super().attend(seq_len, causal=True)
+        self.attention: Attend = whole if packing is None else PackedAttend(whole, packing)
 
-    def cut(self, array: np.ndarray) -> np.ndarray:
-        """Return this rank's columns of an array (rows, seq_len)."""
-        return array if self.ring is None else self.layout.shard(array, self.rank)
+    @property
+    def rotary(self) -> np.ndarray | None:
+        """The positions of this rank; None where it has all of them."""
+        return None if self.comm.size == 1 else self.layout.positions(self.rank)
 
     def loss_for(self, stage: nn.Stage, sequences: int) -> Callable[..., tuple[Any, Array | None]]:
         """Return the loss after a stage: with its head, in tiles, where the logits of all `sequences` are large."""
@@ -85,7 +78,7 @@ class Packing:
 class PackedAttend(Attend):
     """Attention of `inner` within documents, for nn.SelfAttention; `packing` has the segments."""
 
-    def __init__(self, inner: Local | Ring, packing: Packing) -> None:
+    def __init__(self, inner: Any, packing: Packing) -> None:
         self.inner, self.packing = inner, packing
         self._microbatch = 0
         self._others: dict[int, PackedAttend] = {}
@@ -94,7 +87,8 @@ class PackedAttend(Attend):
         self._microbatch = position.microbatch
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        return self.inner.forward(q, k, v, segments=self.packing.of(self._microbatch))
+        found: tuple[Array, Any] = self.inner.forward(q, k, v, segments=self.packing.of(self._microbatch))
+        return found
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
         return self.inner.backward(dout, saved)
@@ -109,7 +103,8 @@ class PackedAttend(Attend):
 
     @property
     def poll(self) -> Callable[[], object]:
-        return self.inner.poll
+        poll: Callable[[], object] = self.inner.poll
+        return poll
 
     @poll.setter
     def poll(self, poll: Callable[[], object]) -> None:

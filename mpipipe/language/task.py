@@ -16,7 +16,7 @@ from mpipipe import arrays, nn
 from mpipipe.attention import Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, RankGroup, group_of, inprocess, runtime
+from mpipipe.job import Communicator, RankGroup, group_of, runtime
 from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens, UserSource
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
@@ -32,11 +32,11 @@ from mpipipe.language.models.fine_tuning import (
 )
 from mpipipe.language.models.gpt import GPT, Architecture, Model, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
-from mpipipe.language.shard import Packing, Shard
+from mpipipe.language.shard import Packing, TextShard
 from mpipipe.language.token_units import find_data, open_data
 from mpipipe.nn import Parameter, without_adapters
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import SETTLED, LayerPlan, resident
+from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
 from mpipipe.train import (
     MemoryEstimate,
@@ -45,7 +45,7 @@ from mpipipe.train import (
     Task,
     absolute,
     check_same_config,
-    estimate_memory,
+    estimate_task,
     folded,
     run,
     too_few_pieces,
@@ -114,18 +114,18 @@ def train(
 
 def estimate(config: TrainConfig, architecture: Architecture, ranks: int) -> MemoryEstimate:
     """Return what a training would be on `ranks` ranks; for one process, without MPI."""
-    process = resident() + SETTLED  # before anything is tried
 
-    def work(comm: Communicator) -> MemoryEstimate:
+    def make(comm: Communicator) -> tuple[TrainConfig, TextTask]:
         task = TextTask.of(config, architecture, comm)
-        task.find_data(group_of(comm))
-        return estimate_memory(task.config, task, ranks, comm, process)
+        return task.config, task
 
-    return inprocess.run(1, work)[0]
+    return estimate_task(make, ranks)
 
 
 class TextTask(Task):
     """The training of a model on windows of text; `base` is the model that it begins from, if it does."""
+
+    rehearses = False
 
     def __init__(
         self,
@@ -143,6 +143,7 @@ class TextTask(Task):
         self.listing: DataListing | UserSource | None = None
         self.source: Source | None = None  # on ranks that read data
         self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
+        self.layout, self.packing = config.layout, Packing(1) if self.everywhere else None
         self.units, self.copies = config.seq_len, config.sample_bytes > 0
         self.folders = ("weights", model_folder.INSIDE, INSIDE)
 
@@ -182,8 +183,8 @@ class TextTask(Task):
             )
         return model
 
-    def layers(self, shard: Shard | None) -> list[nn.Layer]:
-        attend, positions = (Local(), None) if shard is None else (shard.attend, shard.positions)
+    def layers(self, shard: Any) -> list[nn.Layer]:
+        attend, positions = (Local(), None) if shard is None else (shard.attention, shard.rotary)
         return self.tuning.layers(self.model.build(attend, positions))
 
     def costs(self) -> Sequence[float]:
@@ -235,6 +236,8 @@ class TextTask(Task):
 
     def open_data(self, plan: LayerPlan, mesh: Mesh) -> None:
         placement, listing = plan.schedule.placement, self.listing
+        if self.packing is not None:
+            self.packing.microbatches = plan.schedule.microbatches
         assert listing is not None
         reads = mesh.pipe.rank in (placement[0], placement[-1]) or self.everywhere
         folder = None if self.base is None else self.base.folder.path
@@ -242,21 +245,20 @@ class TextTask(Task):
         if self.everywhere and mesh.rank == 0 and self.source is not None and self.source.train.starts(0, 1) is None:
             warn("mpipipe: packing = segments changes nothing: the data do not say where documents begin")
 
-    def shard(self, comm: Communicator, microbatches: int) -> Shard:
-        config = self.config
-        length = -(-config.seq_len * comm.size // config.seq)  # on paper a single rank stands for one of `seq`
-        return Shard(comm, config.layout, length, Packing(microbatches) if self.everywhere else None)
+    def shard(self, comm: Communicator, size: int) -> TextShard:
+        return TextShard(comm, self.layout, self.config.seq_len, self.packing, size)
 
-    def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:
+    def example(self, rows: int, microbatches: int, shard: Any) -> Pair:
         """Draw token ids at random. Documents, where they count, are as long as sequences."""
-        shape = (2, rows, shard.layout.seq_len)
+        shape = (2, rows, self.config.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
-        if shard.packing is not None:
-            shard.packing.microbatches = microbatches
-            shard.packing.begin(np.zeros(shape[1:], np.int64))
-        return shard.cut(inputs), shard.cut(targets)
+        if self.packing is not None:
+            self.packing.microbatches = microbatches
+            length = shard.layout.length(shard.rank) if shard.comm.size == 1 else shape[2]
+            self.packing.begin(np.zeros((rows, length), np.int64))
+        return shard.part(inputs), shard.part(targets)
 
-    def batch(self, step: int, rows: range, shard: Shard) -> Pair:
+    def batch(self, step: int, rows: range, shard: Any) -> Pair:
         config, source = self.config, self.source
         assert source is not None
         starts = training_starts(
@@ -265,7 +267,7 @@ class TextTask(Task):
         )  # fmt: skip
         return self._windows(source.train, starts, shard)
 
-    def validation(self, index: int, rows: range, shard: Shard) -> Pair:
+    def validation(self, index: int, rows: range, shard: Any) -> Pair:
         config, source = self.config, self.source
         assert source is not None
         starts = validation_starts(
@@ -274,11 +276,14 @@ class TextTask(Task):
         )  # fmt: skip
         return self._windows(source.validation, starts, shard)
 
-    def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Pair:
-        if shard.packing is not None:
-            shard.packing.begin(segments(text, starts, self.config.seq_len))
+    def _windows(self, text: Tokens, starts: list[int], shard: TextShard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
-        return shard.cut(inputs), shard.cut(targets)
+        more = () if self.packing is None else (segments(text, starts, self.config.seq_len),)
+        return shard.part(inputs), shard.part(targets), *more
+
+    def begin(self, more: Any) -> None:
+        assert self.packing is not None
+        self.packing.begin(more)
 
     @property
     def fingerprint(self) -> str:
@@ -299,10 +304,10 @@ class TextTask(Task):
     def loss(self, output: Any, target: Any, factor: float = 1.0) -> tuple[Any, Any]:
         return nn.softmax_cross_entropy(output, target, factor)
 
-    def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
+    def loss_for(self, stage: nn.Stage, rows: int, shard: Any) -> Callable[..., Any]:
         return shard.loss_for(stage, rows)
 
-    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...]:
+    def message_shape(self, rows: int, shard: Any) -> tuple[int, ...]:
         return rows, shard.layout.length(shard.rank), getattr(self.model, "dim", self.config.dim)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
@@ -366,7 +371,7 @@ class TextTask(Task):
     def beginning(self) -> str:
         return "" if self.base is None else f"the model in {self.base.folder.path}"
 
-    def metrics(self, loss: float | None, validation: float | None) -> dict[str, Any]:
+    def derived(self, loss: float | None, validation: float | None) -> dict[str, Any]:
         return self.tokens.bits(loss, validation)
 
     def summary(self, record: Mapping[str, float]) -> str:
@@ -389,7 +394,7 @@ class TextTask(Task):
             if mesh.rank == 0:  # what the training left there before it was resumed would be taken for the newest
                 shutil.rmtree(theirs if self.config.save_as == "mpipipe" else ours, ignore_errors=True)
 
-    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
+    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Any) -> str:
         """Let the model continue validation text."""
         config, placement = self.config, plan.schedule.placement
         if config.sample_bytes == 0:

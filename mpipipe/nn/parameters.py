@@ -60,8 +60,12 @@ def zeros(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
 
 def matrix(outputs: int, inputs: int, gain: float = 1.0, tie: str | None = None) -> Parameter:
     """Return a matrix that starts normal with standard deviation gain / sqrt(inputs)."""
-    std = gain * inputs**-0.5
-    return Parameter((outputs, inputs), lambda generator, shape: generator.standard_normal(shape) * std, tie=tie)
+    return normal((outputs, inputs), gain * inputs**-0.5, tie)
+
+
+def normal(shape: Shape, std: float, tie: str | None = None) -> Parameter:
+    """Return an array that starts normal with this standard deviation."""
+    return Parameter(shape, lambda generator, shape: generator.standard_normal(shape) * std, tie=tie)
 
 
 def vector(size: int, draw: Draw = zeros) -> Parameter:
@@ -262,6 +266,12 @@ class StageBuffers:
         ranges = decay_ranges(parameters.offsets, decays, parameters.flat.size)
         _show(parameters, held, declared)
         return cls(parameters, gradients, compute, held, held_compute, ranges)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        made = {id(each): each for each in (*self._trained, self.held, self.held_compute)}
+        return sum(each.flat.nbytes for each in made.values())
 
     @property
     def _trained(self) -> list[FlatBuffer]:

@@ -320,6 +320,9 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
 
 def accepted_input(stage: Stage, x: Array) -> Array:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
+    if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
+        leaves, structure = arrays.flatten(x)
+        return arrays.unflatten([accepted_input(stage, leaf) for leaf in leaves], structure)
     device = arrays.device_of(x)
     x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":

@@ -148,6 +148,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
         Tags(schedule.placement, schedule.microbatches, largest_tag, schedule.skip_ends)
         facts = (
             *_common_facts(arguments),
+            ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
             ("number of micro-batches", schedule.microbatches),
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
@@ -295,6 +296,14 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
             found=count,
             expected=f"a list of {len(numbers)}: logical stages {', '.join(map(str, numbers))}",
             remedy="pass one stage for each chunk of this rank",
+        )
+    placement = getattr(stages, "placement", schedule.placement)  # of mpipipe.cut
+    if placement != schedule.placement:
+        raise ArgumentError(
+            "the stages were cut for another schedule",
+            found=f"stages on the ranks {', '.join(map(str, placement))}",
+            expected=f"on {', '.join(map(str, schedule.placement))}, where this schedule has them",
+            remedy="give mpipipe.cut and Pipeline the same schedule",
         )
     adapters = [StageAdapter(stage) for stage in stages]
     ops = {action.op for action in schedule.orders[comm.rank]}

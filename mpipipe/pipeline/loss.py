@@ -232,13 +232,6 @@ class Weighing:
                     "such as target.size; or set loss.mean_over_entries = True or False (rows)",
                 )
             return 1.0
-        if facts.mean_over != UNSAID:
-            raise ArgumentError(
-                "the loss has mean_over_entries, and returns a weight as well",
-                found=f"the weight {weight}",
-                expected="one of both",
-                remedy="leave out mean_over_entries",
-            )
         if training and facts.bare:
             raise ArgumentError(
                 "the loss returns weights, and a stage does not show its gradients, which the sum of weights divides",

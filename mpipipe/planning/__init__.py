@@ -1,5 +1,7 @@
 """Which plan of a training is the fastest: predictions from measured costs, and a search. No MPI, no arrays."""
 
+from mpipipe.planning.cutting import Cut, CutStage, measured_costs
+from mpipipe.planning.cutting import cut as cut
 from mpipipe.planning.find import PlanReport as PlanReport
 from mpipipe.planning.find import find_plan as find_plan
 from mpipipe.planning.find import in_words as in_words
@@ -31,6 +33,8 @@ from mpipipe.planning.step_memory import rank_bytes as rank_bytes
 
 __all__ = [
     "Choice",
+    "Cut",
+    "CutStage",
     "LayerCosts",
     "Link",
     "Plan",
@@ -41,6 +45,7 @@ __all__ = [
     "Sizes",
     "Space",
     "find_plans",
+    "measured_costs",
     "parse_bytes",
     "predict",
 ]

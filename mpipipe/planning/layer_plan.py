@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mpipipe import nn
+from mpipipe.adapters import as_layer
 from mpipipe.planning.predict import Choice
 from mpipipe.schedules import Schedule
 
@@ -40,16 +42,20 @@ class LayerPlan:
         return [layer for cut in self.ranges_of(rank) for layer in range(*cut)]
 
     def stages(
-        self,
-        rank: int,
-        layers: Sequence[nn.Layer],
-        dtype: str,
-        seed: int,
-        device: str = "cpu",
-        frozen: Sequence[str] = (),
+        self, rank: int, layers: Sequence[Any], dtype: str, seed: int, device: str = "cpu", frozen: Sequence[str] = ()
     ) -> list[nn.Stage]:
-        """Make the stages of one rank of a pipeline from the layers of the whole model, with new parameters."""
+        """Make the stages of one rank of a pipeline from the layers of the whole model, with new parameters.
+
+        An entry of `layers` is whatever `adapters.as_layer` takes; functions among them make the layers of this rank.
+        """
         return [
-            nn.Stage(layers[start:stop], dtype, seed, device, first=start, frozen=frozen)
+            nn.Stage(
+                [as_layer(layers[place], place, seed) for place in range(start, stop)],
+                dtype,
+                seed,
+                device,
+                first=start,
+                frozen=frozen,
+            )
             for start, stop in self.ranges_of(rank)
         ]

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import Pipeline, arrays, optim, schedules
+from mpipipe import arrays, optim, schedules
 from mpipipe.job import Communicator, group_of
+from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Choice
 from mpipipe.planning.problem import MeasuredRanks

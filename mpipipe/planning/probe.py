@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import Pipeline, nn, optim, schedules
+from mpipipe import nn, optim, schedules
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
-from mpipipe.pipeline import Loss
+from mpipipe.pipeline import Loss, Pipeline
 from mpipipe.planning.problem import MeasuredRanks, declared
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
 

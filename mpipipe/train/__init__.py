@@ -2,7 +2,8 @@
 
 The room trains any model, and knows nothing of tokens:
 
-    task.py          what is trained: layers, a loss, batches (language/task.py: text)
+    task, shard      what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
+    task_file        a task from a file       task_calls       how it is called: errors, batches one step ahead
     options, config  what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop
     progress, resume, survival       the state of a training; checkpoints; going on when ranks die
@@ -13,32 +14,41 @@ The room trains any model, and knows nothing of tokens:
 
 from importlib import import_module
 
-from mpipipe.train.config import TaskConfig, read_keys, toml_line
+from mpipipe.train.config import TaskConfig
+from mpipipe.train.config import read_keys as read_keys
+from mpipipe.train.config import toml_line as toml_line
 from mpipipe.train.options import INSTEAD, PLANNED
 from mpipipe.train.output_folder import shared_path
 from mpipipe.train.provenance import absolute
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
 from mpipipe.train.setup import check_same_config, run
+from mpipipe.train.shard import Shard
 from mpipipe.train.sinks import MOST_BYTES, NAME
-from mpipipe.train.task import Pair, Task, too_few_pieces
+from mpipipe.train.task import Pair as Pair
+from mpipipe.train.task import Task
+from mpipipe.train.task import too_few_pieces as too_few_pieces
+from mpipipe.train.task_calls import TaskLoss as TaskLoss
+from mpipipe.train.task_calls import layers_of as layers_of
+from mpipipe.train.task_calls import outline as outline
+from mpipipe.train.task_file import TaskFileConfig as TaskFileConfig
+from mpipipe.train.task_file import load_task as load_task
 from mpipipe.train.training_plan import (
     MemoryEstimate,
     check_actions,
-    estimate_memory,
+    estimate_task,
     measured_ranks,
-    mesh_of,
+    on_paper,
     pipe_of,
     plans_on_paper,
     predicted,
-    problem_of,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.language import TrainConfig, train
 
-__all__ = ["Record", "TrainConfig", "train"]
+__all__ = ["Record", "Shard", "Task", "TaskConfig", "TrainConfig", "run", "train"]
 
 
 def __getattr__(name: str) -> object:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from mpipipe import files
 from mpipipe.errors import ConfigError
-from mpipipe.options import key_of, read_fields
+from mpipipe.options import document, key_of, read_fields
 from mpipipe.schedules import is_path
 from mpipipe.text import as_word, near
 from mpipipe.train.options import INSTEAD, OTHER_NAMES, PLANNED, ParallelOptions, RunOptions, is_table
@@ -27,6 +27,11 @@ class TaskConfig(RunOptions, ParallelOptions):
 
     Field names are the keys of a TOML file and, with dashes, the flags of a command. Texts with a meaning of their own,
     such as a partition, may be given as texts.
+
+    Raises
+    ------
+    ConfigError
+        For a value of the wrong type or out of its range.
     """
 
     other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
@@ -87,6 +92,9 @@ class TaskConfig(RunOptions, ParallelOptions):
             expected=" or ".join(meant) or ", ".join(names.values()),
             remedy=instead or "`mpipipe train --help` explains each",
         )
+
+
+document(TaskConfig)
 
 
 def _check_together(config: TaskConfig) -> None:

@@ -52,8 +52,9 @@ class ParallelOptions:
     heading: ClassVar[str] = "parallel"
 
     pipe: int | None = option(None, "ranks of one pipeline; default: all that seq leaves", least=1)
-    seq: int = option(1, "ranks that share each sequence, by ring attention; a replica has pipe x seq ranks", least=1)
-    layout: str = option("zigzag", "which positions each of them holds", choices=("zigzag", "contiguous", "striped"))
+    seq: int = option(
+        1, "ranks that share each sequence or field, as by ring attention; a replica has pipe x seq ranks", least=1
+    )
     schedule: str = option(
         "one_f_one_b",
         "schedule; others: gpipe, interleaved_1f1b, looped_bfs, zero_bubble_h1, zero_bubble_2p, "

@@ -15,6 +15,7 @@ from mpipipe.nn import Stage, announce_write
 from mpipipe.pipeline import Pipeline
 from mpipipe.train.options import TrainingOptions
 from mpipipe.train.report import Record
+from mpipipe.train.task import Task
 
 Outcome: TypeAlias = "tuple[float, float, float | None]"  # of a step: loss, learning rate, norm
 Scalars: TypeAlias = tuple[float, int, int, int]  # of the loss scaler: scale, good, skipped; and steps of the pipeline
@@ -31,9 +32,9 @@ class Progress:
     in_memory : whether the state comes from ranks that live on: no checkpoint may hold it
     """
 
-    def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh) -> None:
+    def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh, task: Task) -> None:
         self.pipeline, self.mesh = pipeline, mesh
-        self.optimizer = make_optimizer(config, pipeline)
+        self.optimizer = make_optimizer(config, pipeline, task)
         self.scaler = make_scaler(config)
         self.step, self.record = 0, Record(0)
         self.outcome: Outcome = 0.0, 0.0, None
@@ -68,7 +69,7 @@ class Progress:
 
     def _restore(self, found: Checkpoint) -> None:
         state = found.state
-        scale, record = state["loss_scale"], Record(**state["record"])
+        scale, record = state["loss_scale"], Record.of(state["record"])
         if any(type(value) not in (int, float) for value in record.facts().values()):
             raise ValueError("the record has something else than numbers")
         optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
@@ -84,11 +85,15 @@ def _count(value: Any) -> int:
     return value
 
 
-def make_optimizer(config: TrainingOptions, pipeline: Pipeline) -> optim.AdamW | optim.SGD:
-    """Return the optimizer that a configuration asks for."""
+def make_optimizer(config: TrainingOptions, pipeline: Pipeline, task: Task) -> Any:
+    """Return the optimizer of a task's own, or the one that a configuration asks for."""
+    own = task.optimizer(pipeline.stages, config)
+    if own is not None:
+        return own
+    common: Any = {"weight_decay": config.weight_decay, "groups": task.groups}
     if config.optimizer == "adamw":
-        return optim.AdamW(pipeline.stages, config.lr, weight_decay=config.weight_decay)
-    return optim.SGD(pipeline.stages, config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        return optim.AdamW(pipeline.stages, config.lr, **common)
+    return optim.SGD(pipeline.stages, config.lr, momentum=config.momentum, **common)
 
 
 def make_scaler(config: TrainingOptions) -> optim.LossScaler:

@@ -21,7 +21,7 @@ from mpipipe import files
 from mpipipe.options import written
 from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
-from mpipipe.train.task import Task
+from mpipipe.train.task import Task, TaskSource
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 # every file that a training may write before its first checkpoint, except metrics.jsonl
@@ -38,7 +38,7 @@ def is_ours(name: str) -> bool:
     return OURS.fullmatch(name) is not None
 
 
-def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> dict[str, Any]:
+def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int, out: Path) -> dict[str, Any]:
     """Return the configuration as keys of a file, in which open options have the values of this training.
 
     Paths are absolute, so that the file works in any working folder. A training with these keys begins anew: `out` is
@@ -46,6 +46,9 @@ def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe:
     """
     given = {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
     values = task.resolve(written(config) | given)
+    if task.file is not None:
+        values["task"] = f"{out / task.file.path.name}:{task.file.name}"
+        values.pop("changed_task", None)
     values["resume"] = None if values["resume"] in ("auto", "no") else absolute(values["resume"])
     return {name.rstrip("_"): value for name, value in values.items() if value is not None and name != "out"}
 
@@ -55,14 +58,27 @@ def absolute(path: str) -> str:
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
-def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], given: str | None = None) -> None:
-    """Write both files on rank 0; `given` is the fingerprint of data that no key can name. Raises OSError."""
+def write(
+    out: Path,
+    keys: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    given: str | None = None,
+    source: TaskSource | None = None,
+) -> None:
+    """Write both files on rank 0, and a copy of the file of the task; `given` is the fingerprint of data without a key.
+
+    Raises OSError.
+    """
     command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config {shlex.quote(str(out / CONFIG))}"
     content = f"# This training as it was resolved. Train it again:\n#   {command} --out NEW\n"
     if given is not None:
         content += f"# but for the data, which the caller of train handed over: fingerprint {given}\n"
     content += "".join(toml_line(*key) for key in keys.items())
     _replace(out / CONFIG, content, lambda content: content)
+    if source is not None:
+        facts = {"file": str(source.path), "class": source.name, "sha256": source.checksum}
+        environment = {**environment, "task": facts}
+        _replace(out / source.path.name, source.content.decode(), lambda content: content)
     _replace(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n", _lasting)
 
 

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,6 +46,8 @@ class Record:
         Where the loss scale is dynamic: the factor on the gradients of the next step, and steps skipped so far.
     bits_per_byte, validation_bits_per_byte : float, optional
         The two losses in bits per byte of text, where it is known how many bytes the tokens stand for.
+    metrics : mapping of str to float
+        Further numbers of the validation, by name, where the task has some.
     """
 
     step: int
@@ -60,6 +62,19 @@ class Record:
     skipped: int | None = None
     bits_per_byte: float | None = None
     validation_bits_per_byte: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, float]) -> Record:
+        """Return the record with these facts.
+
+        Parameters
+        ----------
+        facts : mapping of str to float
+            As `facts` returns them.
+        """
+        known: dict[str, Any] = {name: value for name, value in facts.items() if name in FIELDS}
+        return cls(**known, metrics={name: value for name, value in facts.items() if name not in FIELDS})
 
     def facts(self) -> dict[str, float]:
         """Return what was measured, by name.
@@ -67,9 +82,13 @@ class Record:
         Returns
         -------
         dict
-            The fields that are not None, in their order.
+            The fields that are not None, in their order, and the metrics.
         """
-        return {name: value for name, value in vars(self).items() if value is not None}
+        own = {name: value for name, value in vars(self).items() if value is not None and name in FIELDS}
+        return {**own, **{name: value for name, value in self.metrics.items() if name not in FIELDS}}
+
+
+FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics")
 
 
 # How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a line that would be
@@ -80,14 +99,16 @@ LEFT_OUT = ("lr", "skipped", "grad_norm", "loss_scale", "bits_per_byte")
 VALIDATION = {"validation": "validation {:.4f}", "validation_bits_per_byte": "bits/byte {:.4f}"}
 
 # How the last line of a training writes them.
-LAST = {"loss": "loss={:.4f}", "validation": "validation={:.4f}", "tokens_per_second": "tokens/s={:.0f}",
+LAST = {"loss": "loss={:.4f}", "validation": "validation={:.4f}", "tokens_per_second": "{unit}/s={:.0f}",
         "bubble": "bubble={:.4f}", "predicted": "predicted={:.4f}"}  # fmt: skip
 
 
-def summary(record: Record) -> str:
-    """Return what the last line of a training says of a record."""
+def summary(record: Record, unit: str = "tokens") -> str:
+    """Return what the last line of a training says of a record; bytes count as tokens."""
     facts = record.facts()
-    return "".join(f" {form.format(facts[name])}" for name, form in LAST.items() if name in facts)
+    named = "".join(f" {name}={value:.4g}" for name, value in record.metrics.items())
+    unit = "tokens" if unit == "bytes" else unit
+    return "".join(f" {form.format(facts[name], unit=unit)}" for name, form in LAST.items() if name in facts) + named
 
 
 def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
@@ -108,7 +129,8 @@ def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
                 forms.pop(name, None)
         lines.append(line(forms, *more))
     if record.validation is not None:
-        lines.append(line({name: form for name, form in VALIDATION.items() if name in facts}))
+        named = (f"{name} {value:.4g}" for name, value in record.metrics.items())
+        lines.append(line({name: form for name, form in VALIDATION.items() if name in facts}, *named))
     return lines
 
 
@@ -153,9 +175,9 @@ class Reporter:
         self.pace = Pace(steps, done or 0)
         self.measured = 0  # records with a bubble
 
-    def open_sinks(self, names: Sequence[str], configuration: Mapping[str, Any]) -> None:
+    def open_sinks(self, names: Sequence[str], configuration: Mapping[str, Any], more: Sequence[str] = ()) -> None:
         """Hand records to these sinks from now on. The sinks find the records of earlier starts in metrics.jsonl."""
-        columns = (*(entry.name for entry in fields(Record)), "time", "seconds")
+        columns = (*FIELDS, *more, "time", "seconds")
         self.sinks = Sinks(names, SinkContext(self.out, self.pace.before, columns, configuration), self.warn)
 
     def say(self, text: str) -> None:

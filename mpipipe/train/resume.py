@@ -114,7 +114,15 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
             remedy=f"what may change over a resume is {', '.join(others)}; give all else as it was, or begin "
             "a new training with --init",
         )
-    if fingerprint != now["fingerprint"]:
+    if task.file is not None and fingerprint and fingerprint != now["fingerprint"]:
+        if not getattr(config, "changed_task", False):
+            raise ConfigError(
+                f"{task.file.path.name} has changed since the checkpoint",
+                found=f"{task.file.path} with SHA-256 {task.file.checksum[:12]}",
+                expected=f"{fingerprint[:12]}, as in {place}; a copy is in {place_of_copy(found, task)}",
+                remedy="resume with the file as it was, or say that it is meant with --changed-task",
+            )
+    elif fingerprint != now["fingerprint"]:
         raise ConfigError(
             "the checkpoint is of a training on other data",
             found=f"fingerprint {now['fingerprint']}",
@@ -128,6 +136,12 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
             expected=f"at most steps = {config.steps}",
             remedy="raise steps, or resume an earlier checkpoint",
         )
+
+
+def place_of_copy(found: Checkpoint, task: Task) -> Path:
+    """Return where a run folder has the copy of the file of its task."""
+    assert task.file is not None
+    return found.path.parent.parent / task.file.path.name
 
 
 def _others(config: TaskConfig) -> list[str]:
@@ -151,7 +165,7 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
     return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 
-# -- The checkpoints of a training while it runs: written behind it, and what happens where that fails ----------------
+# -- The checkpoints of a training while it runs: written meanwhile, and what happens where that fails ----------------
 
 
 AGAIN = "the training goes on, and tries again at the next save"

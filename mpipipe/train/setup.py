@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 from mpipipe import arrays, environment, optim
 from mpipipe.attention import kernels
-from mpipipe.checkpoint import Checkpoint, released_at_end
+from mpipipe.checkpoint import Checkpoint, check_replicas, released_at_end
 from mpipipe.comm import Mesh, select_device
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, runtime, watching
 from mpipipe.pipeline import Pipeline
@@ -20,9 +20,10 @@ from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
+from mpipipe.train.task_calls import Reader, TaskLoss, rehearse
 from mpipipe.train.tracing import Tracing, trace_folder
 from mpipipe.train.trainer import Trainer
-from mpipipe.train.training_plan import best_plan, pipe_of, plan_layers, problem_of, with_order
+from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, with_order
 
 
 def check_same_config(group: RankGroup, config: TaskConfig) -> None:
@@ -36,9 +37,26 @@ def check_same_config(group: RankGroup, config: TaskConfig) -> None:
 
 
 def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Record:
-    """Train a task on all ranks of a communicator, COMM_WORLD by default; collective.
+    """Train a task on all ranks of a communicator; collective.
 
-    Returns the state at the end of the training. `train`, which does it for text, says what is raised when.
+    Parameters
+    ----------
+    task : Task
+        What is trained; an object of its own on every rank.
+    config : TaskConfig
+        The same on every rank. A relative path in it begins in the working folder of rank 0.
+    comm : communicator, optional
+        The ranks, COMM_WORLD by default. It is duplicated.
+
+    Returns
+    -------
+    Record
+        The state at the end of the training.
+
+    Raises
+    ------
+    MpipipeError
+        As `train`, which does it for text.
     """
     comm = runtime.resolve(comm)
     group = group_of(comm)
@@ -74,32 +92,37 @@ def _train(
     with ExitStack() as stack:
         stack.enter_context(arrays.own_stream(device))
         task.find_data(group)
+        shard, layers = make_shard(config, task, mesh)
         if config.plan == "auto":
-            config, chosen = best_plan(config, task, mesh, device)
+            config, chosen = best_plan(config, task, mesh, device, shard)
         plan = make_plan(config, task, mesh, device)
         task.open_data(plan, mesh)
         start = None if survivor else resume.find_start(config, task, mesh, out)
-        with group.raise_together("train: the shards of sequences"):
-            shard = task.shard(mesh.seq, plan.schedule.microbatches)
         with group.raise_together("train: the stages"):
             kernels.check_choice(device)
-            layers = task.layers(shard)
             stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
-            loss = task.loss_for(stages[-1], plan.microbatch_rows, shard)
+            loss = task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(task)
+        del layers
         pipeline = stack.enter_context(
             Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas)
         )
         norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
-        progress = Progress(config, pipeline, mesh)
+        with group.raise_together("train: the optimizer"):
+            progress = Progress(config, pipeline, mesh, task)
         if survivor:
             survivor.restore(progress)
         elif start is not None:
             progress.load(start)
         else:
             task.load(stages, mesh)
+        named: Sequence[str] = ()  # metrics of the task
+        reader = Reader(task, shard, plan, mesh, config.steps)
+        if task.rehearses and survivor is None:
+            check_replicas(mesh, stages)  # values that were drawn without the seed
+            named = rehearse(task, reader, pipeline, mesh, progress.step, loss)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
         make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-        reporter = _reporter(config, task, plan, mesh, device, out, make)
+        reporter = _reporter(config, task, plan, mesh, device, out, make=make, named=named)
         stack.enter_context(reporter)
         preemption = stack.enter_context(
             Preemption(
@@ -118,6 +141,8 @@ def _train(
             plan,
             progress,
             shard=shard,
+            reader=reader,
+            loss=loss,
             norm=norm,
             preemption=preemption,
             reporter=reporter,
@@ -159,12 +184,20 @@ def make_reporter(
         goes_on = None if config.resume == "no" else step
         reporter = Reporter(config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on)
     for path in aside:
-        reporter.say(f"mpipipe: a checkpoint behind the one that is resumed is now called {path}")
+        reporter.say(f"mpipipe: a checkpoint after the one that is resumed is now called {path}")
     return reporter
 
 
 def _reporter(
-    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, device: str, out: Path, make: Callable[..., Reporter]
+    config: TaskConfig,
+    task: Task,
+    plan: LayerPlan,
+    mesh: Mesh,
+    device: str,
+    out: Path,
+    *,
+    make: Callable[..., Reporter],
+    named: Sequence[str],
 ) -> Reporter | NullReporter:
     """Make the reporter, on rank 0 by `make`, and write down what the training depends on; collective."""
     surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
@@ -172,12 +205,12 @@ def _reporter(
         if surroundings is None:  # not on rank 0
             return NullReporter()
         reporter = make(task.unit, surroundings["oversubscribed"])
-        keys = provenance.resolved(config, task, plan, device, mesh.pipe.size)
+        keys = provenance.resolved(config, task, plan, device, mesh.pipe.size, out)
         try:
-            provenance.write(out, keys, surroundings, task.handed_over)
+            provenance.write(out, keys, surroundings, task.handed_over, task.file)
         except OSError as error:
             reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
-        reporter.open_sinks(config.metrics_to, keys)
+        reporter.open_sinks(config.metrics_to, keys, named)
         return reporter
 
 

@@ -5,13 +5,14 @@ The loop, the run folder, checkpoints, resume and plans are written for a `Task`
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from mpipipe import nn
+from mpipipe import checkpoint, nn, optim
+from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup
@@ -19,125 +20,345 @@ from mpipipe.nn import Parameter, frozen_names
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
+from mpipipe.train.shard import Shard
 
-Pair: TypeAlias = "tuple[np.ndarray, np.ndarray]"  # inputs and targets
+Described: TypeAlias = "Mapping[str, Parameter]"
+Facts: TypeAlias = "dict[str, Any]"
+Layers: TypeAlias = "list[Any]"
+Loss: TypeAlias = "Callable[..., Any]"
+Numbers: TypeAlias = "Sequence[float]"
+Pair: TypeAlias = "tuple[Any, Any]"  # inputs and targets; what `Task.begin` takes may follow
+Named: TypeAlias = "Mapping[str, float]"
+Stages: TypeAlias = "Sequence[nn.Stage]"
+
+ASKED = ("layers", "loss", "batch", "validation")  # what a task has to have
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """The file that a task was loaded from, as it was then, and the name of its class."""
+
+    path: Path
+    name: str
+    content: bytes
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the file."""
+        return hashlib.sha256(self.content).hexdigest()
 
 
 class Task:
-    """What is trained; every rank has one object. A training calls the methods in the order in which they stand here.
+    """What is trained. A task of your own has `layers`, `loss`, `batch` and `validation`; all else has a default.
 
-    unit : what the samples are counted in
-    units : of them in one sample
-    freeze : patterns of names of parameters that stay as they are
-    folders : in the output folder, which the task replaces at the end
-    everywhere : whether `batch` and `validation` are called on the ranks of middle stages, too
-    copies : whether the model is copied at the end, for a sample
+    Every rank has one object, and calls the same methods in the same order, unless a method says otherwise. An error in
+    one of them ends the training on all ranks.
+
+    Attributes
+    ----------
+    layout : str
+        Which positions of a sample a rank of `seq` holds: "contiguous", "zigzag" or "striped".
+    unit, units : str, int
+        What the samples are counted in, and how many of these one sample has.
+    freeze : sequence of str
+        Patterns of names of parameters that stay as they are, as for `nn.Stage`.
+    groups : sequence of optim.Group
+        Parameters with a learning rate or a weight decay of their own.
+    everywhere, rehearses : bool
+        Whether `batch` and `validation` are called on the ranks of middle stages, too. Whether a batch runs forward
+        before the run folder is touched.
+    folders, copies : tuple of str, bool
+        Folders in the run folder that `save` replaces. Whether `sample` copies the model.
+    outline, file : list of Layer, TaskSource
+        The layers on paper, set before anything that asks for them; and the file that the task was loaded from.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> from mpipipe.job import inprocess
+    >>> from mpipipe.train import Task, TaskConfig, run
+    >>> class Shift(Task):
+    ...     def layers(self, shard):
+    ...         return [nn.Linear(4, 16), nn.Gelu(), nn.Linear(16, 4)]
+    ...     def loss(self, output, target):
+    ...         return nn.mean_squared_error(output, target)
+    ...     def batch(self, step, rows, shard):
+    ...         fields = np.random.default_rng(step).normal(size=(64, 4)).astype(np.float32)[rows]
+    ...         return fields, np.roll(fields, 1, axis=1)
+    ...     def validation(self, index, rows, shard):
+    ...         return self.batch(10_000 + index, rows, shard)
+    >>> config = TaskConfig(batch=8, steps=20, device="cpu", out=tempfile.mkdtemp())
+    >>> inprocess.run(2, lambda comm: run(Shift(), config, comm))[0].step  # doctest: +ELLIPSIS
+    mpipipe: 2 ranks = pipe 2 x data 1 x seq 1; one_f_one_b, 2 stages, 8 micro-batches
+    ...
+    20
     """
 
+    layout = "contiguous"
     unit = "samples"
     units = 1
     freeze: Sequence[str] = ()
-    folders: tuple[str, ...] = ()
+    groups: Sequence[optim.Group] = ()
     everywhere = False
+    rehearses = True
+    folders: tuple[str, ...] = ("weights",)
     copies = False
+    outline: Sequence[nn.Layer] = ()
+    file: TaskSource | None = None
 
-    # -- the model, on paper ------------------------------------------------------------------------------------
+    # -- what a task of your own has
+
+    def layers(self, shard: Shard) -> Layers:
+        """Make the whole model, in order; collective over `shard.comm`.
+
+        Parameters
+        ----------
+        shard : Shard
+            This rank's share of each sample.
+
+        Returns
+        -------
+        list
+            Of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of functions without arguments
+            that make one of these. What a function makes is made on the ranks that need it alone.
+        """
+        raise NotImplementedError
+
+    def loss(self, output: Tree, target: Tree) -> tuple[Any, Any]:
+        """Return the loss of a micro-batch and its gradient. May as well be an attribute: a loss of `nn` or `adapters`.
+
+        Parameters
+        ----------
+        output, target : array, or tuple or dict of arrays
+            What the last layer returned, and the targets of the micro-batch.
+
+        Returns
+        -------
+        value, doutput : float, array
+            A mean over the micro-batch, and its gradient, shaped as the output. A third value is its weight: how many
+            things it is a mean over. Without it a micro-batch counts by the entries of its target.
+        """
+        raise NotImplementedError
+
+    def batch(self, step: int, rows: range, shard: Shard) -> Pair:
+        """Return inputs and targets of these rows of the batch of a step. Called in a thread, one step ahead.
+
+        Parameters
+        ----------
+        step : int
+            Number of the step, from 0. The batch depends on it alone, or a resumed training has other batches.
+        rows : range
+            Indices of the rows that are wanted, in the whole batch.
+        shard : Shard
+            This rank's share of each row.
+
+        Returns
+        -------
+        inputs, targets : array, or tuple or dict of arrays
+            On the host, with len(rows) rows.
+        """
+        raise NotImplementedError
+
+    def validation(self, index: int, rows: range, shard: Shard) -> Pair:
+        """Return the same of a batch of the validation.
+
+        Parameters
+        ----------
+        index : int
+            Number of the batch, from 0.
+        rows, shard : range, Shard
+            As for `batch`.
+
+        Returns
+        -------
+        inputs, targets : array, or tuple or dict of arrays
+            As for `batch`.
+        """
+        raise NotImplementedError
+
+    # -- what it may have
+
+    def metrics(self, output: Tree, target: Tree) -> Named:
+        """Return further numbers of a micro-batch of the validation, by name: each a mean over it."""
+        return {}
+
+    def show(self, output: Tree, target: Tree, shard: Shard) -> str:
+        """Show what the trained model makes of the first micro-batch of the validation.
+
+        Parameters
+        ----------
+        output, target : array, or tuple or dict of arrays
+            Of that micro-batch.
+        shard : Shard
+            This rank's share; called on the ranks of the last stage of the first replica, so that they can put the
+            `whole` together.
+
+        Returns
+        -------
+        str
+            Lines for the end of the training, those of the first of these ranks; "" for none.
+        """
+        return ""
+
+    def optimizer(self, stages: Stages, config: Any) -> Any:
+        """Return an optimizer in place of the one that the options name; None for that.
+
+        Parameters
+        ----------
+        stages, config : sequence of Stage, TaskConfig
+            The stages of this rank, and the configuration of the training.
+
+        Returns
+        -------
+        object or None
+            With `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as `optim.AdamW`.
+        """
+        return None
+
+    def costs(self) -> Numbers:
+        """Return the operations of each layer, in any unit, by which stages are cut; by default all are alike."""
+        return [1.0] * len(self.outline)
+
+    # -- how the room asks: the model, on paper
 
     def find_data(self, group: RankGroup) -> None:
         """Find out what the data are, without opening them; collective."""
 
-    def layers(self, shard: Any) -> list[nn.Layer]:
-        """Make the whole model, in order, for a rank with this share of each sample; None: for one that has all."""
-        raise NotImplementedError
+    def shard(self, comm: Communicator, size: int) -> Shard:
+        """Make this rank's share of each sample, which `size` ranks divide; on paper the single rank of `comm`."""
+        return Shard(comm, self.layout, size)
 
-    def costs(self) -> Sequence[float]:
-        """Return the operations of each layer, in any unit."""
-        return [1.0] * len(self.layers(None))
-
-    def trained(self) -> Mapping[str, Parameter]:
+    def trained(self) -> Described:
         """Return the parameters that are trained, by name."""
-        everything = declared(self.layers(None))
-        frozen = frozen_names(everything, self.freeze)
+        everything = declared(self.outline)
+        frozen = frozen_names(everything, tuple(self.freeze))
         return {name: parameter for name, parameter in everything.items() if name not in frozen}
 
     def check_stages(self, stages: int) -> None:
         """Raise ConfigError if the model cannot be cut into this number of stages."""
         count = len(self.costs())
         if count < stages:
-            raise too_few_pieces(f"{count} pieces", stages, "use fewer ranks or chunks")
+            raise too_few_pieces(counted(count, "layer"), stages, "use fewer ranks or chunks")
 
-    def planning_facts(self) -> dict[str, Any]:
+    def planning_facts(self) -> Facts:
         """Return what measured times hold for, besides the layers and the options of the mesh."""
         return {}
 
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
-        """Return bytes of inputs and targets of a sample, and of what a layer hands to the next for these rows.
+        """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for what is not known.
 
-        A training is refused where what it surely needs exceeds the memory; 0 is what is not known.
+        Parameters
+        ----------
+        rows, dtype : int, str
+            Rows of a micro-batch, and what the training computes in.
+
+        Returns
+        -------
+        tuple of int
+            A training is refused where what it surely needs exceeds the memory.
         """
         return 0, 0
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         """Raise an error where the training could not come to its end; all ranks do the same."""
 
-    # -- data ---------------------------------------------------------------------------------------------------
+    # -- data
 
     def open_data(self, plan: LayerPlan, mesh: Mesh) -> None:
         """Open the data on the ranks that read them; collective."""
 
-    def shard(self, comm: Communicator, microbatches: int) -> Any:
-        """Return this rank's share of each sample, which the ranks of `comm` share; collective."""
-        return None
+    def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:
+        """Return inputs and targets as they may come, for measurements.
 
-    def example(self, rows: int, microbatches: int, shard: Any) -> Pair:
-        """Return inputs and targets as they may come, for measurements."""
-        return self.batch(0, range(rows), shard)
+        Parameters
+        ----------
+        rows, microbatches, shard : int, int, Shard
+            Rows of all micro-batches, how many there are, and this rank's share.
 
-    def batch(self, step: int, rows: range, shard: Any) -> Pair:
-        """Return inputs and targets of these rows of the batch of a step."""
-        raise NotImplementedError
+        Returns
+        -------
+        inputs, targets : array, or tuple or dict of arrays
+            As of `batch`.
+        """
+        raise NotImplementedError  # `batch` gives them
 
-    def validation(self, index: int, rows: range, shard: Any) -> Pair:
-        """Return the same of a batch of the validation."""
-        raise NotImplementedError
+    def begin(self, more: Any) -> None:
+        """Take what `batch` or `validation` returned besides inputs and targets, before the call that it is for."""
 
     @property
     def fingerprint(self) -> str:
-        """What tells the data from others."""
-        return ""
+        """What tells task and data from others, over a resume."""
+        return "" if self.file is None else self.file.checksum
 
-    # -- the model, on this rank --------------------------------------------------------------------------------
+    # -- the model, on this rank
 
-    def loss(self, output: Any, target: Any, factor: float = 1.0) -> tuple[Any, Any]:
-        """Return the loss of a micro-batch, and the gradient of its output times `factor`."""
-        raise NotImplementedError
+    def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Loss | None:
+        """Return the loss after a stage; None for `loss`.
 
-    def loss_for(self, stage: nn.Stage, rows: int, shard: Any) -> Callable[..., Any]:
-        """Return the loss after a stage, for micro-batches of this number of rows."""
-        return self.loss
+        Parameters
+        ----------
+        stage, rows, shard : Stage, int, Shard
+            The last stage, rows of a micro-batch, and this rank's share.
 
-    def message_shape(self, rows: int, shard: Any) -> tuple[int, ...]:
-        """Return the shape of what a stage hands to the next for these rows, for measurements."""
-        return (rows,)
+        Returns
+        -------
+        callable or None
+            A loss as of `Pipeline`.
+        """
+        return None
 
-    def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        """Set the parameters with which a new training begins, where they are not those that were drawn; collective."""
+    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
+        """Return the shape of what a stage hands to the next, for measurements.
 
-    # -- what is said and written -------------------------------------------------------------------------------
+        Parameters
+        ----------
+        rows, shard : int, Shard
+            Rows of a micro-batch, and this rank's share.
 
-    def sizes(self) -> dict[str, Any]:
+        Returns
+        -------
+        tuple of int or None
+            None: the largest one is measured.
+        """
+        return None
+
+    def load(self, stages: Stages, mesh: Mesh) -> None:
+        """Set the parameters with which a new training begins, where they are not those that were drawn; collective.
+
+        Parameters
+        ----------
+        stages, mesh : sequence of Stage, Mesh
+            The stages of this rank, and all ranks.
+        """
+
+    # -- what is said and written
+
+    def sizes(self) -> Facts:
         """Return what the model is, as plain values by name, for checkpoints."""
         return {}
 
-    def compared(self, sizes: dict[str, Any]) -> dict[str, Any]:
+    def compared(self, sizes: Facts) -> Facts:
         """Return what of such sizes must be the same in a training and in the checkpoint that it continues from."""
         return sizes
 
     def unfinished(self, out: Path) -> set[str]:
-        """Return names of what a training leaves in its output folder that ended while it wrote them."""
-        return set()
+        """Return names of what a training leaves in its output folder that ended while it wrote them.
 
-    def resolve(self, keys: dict[str, Any]) -> dict[str, Any]:
+        Parameters
+        ----------
+        out : Path
+            The output folder.
+
+        Returns
+        -------
+        set of str
+            Names within it.
+        """
+        return set() if self.file is None else {path.name for path in out.glob(f"{self.file.path.stem}*.py*")}
+
+    def resolve(self, keys: Facts) -> Facts:
         """Return the options of a training with those of the task filled in, and its paths absolute."""
         return keys
 
@@ -148,25 +369,45 @@ class Task:
 
     def description(self, place: str) -> str:
         """Return what is trained, in a line; `place` is what computes: CPUs or GPUs."""
-        return f"{parameters_of(self.layers(None)):,} parameters on {place}"
+        count, trained = parameters_of(self.outline), sum(entry.size for entry in self.trained().values())
+        part = "" if trained == count else f" of which {trained:,} are trained"
+        return f"{type(self).__name__}: {count:,} parameters{part} on {place}"
 
     def beginning(self) -> str:
         """Return where the weights come from with which the training begins; "" where they are drawn."""
         return ""
 
-    def metrics(self, loss: float | None, validation: float | None) -> dict[str, Any]:
-        """Return further numbers of a record, by the names of its fields."""
+    def derived(self, loss: float | None, validation: float | None) -> Facts:
+        """Return further fields of a record, from the losses."""
         return {}
 
-    def summary(self, record: Mapping[str, float]) -> str:
+    def summary(self, record: Named) -> str:
         """Return what the last line says besides, from the facts of the last record."""
         return ""
 
-    def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        """Write the model at the end; collective."""
+    def save(self, out: Path, plan: LayerPlan, stages: Stages, mesh: Mesh) -> None:
+        """Write the model at the end; collective.
 
-    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Any) -> str:
-        """Return what the trained model makes, as text to show; collective."""
+        Parameters
+        ----------
+        out, plan, stages, mesh : Path, LayerPlan, sequence of Stage, Mesh
+            The output folder, the cut of the model, the stages of this rank, and all ranks.
+        """
+        checkpoint.save(out / "weights", mesh, stages, step=0, keep=1)
+
+    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
+        """Return what the trained model makes, as text to show, where that is not what `show` returns; collective.
+
+        Parameters
+        ----------
+        plan, pipeline, mesh, shard : LayerPlan, Pipeline, Mesh, Shard
+            As they were in the training.
+
+        Returns
+        -------
+        str
+            The text of rank 0.
+        """
         return ""
 
 

@@ -62,6 +62,10 @@ class Tracing:
         """Mark the optimizer of the step under way."""
         return nullcontext() if self.recording is None else self.recording.optimizer()
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Mark the wait for the batch of the step that comes."""
+        return nullcontext() if self.recording is None else self.recording.reading()
+
     def end_step(self) -> None:
         """Write the trace once enough steps are recorded; collective."""
         self.made += 1

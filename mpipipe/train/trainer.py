@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,10 @@ from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
-from mpipipe.train.task import Pair, Task
+from mpipipe.train.shard import Shard
+from mpipipe.train.task import Task
+from mpipipe.train.task_calls import Reader, scores_of, shown
 from mpipipe.train.tracing import Tracing
-
-Share: TypeAlias = "tuple[np.ndarray | None, np.ndarray | None]"  # inputs and targets, None if they do not belong
 
 
 class Trainer:
@@ -43,7 +43,9 @@ class Trainer:
         plan: LayerPlan,
         progress: Progress,
         *,
-        shard: Any,
+        shard: Shard,
+        reader: Reader,
+        loss: Callable[..., Any],
         norm: optim.GlobalNorm,
         preemption: Preemption,
         reporter: Reporter | NullReporter,
@@ -51,6 +53,7 @@ class Trainer:
         out: Path,
     ) -> None:
         self.config, self.task, self.mesh, self.plan, self.progress = config, task, mesh, plan, progress
+        self.reader, self.scores = reader, scores_of(task, loss)
         self.shard, self.norm, self.preemption, self.reporter = shard, norm, preemption, reporter
         self.tracing, self.out = tracing, out
         self.group = group_of(mesh.comm)
@@ -61,6 +64,7 @@ class Trainer:
         # steps, and seconds in them: by the host's clock, busy and elapsed as the pipeline measured; since the last
         # record, and in all
         self.times = np.zeros((2, 4))
+        self.named: dict[str, float] = {}
         self.step_barrier = StepBarrier(progress, self.group, config.survive)
 
     def run(self) -> Record:
@@ -71,12 +75,13 @@ class Trainer:
         place = "CPUs" if progress.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(introduction(config, task, self.plan, self.mesh, place=place, out=self.out))
         if progress.step:
-            self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
+            self.reporter.say(f"mpipipe: goes on after step {progress.step}")
         elif task.beginning():
             self.reporter.say(f"mpipipe: begins with {task.beginning()}")
         if progress.reported < 0:
             validation = self.validate()
-            self._report(Record(0, validation=validation, **task.metrics(None, validation)))
+            more = task.derived(None, validation)
+            self._report(Record(0, validation=validation, metrics=self.named, **more))
             progress.reported = 0
         elif progress.reported < progress.step:  # ranks have died meanwhile
             self._after_step()
@@ -98,8 +103,8 @@ class Trainer:
         validated = done % config.eval_every == 0 or done == config.steps
         if validated or done == 1 or done % config.log_every == 0:
             validation = self.validate() if validated else None
-            more = self.speed(self.times[0]) | progress.scaling() | self.task.metrics(loss, validation)
-            self._report(Record(done, loss, validation, lr, norm, **more))
+            more = self.speed(self.times[0]) | progress.scaling() | self.task.derived(loss, validation)
+            self._report(Record(done, loss, validation, lr, norm, metrics=self.named if validated else {}, **more))
             self.times[0] = 0
         leaves = done < config.steps and self.preemption.due(self.checkpoints.saver.in_flight)
         self.checkpoints.follow(leaves)
@@ -126,15 +131,16 @@ class Trainer:
         record = self.progress.record
         if record.validation is None:  # a training that was resumed at its end, which was no end before
             validation = self.validate()
-            more = task.metrics(record.loss, validation)
-            record = replace(record, step=self.progress.step, validation=validation, **more)
+            more = task.derived(record.loss, validation)
+            record = replace(record, step=self.progress.step, validation=validation, metrics=self.named, **more)
         task.save(self.out, self.plan, pipeline.stages, self.mesh)
         self.reporter.draw_losses()
         sample = task.sample(self.plan, pipeline, self.mesh, self.shard)
+        sample = sample or shown(task, self.plan, pipeline, self.mesh, self.shard)
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))
-        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record)}{task.summary(record.facts())}")
+        self.reporter.say(f"mpipipe: ok steps={record.step}{summary(record, task.unit)}{task.summary(record.facts())}")
         return record
 
     def whereabouts(self) -> str:
@@ -155,12 +161,14 @@ class Trainer:
         config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
         self.step_barrier.begin(step)
         self.tracing.begin_step(config.steps - step)
-        pending = pipeline.launch(*self._share(self.task.batch, step), scale=self.progress.scaler.scale)
+        with self.tracing.reading():
+            batch = self.reader.batch(step)
+        pending = pipeline.launch(*batch, scale=self.progress.scaler.scale)
         lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
         loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
-        self.times += 1, perf_counter() - start, pipeline.busy, pipeline.elapsed
+        self.times += 1, perf_counter() - start, pipeline.busy, pipeline.elapsed + self.reader.waited
         self.reporter.advance()
         return loss, lr, norm
 
@@ -175,19 +183,18 @@ class Trainer:
         return norm
 
     def validate(self) -> float:
-        """Return the mean loss over the validation batches, always the same ones; on every rank."""
-        count, pipeline = self.config.eval_batches, self.progress.pipeline
-        return sum(pipeline.evaluate(*self._share(self.task.validation, index)) for index in range(count)) / count
+        """Return the mean loss over the validation batches, always the same ones; on every rank.
 
-    def _share(self, draw: Callable[[int, range, Any], Pair], number: int) -> Share:
-        """Return the rows of this replica: inputs on the rank of the first stage, targets on that of the last."""
-        placement, rank, rows = self.plan.schedule.placement, self.mesh.pipe.rank, self.plan.rows
-        first, last = rank == placement[0], rank == placement[-1]
-        if not (first or last or self.task.everywhere):
-            return None, None
-        begin = self.mesh.data.rank * rows
-        inputs, targets = draw(number, range(begin, begin + rows), self.shard)
-        return inputs if first else None, targets if last else None
+        The means of the task's metrics are `named` then.
+        """
+        count, pipeline, reader = self.config.eval_batches, self.progress.pipeline, self.reader
+        if self.scores is not None:
+            self.scores.collects = True
+        loss = sum(pipeline.evaluate(*reader.validation(index)) for index in range(count)) / count
+        if self.scores is not None:
+            self.scores.collects = False
+            self.named = self.scores.means(self.group)
+        return loss
 
     def speed(self, times: np.ndarray) -> dict[str, Any]:
         """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict.

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from mpipipe import planning, schedules
+from mpipipe import arrays, planning, schedules
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, group_of
+from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.schedules import WITH_COSTS, Links, Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train import resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
+from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
+from mpipipe.train.task_calls import TaskLoss, agree_on_layers, example, layers_of, outline
 
 logger = logging.getLogger("mpipipe")
 
@@ -184,9 +187,9 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
     """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
     rows_of(config, replicas)
     fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
-    names = ("dtype", "seq", "layout", "optimizer")
+    names = ("dtype", "seq", "optimizer")
     return planning.PlanningProblem(
-        layers=task.layers(None),
+        layers=task.outline,
         costs=task.costs(),
         trained=task.trained(),
         batch=config.batch,
@@ -198,22 +201,41 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
         moments=2 if config.optimizer == "adamw" else int(config.momentum > 0),
         fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"},
         memory_limit=config.memory_limit,
-        facts={**task.planning_facts(), **{name: getattr(config, name) for name in names}},
+        facts={**task.planning_facts(), "layout": task.layout, **{name: getattr(config, name) for name in names}},
     )
 
 
-def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.MeasuredRanks:
-    """Return the ranks of a job as those to measure a training on; collective. Raises the same error on every rank."""
-    with group_of(mesh.comm).raise_together("plan: the shards of sequences"):
-        shard = task.shard(mesh.seq, 1)
+def make_shard(config: TaskConfig, task: Task, mesh: Mesh) -> tuple[Shard, list[Any]]:
+    """Return this rank's share of samples and the layers of a task, whose outline is set; collective.
+
+    Raises the same error on every rank, also where they have different layers.
+    """
+    group = group_of(mesh.comm)
+    with group.raise_together("train: the shards of sequences"):
+        shard = task.shard(mesh.seq, mesh.seq.size)
+        shard.dtype = arrays.dtype(config.dtype)
+    with group.raise_together("train: the layers"):
+        layers = outline(task, shard, config.seed)
+    with group.raise_together("train: the layers on paper"):
+        problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
+    agree_on_layers(task, problem, group)
+    return shard, layers
+
+
+def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | None = None) -> planning.MeasuredRanks:
+    """Return the ranks of a job as those to measure a training on, with the shard where it is made; collective.
+
+    Raises the same error on every rank.
+    """
+    shard = make_shard(config, task, mesh)[0] if made is None else made
     return planning.MeasuredRanks(
         problem=problem_of(config, task, mesh.pipe.size, mesh.data.size),
         mesh=mesh,
-        layers=lambda: task.layers(shard),
-        loss_for=lambda stage, rows: task.loss_for(stage, rows, shard),
-        example=lambda rows, microbatches: task.example(rows, microbatches, shard),
-        message_shape=lambda rows: task.message_shape(rows, shard),
-        optimizer=lambda pipeline: make_optimizer(config, pipeline),
+        layers=lambda: layers_of(task, shard, config.seed),
+        loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
+        example=lambda rows, microbatches: example(task, rows, microbatches, shard),
+        message_shape=lambda rows: task.message_shape(rows, shard) or (rows,),
+        optimizer=lambda pipeline: make_optimizer(config, pipeline, task),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
         clip=config.clip,
@@ -222,9 +244,9 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh) -> planning.Measu
     )
 
 
-def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> tuple[TaskConfig, str]:
+def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard) -> tuple[TaskConfig, str]:
     """Return the configuration with the best plan, and in a line what it is; collective over all ranks."""
-    report = planning.find_plan(measured_ranks(config, task, mesh), device)
+    report = planning.find_plan(measured_ranks(config, task, mesh, shard), device)
     rough = f" ({report.oversubscribed})" if report.oversubscribed else ""
     line = f"mpipipe: plan: {planning.in_words(report.plans[0])}{rough}" if report.plans else ""
     chosen = {name: getattr(report.choice, name) for name in PLANNED}
@@ -269,6 +291,15 @@ def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
     return pipe, replicas
 
 
+def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
+    """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
+    pipe, replicas = mesh_of(config, ranks)
+    shard = task.shard(comm, config.seq)
+    shard.dtype = arrays.dtype(config.dtype)
+    outline(task, shard, config.seed)
+    return shard, problem_of(config, task, pipe, replicas)
+
+
 def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
     """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`; raises as that would.
 
@@ -283,18 +314,35 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
             remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
         )
     config = with_order(config, comm, Path(config.out or "."))
-    pipe, replicas = mesh_of(config, ranks)
-    plan = plan_layers(config, task, pipe, replicas)
-    problem = problem_of(config, task, pipe, replicas)
-    shard, rows = task.shard(comm, plan.schedule.microbatches), plan.microbatch_rows
+    shard, problem = on_paper(config, task, ranks, comm)
+    plan = plan_layers(config, task, problem.ranks, problem.replicas)
+    rows = plan.microbatch_rows
     meter = planning.StageMeter(
-        lambda: task.layers(shard), config.dtype, task.freeze, lambda stage: task.loss_for(stage, rows, shard)
+        lambda: layers_of(task, shard, config.seed),
+        config.dtype,
+        task.freeze,
+        lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task),
     )
-    example = task.example(rows, 1, shard)
+    sample = example(task, rows, 1, shard)
     found = planning.rank_bytes(
-        problem, plan, meter, example, recompute=config.recompute, copied=task.copies, process=process
+        problem, plan, meter, sample, recompute=config.recompute, copied=task.copies, process=process
     )
     return MemoryEstimate(config, task, problem, plan, found)
+
+
+def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks: int) -> MemoryEstimate:
+    """Return what the training of a task would be on `ranks` ranks; for one process, without MPI.
+
+    `make` returns configuration and task, for the communicator of one rank.
+    """
+    process = planning.resident() + planning.SETTLED  # before anything is tried
+
+    def work(comm: Communicator) -> MemoryEstimate:
+        config, task = make(comm)
+        task.find_data(group_of(comm))
+        return estimate_memory(config, task, ranks, comm, process)
+
+    return inprocess.run(1, work)[0]
 
 
 def plans_on_paper(

@@ -26,12 +26,14 @@ def test_every_rank_has_a_line_whose_parts_are_its_total(keys):
     found = estimate(TrainConfig(**SIZES, **keys), GPT, 2)
     lines = described(found).splitlines()
     head = next(place for place, line in enumerate(lines) if line.startswith("rank  layers"))
-    rows = lines[head + 2 : head + 2 + found.problem.ranks]
+    rows, layers = lines[head + 2 : head + 2 + found.problem.ranks], []
     for rank, row in enumerate(rows):
         *parts, total = (float(number) for number in re.findall(r"\d+\.\d", row))
         assert row.split()[0] == str(rank) and len(parts) == 8
+        layers += [n for cut in re.findall(r" (\d+)-(\d+)", row) for n in range(int(cut[0]), int(cut[1]) + 1)]
         assert sum(parts) == pytest.approx(total, abs=0.5)
         assert total == pytest.approx(found.ranks[rank].total / 2**20, abs=0.06)
+    assert sorted(layers) == list(range(2 * SIZES["layers"] + 2))
     assert all(len(line) <= 110 for line in lines)
     assert f"takes most: {shown_bytes(max(each.total for each in found.ranks))}" in lines[-1]
 

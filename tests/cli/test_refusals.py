@@ -157,8 +157,8 @@ def test_one_rank_introduces_itself_in_the_singular():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "job.toml"], "there is no place for job.toml\n  did you mean: --config job.toml\n"),
-        (["train", "job"], "there is no place for job\n  remedy: "),
+        (["train", "job.toml"], "remedy: --config job.toml names"),
+        (["train", "job"], "there is no place for job\n"),
         (["train", "--tied=yes"], "it takes no value, but 'yes' is given"),
         (["version"], "did you mean: --version"),
         (["help"], "did you mean: --help"),

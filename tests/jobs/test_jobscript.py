@@ -219,6 +219,7 @@ def test_sizes_limits_and_signals_stand_in_the_words_of_each_scheduler():
     for line in ("select=2:ncpus=32:mpiprocs=4:ompthreads=8:ngpus=4", "walltime=01:30:30", "place=scatter"):
         assert f"\n#PBS -l {line}\n" in pbs
     assert "\n#PBS -A abc\n#PBS -q short\n#PBS -J 0-3\n" in pbs and "\n#PBS -r y\n" in pbs
+    assert "\nout=runs/mpipipe-preemptable\n" in job_script(Job("pbs", preemptable=True))  # of a chain
     lsf = job_script(Job("lsf", preemptable=True, array="1-4", **size))
     for line in ('-J "mpipipe-preemptable-array[1-4]"', "-n 64", '-R "span[ptile=32]"', "-W 01:31", "-wa TERM", "-wt 2",
                  '-Q "75"', "-P abc", "-q short"):  # fmt: skip

@@ -23,7 +23,7 @@ from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.language.shard import Shard
+from mpipipe.language.shard import TextShard
 from mpipipe.pipeline.gradient_sums import Bucket, GradientSums, cut
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b
 
@@ -295,11 +295,11 @@ class User:
 def test_rings_of_attention_between_the_ranks_of_a_sum(own, comm, monkeypatch):
     """Layers that are still to come exchange messages with the ranks for which buckets on the device wait."""
     with Mesh(comm, pipe=1, seq=comm.size) as mesh:
-        shard = Shard(mesh.seq, "contiguous", MODEL["seq"])
+        shard = TextShard(mesh.seq, "contiguous", MODEL["seq"])
 
         def steps():
-            stages = build(gpipe(1, 2), 0, attend=shard.attend, token_positions=shard.positions, **SMALL)
-            batch = [shard.cut(each) for each in text(2)]
+            stages = build(gpipe(1, 2), 0, attend=shard.attention, token_positions=shard.rotary, **SMALL)
+            batch = [shard.part(each) for each in text(2)]
             with pipeline_of(mesh, gpipe(1, 2), stages) as pipeline:
                 for _ in range(2):
                     loss = pipeline.step(*batch).loss

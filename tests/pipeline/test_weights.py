@@ -323,12 +323,6 @@ class SomeWeights:
         return (1.0, output, 2.0) if self.calls % 2 else (1.0, output)
 
 
-def twice(output, target):
-    """Says what it is a mean over, and returns a weight."""
-    return (*nn.mean_squared_error(output, target), target.size)
-
-
-twice.mean_over_entries = True
 NO_WEIGHTS = [-1, -0.5, np.nan, np.inf, 10**400, None, "3", True, [1.0], np.ones(2), 1j]
 
 
@@ -337,7 +331,6 @@ NO_WEIGHTS = [-1, -0.5, np.nan, np.inf, 10**400, None, "3", True, [1.0], np.ones
     [
         *((lambda weight=weight: always(weight), "the weight of a loss") for weight in NO_WEIGHTS),
         *((lambda first=first: SomeWeights(first), "for some micro-batches only") for first in (0, 1)),
-        (lambda: twice, "returns a weight as well"),
     ],
 )
 def test_weights_that_make_no_sense_are_refused(comm, make, match):

@@ -84,6 +84,10 @@ def test_costs_that_do_not_fit_are_refused(cost):
         simulate(schedules.gpipe(4, 2), Costs(forward=cost))
 
 
+def test_costs_of_stages_have_a_mean_that_fits_any_number_of_them():
+    assert Costs([1, 3], 2, [0, 4], [0, 1]).average(2) == Costs(2, 2, 2, 0.5, 2)
+
+
 def test_large_schedules_are_built_checked_and_simulated():
     timeline = simulate(schedules.interleaved_1f1b(64, 4, 128))
     assert timeline.makespan == (128 * 4 + 63) * 3

@@ -81,6 +81,8 @@ def test_other_costs_put_weight_gradients_elsewhere_and_are_never_slower_for_it(
     adapted = simulate(build(4, 10, costs), costs)
     assert adapted.makespan <= simulate(build(4, 10), costs).makespan
     assert max(adapted.peak_activations) <= 8
+    costs = Costs(1, 2, 0.5)
+    assert simulate(build(4, 8, costs), costs).makespan < simulate(build(4, 8), costs).makespan
 
 
 @settings(max_examples=6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from mpipipe.adapters.trees import (
 )
 from mpipipe.arrays import Array, Branches, Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import FlatBuffer, Position, kernels
+from mpipipe.nn import FlatBuffer, Parameter, Position, kernels
 
 KINDS = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
 
@@ -60,13 +60,12 @@ class JaxStage(TreeStage):
             raise ArgumentError("jax_stage", found=type(function).__name__, expected="a function (parameters, x) -> y")
         super().__init__("jax_stage", seed, gives, takes)
         self.function = function
-        paths, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
-        leaves = {f"{prefix}{jax.tree_util.keystr(path, simple=True, separator='.')}": leaf for path, leaf in paths}
+        self._tree, leaves = jax.tree_util.tree_structure(parameters), named_leaves(parameters, prefix)
         on_gpu = any(isinstance(leaf, jax.Array) and not is_on_host(leaf) for leaf in leaves.values())
         self.device = arrays.check_device("cuda" if on_gpu else "cpu")
         self.gpu = arrays.current_gpu() if on_gpu else None
-        self.parameters: FlatBuffer | None = None
-        self.gradients: FlatBuffer | None = None
+        self.parameters: Mapping[str, Any] | None = None
+        self.gradients: Mapping[str, Any] | None = None
         self._results = Results()
         self._functions: dict[tuple, Functions] = {}
         self._values: list[JaxArray] = []
@@ -155,7 +154,8 @@ class JaxStage(TreeStage):
     def _add(self, found: Sequence[Array]) -> None:
         if self.gradients is not None:
             for total, part in zip(self.gradients.values(), found):
-                kernels.of_array(total).accumulate(total, part)
+                if total is not None:  # else frozen
+                    kernels.of_array(total).accumulate(total, part)
 
     def _floating(self, dy: Tree | Branches, saved: JaxSaved) -> list[JaxArray]:
         """The gradients of the floating outputs, for JAX."""
@@ -165,6 +165,43 @@ class JaxStage(TreeStage):
     def _input_gradients(self, found: Sequence[Array], saved: JaxSaved) -> Tree | Branches:
         leaves = joined(found, [None] * saved.floating.count(False), saved.floating)
         return tree_of(unflatten_parts(leaves, saved.structures), self.takes)
+
+
+# -- A function as a layer of a stage, in whose buffers its parameters lie ---------------------------------------------
+
+
+def declared_by(given: tuple[Any, Any]) -> dict[str, Parameter]:
+    """Return the parameters of (function, parameters) by their paths, as a layer declares them, with their values."""
+    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(given[1]).items()}
+    strange = [name for name, leaf in leaves.items() if leaf.dtype.name not in KINDS or leaf.dtype.kind == "c"]
+    if strange:
+        raise ArgumentError(
+            f"the parameter {strange[0]} of a function",
+            found=leaves[strange[0]].dtype,
+            expected="real floating numbers",
+            remedy="keep real and imaginary parts as a last axis of 2; constants belong into the function",
+        )
+    return {name: Parameter(leaf.shape, partial(_as_drawn, leaf), decay=leaf.ndim > 1) for name, leaf in leaves.items()}
+
+
+def _as_drawn(leaf: np.ndarray, _generator: np.random.Generator, _shape: arrays.Shape) -> np.ndarray:
+    return leaf.astype(np.float64)
+
+
+def stage_on(given: tuple[Any, Any], values: Mapping[str, Array], gradients: Mapping[str, Any], seed: int) -> JaxStage:
+    """Return a stage of (function, parameters) whose parameters are these arrays; one without a gradient is frozen."""
+    stage = JaxStage(given[0], (), seed=seed)
+    stage._tree = jax.tree_util.tree_structure(given[1])
+    stage.parameters, stage.gradients = dict(values), dict(gradients)
+    stage._read_parameters()
+    stage._renews = True
+    return stage
+
+
+def named_leaves(parameters: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree by their paths."""
+    paths = jax.tree_util.tree_flatten_with_path(parameters)[0]
+    return {f"{prefix}{jax.tree_util.keystr(path, simple=True, separator='.')}": leaf for path, leaf in paths}
 
 
 # -- The backward of a function of JAX in two halves: what the gradients of the inputs need first, the rest later -----

@@ -8,6 +8,7 @@ from functools import partial
 from operator import setitem
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -42,7 +43,7 @@ from mpipipe.adapters.trees import (
 )
 from mpipipe.arrays import Array, Branches, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
-from mpipipe.nn import FlatBuffer, Position
+from mpipipe.nn import FlatBuffer, Parameter, Position
 
 BACKWARD = "the backward of a module", "the gradient that it is given"
 
@@ -56,7 +57,13 @@ class TorchStage(TreeStage):
     """
 
     def __init__(
-        self, module: Any, prefix: str = "", seed: int = 0, gives: Sequence[str] = (), takes: Sequence[str] = ()
+        self,
+        module: Any,
+        prefix: str = "",
+        seed: int = 0,
+        gives: Sequence[str] = (),
+        takes: Sequence[str] = (),
+        storage: tuple[Mapping, Mapping] | None = None,
     ):
         check_module(module)
         super().__init__("torch_stage", seed, gives, takes)
@@ -72,7 +79,7 @@ class TorchStage(TreeStage):
             )
         self.device, self.gpu = places.pop()
         with on_stream(self.device):
-            self._trained = TorchParameters(module, prefix, self.device)
+            self._trained = TorchParameters(module, prefix, self.device, storage)
         self._parameters = [piece.parameter for piece in self._trained.pieces]
         self._buffers = ModuleBuffers(module)
         self._looked = False  # whether a graph has been looked at for tensors that nobody would sum up
@@ -191,6 +198,41 @@ class TorchStage(TreeStage):
                 remedy="register it as torch.nn.Parameter before, or detach it",
             )
         self._looked = True
+
+
+# -- A module as a layer of a stage, in whose buffers its parameters lie -----------------------------------------------
+
+
+def declared_by(module: Any) -> dict[str, Parameter]:
+    """Return the parameters of a module by name, as a layer declares them: with the values that they have now."""
+    check_module(module)
+    named = dict(module.named_parameters())
+    strange = [name for name, each in named.items() if torch.nn.parameter.is_lazy(each) or each.dtype.is_complex]
+    if strange:
+        raise ArgumentError(
+            f"the parameter {strange[0]} of a module has no shape yet, or is complex",
+            expected="real parameters",
+            remedy="run the module once first; keep real and imaginary parts as a last axis of 2",
+        )
+    return {
+        name: Parameter(tuple(each.shape), partial(_as_drawn, each), decay=each.ndim > 1, frozen=not each.requires_grad)
+        for name, each in named.items()
+    }
+
+
+def _as_drawn(parameter: Tensor, _generator: np.random.Generator, _shape: arrays.Shape) -> np.ndarray:
+    values: np.ndarray = parameter.detach().double().cpu().numpy()
+    return values
+
+
+def stage_on(module: Any, values: Mapping[str, Array], gradients: Mapping[str, Any], seed: int) -> TorchStage:
+    """Return a stage of a module whose parameters are these arrays; one whose gradient is None is frozen."""
+    for name, parameter in module.named_parameters():
+        value = tensor_of(values[name])
+        module.to(value.device, value.dtype)
+        parameter.data = value
+        parameter.requires_grad_(gradients[name] is not None)
+    return TorchStage(module, seed=seed, storage=(values, gradients))
 
 
 def _stored(name: str, value: Any) -> Tensor:

@@ -256,29 +256,39 @@ class TorchGradients(Mapping[str, Array]):
 
 
 class TorchParameters:
-    """The trainable parameters of a module, moved into one flat array `values`; None if nothing is trained."""
+    """The trainable parameters of a module, moved into one flat array `values`; None if nothing is trained.
 
-    def __init__(self, module: Any, prefix: str, device: str):
+    `storage` are values and gradients by name that lie in buffers of somebody else, and have the initial values.
+    """
+
+    def __init__(self, module: Any, prefix: str, device: str, storage: tuple[Mapping, Mapping] | None = None):
         trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self.values: FlatBuffer | None = None
         self.gradients: TorchGradients | None = None
         self.pieces: list[TrainedParameter] = []
         if not trained:
             return
-        kind = arrays.dtype(_one_dtype(trained))
-        shapes = {f"{prefix}{name}": tuple(each.shape) for name, each in trained.items()}
-        self.values, gradients = FlatBuffer(shapes, kind, device), FlatBuffer(shapes, kind, device)
+        values: Mapping[str, Array]
+        gradients: Mapping[str, Array]
+        if storage is None:
+            kind = arrays.dtype(_one_dtype(trained))
+            shapes = {f"{prefix}{name}": tuple(each.shape) for name, each in trained.items()}
+            self.values = values = FlatBuffer(shapes, kind, device)
+            gradients = buffer = FlatBuffer(shapes, kind, device)
+            self.gradients = TorchGradients(buffer, self)
+        else:
+            values, gradients = storage
         with torch.no_grad():
             for name, parameter in trained.items():
-                value, gradient = (tensor_of(each[f"{prefix}{name}"]) for each in (self.values, gradients))
-                value.copy_(parameter)
-                if parameter.grad is not None:
+                value, gradient = (tensor_of(each[f"{prefix}{name}"]) for each in (values, gradients))
+                if storage is None:
+                    value.copy_(parameter)
+                if storage is None and parameter.grad is not None:
                     gradient.copy_(parameter.grad)
                 parameter.data, parameter.grad = value, gradient
                 owner, _, key = name.rpartition(".")
                 owned = module.get_submodule(owner)
                 self.pieces.append(TrainedParameter(name, owned, key, parameter, value.data_ptr(), gradient))
-        self.gradients = TorchGradients(gradients, self)
 
     def adopt_gradients(self) -> None:
         """Let each `.grad` be a view of the flat array; one that was replaced is copied there, and None is zero."""

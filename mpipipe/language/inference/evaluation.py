@@ -34,7 +34,7 @@ from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
 from mpipipe.language.inference.generation import forward_plan, open_pipeline
 from mpipipe.language.models.model_folder import ModelFolder
-from mpipipe.language.shard import Shard
+from mpipipe.language.shard import TextShard
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
 
@@ -112,7 +112,7 @@ class Evaluator:
     """A pipeline that evaluates `rows` windows in each micro-batch; `losses` is None but after the last stage."""
 
     def __init__(
-        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: Shard, *, rows: int, vocab: int
+        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: TextShard, *, rows: int, vocab: int
     ) -> None:
         self.pipeline, self.losses, self.mesh, self.shard = pipeline, losses, mesh, shard
         self.vocab = vocab
@@ -137,7 +137,7 @@ class Evaluator:
 
     def _batch(self, tokens: Tokens, own: Sequence[Window], length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return inputs and targets of this rank: its positions of each window, zeros after the end of short ones."""
-        if self.shard.ring is None:  # else the ring is made for windows of one length
+        if self.shard.comm.size == 1:  # else the ring is made for windows of one length
             length = max((window.rows for window in own), default=1)
         read = np.zeros((max(1, len(own)), length + 1), np.int64)  # a replica without windows takes an empty one
         for row, window in zip(read, own):
@@ -150,7 +150,7 @@ class Evaluator:
         counts[: len(own)] = np.searchsorted(self.positions, [window.rows for window in own])
         documents = np.zeros(len(read), np.int64)
         documents[: len(own)] = [window.document for window in own]
-        cut = self.shard.cut
+        cut = self.shard.part
         targets = {"ids": np.ascontiguousarray(cut(read[:, 1:])), "counts": counts, "documents": documents}
         return np.ascontiguousarray(cut(read[:, :-1])), targets
 
@@ -191,10 +191,10 @@ def build_evaluator(
             )
         plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
     with group.raise_together("evaluate: the shards of windows"):
-        shard = Shard(mesh.seq, layout, length)
+        shard = TextShard(mesh.seq, layout, length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, model.build(shard.attend, shard.positions), dtype, 0, device)
+        stages = plan.stages(mesh.pipe.rank, model.build(shard.attention, shard.rotary), dtype, 0, device)
         losses = WindowLosses(stages[-1]) if mesh.pipe.rank == plan.schedule.placement[-1] else None
     folder.load(stages, mesh)
     pipeline = Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)

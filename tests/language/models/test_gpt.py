@@ -340,3 +340,12 @@ def test_options_that_make_no_sense_are_refused_by_name(options, match):
     with pytest.raises(ArgumentError, match=match) as caught:
         GPT(**SIZES | options)
     assert caught.value.expected or caught.value.found
+
+
+def test_the_last_matrix_of_each_branch_starts_smaller_the_more_branches_there_are():
+    stage = nn.Stage(GPT(seq=8, dim=64, layers=6, heads=4).build(Local()))
+    for name, matrix in stage.parameters.items():
+        if matrix.ndim == 2:
+            gain = 12**-0.5 if name.endswith((".out", ".down")) else 1.0
+            # the standard deviation of n normal numbers is right to 1 / sqrt(2 n), five times of that and more here
+            assert matrix.std() * matrix.shape[1] ** 0.5 == pytest.approx(gain, rel=0.06), name

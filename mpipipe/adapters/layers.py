@@ -1,0 +1,130 @@
+"""What may stand in a list of layers: layers, PyTorch modules, functions of JAX, and functions that make them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from mpipipe import nn
+from mpipipe.arrays import Array, Shape
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import random_key
+
+EXPECTED = (
+    "an nn.Layer, a torch.nn.Module, a pair (function of JAX, its parameters), or a function without arguments that "
+    "makes one of them"
+)
+
+
+def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
+    """Return the layer that an entry of a list of layers is, or that it makes.
+
+    A module of PyTorch that a function makes draws its values for (seed, place), so they do not depend on the ranks.
+
+    Parameters
+    ----------
+    given : Layer, torch.nn.Module, (callable, tree of arrays), or callable
+        The entry: see `EXPECTED`. The parameters of a module or of a function of JAX lie in the buffers of the stage
+        that binds the layer, in its dtype, and have their own names, such as 3.conv.weight.
+    place, seed : int
+        Place in the list, and seed of the model.
+
+    Returns
+    -------
+    Layer
+        The layer, unbound.
+
+    Raises
+    ------
+    ArgumentError
+        It is something else.
+    """
+    if not isinstance(given, (nn.Layer, tuple)) and not is_module(given) and callable(given):
+        with seeded(seed, place):
+            given = given()
+    if isinstance(given, nn.Layer):
+        return given
+    if is_module(given):
+        return ForeignLayer("pytorch", given)
+    if isinstance(given, tuple) and len(given) == 2 and callable(given[0]):
+        return ForeignLayer("jax", given)
+    raise ArgumentError(f"layers[{place}] is not a layer", found=type(given).__name__, expected=EXPECTED)
+
+
+def is_module(given: Any) -> bool:
+    """Whether this is a module of PyTorch, which is not imported for the question."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(given, torch.nn.Module)
+
+
+def _zeros(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
+    return np.zeros(shape)
+
+
+@contextmanager
+def seeded(seed: int, place: int) -> Iterator[None]:
+    """Let PyTorch, where it is there, draw for (seed, place) within, and go on after it as before."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(random_key("layers", seed, place)[0]) >> 1)
+        yield
+
+
+class ForeignLayer(nn.Layer):
+    """A module of PyTorch or a function of JAX as a layer; `inner` is the stage of it, once the layer is bound.
+
+    Its input and output may be a tuple or dict of arrays, where its neighbours take them.
+    """
+
+    freezes_parts = True
+
+    def __init__(self, library: str, given: Any) -> None:
+        self._room: Any = import_module(f"mpipipe.adapters.{library}.stage")
+        self.given = given
+        self.declared = self._room.declared_by(given)
+
+    def forget(self) -> ForeignLayer:
+        """Let go of the module and its arrays: what is left says what the layer is."""
+        self.given = None
+        self.declared = {key: replace(entry, draw=_zeros) for key, entry in self.declared.items()}
+        return self
+
+    def bound(self) -> None:
+        if self.stage.compute is not self.stage.parameters:
+            raise ArgumentError(
+                f"layer {self.name} is of PyTorch or JAX, and its stage computes in half precision",
+                expected="dtype float32 or float64",
+                remedy="torch.autocast, or a cast in JAX, within the layer",
+            )
+        gradients = {key: getattr(self, f"{key}_grad") for key in self.declared}
+        values = {key: getattr(self, key) for key in self.declared}
+        self.inner = self._room.stage_on(self.given, values, gradients, self.stage.seed)
+        self.inner.index, self.inner.poll = int(self.name), self._poll
+
+    def _poll(self) -> None:
+        if self.stage.poll is not None:
+            self.stage.poll()
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        self.inner.refresh()
+        found: tuple[Array, Any] = self.inner.forward(x, self.stage.position)
+        return found
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        found: tuple[Array, Any] = self.inner.backward_input(dy, saved)
+        return found
+
+    def backward_weight(self, pending: Any) -> None:
+        self.inner.backward_weight(pending)
+
+    def backward(self, dy: Array, saved: Any) -> Any:
+        return self.inner.backward(dy, saved)

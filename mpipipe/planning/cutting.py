@@ -1,0 +1,199 @@
+"""`mpipipe.cut`: this rank's stages, from one list of the layers of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from mpipipe import arrays, nn, schedules
+from mpipipe.adapters import as_layer
+from mpipipe.arrays import Tree
+from mpipipe.errors import ArgumentError
+from mpipipe.job import Communicator, group_of, runtime
+from mpipipe.planning.layer_plan import LayerPlan
+from mpipipe.schedules import Schedule
+from mpipipe.text import counted, text_table
+
+TURNS = 5  # in which a layer is measured
+
+
+@dataclass(frozen=True)
+class CutStage:
+    """What a stage of a cut is.
+
+    Attributes
+    ----------
+    index : int
+        Its number in the pipeline.
+    layers : range
+        Places of its layers in the list of the whole model.
+    is_first, is_last : bool
+        Whether inputs enter here, and whether the loss is here.
+    parameters, bytes : int
+        Number of its parameters, and bytes of them with their gradients, and of copies in a half dtype.
+    """
+
+    index: int
+    layers: range
+    is_first: bool
+    is_last: bool
+    parameters: int
+    bytes: int
+
+
+class Cut(list[nn.Stage]):
+    """The stages of one rank, for `Pipeline`: a list that knows how the whole model is cut.
+
+    Parameters
+    ----------
+    plan, rank, stages : LayerPlan, int, sequence of Stage
+        What `mpipipe.cut` puts in.
+
+    Attributes
+    ----------
+    stages : tuple of CutStage
+        What each of them is.
+    is_first, is_last : bool
+        Whether this rank has the stage where inputs enter, and the one where the loss is.
+    layer_ranges, placement : tuple of (int, int), tuple of int
+        Start and stop of the layers of every stage of the pipeline, and its rank. A pipeline refuses stages whose cut
+        is not that of the other ranks, or that were cut for another placement.
+    """
+
+    def __init__(self, plan: LayerPlan, rank: int, stages: Sequence[nn.Stage]) -> None:
+        super().__init__(stages)
+        self.layer_ranges, self.placement = tuple(plan.layer_ranges), plan.schedule.placement
+        last = len(plan.layer_ranges) - 1
+        self.stages = tuple(
+            CutStage(
+                index=index,
+                layers=range(*plan.layer_ranges[index]),
+                is_first=index == 0,
+                is_last=index == last,
+                parameters=sum(array.size for array in stage.parameters.values()),
+                bytes=stage.buffers.nbytes,
+            )
+            for index, stage in zip(plan.schedule.stages_of(rank), stages)
+        )
+        self.is_first, self.is_last = (
+            any(getattr(each, end) for each in self.stages) for end in ("is_first", "is_last")
+        )
+
+    def __str__(self) -> str:
+        cells = [
+            [str(each.index), f"{each.layers.start}-{each.layers.stop - 1}", f"{each.parameters:,}", f"{each.bytes:,}"]
+            for each in self.stages
+        ]
+        return "\n".join(text_table(["stage", "layers", "parameters", "bytes"], cells, left=(1,)))
+
+
+def cut(
+    layers: Sequence[Any],
+    schedule: Schedule,
+    rank: int,
+    costs: Sequence[float] | None = None,
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    device: str = "cpu",
+    frozen: Sequence[str] = (),
+) -> Cut:
+    """Cut a model into the stages of a schedule, and make those of one rank.
+
+    Parameters
+    ----------
+    layers : sequence
+        The layers of the whole model, in order, the same on every rank: layers of `nn`, modules of PyTorch, pairs
+        (function of JAX, its parameters), or functions without arguments that make one of these. Functions make the
+        layers of this rank alone.
+    schedule : Schedule
+        That of the pipeline: it says how many stages there are, and on which ranks.
+    rank : int
+        The rank in the communicator of the pipeline.
+    costs : sequence of float, optional
+        One number for each layer, in any unit and the same on every rank, such as seconds of `planning.measured_costs`;
+        the most expensive stage is made as cheap as it can be. By default all layers are alike.
+    dtype, seed, device, frozen : str, int, str, sequence of str
+        As for `nn.Stage`. Names and initial values of parameters are the same however the model is cut.
+
+    Returns
+    -------
+    Cut
+        A list of nn.Stage, one for each stage of this rank, in rising order.
+
+    Raises
+    ------
+    ArgumentError
+        There are fewer layers than stages, costs that do not fit, no such rank, or something that is no layer.
+
+    Examples
+    --------
+    >>> from mpipipe import cut, nn, schedules
+    >>> schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    >>> layers = [lambda: nn.Linear(8, 8), nn.Gelu, lambda: nn.Linear(8, 8), nn.Gelu, lambda: nn.Linear(8, 2)]
+    >>> stages = cut(layers, schedule, rank=1, costs=[8, 1, 8, 1, 2])
+    >>> stages.is_last, stages.stages[0].layers, sorted(stages[0].parameters)
+    (True, range(2, 5), ['2.bias', '2.weight', '4.bias', '4.weight'])
+    """
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError("schedule", found=type(schedule).__name__, expected="a mpipipe.schedules.Schedule")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < schedule.ranks:
+        raise ArgumentError("no such rank in the schedule", found=rank, expected=f"0 to {schedule.ranks - 1}")
+    layers, each = list(layers), [1.0] * len(layers) if costs is None else list(costs)
+    if len(each) != len(layers):
+        raise ArgumentError(
+            "costs must say what each layer costs",
+            found=f"{counted(len(each), 'cost')} for {counted(len(layers), 'layer')}",
+            expected="one for each",
+        )
+    plan = LayerPlan(schedule, schedules.partition(each, schedule.stages), rows=0)
+    return Cut(plan, rank, plan.stages(rank, layers, dtype, seed, device, frozen))
+
+
+def measured_costs(
+    layers: Sequence[Any], x: Tree, comm: Communicator | None = None, *, dtype: str = "float32", device: str = "cpu"
+) -> list[float]:
+    """Measure what each layer costs, on rank 0, for the costs of `cut`; collective.
+
+    Parameters
+    ----------
+    layers : sequence
+        As for `cut`. Rank 0 makes all of them, one after the other.
+    x : array, or tuple or dict of arrays
+        An input of the model as a micro-batch has it, on rank 0.
+    comm : communicator, optional
+        The ranks that are to know, COMM_WORLD by default.
+    dtype, device : str
+        As for `nn.Stage`.
+
+    Returns
+    -------
+    list of float
+        Seconds of forward and backward of each layer, on every rank: the median of five turns.
+
+    Raises
+    ------
+    ArgumentError
+        Something is no layer; any other error of a layer. On every rank.
+    """
+    group, seconds = group_of(runtime.resolve(comm)), None
+    with group.raise_together("measured_costs"):
+        if group.rank == 0:
+            seconds = []
+            for place, given in enumerate(layers):
+                stage = nn.Stage([as_layer(given, place)], dtype, device=device, first=place)
+                turns = []
+                for _ in range(TURNS):
+                    start = perf_counter()
+                    y, saved = stage.forward(x)
+                    stage.backward(y, saved)
+                    if device == "cuda":
+                        arrays.stream().synchronize()
+                    turns.append(perf_counter() - start)
+                seconds.append(median(turns))
+                x = y
+    found: list[float] = group.broadcast("measured_costs", seconds)
+    return found

@@ -1,0 +1,140 @@
+"""A rank's share of each sample, along an axis that the ranks of `mesh.seq` divide among themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpipipe.attention import Layout, Local, Ring
+from mpipipe.errors import ConfigError
+from mpipipe.job import Communicator, group_of
+from mpipipe.nn import Attend
+from mpipipe.text import counted
+
+
+class Shard:
+    """The share of one rank in each sample; data, positions and attention of one shard fit together.
+
+    Parameters
+    ----------
+    comm : communicator
+        The ranks that share each sample.
+    layout : str
+        Which positions each of them holds: "contiguous", "zigzag" or "striped"; see `attention.Layout`.
+    size : int, optional
+        Number of these ranks, where the ranks of `comm` stand for more: on paper.
+
+    Attributes
+    ----------
+    comm, rank, size, kind : communicator, int, int, str
+        The ranks, which of them this is, how many there are, and the layout.
+    reads_inputs, reads_targets : bool
+        Whether this rank has the first stage and needs inputs, and whether it has the last one and needs targets. In
+        place of what is not needed, `Task.batch` may return None.
+    dtype : numpy.dtype
+        What the training computes in; floating arrays of batches are converted.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe.job import inprocess
+    >>> from mpipipe.train import Shard
+    >>> field = np.arange(6).reshape(1, 6)
+    >>> inprocess.run(2, lambda comm: Shard(comm).part(field, axis=1).tolist())
+    [[[0, 1, 2]], [[3, 4, 5]]]
+    """
+
+    def __init__(self, comm: Communicator, layout: str = "contiguous", size: int | None = None) -> None:
+        self.comm, self.rank, self.kind = comm, comm.rank, layout
+        self.size = comm.size if size is None else size
+        self.reads_inputs = self.reads_targets = True
+        self.dtype = np.dtype(np.float32)
+        self._divided: dict[int, Layout] = {}
+
+    def divide(self, length: int) -> Layout:
+        """Return who holds which of `length` positions. Raises ConfigError if a rank would hold none."""
+        if length not in self._divided:
+            found = Layout(self.kind, self.size, length)
+            if min(map(found.length, range(self.size))) == 0:
+                raise ConfigError(
+                    "a rank would hold no part of the sequence",
+                    found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}",
+                    expected="at least one position a rank, two for zigzag",
+                    remedy="take longer sequences, or lower seq",
+                )
+            self._divided[length] = found
+        return self._divided[length]
+
+    def part(self, array: np.ndarray, axis: int = 1) -> np.ndarray:
+        """Return this rank's part of an array along an axis.
+
+        Parameters
+        ----------
+        array : numpy.ndarray
+            The whole, or anything with `shape` that `numpy.asarray` reads, such as an array of Zarr or h5py.
+        axis : int
+            The axis that is divided.
+
+        Returns
+        -------
+        numpy.ndarray
+            The array itself where a single rank has all of it, else a C-contiguous copy. Parts may differ by one
+            position, with zigzag by two.
+        """
+        if self.size == 1:
+            return np.asarray(array)
+        if self.kind == "contiguous":  # read no more than the part, where the array is on the disk
+            own = self.divide(array.shape[axis]).positions(self.rank)
+            at = (*[slice(None)] * (axis % len(array.shape)), slice(int(own[0]), int(own[-1]) + 1))
+            return np.ascontiguousarray(array[at])
+        return self.divide(array.shape[axis]).shard(np.asarray(array), self.rank, axis)
+
+    def whole(self, array: np.ndarray, axis: int = 1) -> np.ndarray:
+        """Put an array together from the parts of all ranks; collective over `comm`.
+
+        Parameters
+        ----------
+        array : numpy.ndarray
+            This rank's part, as `part` returns it.
+        axis : int
+            The axis that is divided.
+
+        Returns
+        -------
+        numpy.ndarray
+            The whole, on each rank.
+        """
+        if self.size == 1:
+            return array
+        parts = group_of(self.comm).gather("the parts of an array", array)
+        return self.divide(sum(part.shape[axis] for part in parts)).unshard(parts, axis)
+
+    def positions(self, length: int) -> np.ndarray:
+        """Return which of `length` positions this rank holds.
+
+        Parameters
+        ----------
+        length : int
+            Of the whole sequence, or axis.
+
+        Returns
+        -------
+        numpy.ndarray
+            (own length,), int64, rising.
+        """
+        return self.divide(length).positions(self.rank)
+
+    def attend(
+        self, length: int, causal: bool = False, window: int | None = None, scale: float | None = None
+    ) -> Attend:
+        """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective over `comm`.
+
+        Parameters
+        ----------
+        length : int
+            Of the whole sequence.
+        causal, window, scale : bool, int and float, optional
+            As for `attention.Local`.
+        """
+        if self.comm.size == 1:
+            return Local(causal, scale, window)
+        return Ring(self.comm, causal, self.divide(length), window, scale=scale)

@@ -1,0 +1,281 @@
+"""How a training calls its task: an error names file, method, step and rows; and batches are read one step ahead.
+
+    rank, main thread    | step 7: forwards, backwards, optimizer | step 8 ...
+    thread               | read 8 ......... |                     | read 9 ......
+
+The thread makes no call of MPI. A rank that comes to a step before its batch is there waits, and the wait is counted.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from functools import partial
+from inspect import signature
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays, nn
+from mpipipe.adapters import ForeignLayer, as_layer, seeded
+from mpipipe.arrays import Tree
+from mpipipe.comm import Mesh
+from mpipipe.errors import ConfigError, DataError, MpipipeError
+from mpipipe.job import RankGroup, ThreadTask, group_of, wait_locally
+from mpipipe.pipeline import Pipeline
+from mpipipe.planning import LayerPlan, PlanningProblem
+from mpipipe.train.shard import Shard
+from mpipipe.train.task import Pair, Task
+
+
+def place_of(task: Task, method: str) -> str:
+    """Return a method of a task in words: with the file, if the task was loaded from one."""
+    name = f"{type(task).__name__}.{method}"
+    return name if task.file is None else f"{name} in {task.file.path.name}"
+
+
+def call(task: Task, method: str, *arguments: Any, when: str = "", named: Mapping[str, Any] | None = None) -> Any:
+    """Call a method of a task. An error of it says where it is, and `when`: in which step, for which rows."""
+    try:
+        return getattr(task, method)(*arguments, **named or {})
+    except MpipipeError as error:
+        if task.file is not None:
+            error.message = f"{place_of(task, method)}{when}: {error.message}"
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        file = "" if task.file is None else str(task.file.path)
+        last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1] if frames else None)
+        raise ConfigError(
+            f"{place_of(task, method)}{when} raised {type(error).__name__}: {error}",
+            found=None if last is None else f"line {last.lineno} of {last.filename}: {last.line}",
+        ) from error
+
+
+# -- The layers, on paper and in fact ---------------------------------------------------------------------------------
+
+
+def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
+    """Return the list of layers of a task; collective over the ranks of the shard."""
+    with seeded(seed, -1):
+        entries = call(task, "layers", shard)
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise ConfigError(
+            f"{place_of(task, 'layers')} returns no list of layers",
+            found=f"an empty {type(entries).__name__}" if entries in ([], ()) else type(entries).__name__,
+            expected="a list with a layer at least",
+        )
+    return list(entries)
+
+
+def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:
+    """Return all layers of a task, unbound."""
+    return [as_layer(entry, place, seed) for place, entry in enumerate(entries_of(task, shard, seed))]
+
+
+def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
+    """Set what the layers of a task are on paper; return the list of its layers, from which stages are made."""
+    entries = entries_of(task, shard, seed)
+    with_place = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
+    task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in with_place]
+    return entries
+
+
+def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> None:
+    """Raise MismatchError on all ranks where they have different layers; collective."""
+    group.agree(
+        "train: the layers",
+        (("layers", len(problem.layers)), *((f"layer {n}", text) for n, text in enumerate(problem.signatures))),
+        message=f"the ranks have different layers from {place_of(task, 'layers')}",
+        remedy="make the list of layers of what is the same on all ranks; a layer may use shard.rank, not its shapes",
+    )
+
+
+# -- The loss ---------------------------------------------------------------------------------------------------------
+
+
+class TaskLoss:
+    """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.collects = task, False
+        self.mean_over_entries = getattr(task.loss, "mean_over_entries", True)  # else a weight says it
+        self.sums: dict[str, np.ndarray] = {}
+        self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
+
+    def __call__(self, output: Tree, target: Tree, **factor: float) -> Any:
+        """Return what the loss of the task returns."""
+        result = call(self.task, "loss", output, target, named=factor)
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            raise ConfigError(
+                f"{place_of(self.task, 'loss')} returns no value with a gradient",
+                found=f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__,
+                expected="(value, gradient of the output), or (value, gradient of the output, weight)",
+                remedy="adapters.torch_loss and adapters.jax_loss make such a loss of one that returns a number",
+            )
+        if self.collects:
+            weight = result[2] if len(result) == 3 else sum(leaf.size for leaf in arrays.flatten(target)[0])
+            for name, value in call(self.task, "metrics", output, target).items():
+                self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([float(value) * weight, weight])
+        return result
+
+    def means(self, group: RankGroup) -> dict[str, float]:
+        """Return the means of all ranks since the last call; collective."""
+        total: dict[str, np.ndarray] = {}
+        for part in group.gather("train: the metrics", self.sums):
+            for name, both in part.items():
+                total[name] = total.get(name, np.zeros(2)) + both
+        self.sums = {}
+        return {name: float(value / weight) for name, (value, weight) in total.items()}
+
+
+def scores_of(task: Task, loss: Any) -> TaskLoss | None:
+    """Return the loss where a validation collects the metrics of a task by it."""
+    return loss if isinstance(loss, TaskLoss) and type(task).metrics is not Task.metrics else None
+
+
+# -- Batches ----------------------------------------------------------------------------------------------------------
+
+
+def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tuple[Any, Any, Any]:
+    """Return inputs, targets, and what comes with them, from `batch` or `validation`; checks what this rank needs."""
+    when = f"({'step' if method == 'batch' else 'index'}={number}, rows={rows.start}..{rows.stop - 1})"
+    found = call(task, method, number, rows, shard, when=when)
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+        raise DataError(
+            f"{place_of(task, method)}{when} returns no inputs and targets", found=kind, expected="(inputs, targets)"
+        )
+    whose = f" of {place_of(task, method)}{when}"
+    inputs = as_batch(found[0], rows, f"the inputs{whose}", shard) if shard.reads_inputs else None
+    targets = as_batch(found[1], rows, f"the targets{whose}", shard) if shard.reads_targets else None
+    return inputs, targets, found[2] if len(found) == 3 else None
+
+
+def example(task: Task, rows: int, microbatches: int, shard: Shard) -> Pair:
+    """Return inputs and targets as they may come, for measurements."""
+    if type(task).example is not Task.example:
+        return task.example(rows, microbatches, shard)
+    return read(task, "batch", 0, range(rows), shard)[:2]
+
+
+def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
+    """Return a batch with floating arrays in the dtype of the training.
+
+    Raises DataError where it has another number of rows than was asked for, or is not finite.
+    """
+    try:
+        leaves, structure = arrays.flatten(tree)
+    except MpipipeError as error:
+        raise DataError(f"{what} are no arrays", found=type(tree).__name__, expected="numpy arrays") from error
+    for leaf in leaves:
+        if leaf.ndim == 0 or len(leaf) != len(rows):
+            raise DataError(
+                f"{what} have another number of rows than was asked for",
+                found=f"shape {leaf.shape}",
+                expected=f"{len(rows)} along the first axis",
+                remedy="return as many rows as `rows` has; a source that ends early has fewer",
+            )
+        if arrays.is_floating(leaf.dtype) and not arrays.is_device(leaf) and not np.isfinite(leaf.sum()):
+            bad = [row for row, values in zip(rows, leaf) if not np.isfinite(values).all()]
+            if bad:
+                raise DataError(f"{what} are not finite", found=f"NaN or infinity in row {bad[0]}", expected="numbers")
+    cast = [
+        leaf.astype(shard.dtype) if leaf.dtype.kind == "f" and leaf.dtype != shard.dtype else leaf for leaf in leaves
+    ]
+    return arrays.unflatten(cast, structure)
+
+
+class Reader:
+    """Reads the rows of this replica, one step ahead; `waited` are the seconds in which the last step waited for it."""
+
+    def __init__(self, task: Task, shard: Shard, plan: LayerPlan, mesh: Mesh, steps: int) -> None:
+        self.task, self.shard, self.steps, self.waited = task, shard, steps, 0.0
+        begin = mesh.data.rank * plan.rows
+        self.rows = range(begin, begin + plan.rows)
+        placement, rank = plan.schedule.placement, mesh.pipe.rank
+        shard.reads_inputs, shard.reads_targets = rank == placement[0], rank == placement[-1]
+        self.reads = shard.reads_inputs or shard.reads_targets or task.everywhere
+        self.number = -1  # the step that is being read
+        self.ahead: ThreadTask[tuple[Any, Any, Any]] | None = None  # the thread that reads it
+        self.rank = mesh.rank
+
+    def batch(self, step: int) -> Pair:
+        """Return the batch of a step, and begin to read that of the next one."""
+        start = perf_counter()
+        if not self.reads:
+            return None, None
+        self.begin(step)
+        assert self.ahead is not None
+        task, self.ahead = self.ahead, None
+        wait_locally(task.wait, f"the batch of step {step}")
+        self.waited = perf_counter() - start
+        if task.problem is not None:
+            problem = task.problem
+            if isinstance(problem, MpipipeError) and problem.rank is None:
+                problem.rank = self.rank
+            raise problem
+        if step + 1 < self.steps:
+            self.begin(step + 1)
+        return self._begun(task.result)
+
+    def begin(self, step: int) -> None:
+        """Begin to read the batch of a step, unless that is done already."""
+        if self.reads and (self.ahead is None or self.number != step):
+            self.number = step
+            self.ahead = ThreadTask(partial(read, self.task, "batch", step, self.rows, self.shard), "mpipipe batches")
+
+    def validation(self, index: int) -> Pair:
+        """Return a batch of the validation."""
+        if not self.reads:
+            return None, None
+        return self._begun(read(self.task, "validation", index, self.rows, self.shard))
+
+    def _begun(self, found: tuple[Any, Any, Any]) -> Pair:
+        inputs, targets, more = found
+        if more is not None:
+            self.task.begin(more)
+        return inputs, targets
+
+
+def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> list[str]:
+    """Read the first batches, and run one forward: what does not fit is found before anything is written.
+
+    Returns the names of the task's metrics.
+    """
+    group = group_of(mesh.comm)
+    inputs, targets = None, None
+    with group.raise_together("train: the first batch"):
+        if reader.reads:
+            inputs, targets, more = read(task, "batch", step, reader.rows, reader.shard)
+            if more is not None:
+                task.begin(more)
+    with group.raise_together("train: the first batch of the validation"):
+        if reader.reads:
+            read(task, "validation", 0, reader.rows, reader.shard)
+    scores = scores_of(task, loss)
+    if scores is None:
+        pipeline.evaluate(inputs, targets)
+        return []
+    scores.collects = True
+    pipeline.evaluate(inputs, targets)
+    scores.collects = False
+    return list(scores.means(group))
+
+
+def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
+    """Return what `Task.show` says of the first micro-batch of the validation; collective."""
+    if type(task).show is Task.show:
+        return ""
+    group, begin, text = group_of(mesh.comm), mesh.data.rank * plan.rows, ""
+    inputs, targets = None, None
+    with group.raise_together("train: the batch to show"):
+        if shard.reads_inputs or shard.reads_targets:
+            rows = range(begin, begin + plan.microbatch_rows)
+            inputs, targets, _ = read(task, "validation", 0, rows, shard)
+    output = pipeline.forward(inputs)
+    with group.raise_together("train: what the task shows"):
+        if shard.reads_targets and mesh.data.rank == 0:
+            text = str(call(task, "show", output, targets, shard) or "")
+    return next(filter(None, group.gather("train: what the task shows", text)), "")

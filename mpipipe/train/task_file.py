@@ -1,0 +1,185 @@
+"""A task from a file, `weather.py` or `weather.py:Weather`, the same on all ranks; and its copy in the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from mpipipe import files
+from mpipipe.errors import ConfigError
+from mpipipe.job import Communicator, group_of
+from mpipipe.options import option
+from mpipipe.text import near
+from mpipipe.train.config import TaskConfig
+from mpipipe.train.task import ASKED, Task, TaskSource
+
+MOST_BYTES = 1 << 24
+REMEDY = "`python -m mpipipe train FILE.py` takes a file with one class that is derived from mpipipe.train.Task"
+
+
+@dataclass(frozen=True)
+class TaskFileConfig(TaskConfig):
+    """The configuration of the training of a task that is in a file."""
+
+    heading: ClassVar[str] = "task"
+
+    task: str | None = option(None, "file of the task, and the name of its class where it has several: FILE.py:CLASS")
+    set: tuple[str, ...] = option(
+        (), "NAME=VALUE for an attribute of the task, such as width=64; repeatable", decides=True, metavar="NAME=VALUE"
+    )
+    changed_task: bool = option(False, "resume, although the file of the task is not what it was at the checkpoint")
+
+
+def divided(text: str) -> tuple[str, str | None]:
+    """Return (file, class) of FILE.py or FILE.py:CLASS."""
+    path, colon, name = text.rpartition(":")
+    return (path, name) if colon and name.isidentifier() else (text, None)
+
+
+def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
+    """Load a task on all ranks from the file as rank 0 has it; collective.
+
+    Parameters
+    ----------
+    text : str
+        FILE.py or FILE.py:CLASS; a relative path begins in the working folder of rank 0.
+    values : sequence of str
+        NAME=VALUE for attributes.
+    comm : communicator
+        The ranks.
+
+    Returns
+    -------
+    Task
+        With its `file`.
+
+    Raises
+    ------
+    ConfigError
+        The file is missing or does not import, has no task or several, or the task lacks a method.
+    """
+    group, (name, wanted), content = group_of(comm), divided(text), None
+    with group.raise_together("train: the file of the task"):
+        if comm.rank == 0:
+            with files.reading(
+                "the file of the task", Path(name), ConfigError, remedy=REMEDY, also=(UnicodeDecodeError,)
+            ):
+                content = Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
+    path, code = group.broadcast("train: the file of the task", content)
+    with group.raise_together("train: loading the task"):
+        kind = task_class(imported(path, code), path, wanted)
+        lacking = [method for method in ASKED if getattr(kind, method) is getattr(Task, method)]
+        if lacking:
+            raise ConfigError(
+                f"{kind.__name__} in {path.name} lacks {' and '.join(lacking)}",
+                found=str(path),
+                expected=f"a task with {', '.join(ASKED)}",
+            )
+        task = made(kind, path, values)
+        task.file = TaskSource(path, kind.__name__, code.encode())
+    return task
+
+
+def imported(path: Path, code: str) -> ModuleType:
+    """Return the module that a file is. Its folder is where it finds others. Raises ConfigError where it raises."""
+    module = ModuleType(f"task_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    linecache.checkcache(str(path))
+    try:
+        exec(compile(code, str(path), "exec"), vars(module))
+    except Exception as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else own[-1].lineno if own else None
+        raise ConfigError(
+            f"the file of the task does not import: {type(error).__name__}: {error}",
+            found=str(path) if line is None else f"line {line} of {path}",
+            remedy=f"`python {path.name}` shows the same; modules next to it are found, if it was not copied away"
+            if isinstance(error, ImportError)
+            else f"`python {path.name}` shows the same",
+        ) from error
+    return module
+
+
+def task_class(module: ModuleType, path: Path, wanted: str | None) -> type[Task]:
+    """Return the class of the task in a module: the one that is wanted, or the only one."""
+    kinds = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+    }
+    if wanted is None and len(kinds) == 1:
+        return next(iter(kinds.values()))
+    if wanted in kinds:
+        return kinds[wanted]
+    raise ConfigError(
+        f"no task {wanted} in {path.name}" if wanted else f"{'several tasks' if kinds else 'no task'} in {path.name}",
+        found=", ".join(kinds) or f"no class derived from mpipipe.train.Task in {path}",
+        expected="one class derived from mpipipe.train.Task",
+        remedy=f"name it: {path.name}:{next(iter(kinds))}" if kinds else REMEDY,
+    )
+
+
+# -- Attributes from the command line ---------------------------------------------------------------------------------
+
+
+def made(kind: type[Task], path: Path, values: Sequence[str]) -> Task:
+    """Return the task with attributes as NAME=VALUE sets them, which keep their types."""
+    names = {name for name in dir(kind) if not name.startswith("_") and name not in vars(Task)}
+    is_record = dataclasses.is_dataclass(kind)
+    if is_record:
+        names |= {entry.name for entry in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given = dict(each.partition("=")[::2] for each in values)
+    strange = [name for name in given if name not in names]
+    if strange:
+        raise ConfigError(
+            f"{kind.__name__} in {path.name} has no attribute {strange[0]} to set",
+            found=f"--set {strange[0]}={given[strange[0]]}",
+            expected=" or ".join(near(strange[0], sorted(names), {})) or ", ".join(sorted(names)) or "none",
+        )
+    try:
+        task = kind()
+        parsed = {name: _parsed(name, text, getattr(task, name)) for name, text in given.items()}
+        if is_record:
+            return kind(**parsed)
+        for name, value in parsed.items():
+            setattr(task, name, value)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{kind.__name__}() in {path.name} raised {type(error).__name__}: {error}",
+            found=str(path),
+            expected="a class that is made without arguments",
+        ) from error
+    return task
+
+
+def _parsed(name: str, text: str, now: Any) -> Any:
+    """Return a text in the type that the attribute has now."""
+    words = {"true": True, "false": False}
+    with_type = type(now)
+    try:
+        if with_type is bool:
+            return words[text.lower()]
+        if with_type in (int, float, str):
+            return with_type(text)
+    except (ValueError, KeyError):
+        pass
+    raise ConfigError(
+        f"--set {name}",
+        found=repr(text),
+        expected={bool: "true or false", int: "an integer", float: "a number"}.get(
+            with_type, "an attribute that is a number, a text, true or false"
+        ),
+    )

@@ -1,0 +1,124 @@
+"""A task from a file: found, copied, hashed, trained again from its copy, and refused where it has changed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpipipe.cli.train import load_config
+from mpipipe.errors import ConfigError
+from mpipipe.job import inprocess
+from mpipipe.train import TaskFileConfig, load_task, run
+
+WAVES = """
+from dataclasses import dataclass
+import numpy as np
+from mpipipe import nn, train
+
+
+@dataclass
+class Waves(train.Task):
+    width: int = 4
+    late: bool = False
+    name: str = "w"
+    layout = "zigzag"
+
+    def layers(self, shard):
+        return [nn.Linear(3, self.width), nn.Gelu(), nn.Linear(self.width, 3)]
+
+    loss = staticmethod(nn.mean_squared_error)
+
+    def batch(self, step, rows, shard):
+        fields = np.random.default_rng(step).normal(size=(8, 3))[rows.start : rows.stop]
+        return fields, fields[:, ::-1].copy()
+
+    def validation(self, index, rows, shard):
+        return self.batch(1000 + index, rows, shard)
+"""
+KEYS = dict(batch=4, steps=4, save_every=2, device="cpu", dtype="float64")
+
+
+@pytest.fixture
+def waves(tmp_path):
+    file = tmp_path / "waves.py"
+    file.write_text(WAVES)
+    return file
+
+
+def load(file, *values):
+    return inprocess.run(1, lambda comm: load_task(str(file), values, comm))[0]
+
+
+def train(config, ranks=1):
+    return inprocess.run(ranks, lambda comm: run(load_task(config.task, config.set, comm), config, comm))[0]
+
+
+def last(folder):
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+
+
+def test_the_run_folder_trains_the_same_bits_again(waves, tmp_path):
+    out = tmp_path / "run"
+    train(load_config(f"{waves}:Waves", None, **KEYS, set=["width=5"], out=str(out)), 2)
+    assert (out / "waves.py").read_text() == WAVES
+    facts = json.loads((out / "environment.json").read_text())["task"]
+    assert facts["class"] == "Waves" and facts["file"] == str(waves) and len(facts["sha256"]) == 64
+    waves.unlink()
+    again = load_config(None, str(out / "config.toml"), out=str(tmp_path / "again"))
+    assert again.set == ("width=5",)
+    train(again, 2)
+    assert last(tmp_path / "again") == last(out)
+
+
+def test_a_file_that_has_changed_is_refused_unless_that_is_meant(waves, tmp_path):
+    config = dict(KEYS, out=str(tmp_path / "run"), resume="auto")
+    train(load_config(str(waves), None, **config))
+    waves.write_text(WAVES + "# another thought\n")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"waves.py has changed since the checkpoint(.|\n)*--changed-task"):
+        train(load_config(str(waves), None, **{**config, "steps": 5}))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert train(load_config(str(waves), None, **{**config, "steps": 5}, changed_task=True)).step == 5
+    assert (tmp_path / "run" / "waves.1.py").read_text() == WAVES
+    with pytest.raises(ConfigError, match=r"another configuration(.|\n)*width=6"):
+        train(load_config(str(waves), None, **config, set=["width=6"], changed_task=True))
+
+
+def test_attributes_are_set_in_their_types(waves):
+    task = load(waves, "width=7", "late=true", "name=x=y")
+    assert (task.width, task.late, task.name) == (7, True, "x=y")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "values", "text"),
+    [
+        (None, "", (), "the file of the task cannot be read"),
+        ("import nothing_of_that_name", "", (), "does not import: ModuleNotFoundError(.|\n)*line 1 of"),
+        ("def f(:", "", (), "does not import: SyntaxError(.|\n)*line 1 of"),
+        ("x = 1\ny = x / 0", "", (), "does not import: ZeroDivisionError(.|\n)*line 2 of"),
+        ("x = 1", "", (), "no task in task.py"),
+        (WAVES + "\n\nclass Second(Waves): pass", "", (), "several tasks in task.py(.|\n)*name it: task.py:Waves"),
+        (WAVES, ":Wind", (), "no task Wind in task.py(.|\n)*found: Waves"),
+        (WAVES.replace("def batch", "def patch"), "", (), "Waves in task.py lacks batch"),
+        (WAVES.replace("width: int = 4", "width: int"), "", (), r"Waves\(\) in task.py raised TypeError"),
+        (WAVES, "", ("widht=3",), "no attribute widht to set(.|\n)*width"),
+        (WAVES, "", ("width=broad",), "--set width(.|\n)*an integer"),
+        (WAVES, "", ("batch=3",), "no attribute batch to set"),
+    ],
+)
+def test_mistakes_name_the_file(tmp_path, content, name, values, text):
+    if content is not None:
+        (tmp_path / "task.py").write_text(content)
+    with pytest.raises(ConfigError, match=text):
+        load(f"{tmp_path / 'task.py'}{name}", *values)
+
+
+def test_an_error_names_file_and_line_and_an_option_of_text_is_refused(waves, tmp_path):
+    waves.write_text(WAVES.replace("return fields, ", "return fields, missing, "))
+    with pytest.raises(
+        ConfigError, match=r"Waves.batch in waves.py\(step=0, rows=0..3\) raised NameError(.|\n)*line 21"
+    ):
+        train(TaskFileConfig(**KEYS, task=str(waves), out=str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match="dim is an option of text"):
+        load_config(str(waves), None, dim=8)
