@@ -9,7 +9,8 @@ each rank's shard; a Pipeline with `replicas=mesh.replicas` sums them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Layout
-from mpipipe.comm import PartMove, Transfer, all_to_all, along, exchange_on, halo_of
+from mpipipe.comm import Index, PartMove, Transfer, all_to_all, along, contiguous, exchange_on, halo_of
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, group_of, raise_on_all, runtime
-from mpipipe.nn import Layer
+from mpipipe.nn import Conv, Layer
 from mpipipe.text import counted
 
-__all__ = ["AllToAll", "HaloExchange"]
+__all__ = ["AllToAll", "HaloConv", "HaloExchange"]
 
+OVERLAPPED = 1 << 16  # bytes of a halo: a smaller one arrives before it would be worth to convolve in three parts
 REMEDY = "make the same layers on all ranks, and call them in the same order with arrays of the same kind"
 
 
@@ -90,7 +92,7 @@ class HaloExchange(_OverRanks):
 
     x is this rank's shard, of any length along the axis, in the order of the ranks; its other axes are equal on all
     ranks. A halo that is wider than the neighbour's shard reaches over several. What lies beyond the ends of the whole
-    is 0, as for padding "same" of `nn.Conv`; with `periodic` it is the other end. Messages travel while x is copied.
+    is 0; with `periodic` it is the other end. Messages travel while x is copied. For a convolution see `HaloConv`.
 
     Parameters
     ----------
@@ -127,6 +129,8 @@ class HaloExchange(_OverRanks):
     [[12, 0, 1, 2, 10], [2, 10, 11, 12, 0]]
     """
 
+    _conv = ""  # that of HaloConv
+
     def __init__(
         self,
         comm: Communicator | None,
@@ -137,7 +141,7 @@ class HaloExchange(_OverRanks):
     ):
         self.axis, self.periodic, self.layout = axis, bool(periodic), layout
         self.width: Any = width if isinstance(width, tuple) else (width, width)
-        self._agree(comm, axis=axis, width=self.width, periodic=self.periodic)
+        self._agree(comm, axis=axis, width=self.width, periodic=self.periodic, convolution=self._conv)
 
     def _check(self) -> None:
         layout, ranks = self.layout, self._group.size
@@ -151,6 +155,9 @@ class HaloExchange(_OverRanks):
                 remedy="cut the field by such a Layout",
             )
 
+    def _check_lengths(self, lengths: tuple[int, ...]) -> None:
+        """Raise ArgumentError for shards of lengths without sense, the same on all ranks."""
+
     def _halo(self, x: Array, apart: bool, error: MpipipeError | None = None) -> tuple[Transfer, Any]:
         """Begin a forward: return the transfer that ends with y, or with its halo unless `apart`, and `saved`."""
         axis, layout, rank = self.axis, self.layout, self._group.rank
@@ -163,6 +170,7 @@ class HaloExchange(_OverRanks):
         lengths, call = self._begin(x, axis, error)
         gap = x.shape[axis] if apart else 0
         try:
+            self._check_lengths(lengths)
             moves, beyond = halo_of(lengths, rank, axis, self.width, self.periodic, gap)
         except ArgumentError as found:  # every rank finds the same in the same table
             raise_on_all(0, found, self._group)
@@ -187,6 +195,149 @@ class HaloExchange(_OverRanks):
             transfer = self._transfer(moves, dy, dx, transposed=True, add=True)
             arrays.strided_copy(dy[along(self.axis, before, before + shape[self.axis])], dx)
             return arrays.cast(transfer.finish(), dy.dtype), None
+
+
+class HaloConv(HaloExchange):
+    """An `nn.Conv` of a field that is cut along one axis over ranks: with the output and gradients of the whole field.
+
+    It takes the halo that its window needs. Where that is large, what needs none is computed while the halo travels,
+    and while its gradients do. Parameters have the names of those of the convolution, which is not used elsewhere.
+
+    Parameters
+    ----------
+    comm, axis : Communicator, int
+        As for `HaloExchange`; the axis is one of space. Each shard begins at a multiple of the stride.
+    conv : nn.Conv
+        The convolution of the whole field, with padding "same" or "periodic" along the axis.
+    layout : attention.Layout, optional
+        As for `HaloExchange`.
+
+    Raises
+    ------
+    ArgumentError, MismatchError
+        As for `HaloExchange`; and on all ranks, where the convolution does not fit the field or its shards.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> from mpipipe.exchange import HaloConv
+    >>> from mpipipe.job import inprocess
+    >>> x = np.random.default_rng(0).standard_normal((1, 6, 4, 2)).astype(np.float32)
+    >>> whole = nn.Stage([nn.Conv(2, 3, (3, 3))]).forward(x)[0]
+    >>> def on_each_rank(comm):
+    ...     stage = nn.Stage([HaloConv(comm, 1, nn.Conv(2, 3, (3, 3)))])
+    ...     return stage.forward(x[:, 3 * comm.rank : 3 * comm.rank + 3])[0]
+    >>> bool(np.allclose(np.concatenate(inprocess.run(2, on_each_rank), axis=1), whole, atol=1e-5))
+    True
+    """
+
+    def __init__(self, comm: Communicator | None, axis: int, conv: Conv, layout: Layout | None = None):
+        self.conv, self._padding, self._size, before = conv, "valid", 1, 0
+        if isinstance(conv, Conv) and axis in range(1, len(conv.width) + 1):
+            self._padding, self._size, before = conv.padding[axis - 1], conv.width[axis - 1], conv.before[axis - 1]
+            self._conv = repr((conv.inputs, conv.outputs, conv.width, conv.stride, conv.groups, conv.padding))
+        super().__init__(comm, axis, (before, self._size - 1 - before), self._padding == "periodic", layout)
+        conv.padding = (*conv.padding[: axis - 1], "valid", *conv.padding[axis:])
+        conv.before = (*conv.before[: axis - 1], 0, *conv.before[axis:])
+
+    def _check(self) -> None:
+        super()._check()
+        if self._padding == "valid":
+            raise ArgumentError(
+                "HaloConv needs an axis of space along which its convolution is padded",
+                found=f"axis {self.axis!r} of {getattr(self.conv, 'padding', type(self.conv).__name__)}",
+                expected='an nn.Conv with "same" or "periodic" there',
+            )
+
+    def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
+        yield name, self
+        yield from self.conv.walk(name)
+
+    def _check_lengths(self, lengths: tuple[int, ...]) -> None:
+        total, step = sum(lengths), self.conv.stride
+        if np.any(np.cumsum(lengths[:-1]) % step) or (self.periodic and (total % step or total < self._size)):
+            raise ArgumentError(
+                f"layer {self.name} (HaloConv): the window or the stride does not fit the shards of the field",
+                found=f"{list(lengths)} points, width {self._size}, stride {step}, padding {self._padding!r}",
+                expected="shards that begin at multiples of the stride; of a periodic axis, a window and whole strides",
+            )
+
+    def _cover(self, start: int, stop: int, points: int) -> list[tuple[bool, Index, Index]]:
+        """Return what the outputs start ... stop - 1 see: (whether of the halo, part of it or of x, part of all)."""
+        (before, after), low, axis = self.width, start * self.conv.stride, self.axis
+        high, end = (stop - 1) * self.conv.stride + self._size, before + points
+        cover = []
+        for is_halo, first, last, shift in (
+            (True, 0, before, 0),
+            (False, before, end, before),
+            (True, end, end + after, points),
+        ):
+            first, last = max(low, first), min(high, last)
+            if first < last:
+                cover.append((is_halo, along(axis, first - shift, last - shift), along(axis, first - low, last - low)))
+        return cover
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        conv, axis, (before, after), device = self.conv, self.axis, self.width, self.stage.device
+        error, sizes, step = None, (0,) * self._axes, conv.stride
+        try:
+            more = (before + after if at == axis else 0 for at in range(x.ndim))
+            sizes = conv._sizes(np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)]))
+        except ArgumentError as found:
+            error = found
+        transfer, of_halo = self._halo(x, apart=False, error=error)
+        with self._group.failing("the forward of a HaloConv"):
+            points, count = x.shape[axis], sizes[axis - 1]
+            first, last = -(-before // step), (before + points - self._size) // step + 1  # outputs without halo
+            apart = first < last and transfer.y.nbytes >= OVERLAPPED
+            ranges = [(first, last), (0, first), (last, count)] if apart else [(0, count)]
+            y, pieces = arrays.empty((len(x), *sizes, conv.outputs), x.dtype, device), []
+            for start, stop in ranges:
+                if start == stop:
+                    continue
+                cover = self._cover(start, stop, points)
+                piece = x[cover[0][1]]
+                if len(cover) > 1:
+                    halo, shape = transfer.finish(), list(x.shape)
+                    shape[axis] = cover[-1][2][axis].stop
+                    piece = arrays.empty(tuple(shape), x.dtype, device)
+                    for is_halo, part, place in cover:
+                        arrays.strided_copy((halo if is_halo else x)[part], piece[place])
+                arrays.strided_copy(conv.forward(piece)[0], y[along(axis, start, stop)])
+                pieces.append((start, stop, cover, piece))
+            transfer.finish()
+            return y, (pieces, of_halo, y.shape)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        pieces, (moves, shape, halo_shape, call, _), expected = saved
+        self._begin_backward(dy, expected, call)
+        with self._group.failing("the backward of a HaloConv"):
+            device, pending, transfer = self.stage.device, [], None
+            dhalo = arrays.zeros(halo_shape, dy.dtype, device)
+            dx = arrays.empty(shape, arrays.accumulator(dy.dtype), device)
+            mine: list[tuple[Array, Array]] = []  # gradients of points of x, those of the most points last
+            send = partial(self._transfer, moves, dhalo, dx, transposed=True, add=True)
+            for start, stop, cover, piece in reversed(pieces):
+                if len(cover) == 1:  # the outputs that need no halo, for which it is complete
+                    transfer = send()
+                dpart = contiguous(dy[along(self.axis, start, stop)])
+                dpiece, waiting = self.conv.backward_input(dpart, piece)
+                pending.append(waiting)
+                for is_halo, part, place in cover:
+                    if is_halo:
+                        arrays.strided_copy(dpiece[place], dhalo[part])
+                    else:
+                        mine.append((dpiece[place], dx[part]))
+            if mine[-1][1].size < dx.size:
+                mine.append((arrays.zeros_like(dx), dx))
+            for number, (gradient, place) in enumerate(reversed(mine)):
+                arrays.strided_copy(gradient, place, add=number > 0)
+            return arrays.cast((transfer or send()).finish(), dy.dtype), pending
+
+    def backward_weight(self, pending: Any) -> None:
+        for each in pending:
+            self.conv.backward_weight(each)
 
 
 class AllToAll(_OverRanks):

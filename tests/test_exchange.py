@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from support.gradcheck import check_split
 from support.rings import refused
 from support.tolerance import close
 
-from mpipipe import Mesh, Pipeline, arrays, nn
+from mpipipe import Mesh, Pipeline, arrays, exchange, nn
 from mpipipe.attention import Layout
+from mpipipe.comm import exchange_on
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.even_split import even_split
-from mpipipe.exchange import AllToAll, HaloExchange
+from mpipipe.exchange import AllToAll, HaloConv, HaloExchange
 from mpipipe.job import inprocess
 from mpipipe.schedules import zero_bubble_h1
 
@@ -151,6 +153,125 @@ def test_all_to_all_on_real_ranks(comm):
     check_all_to_all(comm, 2, 1, [301 + rank for rank in range(comm.size)], 17)
 
 
+# -- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def check_conv(comm, axis, lengths, width, place=lambda x: x, dtype="float64", batch=2, inputs=4, **options):
+    """Output, gradient of the input, and gradients of weights added over ranks are those of the whole field."""
+    random = np.random.default_rng(7)
+    space, step = [6, 8, 6][: len(width)], options.get("stride", 1)
+    space[axis - 1] = sum(lengths)
+    device = arrays.device_of(place(np.zeros(1)))
+    whole = random.standard_normal((batch, *space, inputs))
+    dense_stage = nn.Stage([nn.Conv(inputs, 6, width, **options)], dtype="float64", seed=1)
+    y, saved = dense_stage.forward(whole)
+    dy = random.standard_normal(y.shape)
+    dx = dense_stage.backward(dy, saved)
+    outputs = np.diff(-(-np.cumsum([0, *lengths]) // step)).tolist()
+    kind = arrays.dtype(dtype)
+    stage = nn.Stage([HaloConv(comm, axis, nn.Conv(inputs, 6, width, **options))], dtype=dtype, seed=1, device=device)
+    assert list(stage.parameters) == list(dense_stage.parameters)
+    mine = [cut(whole, axis, lengths, comm.rank), cut(dy, axis, outputs, comm.rank)]
+    mine = [place(x.astype(kind)) for x in mine]
+    found, saved = stage.forward(mine[0])
+    dfound = stage.backward(mine[1], saved)
+    gradients = {name: arrays.download(stage.gradients[name]).astype(float) for name in stage.gradients}
+    if device == "cpu":
+        check_split(stage, mine[1], saved, dfound, stage.gradients.flat.copy())
+    found, dfound = arrays.download(found, dfound)
+    terms = np.prod(width) * inputs + 2
+    size = [np.abs(x).max() for x in (whole, dy, dense_stage.parameters.flat)]
+    close(found, cut(y, axis, outputs, comm.rank), terms, terms * size[0] * size[2], kind)
+    close(dfound, cut(dx, axis, lengths, comm.rank), 6 * terms, 6 * terms * size[1] * size[2], kind)
+    for name, wanted in dense_stage.gradients.items():
+        gradient = sum(comm.allgather(gradients[name]))
+        close(gradient, wanted, dy.size, dy.size / 6 * size[0] * max(size[1], 1), kind, name)
+
+
+CONVS = [
+    dict(width=(3,)), dict(width=(4,), padding="periodic"), dict(width=(5, 3), groups=2), dict(width=(1, 3)),
+    dict(width=(3, 4), padding=("periodic", "same"), stride=2, bias=False), dict(width=(3, 2, 3), stride=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overlapped", [0, exchange.OVERLAPPED])
+@pytest.mark.parametrize("options", CONVS, ids=str)
+@pytest.mark.parametrize("lengths", [[8], [12, 14], [2, 6, 4], [4, 4, 2, 2], [2, 2, 2, 2]], ids=str)
+def test_a_convolution_of_shards_is_that_of_the_whole_field(monkeypatch, lengths, options, overlapped):
+    """Of long shards most is computed without the halo; shorter ones than the window need several neighbours."""
+    monkeypatch.setattr(exchange, "OVERLAPPED", overlapped)
+    for axis in range(1, 1 + len(options["width"])):
+        inprocess.run(len(lengths), partial(check_conv, axis=axis, lengths=lengths, **options))
+
+
+@pytest.mark.parametrize("options", CONVS[:1] + CONVS[4:], ids=str)
+def test_convolutions_on_real_ranks(comm, monkeypatch, options):
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
+    monkeypatch.setattr(exchange, "OVERLAPPED", 0)
+    for lengths in ([4] * comm.size, [8 + 6 * (rank % 2) for rank in range(comm.size)]):
+        check_conv(comm, 1, lengths, **options)
+    check_conv(comm, 1, [4] * comm.size, **options, dtype="float32")
+
+
+def test_convolutions_of_device_arrays(gpu, comm, monkeypatch):
+    monkeypatch.setattr(exchange, "OVERLAPPED", 0)
+    for dtype, options in (("float32", CONVS[2]), ("bfloat16", CONVS[4])):
+        check_conv(
+            comm, 1, [4 + 4 * (rank % 2) for rank in range(comm.size)], **options, place=arrays.upload, dtype=dtype
+        )
+
+
+def test_what_needs_no_halo_is_computed_while_messages_travel(monkeypatch):
+    monkeypatch.setattr(exchange, "OVERLAPPED", 0)
+    order = []
+
+    def on_each_rank(comm):
+        layer = HaloConv(comm, 1, nn.Conv(2, 2, (3,)))
+        nn.Stage([layer], dtype="float64")
+        x = np.ones((1, 8, 2))
+        _, saved = layer.forward(x)  # which makes the communicator
+        link = exchange_on(comm, "cpu")
+
+        def noted(what, function):
+            return lambda *given: (order.append(what) if comm.rank == 0 else None) or function(*given)
+
+        link.start, link.finish = noted("start", link.start), noted("finish", link.finish)
+        layer.conv.forward = noted("conv", layer.conv.forward)
+        layer.conv.backward_input = noted("conv", layer.conv.backward_input)
+        layer.forward(x)
+        order.append("backward") if comm.rank == 0 else None
+        layer.backward_input(x, saved)
+
+    inprocess.run(2, on_each_rank)
+    forward, backward = (" ".join(each.split()) for each in " ".join(order).split("backward"))
+    assert forward.startswith("start start conv finish conv") and backward.startswith(
+        "conv conv start start conv finish"
+    )
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_convolution_that_does_not_fit_its_shards(comm):
+    odd, x = comm.rank == 1, np.zeros((1, 3, 4, 2))
+
+    def conv(axis=1, shards=x, **options):
+        layer = HaloConv(comm, axis, nn.Conv(2, 2, options.pop("width", (3, 3)), **options))
+        nn.Stage([layer], dtype="float64")
+        return layer.forward(shards)
+
+    for match, kind, build in (
+        ("is padded", ArgumentError, lambda: conv(axis=3)),
+        ("is padded", ArgumentError, lambda: conv(padding="valid")),
+        ("is padded", ArgumentError, lambda: HaloConv(comm, 1, nn.Linear(2, 2))),
+        ("differ in convolution", MismatchError, lambda: conv(stride=2 if odd else 1)),
+        ("does not fit the shards", ArgumentError, lambda: conv(stride=2)),
+        ("does not fit the shards", ArgumentError, lambda: conv(width=(40, 1), padding="periodic")),
+        ("does not fit the field", ArgumentError, lambda: conv(shards=x[:, :0] if odd else x)),
+        ("last axis of the input", ArgumentError, lambda: conv(shards=x[..., :1])),
+        ("not a field", ArgumentError, lambda: conv(shards=x[0])),
+    ):
+        refused(comm, kind, match, build)
+
+
 # -- in a pipeline ----------------------------------------------------------------------------------------------------
 
 
@@ -176,10 +297,11 @@ class Taps(nn.Layer):
 
 
 def net(comm, layers, periodic):
-    """(layers, halo and taps in turn), with a product between."""
+    """Layers, three by three: a halo, taps that need it, and a convolution that brings its own."""
     made = []
     for number in range(layers):
-        made += [HaloExchange(comm, 1, (number % 2 + 1, 2), periodic), Taps(number % 2 + 4), nn.Linear(3, 3)]
+        conv = nn.Conv(3, 3, (3,), padding="periodic" if periodic else "same")
+        made += [HaloExchange(comm, 1, (number % 2 + 1, 2), periodic), Taps(number % 2 + 4), HaloConv(comm, 1, conv)]
     return made
 
 

@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
     from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags, neighbours
-    from mpipipe.comm.transfer import Halo, PartMove, Transfer, all_to_all, along, exchange_on, halo_of
+    from mpipipe.comm.transfer import (
+        Halo,
+        Index,
+        PartMove,
+        Transfer,
+        all_to_all,
+        along,
+        contiguous,
+        exchange_on,
+        halo_of,
+    )
     from mpipipe.comm.transport.choose import make_transport
     from mpipipe.comm.transport.device import DeviceTransport, DirectTransport
     from mpipipe.comm.transport.gpu_aware import GpuAwareness
@@ -41,7 +51,7 @@ _FILES = {
     "nccl.sums": "NcclRow NcclSums",
     "ring_exchange": "ROTATIONS RingExchange",
     "tags": "BACKWARD DATA FORWARD HEADER Tags neighbours",
-    "transfer": "Halo PartMove Transfer all_to_all along exchange_on halo_of",
+    "transfer": "Halo Index PartMove Transfer all_to_all along contiguous exchange_on halo_of",
     "transport.choose": "make_transport",
     "transport.device": "DeviceTransport DirectTransport",
     "transport.gpu_aware": "GpuAwareness",

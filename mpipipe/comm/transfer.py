@@ -72,7 +72,7 @@ class Transfer:
                 continue
             outgoing = incoming = None
             if part.size:
-                outgoing = part if part.flags.c_contiguous else _contiguous(part)
+                outgoing = contiguous(part)
                 self.bytes_sent += part.nbytes
             if place.size:
                 direct = place.flags.c_contiguous and not add and place.dtype == x.dtype
@@ -90,7 +90,10 @@ class Transfer:
         return self.y
 
 
-def _contiguous(part: Array) -> Array:
+def contiguous(part: Array) -> Array:
+    """Return a view itself if it is C-contiguous, else a copy that is."""
+    if part.flags.c_contiguous:
+        return part
     whole = arrays.empty_like(part)
     arrays.strided_copy(part, whole)
     return whole

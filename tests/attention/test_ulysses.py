@@ -163,8 +163,14 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
     refused(comm, MismatchError, "different calls", lambda: attend.backward(mine[3], saved[odd]))
     attend.backward(mine[3], saved[0])
     assert attend.bytes_sent > 0 and "Ulysses" in repr(attend)
+
+
+def test_a_window_for_each_layer():
+    make = lambda comm, **options: Ulysses(comm, **options).with_window(2)  # noqa: E731
+    found = inprocess.run(3, lambda comm: through(comm, arrays(9), attend=make))
+    agrees(found[0], dense(*arrays(9), window=2))
+    attend = inprocess.run(1, lambda comm: Ulysses(comm))[0]
     assert attend.with_window(2) is attend.with_window(2)
-    agrees(through(comm, arrays(9), window=2), dense(*arrays(9), window=2))
 
 
 def test_a_rank_that_raises_ends_the_others():
