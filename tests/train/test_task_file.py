@@ -141,9 +141,7 @@ def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsy
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "layers[0] Linear", "layers[1] Gelu", "layers[2] Linear", "loss", "mpipipe"]  # fmt: skip
-    loss = (
-        "def loss(self, output, target):\n        return float(((output - target) ** 2).mean()), output - target"
-    )
+    loss = "def loss(self, output, target):\n        return float(((output - target) ** 2).mean()), output - target"
     wrong = WAVES.replace("nn.Gelu()", "Doubled()").replace("loss = staticmethod(nn.mean_squared_error)", loss)
     waves.write_text(wrong + DOUBLED)
     assert invoke("train", f"{waves}:Waves", "--check").code == 1
