@@ -41,7 +41,7 @@ class RingMessages(NamedTuple):
         return f"message {self.number} of the {self.what}"
 
     def __str__(self) -> str:
-        return f"{self.subject} from rank {self.source} (tag {self.tag}, {self.bytes_in} bytes)"
+        return f"{self.subject} from rank {self.source} (tag {self.tag}, {self.bytes_in or 0} bytes)"
 
 
 class RingExchange:
@@ -124,7 +124,7 @@ class RingExchange:
                 for e in last
                 if e.bytes_out is not None
             ),
-            operations=tuple(f"{e}, and one to rank {e.dest} of {e.bytes_out} bytes" for e in last[-KEPT:]),
+            operations=tuple(f"{e}, and one to rank {e.dest} of {e.bytes_out or 0} bytes" for e in last[-KEPT:]),
         )
 
     def close(self) -> None:

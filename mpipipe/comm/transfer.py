@@ -107,18 +107,14 @@ def along(axis: int, start: int, stop: int | None, step: int = 1) -> Index:
     return (*(slice(None),) * axis, slice(start, stop, step))
 
 
-class Halo(NamedTuple):
-    """How the halo of one rank is filled."""
-
-    moves: list[PartMove]
-    beyond: bool  # whether some of its rows lie beyond the ends of the whole, so that no move fills them
-
-
 @lru_cache(maxsize=256)
-def halo_of(lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, int], periodic: bool, gap: int) -> Halo:
-    """Return the halo of a rank from shards of these lengths, which stand in rank order along `axis`.
+def halo_of(
+    lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, int], periodic: bool, gap: int
+) -> tuple[list[PartMove], bool]:
+    """Return the moves that fill the halo of a rank, and whether rows of it lie beyond the ends of the whole.
 
-    In y its two parts are `gap` rows apart. It may reach over several ranks, and a periodic one around the whole.
+    Shards have these lengths along `axis`, in rank order. In y the two parts of the halo are `gap` rows apart. It may
+    reach over several ranks, and a periodic one around the whole.
     """
     size, moves, beyond = len(lengths), [], False
     if periodic and max(width) and not sum(lengths):
@@ -142,7 +138,7 @@ def halo_of(lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, in
             moves.append(PartMove(dest, along(axis, give, give + out), source, along(axis, take, take + into)))
             filled += into
         beyond |= filled < wanted
-    return Halo(moves, beyond)
+    return moves, beyond
 
 
 def all_to_all(rank: int, gives: Sequence[Sequence[Index]], takes: Sequence[Sequence[Index]]) -> list[PartMove]:

@@ -22,6 +22,7 @@ SECONDS = 100  # for one block
 # A reader runs these as they stand. A test has no time for all of their work, so it takes a small part of it.
 LESS = """
 case "$*" in
+    *waves*) exec "$PYTHON" "$@" ;;
     "-m mpipipe plan --dim 64 --layers 3"*) exec "$PYTHON" "$@" --batch 4 ;;
     "-m mpipipe train --plan auto"*)
         exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 16 --batch 8 --data "$DATA" ;;
