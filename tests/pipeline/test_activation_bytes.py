@@ -93,3 +93,19 @@ def test_a_view_takes_what_it_reaches(comm):
         pipeline.step(*dense.placed(schedule, comm.rank, x, x))
         received = 48 if comm.rank else 0  # an input that was received is held until the backward
         assert pipeline.activation_bytes.peak == 2 * (32 + 128 + received)
+
+
+def test_parameters_and_what_is_saved_twice_do_not_count(comm):
+    class Viewing(dense.Identity):
+        def __init__(self):
+            self.parameters = self.gradients = nn.FlatBuffer({"w": (100,)}, "float64")
+
+        def forward(self, x):
+            y = x * 1.0
+            return y, (y[:2], y[1:], self.parameters["w"][10:], x)
+
+    schedule = gpipe(comm.size, 2)
+    x = np.ones((6, 3))
+    with Pipeline([Viewing()], schedule, comm, dense.mean_squared) as pipeline:
+        pipeline.step(*dense.placed(schedule, comm.rank, x, x))
+        assert pipeline.activation_bytes.peak == 2 * (72 + 72)

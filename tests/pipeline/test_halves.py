@@ -478,3 +478,22 @@ def on_device(comm, device, recompute):
 def test_a_device_gives_what_the_host_gives(gpu, sending, comm, recompute):
     for mine, expected in zip(on_device(comm, "cuda", recompute), on_device(comm, "cpu", recompute), strict=True):
         near(mine, expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_by_nccl_with_replicas_halves_and_accumulation_are_those_of_the_host(own, comm):
+    pipe, found = max(1, comm.size // 2), []
+    schedule = gpipe(pipe, 3)
+    for device in ("cuda", "cpu"):
+        with Mesh(comm, pipe=pipe, data=comm.size // pipe) as mesh:
+            stage = nn.Stage([nn.Linear(WIDTH, WIDTH)], "float64", first=mesh.pipe.rank, device=device)
+            x, target = np.random.default_rng(mesh.data.rank).normal(size=(2, 6, WIDTH))
+            x, target = dense.placed(schedule, mesh.pipe.rank, x, target)
+            losses = None if target is None else (arrays.upload(target) if device == "cuda" else target)
+            with Pipeline([stage], schedule, mesh.pipe, nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
+                assert pipeline.engine.nccl.sums == (device == "cuda")
+                for number in range(3):  # the first sends headers
+                    pipeline.step(x, losses, accumulate=number > 0)
+                    pipeline.backward(pipeline.forward_train(x), accumulate=True)
+            found.append(arrays.download(stage.gradients.flat).copy())
+    near(*found)
