@@ -1,10 +1,10 @@
 """Layers that exchange parts of fields with the ranks of a communicator, forward and backward.
 
-A field (batch, *space, channels) is cut along one axis of space, and its shards stand in the order of the ranks. All
-ranks make the same calls in the same order: they run the same layers for the same micro-batches in the order of one
-schedule, as the ranks of `mesh.seq` do. Before each forward and each backward a small all-gather compares what they do,
-so that a difference is an error on all ranks and not a wrong number. Weights that all ranks hold get the gradient of
-each rank's shard; a Pipeline with `replicas=mesh.replicas` sums them.
+A field, (batch, space, channels) with one or more axes of space, is cut along one of these, and its shards stand in the
+order of the ranks. All ranks make the same calls in the same order: they run the same layers for the same micro-batches
+in the order of one schedule, as the ranks of `mesh.seq` do. Before each forward and each backward a small all-gather
+compares what they do, so that a difference is an error on all ranks and not a wrong number. Weights that all ranks hold
+get the gradient of each rank's shard; a Pipeline with `replicas=mesh.replicas` sums them.
 """
 
 from __future__ import annotations

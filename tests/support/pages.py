@@ -76,7 +76,7 @@ class Reader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        for name in ("jobs", "mpipipe"):
+        for name in ("jobs", "mpipipe", "docs/tasks"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
         data = folder / ".data.txt"
