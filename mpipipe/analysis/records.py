@@ -130,7 +130,7 @@ def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
 
 # -- The records of all ranks on the clock of rank 0 ------------------------------------------------------------------
 #
-# Each clock was compared with that of rank 0 before the first and behind the last recorded step. Between the two its
+# Each clock was compared with that of rank 0 before the first and after the last recorded step. Between the two its
 # offset is taken to grow evenly, which is the drift. What is left are the errors of the comparisons: some microseconds.
 # They can make a message arrive before it was sent. So the clocks are moved against each other, as little as it takes,
 # until none does: clock d by the longest path to d of the constraints

@@ -187,7 +187,7 @@ def tokens(
     text: Annotated[list[str], Operand("files and folders of text")],
     tokenizer: Annotated[str, Option("folder with a tokenizer.json")],
     repeats: Repeats = 5,
-    end_of_text: Annotated[str | None, Option("token behind each document")] = None,
+    end_of_text: Annotated[str | None, Option("token after each document")] = None,
 ) -> None:
     """Tokenizing against the library alone (mpiexec -n 2 python -m mpipipe bench tokenize --tokenizer DIR TEXT)."""
     comm = runtime.world()

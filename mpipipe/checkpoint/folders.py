@@ -303,7 +303,7 @@ def _content(name: str, facts: Any) -> Content:
             raise ValueError(f"{array} has the dtype {dtype!r:.40}")
         entry = entries[array] = TensorEntry(dtype, shape, _count(each["start"]), _checksum(each["checksum"]))
         if entry.start < header or entry.start + entry.nbytes > size:
-            raise ValueError(f"{array} would begin at byte {entry.start} and end behind its file, which has {size}")
+            raise ValueError(f"{array} would begin at byte {entry.start} and end after its file, which has {size}")
     return Content(size, header, _checksum(facts["checksum"]), entries)
 
 

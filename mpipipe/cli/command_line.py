@@ -355,7 +355,7 @@ def _converter(entry: Argument) -> Callable[[str], Any]:
 
 
 def _before_dashes(text: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(f"{text!r} does not stand behind --")
+    raise argparse.ArgumentTypeError(f"{text!r} does not stand after --")
 
 
 def _operand_usage(entry: Argument) -> str:

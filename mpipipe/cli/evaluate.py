@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from mpipipe import arrays, files, processor
 from mpipipe.cli.flags import Operand
+from mpipipe.cli.train import load_config, task_of
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import group_of, run_or_abort, runtime, share_of_cores
@@ -16,10 +19,12 @@ from mpipipe.language.inference import Evaluation, Windows, build_evaluator, ope
 from mpipipe.language.models import open_on_all
 from mpipipe.options import Option
 from mpipipe.train import SafeStream
+from mpipipe.train import evaluate as evaluate_task
 
 
 def evaluate(
-    model: Annotated[str, Operand("folder with a model")],
+    model: Annotated[str, Operand("folder with a model, or FILE.py[:CLASS] with a task", metavar="MODEL")],
+    run: Annotated[str | None, Operand("run folder of the training of that task")] = None,
     data: Annotated[list[str] | None, Option("file or folder of text, or file of tokens; repeatable")] = None,
     seq_len: Annotated[int | None, Option("tokens of a window; default: the model's", least=1)] = None,
     by_document: Annotated[bool, Option("windows end with documents, and each is reported")] = False,
@@ -34,7 +39,15 @@ def evaluate(
     """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate runs/first --data book.txt).
 
     Windows follow each other, and each token but the first is predicted once. The ranks are pipe x data x seq.
+
+    With FILE.py RUN_FOLDER it is the validation of a task of your own, by the weights of that run.
     """
+    if run is not None:
+        text_only = {"data": data, "seq_len": seq_len, "by_document": by_document or None}
+        given = {name: value for name, value in text_only.items() if value is not None}
+        return run_or_abort(
+            partial(_of_task, model, run, given, pipe=pipe, seq=seq, batch=batch, dtype=dtype, device=device, out=out)
+        )
 
     def work() -> None:
         processor.prepare_process(share_of_cores())
@@ -61,6 +74,38 @@ def evaluate(
                     report(found, unit, out)
 
     return run_or_abort(work)
+
+
+def _of_task(model: str, run: str, given: dict[str, Any], *, out: str | None, **flags: Any) -> None:
+    """Evaluate a task from a file, with the configuration of its run folder but for the mesh and what is given."""
+    processor.prepare_process(share_of_cores())
+    comm, config = runtime.world(), None
+    group = group_of(comm)
+    with group.raise_together("evaluate: the configuration"):
+        if given:
+            raise ConfigError(f"{next(iter(given))} is an option of text", found=f"the task {model}")
+        if comm.rank == 0:
+            if out is not None and files.exists(out):
+                raise ConfigError("the file for results exists already", found=out, remedy="name another --out")
+            plain: dict[str, Any] = {
+                "schedule": "gpipe",
+                "chunks": 1,
+                "recompute": False,
+                "microbatches": None,
+                "partition": None,
+            }
+            config = load_config(model, str(Path(run, "config.toml")))
+            changed = {name: value for name, value in flags.items() if value is not None or name == "pipe"}
+            config = replace(config, **plain, recompute_limit=None, **changed)
+    config, task = task_of(group.broadcast("evaluate: the configuration", config), comm)
+    found, place = evaluate_task(task, config, Path(run), comm)
+    with group.raise_together("evaluate: the results"):
+        if comm.rank == 0:
+            if out is not None:
+                with files.writing("the results", out):
+                    files.write_whole(Path(out), f"{json.dumps(found)}\n".encode())
+            numbers = " ".join(f"{name}={value:.8g}" for name, value in found.items())
+            SafeStream(sys.stdout).write(f"mpipipe: by {place}\nmpipipe: evaluated {numbers}\n")
 
 
 def report(found: Evaluation, unit: str, out: str | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import nn, optim, schedules
+from mpipipe.arrays import Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Loss, Pipeline
@@ -40,6 +41,8 @@ class Probe:
     def __init__(self, measured: MeasuredRanks, solo: Communicator, picked: Sequence[int], size: int) -> None:
         self.measured, self.group, self.solo = measured, group_of(measured.mesh.comm), solo
         self.picked, self.size = picked, size
+        skipped = [bool(measured.inputs) and place - 1 not in (-1, *picked) for place in picked]
+        self.at = [number + sum(skipped[: number + 1]) for number in range(len(picked))]  # in the stage
         self.watches = {way: Stopwatch() for way in WAYS}
         self.optimizers: list[float] = []
         self.sums: list[float] = []
@@ -134,8 +137,8 @@ class Probe:
             watch = self.watches[way]
             watch.watch("stage", stage, METHODS)
             watch.watch("loss", pipeline.engine.executor.loss, {"call": "F"})
-            for place, layer in zip(self.picked, stage.layers):
-                watch.watch(place, layer, METHODS)
+            for place, at in zip(self.picked, self.at):
+                watch.watch(place, stage.layers[at], METHODS)
             yield step
 
     def _repeats(self, steps: Iterable[Step]) -> int:
@@ -145,11 +148,15 @@ class Probe:
     def _stage(self) -> nn.Stage:
         problem, layers = self.measured.problem, self.measured.layers()
         still = [name for name in declared(problem.layers) if name not in problem.trained]
-        places = {str(place): str(number) for number, place in enumerate(self.picked)}
+        places = {str(place): str(at) for place, at in zip(self.picked, self.at)}
         cut = [(name.partition(".")[0], name.partition(".")[2]) for name in still]
         frozen = [f"{places[place]}.{rest}" for place, rest in cut if place in places]
-        picked = [layers[place] for place in self.picked]
-        return nn.Stage(picked, problem.dtype, self.measured.seed, frozen=frozen)
+        chosen: list[nn.Layer] = []
+        for place, at in zip(self.picked, self.at):
+            if at > len(chosen):
+                chosen.append(Bridge(self.measured.inputs[place], self.size))
+            chosen.append(layers[place])
+        return nn.Stage(chosen, problem.dtype, self.measured.seed, frozen=frozen)
 
     def sizes(self) -> Sizes:
         """Count what one micro-batch of several keeps, but not what they share, such as parameters and tables."""
@@ -170,7 +177,8 @@ class Probe:
         kinds = self.measured.problem.kinds
         activation: dict[int, int] = {}
         waiting: dict[int, int] = {}
-        for place, first, second in zip(self.picked, whole, split):
+        for place, at in zip(self.picked, self.at):
+            first, second = whole[at], split[at]
             activation[kinds[place]] = max(first, activation.get(kinds[place], 0))
             waiting[kinds[place]] = max(second, waiting.get(kinds[place], 0))
         each = range(len(activation))
@@ -178,6 +186,21 @@ class Probe:
         return Sizes(
             tuple(activation[kind] for kind in each), tuple(waiting[kind] for kind in each), message, gradient.nbytes
         )
+
+
+class Bridge(nn.Layer):
+    """Stands for layers that are left out: it returns the input of the next one, whatever comes."""
+
+    def __init__(self, like: Tree, rows: int) -> None:
+        leaves, structure = flatten(like)
+        self.output = unflatten([np.repeat(leaf, rows, axis=0) for leaf in leaves], structure)
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        return self.output, x
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        leaves, structure = flatten(saved)
+        return unflatten([np.zeros_like(leaf) for leaf in leaves], structure), None
 
 
 def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:

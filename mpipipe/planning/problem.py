@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import arrays, nn, optim
+from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import group_of, oversubscribed, own_cores
@@ -51,6 +52,7 @@ class PlanningProblem:
     fixed : fields of a Choice that stay as they are
     memory_limit : bytes that a rank may need
     facts : what measured times hold for, besides the layers
+    inputs : shapes of the input of each layer, where they are not all alike
     """
 
     layers: Sequence[nn.Layer]
@@ -66,6 +68,7 @@ class PlanningProblem:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_limit: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Sequence[str] = ()
 
     @property
     def rows(self) -> int:
@@ -96,7 +99,8 @@ class PlanningProblem:
                 for key, entry in part.declared.items():
                     trained = " trained" if f"{place}{name}.{key}" in self.trained else ""
                     parts.append(f"{type(part).__name__} {name}.{key} {entry.shape}{trained}")
-            signatures.append("; ".join([*parts, f"{cost} operations"]))
+            more = [f"{type(layer).__name__} of {self.inputs[place]}"] if self.inputs else []
+            signatures.append("; ".join([*parts, *more, f"{cost} operations"]))
         return tuple(signatures)
 
     @cached_property
@@ -138,6 +142,7 @@ class MeasuredRanks:
     message_shape : of what a stage hands to the next, for the samples of a micro-batch
     optimizer, scaler : make those of the training
     lr, clip, seed : of the training
+    inputs : an input of each layer, for one row, where they are not all alike
     """
 
     problem: PlanningProblem
@@ -152,6 +157,7 @@ class MeasuredRanks:
     clip: float
     seed: int
     frozen: Sequence[str] = ()
+    inputs: Sequence[Tree] = ()
 
     def check_place(self, place: str) -> None:
         """Refuse a GPU, on which the host's clock says nothing of a layer."""

@@ -100,7 +100,8 @@ def kind_of(layer: nn.Layer) -> tuple:
 class StageMeter:
     """Measures stages of the layers that `build` makes; each kind of stage once.
 
-    `frozen` are patterns, as for nn.Stage, and `loss_for` makes the loss after the last stage.
+    `frozen` are patterns, as for nn.Stage, `loss_for` makes the loss after the last stage, and `inputs` tell layers
+    apart by the shapes of what comes to them.
     """
 
     def __init__(
@@ -109,9 +110,10 @@ class StageMeter:
         dtype: str,
         frozen: Sequence[str],
         loss_for: Callable[[nn.Stage], Callable[..., Any]],
+        inputs: Sequence[str] = (),
     ) -> None:
         self.make, self.dtype, self.frozen, self.loss_for = build, dtype, frozen, loss_for
-        self.kinds = [kind_of(layer) for layer in self.build()]
+        self.kinds = [(kind_of(layer), *inputs[place : place + 1]) for place, layer in enumerate(self.build())]
         self._known: dict[tuple, tuple[StageBytes, tuple[int, ...]]] = {}
 
     def stage(

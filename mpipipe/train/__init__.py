@@ -22,13 +22,16 @@ from mpipipe.train.output_folder import shared_path
 from mpipipe.train.provenance import absolute
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
-from mpipipe.train.setup import check_same_config, run
+from mpipipe.train.setup import check_same_config as check_same_config
+from mpipipe.train.setup import evaluate as evaluate
+from mpipipe.train.setup import run
 from mpipipe.train.shard import Shard
 from mpipipe.train.sinks import MOST_BYTES, NAME
 from mpipipe.train.task import Pair as Pair
 from mpipipe.train.task import Task
 from mpipipe.train.task import too_few_pieces as too_few_pieces
 from mpipipe.train.task_calls import TaskLoss as TaskLoss
+from mpipipe.train.task_calls import check_task as check_task
 from mpipipe.train.task_calls import layers_of as layers_of
 from mpipipe.train.task_calls import outline as outline
 from mpipipe.train.task_file import TaskFileConfig as TaskFileConfig

@@ -70,6 +70,19 @@ def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:
     return None if newest is None else checkpoint.read(newest)
 
 
+def newest_state(run: Path) -> Checkpoint:
+    """Return the weights of a run folder or its newest checkpoint, whichever was written last; ConfigError for none."""
+    there = [path for path in (checkpoint.newest(run / "weights"), checkpoint.newest(checkpoints_of(run))) if path]
+    if not there:
+        raise ConfigError(
+            "the run folder has neither weights nor a checkpoint",
+            found=str(run),
+            expected="the --out folder of `mpipipe train FILE.py`",
+            remedy="weights are written at the end of a training, checkpoints with --save-every",
+        )
+    return checkpoint.read(max(there, key=lambda path: path.stat().st_mtime))
+
+
 def _is_in(found: Checkpoint, out: Path) -> bool:
     return found.path.parent.resolve() == checkpoints_of(out).resolve()
 
@@ -165,7 +178,7 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
     return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 
-# -- The checkpoints of a training while it runs: written behind it, and what happens where that fails ----------------
+# -- The checkpoints of a training while it runs: written meanwhile, and what happens where that fails ----------------
 
 
 AGAIN = "the training goes on, and tries again at the next save"

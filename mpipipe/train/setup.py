@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from mpipipe import arrays, environment, optim
+from mpipipe import arrays, environment, nn, optim
 from mpipipe.attention import kernels
-from mpipipe.checkpoint import Checkpoint, check_replicas, released_at_end
+from mpipipe.checkpoint import Checkpoint, check_replicas, load, released_at_end
 from mpipipe.comm import Mesh, select_device
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, runtime, watching
 from mpipipe.pipeline import Pipeline
@@ -18,9 +19,10 @@ from mpipipe.train import output_folder, provenance, resume, sinks
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
+from mpipipe.train.shard import Shard
 from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, TaskLoss, rehearse
+from mpipipe.train.task_calls import Reader, TaskLoss, rehearse, scores_of, validate
 from mpipipe.train.tracing import Tracing, trace_folder
 from mpipipe.train.trainer import Trainer
 from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, with_order
@@ -98,10 +100,7 @@ def _train(
         plan = make_plan(config, task, mesh, device)
         task.open_data(plan, mesh)
         start = None if survivor else resume.find_start(config, task, mesh, out)
-        with group.raise_together("train: the stages"):
-            kernels.check_choice(device)
-            stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
-            loss = task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(task)
+        stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
         pipeline = stack.enter_context(
             Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas)
@@ -159,6 +158,41 @@ def _train(
             return trainer.run()
 
 
+def _stages(
+    config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, layers: list[Any], shard: Shard, *, device: str
+) -> tuple[list[nn.Stage], Callable[..., Any]]:
+    """Return the stages of this rank and the loss; collective."""
+    with group_of(mesh.comm).raise_together("train: the stages"):
+        kernels.check_choice(device)
+        stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
+        return stages, task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(task)
+
+
+def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> tuple[dict[str, float], str]:
+    """Return the losses of the validation of what is newest in a run folder: by name, and what that is; collective."""
+    group = group_of(comm)
+    with group.raise_together("evaluate: the mesh"):
+        mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
+    with mesh:
+        device, found = select_device(config.device, comm), None
+        with arrays.own_stream(device):
+            task.find_data(group)
+            shard, layers = make_shard(config, task, mesh)
+            plan = make_plan(config, task, mesh, device)
+            task.open_data(plan, mesh)
+            with group.raise_together("evaluate: the run folder"):
+                if comm.rank == 0:
+                    found = resume.newest_state(run)
+            found = group.broadcast("evaluate: the run folder", found)
+            stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
+            load(found.path, mesh, stages)
+            with Pipeline(stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas) as pipeline:
+                reader = Reader(task, shard, plan, mesh, 0)
+                value, named = validate(pipeline, reader, scores_of(task, loss), config.eval_batches, group)
+    same = found.state.get("fingerprint") in (None, task.fingerprint)
+    return {"loss": value, **named}, f"{found.path}{'' if same else ', which another version of the file has trained'}"
+
+
 def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
     """Plan the training, and check that it fits into memory and that its end can be written.
 
@@ -184,7 +218,7 @@ def make_reporter(
         goes_on = None if config.resume == "no" else step
         reporter = Reporter(config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on)
     for path in aside:
-        reporter.say(f"mpipipe: a checkpoint behind the one that is resumed is now called {path}")
+        reporter.say(f"mpipipe: a checkpoint after the one that is resumed is now called {path}")
     return reporter
 
 

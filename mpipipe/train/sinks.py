@@ -182,7 +182,7 @@ class Sinks:
             self.warn(f"mpipipe: no more metrics go to {name}: {reason}; the training goes on")
 
 
-# -- metrics.jsonl over a resume: records behind the checkpoint are cut off, so that none is repeated -----------------
+# -- metrics.jsonl over a resume: records after the checkpoint are cut off, so that none is repeated -----------------
 
 
 NAME = "metrics.jsonl"

@@ -118,7 +118,7 @@ class ElasticRun:
         if group.rank == 0:
             spare = everyone.size - len(places.order)
             write(
-                f"{text}; {len(places.order)} of them go on behind step {places.step}"
+                f"{text}; {len(places.order)} of them go on after step {places.step}"
                 + (f", {spare} more can take the places of others\n" if spare else "\n")
             )
         self.active = group.split(0 if self.takes_part else 1, place, "survivors")
@@ -165,7 +165,7 @@ class ElasticRun:
     def reporter(self, unit: str, oversubscribed: str | None) -> Reporter:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""
         step, record = self.facts["step"], self.facts["record"]
-        done = step if self.facts["reported"] == step else step - 1  # behind which records are made again
+        done = step if self.facts["reported"] == step else step - 1  # after which records are made again
         last = sinks.cut(self.out, done)
         reporter = Reporter(self.config.steps, self.out, unit=unit, oversubscribed=oversubscribed, done=step)
         if last < record.step <= done:

@@ -393,7 +393,7 @@ class Task:
         out, plan, stages, mesh : Path, LayerPlan, sequence of Stage, Mesh
             The output folder, the cut of the model, the stages of this rank, and all ranks.
         """
-        checkpoint.save(out / "weights", mesh, stages, step=0, keep=1)
+        checkpoint.save(out / "weights", mesh, stages, step=0, state={"fingerprint": self.fingerprint}, keep=1)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Return what the trained model makes, as text to show, where that is not what `show` returns; collective.

@@ -9,7 +9,7 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import signature
 from time import perf_counter
@@ -21,8 +21,8 @@ from mpipipe import arrays, nn
 from mpipipe.adapters import ForeignLayer, as_layer, seeded
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
-from mpipipe.errors import ConfigError, DataError, MpipipeError
-from mpipipe.job import RankGroup, ThreadTask, group_of, wait_locally
+from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
+from mpipipe.job import Communicator, RankGroup, ThreadTask, group_of, wait_locally
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, PlanningProblem
 from mpipipe.train.shard import Shard
@@ -80,6 +80,79 @@ def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
     with_place = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
     task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in with_place]
     return entries
+
+
+def chain(task: Task, shard: Shard, seed: int) -> Iterator[tuple[nn.Stage, Tree]]:
+    """Yield each layer by itself, bound, and an input of it for one row; collective over the ranks of the shard.
+
+    Raises ConfigError where a layer does not take what the one before it returns.
+    """
+    x = example(task, 1, 1, shard)[0]
+    for place, layer in enumerate(layers_of(task, shard, seed)):
+        stage = nn.Stage([layer], shard.dtype, seed, first=place, frozen=tuple(task.freeze))
+        yield stage, x
+        try:
+            x = stage.forward(x, nn.Position(training=False))[0]
+        except Exception as error:
+            raise ConfigError(
+                f"layers[{place}] from {place_of(task, 'layers')} does not take what comes to it: "
+                f"{type(error).__name__}: {error}",
+                found=f"{type(layer).__name__} after {shapes_of(x)}",
+            ) from error
+
+
+def check_task(task: Task, seed: int, comm: Communicator) -> tuple[list[str], bool]:
+    """Compare the backward of each layer of a task, and of its loss, with the forward, for a row in float64.
+
+    Return lines of what was found, and whether all is right. `comm` is one rank.
+    """
+    shard = task.shard(comm, 1)
+    shard.dtype = arrays.dtype("float64")
+    lines, right, output = [], True, None
+    for place, (stage, x) in enumerate(chain(task, shard, seed)):
+        layer = stage.layers[0]
+        name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
+        line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
+        lines.append(line)
+        right, output = right and fine, (stage, x)
+    assert output is not None  # a task has a layer at least
+    y, target = output[0].forward(output[1], nn.Position(training=False))[0], example(task, 1, 1, shard)[1]
+    line, fine = _checked("loss", _LossStage(TaskLoss(task), target), y, None)
+    return [*lines, line], right and fine
+
+
+def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:
+    try:
+        differences = nn.check_gradients(stage, x, position=position)
+    except StageError as error:
+        return f"{name}: {error.found}", False
+    except ArgumentError as error:
+        if "nothing to differentiate" not in error.message:
+            raise
+        return f"{name}: nothing to differentiate", True
+    return f"{name}: right to {max(differences.values()):.0e} ({', '.join(differences)})", True
+
+
+class _LossStage:
+    """A loss as a stage whose output is the value: its backward gives the gradient of what the loss is called with."""
+
+    def __init__(self, loss: TaskLoss, target: Tree) -> None:
+        self.loss, self.target = loss, target
+
+    def forward(self, x: Tree) -> tuple[np.ndarray, Tree]:
+        value, gradient = self.loss(x, self.target)[:2]
+        return np.reshape(np.asarray(value, np.float64), 1), gradient
+
+    def backward(self, dy: np.ndarray, saved: Tree) -> Tree:
+        leaves, structure = arrays.flatten(saved)
+        return arrays.unflatten([dy[0] * leaf for leaf in leaves], structure)
+
+
+def shapes_of(tree: Tree) -> str:
+    """Return shapes and dtypes of what lies between two layers, without the rows."""
+    leaves, structure = arrays.flatten(tree)
+    named = ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
+    return named if structure is None else f"{structure}: {named}"
 
 
 def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> None:
@@ -237,6 +310,18 @@ class Reader:
         if more is not None:
             self.task.begin(more)
         return inputs, targets
+
+
+def validate(
+    pipeline: Pipeline, reader: Reader, scores: TaskLoss | None, batches: int, group: RankGroup
+) -> tuple[float, dict[str, float]]:
+    """Return the mean loss over the batches of the validation and the means of the task's metrics; collective."""
+    if scores is None:
+        return sum(pipeline.evaluate(*reader.validation(index)) for index in range(batches)) / batches, {}
+    scores.collects = True
+    loss = sum(pipeline.evaluate(*reader.validation(index)) for index in range(batches)) / batches
+    scores.collects = False
+    return loss, scores.means(group)
 
 
 def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> list[str]:

@@ -24,7 +24,7 @@ from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, scores_of, shown
+from mpipipe.train.task_calls import Reader, scores_of, shown, validate
 from mpipipe.train.tracing import Tracing
 
 
@@ -75,7 +75,7 @@ class Trainer:
         place = "CPUs" if progress.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(introduction(config, task, self.plan, self.mesh, place=place, out=self.out))
         if progress.step:
-            self.reporter.say(f"mpipipe: goes on behind step {progress.step}")
+            self.reporter.say(f"mpipipe: goes on after step {progress.step}")
         elif task.beginning():
             self.reporter.say(f"mpipipe: begins with {task.beginning()}")
         if progress.reported < 0:
@@ -187,13 +187,8 @@ class Trainer:
 
         The means of the task's metrics are `named` then.
         """
-        count, pipeline, reader = self.config.eval_batches, self.progress.pipeline, self.reader
-        if self.scores is not None:
-            self.scores.collects = True
-        loss = sum(pipeline.evaluate(*reader.validation(index)) for index in range(count)) / count
-        if self.scores is not None:
-            self.scores.collects = False
-            self.named = self.scores.means(self.group)
+        pipeline, batches = self.progress.pipeline, self.config.eval_batches
+        loss, self.named = validate(pipeline, self.reader, self.scores, batches, self.group)
         return loss
 
     def speed(self, times: np.ndarray) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import arrays, planning, schedules
+from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
@@ -22,7 +23,7 @@ from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import TaskLoss, agree_on_layers, example, layers_of, outline
+from mpipipe.train.task_calls import TaskLoss, agree_on_layers, chain, example, layers_of, outline, shapes_of
 
 logger = logging.getLogger("mpipipe")
 
@@ -228,13 +229,17 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
     Raises the same error on every rank.
     """
     shard = make_shard(config, task, mesh)[0] if made is None else made
+    with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
+        inputs = inputs_of(config, task, shard)
+    problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
     return planning.MeasuredRanks(
-        problem=problem_of(config, task, mesh.pipe.size, mesh.data.size),
+        problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
+        inputs=inputs,
         mesh=mesh,
         layers=lambda: layers_of(task, shard, config.seed),
         loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
         example=lambda rows, microbatches: example(task, rows, microbatches, shard),
-        message_shape=lambda rows: task.message_shape(rows, shard) or (rows,),
+        message_shape=lambda rows: task.message_shape(rows, shard) or (rows, max(map(_size, inputs[1:]), default=1)),
         optimizer=lambda pipeline: make_optimizer(config, pipeline, task),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
@@ -242,6 +247,16 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         seed=config.seed,
         frozen=task.freeze,
     )
+
+
+def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
+    """Return an input of each layer for one row, where the task does not say how large they are; collective."""
+    return [] if task.message_shape(1, shard) else [x for _, x in chain(task, shard, config.seed)]
+
+
+def _size(tree: Tree) -> int:
+    """How many numbers a row has."""
+    return sum(leaf.size for leaf in arrays.flatten(tree)[0])
 
 
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard) -> tuple[TaskConfig, str]:
@@ -297,7 +312,8 @@ def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> 
     shard = task.shard(comm, config.seq)
     shard.dtype = arrays.dtype(config.dtype)
     outline(task, shard, config.seed)
-    return shard, problem_of(config, task, pipe, replicas)
+    problem = problem_of(config, task, pipe, replicas)
+    return shard, replace(problem, inputs=tuple(map(shapes_of, inputs_of(config, task, shard))))
 
 
 def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
@@ -322,6 +338,7 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
         config.dtype,
         task.freeze,
         lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task),
+        problem.inputs,
     )
     sample = example(task, rows, 1, shard)
     found = planning.rank_bytes(

@@ -118,7 +118,7 @@ def test_words_behind_dashes_are_apart_from_flags_before_them():
     assert parser.parse(["a", "--"])["words"] == []
     with pytest.raises(Stop, match="there is no option --steps before --"):
         parser.parse(["a", "--steps", "3"])
-    with pytest.raises(Stop, match="'b' does not stand behind --"):
+    with pytest.raises(Stop, match="'b' does not stand after --"):
         parser.parse(["a", "b"])
 
 
@@ -143,7 +143,8 @@ def test_the_flags_of_a_training_are_listed_under_headings():
 
     lines = parser_of("x", train).format_help().splitlines()
     headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["options:", "data:", "model:", "parallel:", "training:", "output:", "cluster:", "general:"]
+    of_text = ["data:", "model:", "parallel:", "training:", "output:", "cluster:"]
+    assert headings == ["options:", "arguments:", *of_text, "task:", "general:"]
     for flag, heading in (("--dim", "model:"), ("--chunks", "parallel:"), ("--lr", "training:"), ("--out", "output:")):
         place = next(number for number, line in enumerate(lines) if line.startswith(f"  {flag} "))
         assert next(line for line in reversed(lines[:place]) if line in headings) == heading

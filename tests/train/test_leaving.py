@@ -66,7 +66,7 @@ def test_a_signal_to_one_rank_saves_and_the_end_is_bit_by_bit_that_of_a_training
     again = launch(
         2, [*TRAIN, "--pipe", pipe, "--save-every", "60", "--resume", "auto", "--out", str(tmp_path / "parts")]
     )
-    assert again.returncode == 0 and f"goes on behind step {left[1]}" in again.stdout, again.stderr
+    assert again.returncode == 0 and f"goes on after step {left[1]}" in again.stdout, again.stderr
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 

@@ -115,7 +115,7 @@ def check_one_kill(train, folder, name, random):
     job = train(name, RANKS, [kill], survive=True)
     assert job.returncode == 0, (kill, job.stderr)
     assert f"rank {kill[0]} on " in job.stderr, job.stderr
-    behind = int(re.search(r"go on behind step (\d+)", job.stderr)[1])
+    behind = int(re.search(r"go on after step (\d+)", job.stderr)[1])
     assert kill[1] <= behind, kill  # no more than the step under way is lost
     source = next((folder / "whole" / "checkpoints").glob(f"step-*{behind:08d}"))
     again = train(f"{name}-planned", 2, flags=(), resume=str(source))
@@ -147,7 +147,7 @@ def test_a_rank_that_missed_the_end_of_an_agreement_makes_the_step_too(train, tm
     assert whole.returncode == 0, whole.stderr
     job = train("killed", RANKS, blind=True, survive=True)
     assert job.returncode == 0, job.stderr
-    assert "go on behind step 6" in job.stderr  # rank 1 has made it, and rank 0 has all that it needs for it
+    assert "go on after step 6" in job.stderr  # rank 1 has made it, and rank 0 has all that it needs for it
     again = train("planned", 2, flags=(), resume=str(tmp_path / "whole" / "checkpoints" / "step-00000006"))
     assert again.returncode == 0, again.stderr
     assert state(tmp_path / "killed") == state(tmp_path / "planned")

@@ -39,7 +39,7 @@ def steps_of(folder):
 @pytest.mark.parametrize("where", ["validate", "step"])
 def test_a_death_before_the_first_step_leaves_one_record_of_each_step(train, tmp_path, where):
     job = train(f"if rank == 1: before({where!r}, lambda *_: die())")
-    assert job.returncode == 0 and "go on behind step 0" in job.stderr, job.stderr
+    assert job.returncode == 0 and "go on after step 0" in job.stderr, job.stderr
     assert steps_of(tmp_path) == list(range(STEPS + 1))
     assert all("validation" in line for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()[:1])
 
@@ -93,7 +93,7 @@ if rank == 1:
     before("_end", lambda *_: die())
 """
     job = train(body, save_every=STEPS)
-    assert job.returncode == 0 and "go on behind step 6" in job.stderr, job.stderr
+    assert job.returncode == 0 and "go on after step 6" in job.stderr, job.stderr
     assert checkpoint.newest(tmp_path / "out").name == "step-00000006"
     assert steps_of(tmp_path) == list(range(STEPS + 1))
 

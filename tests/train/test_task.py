@@ -95,6 +95,18 @@ def test_it_learns_the_same_on_any_mesh(tmp_path, capsys, alone, ranks, keys):
     assert alone[0][1] == pytest.approx(alone[0][0], rel=1e-10)  # a metric that is the loss
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("shape", [{"pipe": 1}, {"pipe": 2}, {"seq": 2}])
+def test_ranks_of_mpi_learn_the_same(comm, mpi_tmp_path, tmp_path_factory, shape):
+    if comm.size % 2:
+        pytest.skip("an even number of ranks")
+    out = tmp_path_factory.mktemp("alone") / "run"
+    trained(1, replace(EXACT, out=str(out)))
+    run(Field(), replace(EXACT, **shape, out=str(mpi_tmp_path / "run")), comm)
+    for found, expected in zip(losses(mpi_tmp_path / "run"), losses(out)):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
 def test_it_is_planned(tmp_path):
     trained(2, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "run")))
     assert 'partition = "' in (tmp_path / "run" / "config.toml").read_text()

@@ -1,4 +1,4 @@
-// The kernels between the two matrix products of attention, and behind the last of them.
+// The kernels between the two matrix products of attention, and after the last of them.
 //
 // A problem is one key head of one batch entry. Its row r is query r / group of head r % group of those that share the
 // key head. T: dtype of the products' factors, A: of everything else, O: of the result. A block of threads does one

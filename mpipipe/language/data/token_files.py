@@ -425,7 +425,7 @@ def _checked_total(lengths: FileIntegers, byte_of: FileIntegers, itemsize: int) 
             raise _bad_index(
                 lengths.path,
                 f"sequence {start + entry} of {sizes[entry]} tokens at byte {places[entry]}",
-                f"at byte {expected[entry] * itemsize}, behind the one before it",
+                f"at byte {expected[entry] * itemsize}, after the one before it",
             )
         total += int(sizes.sum())
     return total

@@ -2,7 +2,7 @@
 // there is none; and V, elements of one word of memory, which divides all bounds.
 struct state { pack<T, V> p, g, m, v; };
 
-// Where weight decay applies: to the elements in front of the first bound or not, and the other way round behind each of
+// Where weight decay applies: to the elements in front of the first bound or not, and the other way round after each of
 // the bounds, which rise; those that are not needed are n.
 struct Decays {
     long long bounds[5];
