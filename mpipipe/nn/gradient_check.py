@@ -32,9 +32,9 @@ def check_gradients(stage: Any, x: Any, *, position: Position | None = None, see
     - from `backward_input` and `backward_weight`, where the stage has them;
     - after another micro-batch has gone forward in between, and in a second forward of the same input, which
       recomputation relies on;
-    - twice as large from a second backward: gradients of parameters are added to those that are there.
+    - twice as large from a second micro-batch: gradients of parameters are added to those that are there.
 
-    Arguments must stay as they are. Complex arrays are pairs of real ones.
+    Arguments and outputs must stay as they are. Complex arrays are pairs of real ones.
 
     Parameters
     ----------
@@ -115,11 +115,11 @@ class _Check:
         outputs = [_copied(self.stage.forward(self.x, *self.more)[0]) for _ in range(2)]
         if not all(np.array_equal(a, b, equal_nan=True) for (_, a), (_, b) in zip(*(_leaves(y, "y") for y in outputs))):
             self.wrong.append("a second forward of the same input gives another output")
-        _, saved = self.stage.forward(self.x, *self.more)
+        y, saved = self.stage.forward(self.x, *self.more)
         self.dy = _random_like(outputs[0], self.random)
-        given_dy = _copied(self.dy)
+        before_backward = _copied(y), _copied(self.dy)
         expected = self._backward(saved)
-        for name, now, old in (("input", self.x, given), ("dy", self.dy, given_dy)):
+        for name, now, old in zip(("input", "output", "dy"), (self.x, y, self.dy), (given, *before_backward)):
             for (leaf, array), (_, before) in zip(_leaves(now, name), _leaves(old, name)):
                 if not np.array_equal(array, before, equal_nan=True):
                     self.wrong.append(f"{leaf} was written to")
@@ -137,10 +137,10 @@ class _Check:
             )
         return self.differences
 
-    def _backward(self, saved: Any, times: int = 1) -> dict[str, np.ndarray]:
-        """Return all gradients by name, from `backward` or, where there is none, from its two parts."""
+    def _backward(self, *kept: Any) -> dict[str, np.ndarray]:
+        """Return all gradients by name, from `backward` or, where there is none, from its two parts, of each `saved`."""
         self._clear()
-        for _ in range(times):
+        for saved in kept:
             if hasattr(self.stage, "backward"):
                 dx = self.stage.backward(self.dy, saved)
             else:
@@ -220,8 +220,7 @@ class _Check:
         other = _mapped(lambda array: _random_like(array, self.random) if array.dtype.kind in "fc" else array, self.x)
         self.stage.forward(other, *self.more)
         self._compare("after the forward of another micro-batch", self._backward(saved), expected)
-        _, saved = self.stage.forward(self.x, *self.more)
-        doubled = self._backward(saved, times=2)
+        doubled = self._backward(*(self.stage.forward(self.x, *self.more)[1] for _ in range(2)))
         self._compare("added up over two backwards", {n: doubled[n] / 2 for n in self.parameters}, expected)
         if hasattr(self.stage, "backward_input") and hasattr(self.stage, "backward_weight"):
             self._clear()

@@ -187,7 +187,7 @@ class WritesToTheGradient(Dense):
 
 
 class UsesUpWhatItSaved(Dense):
-    """Right once; wrong where the same `saved` goes backward again, as after a second forward of one input."""
+    """What it saved is its output, too, which may still be on its way."""
 
     def backward_input(self, dy, saved):
         dx, (dz, x) = super().backward_input(dy, saved)
@@ -232,7 +232,7 @@ FAULTS = {
     OneBufferForAllOutputs: r"gradient of input after the forward of another micro-batch",
     WritesToItsInput: r"input was written to",
     WritesToTheGradient: r"dy was written to",
-    UsesUpWhatItSaved: r"added up over two backwards",
+    UsesUpWhatItSaved: r"output was written to",
     AnotherForwardTheSecondTime: r"gives another output",
     OtherShape: r"gradient of the input has another shape",
 }
