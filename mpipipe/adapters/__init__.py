@@ -3,6 +3,7 @@
 trees     what stages of both have in common: trees of arrays, skips, random numbers of a place
 pytorch   tensors: arrays as tensors, parameters as one flat array    stage: a module, its backward in two halves
 jax       functions: compiled, with arrays as JAX's and back          stage: a function with its parameters
+          attend, of both: attention over a ring of ranks within a module or a function of one's own
 layers    either as a layer of an nn.Stage, and all else that may stand in a list of layers
 """
 
@@ -18,13 +19,16 @@ from mpipipe.adapters.layers import ForeignLayer as ForeignLayer
 from mpipipe.adapters.layers import as_layer as as_layer
 from mpipipe.adapters.layers import seeded as seeded
 from mpipipe.errors import BackendError
+from mpipipe.nn import ForwardAndBackward
 from mpipipe.text import how_to_install
 
 if TYPE_CHECKING:
     from mpipipe.adapters.jax.stage import JaxLoss, JaxStage
+    from mpipipe.adapters.pytorch.attend import TorchAttend
     from mpipipe.adapters.pytorch.stage import TorchLoss, TorchStage
+    from mpipipe.attention import Local, Ring
 
-__all__ = ["jax_loss", "jax_stage", "torch_loss", "torch_stage"]
+__all__ = ["jax_attend", "jax_loss", "jax_stage", "torch_attend", "torch_loss", "torch_stage"]
 
 
 def torch_stage(
@@ -139,6 +143,79 @@ def jax_loss(function: Callable[..., Any]) -> JaxLoss:
         `function(output, target)` returns one number, the mean over the micro-batch. It is compiled.
     """
     made: JaxLoss = _room("jax.stage", "jax", "JAX").JaxLoss(function)
+    return made
+
+
+def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
+    """Make a module of PyTorch that attends as `attention.Local`, `Ring` or `Ulysses` does, for modules of your own.
+
+    With a `Ring` on the ranks that share a sequence, such as `mesh.seq`, it is exact attention over the whole sequence,
+    forward and backward, within a `torch_stage` or in a training loop of your own. Nothing is copied, but what is not
+    contiguous on a GPU. Each forward and each backward is collective.
+
+    Parameters
+    ----------
+    attend : Attend
+        It has `forward(q, k, v) -> (out, saved)` and `backward(dout, saved) -> (dq, dk, dv)`, and decides on masks,
+        layout and dtypes. Within a stage, messages of its pipeline move while it computes.
+
+    Returns
+    -------
+    TorchAttend
+        A module without parameters: `module(q, k, v)` of tensors (batch, local seq, heads, head_dim), the keys and
+        values with as many heads or a divisor of them, returns (batch, local seq, heads, value_dim).
+
+    Raises
+    ------
+    BackendError, ArgumentError
+        PyTorch is not installed; the object cannot attend. In a call also what the object raises, and ArgumentError
+        within `torch.compile`, and where second derivatives are asked for (`create_graph=True`).
+
+    Examples
+    --------
+    >>> import torch  # doctest: +SKIP
+    >>> from mpipipe import adapters, attention
+    >>> attend = adapters.torch_attend(attention.Local(causal=True))  # doctest: +SKIP
+    >>> attend(*torch.randn(3, 2, 16, 4, 8)).shape  # doctest: +SKIP
+    torch.Size([2, 16, 4, 8])
+    """
+    made: TorchAttend = _room("pytorch.attend", "torch", "PyTorch").TorchAttend(attend)
+    return made
+
+
+def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
+    """Make a function of JAX that attends as `attention.Local` or `Ring` does, for functions of your own.
+
+    As `torch_attend`, within a `jax_stage`, or in a function of your own, compiled or not. JAX calls back to the host,
+    where attention is computed, always in the order of the program. Make it once, not within the function.
+
+    Parameters
+    ----------
+    attend : Local or Ring
+        It decides on masks, layout and dtypes. The ranks of a `Ring` are processes.
+
+    Returns
+    -------
+    callable
+        `function(q, k, v)` of arrays of JAX (batch, local seq, heads, head_dim), as for `torch_attend`. It has first
+        derivatives in reverse mode. JAX refuses it within `jax.vmap` and `jax.checkpoint`, when it traces.
+
+    Raises
+    ------
+    BackendError, ArgumentError
+        JAX is not installed; the object is no Local or Ring, or a ring of threads. In a call also ArgumentError where
+        arrays do not fit, or second derivatives are asked for. An error of the ring itself is a `JaxRuntimeError` with
+        its text; a `jax_stage` raises the error itself.
+
+    Examples
+    --------
+    >>> import jax  # doctest: +SKIP
+    >>> from mpipipe import adapters, attention
+    >>> attend = adapters.jax_attend(attention.Local(causal=True))  # doctest: +SKIP
+    >>> attend(*jax.numpy.ones((3, 2, 16, 4, 8))).shape  # doctest: +SKIP
+    (2, 16, 4, 8)
+    """
+    made: Callable[[Any, Any, Any], Any] = _room("jax.attend", "jax", "JAX").attend_function(attend)
     return made
 
 

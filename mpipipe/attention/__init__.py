@@ -22,6 +22,7 @@ from mpipipe.attention.decode import decode_attention
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
+from mpipipe.attention.ring_plan import RingSaved as RingSaved
 from mpipipe.attention.ulysses import Ulysses
 
 __all__ = [

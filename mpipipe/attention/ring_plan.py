@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, cast
@@ -214,6 +215,7 @@ class RingAgreement:
         self.group = group_of(comm)
         self.calls = 0  # number of forwards so far
         self.plans: dict[tuple, RingPlan] = {}  # by what they are made of, at most KEPT_PLANS
+        self.settle: Callable[[], object] = lambda: None  # ends calls of other threads that are due before
 
     def agree_on_options(self, options: RingOptions) -> RingOptions:
         """Check the options of a ring, and that all ranks have the same."""
@@ -234,6 +236,7 @@ class RingAgreement:
 
         `digest` is the hash of the options; `error`: why this rank has no options.
         """
+        self.settle()
         self.calls += 1
         kernel: AttentionKernel | None = None
         shapes: RingShapes | None = None
@@ -266,6 +269,7 @@ class RingAgreement:
 
     def agree_on_backward(self, call: int, dout: Array, out: str) -> None:
         """Check that all ranks begin the backward of the same forward, with gradients of outputs so `described`."""
+        self.settle()
         error = None
         if described(dout) != out:
             error = ArgumentError(

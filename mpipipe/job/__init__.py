@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         raise_for_partners,
         raise_on_all,
     )
-    from mpipipe.job.context import current_rank, is_rank, register_progress, unregister_progress, whoami
+    from mpipipe.job.context import current_rank, in_place_of, is_rank, register_progress, unregister_progress, whoami
     from mpipipe.job.cores import (
         cores_of,
         cores_text,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _FILES = {
     "communicators": "attributes cached",
     "consensus": "Ballot VALUES Vote agreed_by digest found_by_all raise_for_partners raise_on_all",
-    "context": "current_rank is_rank register_progress unregister_progress whoami",
+    "context": "current_rank in_place_of is_rank register_progress unregister_progress whoami",
     "cores": "cores_of cores_text fair_share fair_shares oversubscribed oversubscribed_threads own_cores "
     "parse_cores share_of_cores",
     "exit": "Stop run_or_abort",

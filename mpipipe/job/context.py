@@ -137,7 +137,7 @@ class RankContext:
     def advance(self) -> None:
         """Let everything advance that the calling thread has registered; never waits."""
         if self.advancing:
-            thread = threading.get_ident()
+            thread = calling_thread()
             for thing, owner in tuple(self.advancing.items()):
                 if owner == thread:
                     thing.progress()
@@ -145,8 +145,8 @@ class RankContext:
     @property
     def single_threaded(self) -> bool:
         """Whether only the calling thread makes calls on this rank: other threads are daemons, if there are any."""
-        thread = threading.current_thread()
-        return self.alone or all(other is thread or other.daemon for other in threading.enumerate())
+        thread = calling_thread()
+        return self.alone or all(other.ident == thread or other.daemon for other in threading.enumerate())
 
 
 _contexts: list[RankContext] = []
@@ -190,9 +190,24 @@ def whoami() -> str:
     return f"{rank} on {socket.gethostname()}"
 
 
+def calling_thread() -> int:
+    """Return the number of the calling thread, or of that in whose place it makes calls."""
+    return getattr(_local, "in_place_of", None) or threading.get_ident()
+
+
+@contextmanager
+def in_place_of(thread: int | None) -> Iterator[None]:
+    """Make the calls within in the place of another thread, which waits for their end; None: of no other."""
+    before, _local.in_place_of = getattr(_local, "in_place_of", None), thread
+    try:
+        yield
+    finally:
+        _local.in_place_of = before
+
+
 def register_progress(thing: Advancing) -> None:
     """Call `thing.progress()` in every wait of this thread, until `unregister_progress`: a peer may depend on it."""
-    current_rank().advancing[thing] = threading.get_ident()
+    current_rank().advancing[thing] = calling_thread()
 
 
 def unregister_progress(thing: Advancing) -> None:

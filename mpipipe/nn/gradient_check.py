@@ -138,7 +138,7 @@ class _Check:
         return self.differences
 
     def _backward(self, *kept: Any) -> dict[str, np.ndarray]:
-        """Return all gradients by name, from `backward` or, where there is none, from its two parts, of each `saved`."""
+        """Return all gradients by name, summed over micro-batches, from `backward` or else from its two parts."""
         self._clear()
         for saved in kept:
             if hasattr(self.stage, "backward"):

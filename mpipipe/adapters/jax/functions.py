@@ -7,8 +7,11 @@ in two halves  see split.py
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -20,6 +23,7 @@ from mpipipe import arrays
 from mpipipe.adapters.trees import Structures, applied, flatten_parts, returned, unflatten_parts
 from mpipipe.arrays import Array, Event, Structure, flatten
 from mpipipe.errors import ArgumentError
+from mpipipe.job import in_place_of
 
 OPTIONS = ("key", "training")  # parameters that a function may have
 
@@ -156,3 +160,52 @@ def _on_gpu(result: JaxArray) -> Array:
     bits = jax.lax.bitcast_convert_type(result, jnp.uint16) if half else result
     copied = arrays.copy(arrays.cupy().from_dlpack(bits))
     return copied.view(BFLOAT16) if half else copied
+
+
+# -- Calls that JAX makes back to the host, in a thread of its own or in the one that waits for it ---------------------
+#
+# JAX makes an error of its own of an error in such a call, with the text of that. A stage raises the error itself.
+
+
+_waiting: list[int] = []  # threads of stages that wait for JAX
+_errors: list[BaseException] = []  # of calls back, since a stage has begun to wait
+_called = threading.local()
+
+
+@contextmanager
+def waiting_for_jax() -> Iterator[None]:
+    """Within, the thread waits for JAX: calls back are made in its place, and their errors are raised here."""
+    _errors.clear()
+    _waiting.append(threading.get_ident())
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        if not _errors:
+            raise
+        raise _errors.pop() from None
+    finally:
+        _waiting.remove(threading.get_ident())
+
+
+def called_back(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method for JAX to call, of a method of numpy arrays."""
+
+    @wraps(function)
+    def called(self: Any, *given: JaxArray) -> Any:
+        with in_place_of(_waiting[-1] if _waiting else None):
+            _called.back = True
+            try:
+                return function(self, *map(np.asarray, given))
+            except BaseException as error:
+                _errors.append(error)
+                raise
+            finally:
+                _called.back = False
+
+    return called
+
+
+def wait_for_calls_back() -> None:
+    """Let JAX make all calls back that are due, unless this is one of them: JAX runs ahead in threads of its own."""
+    if not getattr(_called, "back", False):
+        jax.effects_barrier()

@@ -13,7 +13,17 @@ from jax.tree_util import Partial
 
 from mpipipe import arrays
 from mpipipe.adapters.jax import functions
-from mpipipe.adapters.jax.functions import Functions, JaxArray, Results, divided, is_on_host, joined, pulled, put
+from mpipipe.adapters.jax.functions import (
+    Functions,
+    JaxArray,
+    Results,
+    divided,
+    is_on_host,
+    joined,
+    pulled,
+    put,
+    waiting_for_jax,
+)
 from mpipipe.adapters.trees import (
     Structures,
     TreeStage,
@@ -107,6 +117,7 @@ class JaxStage(TreeStage):
         if self._renews:
             self._read_parameters()
 
+    @waiting_for_jax()
     def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, JaxSaved | None]:
         """Compute the output of one micro-batch, and in a training step what its backward needs."""
         position = Position() if position is None else position
@@ -126,6 +137,7 @@ class JaxStage(TreeStage):
         y, output, differentiable = self._tree_of(found, rest)
         return y, JaxSaved(pull, structures, floating, output, differentiable)
 
+    @waiting_for_jax()
     def backward(self, dy: Tree | Branches, saved: JaxSaved) -> Tree | Branches:
         """Add to the gradients of the parameters, and return the gradient of the input."""
         weights, inputs = functions.both(saved.pull, self._floating(dy, saved))
@@ -133,11 +145,13 @@ class JaxStage(TreeStage):
         self._add(found[: len(weights)])
         return self._input_gradients(found[len(weights) :], saved)
 
+    @waiting_for_jax()
     def backward_input(self, dy: Tree | Branches, saved: JaxSaved) -> tuple[Tree | Branches, Any]:
         """Return the gradient of the input, and what `backward_weight` needs."""
         found, pending = of_inputs(saved.pull, self._floating(dy, saved))
         return self._input_gradients(self._results.take(found), saved), pending
 
+    @waiting_for_jax()
     def backward_weight(self, pending: Any) -> None:
         """Add to the gradients of the parameters."""
         if self.gradients is not None:

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpipipe import arrays
+from mpipipe.adapters.pytorch.attend import TorchAttend
 from mpipipe.adapters.pytorch.tensors import (
     ModuleBuffers,
     Tensor,
@@ -53,7 +54,7 @@ class TorchStage(TreeStage):
 
     `parameters` and `gradients` are None, or the trainable ones: views of one array `.flat` each, on the memory of the
     module's. A pipeline sets `poll`, which lets messages move; it is called after each module within that has
-    parameters.
+    parameters, and while a `TorchAttend` within computes.
     """
 
     def __init__(
@@ -85,6 +86,9 @@ class TorchStage(TreeStage):
         self._looked = False  # whether a graph has been looked at for tensors that nobody would sum up
         for each in modules_for_hooks(module):
             each.register_forward_hook(self._move_messages)
+        for each in module.modules():
+            if isinstance(each, TorchAttend):
+                each.attend.poll = self._poll
 
     @property
     def parameters(self) -> FlatBuffer | None:
@@ -180,9 +184,9 @@ class TorchStage(TreeStage):
         if self.poll is not None:
             self.poll()
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(self._poll_backward)
+                output.register_hook(self._poll)
 
-    def _poll_backward(self, _gradient: Tensor) -> None:
+    def _poll(self, _gradient: Tensor | None = None) -> None:
         if self.poll is not None:
             self.poll()
 

@@ -54,12 +54,14 @@ def is_differentiable(tensor: Tensor) -> bool:
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
-def array_of(tensor: Tensor) -> Array:
-    """Return a C-contiguous array on the memory of a tensor.
+def array_of(tensor: Tensor, contiguous: bool = True) -> Array:
+    """Return an array on the memory of a tensor, C-contiguous by default.
 
-    A tensor that is not contiguous is copied, as is a conjugate or an imaginary part that PyTorch has not yet computed.
+    A tensor that is not contiguous is copied then. A conjugate or an imaginary part that PyTorch has not yet computed
+    is always.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.contiguous() if contiguous else tensor
     half = tensor.dtype == torch.bfloat16
     bits = tensor.view(torch.int16) if half else tensor
     array = bits.numpy() if tensor.device.type == "cpu" else arrays.cupy().from_dlpack(bits)

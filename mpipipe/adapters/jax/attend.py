@@ -1,0 +1,154 @@
+"""Attention of this package as a function of JAX: exact over the ranks of a ring, within any function that is compiled.
+
+JAX calls back to the host, where `attention.Local` or `Ring` computes. The calls are ordered effects: JAX makes them in
+the order of the program, one after the other, also over several compiled functions, and leaves none out. So ranks that
+run the same program go around the ring together. The arrays of the forward that the backward reads stay with JAX, among
+what it saves itself, so that nothing is kept here for a backward that never comes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+from mpipipe import arrays
+from mpipipe.adapters.jax.functions import JaxArray, called_back, wait_for_calls_back
+from mpipipe.attention import Local, Ring, RingSaved
+from mpipipe.attention.kernels import check_arrays
+from mpipipe.errors import ArgumentError
+from mpipipe.job import own_cores
+
+SPREAD = 2  # how many rows the shards of two ranks may differ by, in any layout
+ARRAYS = "q", "k", "v", "out", "lse"  # what every forward saves
+
+
+def attend_function(attend: Local | Ring) -> Callable[[JaxArray, JaxArray, JaxArray], JaxArray]:
+    """Return the function that `mpipipe.adapters.jax_attend` makes."""
+    host = HostAttend(attend)
+    make_room_for_calls_back()
+    call_back = partial(io_callback, ordered=True)
+
+    @jax.custom_vjp
+    def attention(q: JaxArray, k: JaxArray, v: JaxArray) -> JaxArray:
+        return call_back(host.forward, host.results(q, k, v)[0], q, k, v)
+
+    @differentiable_once
+    def forward(q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[JaxArray, Any]:
+        out, *saved = call_back(host.forward_saving, host.results(q, k, v), q, k, v)
+        return out, (q, k, v, out, *saved)
+
+    @differentiable_once
+    def backward(saved: Any, dout: JaxArray) -> Any:
+        like = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in saved[:3])
+        return call_back(host.backward, like, dout, *saved)
+
+    attention.defvjp(forward, backward)
+    return attention
+
+
+def differentiable_once(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule for first derivatives that refuses to be differentiated itself."""
+    found = jax.custom_jvp(rule)
+
+    @found.defjvp
+    def refuse(_primals: Any, _tangents: Any) -> Any:
+        raise ArgumentError(
+            "the gradient of attention cannot be differentiated again",
+            expected="first derivatives alone",
+            remedy="jax.nn.dot_product_attention on one rank has second derivatives",
+        )
+
+    return found
+
+
+def make_room_for_calls_back() -> None:
+    """Let JAX have two threads on the host, also on one core.
+
+    A call back takes one and waits until its arguments have been copied, for which JAX takes another.
+    """
+    asked = os.environ.get("NPROC", "")
+    if int(asked) > 1 if asked.isdigit() else not own_cores().isdigit():
+        return
+    name = "jax_num_cpu_devices"  # may be set until JAX has begun
+    try:
+        before = getattr(jax.config, name)
+        for count in (before + 1, before):
+            jax.config.update(name, count)
+    except (AttributeError, RuntimeError):
+        raise ArgumentError(
+            "a call from JAX to attention would wait for ever: JAX has begun, with one thread on the host",
+            found=f"core {own_cores()}" if not asked else f"NPROC={asked}",
+            expected="two threads",
+            remedy="NPROC=2 in the environment of the ranks; or make attention before JAX computes anything",
+        ) from None
+    os.environ["NPROC"] = "2"
+
+
+class HostAttend:
+    """The calls that JAX makes: with arrays on the host that are read-only, and JAX's own again after the call."""
+
+    def __init__(self, attend: Local | Ring):
+        if type(attend) not in (Local, Ring):
+            expected = "an attention.Local or an attention.Ring"
+            raise ArgumentError("jax_attend", found=type(attend).__name__, expected=expected)
+        self.attend: Any = attend
+        self.ranks = attend.group.size if isinstance(attend, Ring) else 1
+        if isinstance(attend, Ring) and self.ranks > 1 and attend.group.context.alone:
+            raise ArgumentError(
+                "a ring of threads within JAX, whose own threads would wait for each other",
+                found="a communicator of job.inprocess",
+                expected="ranks that are processes",
+                remedy="start the job with mpiexec",
+            )
+        if isinstance(attend, Ring):
+            attend.agreement.settle = wait_for_calls_back
+        self._kept: dict[tuple, Any] = {}  # what forwards have saved besides arrays, by what it follows from
+
+    def results(self, q: JaxArray, k: JaxArray, v: JaxArray) -> tuple[Any, ...]:
+        """Return the shapes and dtypes of out, its LSE, three numbers, and a ring's last message with room to spare."""
+        check_arrays(*(np.broadcast_to(np.zeros((), each.dtype), each.shape) for each in (q, k, v)))
+        batch, seq, heads, _ = q.shape
+        room = batch * (k.shape[1] + SPREAD) * k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+        shapes = (batch, seq, heads, v.shape[3]), (batch, heads, seq), (3,), (room if self.ranks > 1 else 0,)
+        kinds = q.dtype, arrays.accumulator(q.dtype), np.int32, np.uint8
+        return tuple(map(jax.ShapeDtypeStruct, shapes, kinds))
+
+    @called_back
+    def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Any:
+        """Return out."""
+        return self.attend.forward(q, k, v)[0]
+
+    @called_back
+    def forward_saving(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Any:
+        """Return what `results` says."""
+        out, saved = self.attend.forward(q, k, v)
+        lse, call, lengths = saved.lse, 0, (q.shape[1], k.shape[1])
+        room = np.zeros(self.results(q, k, v)[3].shape, np.uint8)
+        if isinstance(saved, RingSaved):
+            call, lengths = saved.call, (saved.plan.layout.seq_len, sum(saved.plan.message.lengths))
+            if saved.message is not None:
+                room[: saved.message.size] = saved.message
+        self._kept[q.shape, k.shape, v.shape, q.dtype, lengths] = _with(saved, message=None, **dict.fromkeys(ARRAYS))
+        return out, lse, np.array([call, *lengths], np.int32), room
+
+    @called_back
+    def backward(self, dout: np.ndarray, *given: np.ndarray) -> Any:
+        """Return the gradients of q, k and v."""
+        q, k, v, *_, numbers, message = given
+        call, *lengths = numbers.tolist()
+        saved = self._kept[q.shape, k.shape, v.shape, q.dtype, tuple(lengths)]
+        if isinstance(saved, RingSaved) and saved.plan.steps > 1:
+            last = self.attend.group.rank + 1 - saved.plan.steps  # whose block it is
+            saved = saved._replace(message=message[: saved.plan.message.kv_bytes(last)])
+        return tuple(self.attend.backward(dout, _with(saved, call=call, **dict(zip(ARRAYS, given)))))
+
+
+def _with(saved: Any, **values: Any) -> Any:
+    """Return a named tuple with these values, of those that it has."""
+    return saved._replace(**{name: value for name, value in values.items() if name in saved._fields})
