@@ -12,6 +12,7 @@ venv=$venv-judges
 install_package test judges
 configure_mpi
 keep_bytecode
+export NPROC="${NPROC:-2}"  # threads of JAX, which calls back in one: an MPI may bind a rank to one core
 export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"  # seconds; the last resort, tests have a limit each
 
 status=0

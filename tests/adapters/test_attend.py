@@ -312,6 +312,56 @@ def test_a_backward_of_jax_that_never_comes_leaves_nothing():
     assert len(kept) == 1 and all(each.q is each.out is each.lse is None for each in kept.values())
 
 
+def test_calls_after_a_function_of_jax_that_runs_ahead_come_after_it(pair):
+    """JAX returns before it has computed on rank 0, and later than that on rank 1: the ring is still in one order."""
+    ring, layout = Ring(pair), Layout("contiguous", 2, SEQ)
+    whole = arrays(SEQ, heads=2)
+    q, k, v, _ = (layout.shard(each, pair.rank) for each in whole)
+    attend = adapters.jax_attend(ring)
+    compiled = jax.jit(lambda late, factor: attend(q + 0 * late[0, 0] * factor, k, v))
+    square = jax.numpy.ones((1200, 1200))
+    compiled(square, 1.0).block_until_ready()
+    for _ in range(2 if pair.rank == 0 else 0):
+        square = jax.numpy.tanh(square @ square)
+    first = compiled(square, 1.0)
+    second, _ = ring.forward(q, 3 * k, v)
+    for factor, found in ((1, np.asarray(first)), (3, second)):
+        right = through_torch(partial(torch_dense, mask=seen(SEQ)), whole[0], factor * whole[1], *whole[2:])[0]
+        assert np.abs(layout.unshard(pair.allgather(found)) - right).max() <= ENOUGH
+
+
+ONE_CORE = """
+import os
+os.sched_setaffinity(0, {next(iter(os.sched_getaffinity(0)))})
+os.environ.pop("NPROC", None)
+import jax
+import numpy as np
+from mpipipe import adapters, attention
+from mpipipe.errors import ArgumentError
+
+if BEGUN:
+    jax.numpy.ones(3).block_until_ready()
+    try:
+        adapters.jax_attend(attention.Local())
+    except ArgumentError as error:
+        print(error.message)
+    raise SystemExit
+attend = adapters.jax_attend(attention.Local())
+stage = adapters.jax_stage(lambda _, x: attend(x @ np.eye(16), x, x), {})
+x = np.ones((2, 1024, 4, 16), np.float32)
+for _ in range(5):
+    stage.backward(*stage.forward(x))
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_rank_on_one_core_does_not_wait_for_a_thread_that_jax_has_not(launch, begun):
+    job = launch(1, f"BEGUN = {begun}\n{ONE_CORE}", timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert ("JAX has begun, with one thread" if begun else "went on") in job.stdout
+
+
 SCRIPT = """
 import {library}
 import numpy as np

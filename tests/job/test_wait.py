@@ -380,10 +380,18 @@ def test_a_wait_drives_what_its_own_thread_uses_and_nothing_else():
 
     engine = Engine()
     context.register_progress(engine)
-    thread = threading.Thread(target=lambda: wait_for(Soon()))
-    thread.start()
-    thread.join()
-    assert engine.calls == 0
+
+    def wait(thread):
+        with context.in_place_of(thread):
+            wait_for(Soon())
+
+    for caller, calls in ((None, 0), (threading.get_ident(), 11)):  # in its own place, and in that of this thread
+        engine.calls = 0
+        thread = threading.Thread(target=wait, args=(caller,))
+        thread.start()
+        thread.join()
+        assert engine.calls == calls
+    engine.calls = 0
     wait_for(Soon())
     context.unregister_progress(engine)
     assert engine.calls == 11

@@ -179,7 +179,7 @@ def waiting_for_jax() -> Iterator[None]:
     _waiting.append(threading.get_ident())
     try:
         yield
-    except jax.errors.JaxRuntimeError:
+    except Exception:
         if not _errors:
             raise
         raise _errors.pop() from None
