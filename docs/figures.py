@@ -73,7 +73,14 @@ def floors() -> str:
         ("8", [("language", "tokens: models, data, text")]),
         ("7", [("train", "any model: loop, run folder")]),
         ("6", [("planning", "the fastest plan"), ("analysis", "where the time went")]),
-        ("5", [("pipeline", "plan, executor, Pipeline"), ("checkpoint", "state as files")]),
+        (
+            "5",
+            [
+                ("pipeline", "plan, executor, Pipeline"),
+                ("checkpoint", "state as files"),
+                ("exchange", "halos of fields"),
+            ],
+        ),
         (
             "4",
             [

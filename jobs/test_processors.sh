@@ -17,14 +17,16 @@ keep_bytecode
 export MPIEXEC_TIMEOUT="${MPIEXEC_TIMEOUT:-2400}"
 unset OPENBLAS_CORETYPE NPY_DISABLE_CPU_FEATURES  # what is told here would show in what this processor can do
 
-# half of the time for what shorter tests compute too, or for equality of bits, which WHOLE=1 tests
+# most of the time for what shorter tests compute too, or for equality of bits, which WHOLE=1 tests
 SLOW="test_lengths_on_real_ranks or test_4096_positions or test_rings_in_one_process or test_messages_of_a_megabyte"
 SLOW+=" or test_memory or test_example or long_runs or test_gradients_have_the_same_bits or test_half_precision_reaches"
+SLOW+=" or test_rings_of_any_size or test_resume"
 
 tests=(tests)
 if [ "${WHOLE:-0}" = 0 ]; then  # what imports bounds of rounding compares numbers
-    mapfile -t tests < <(grep -rlE '^from support.(tolerance|gradcheck|reference_attention) import' tests --include='test_*.py')
-    tests+=(tests/jobs/test_processor.py -k "not ($SLOW)")
+    mapfile -t tests < <(grep -rlE '^from support.(tolerance|gradcheck|reference_attention) import' \
+        tests/{arrays,attention,language,nn,optim,pipeline,train} --include='test_*.py')
+    tests+=(tests/jobs/test_processor.py -m "not long and not jobs" -k "not ($SLOW)")
 fi
 
 log=$(mktemp)

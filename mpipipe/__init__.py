@@ -37,7 +37,9 @@ _MOVED = {  # names that the API page had before they moved
     "mpipipe.site": "mpipipe.cli.jobscripts",
     "mpipipe.train.data": "mpipipe.language.data",
 }
-_ROOMS = "adapters analysis attention checkpoint errors language nn optim pictures planning schedules train".split()
+_ROOMS = (
+    "adapters analysis attention checkpoint errors exchange language nn optim pictures planning schedules train".split()
+)
 __all__ = [
     "Branches",
     "Mesh",

@@ -228,10 +228,16 @@ class StageAdapter:
         return bool(self.gradient_arrays)
 
     @property
-    def gradient_arrays(self) -> list[Array]:
-        """One-dimensional arrays with all gradients and parts, also of inner stages; no memory is in two of them."""
+    def shown_gradients(self) -> list[Array]:
+        """One-dimensional arrays with the gradients that the stage shows after a step, also of inner stages."""
         holder = getattr(self.given, "gradients", None)
         flats = [model.gradients.flat for model in self.models] if holder is None else [holder.flat]
+        return [flat for flat in flats if flat.size]
+
+    @property
+    def gradient_arrays(self) -> list[Array]:
+        """These, and the parts of tied parameters; no memory is in two of them."""
+        flats = self.shown_gradients
         # the array of a user's stage may be the whole buffer of its inner stage, from before the parts left it
         parts = [part.reshape(-1) for model in self.models for part in model.buffers.parts.values()]
         flats += [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]

@@ -163,6 +163,7 @@ def batched_gemm(
 
     a : (problems, m, k), or (problems, k, m) with `transpose_a`
     b : (problems, k, n), or (problems, n, k) with `transpose_b`; of the dtype of a, the last axis of both without gaps
+        Where a or b has one matrix, it is that of all problems.
     c : (problems, m, n) of the accumulator dtype of a, in which everything is summed
     """
     library = _library()
@@ -187,6 +188,7 @@ def _factors(factor: float, add: bool, kind: np.dtype) -> tuple[np.ndarray, int]
 def _operand(library: _Library, x: DeviceArray) -> tuple[int, int, int, int]:
     """(address, cuBLAS's dtype, elements from row to row, elements from problem to problem)."""
     of_problem, of_row, _ = x.strides
+    of_problem = of_problem if len(x) > 1 else 0  # one matrix is that of all problems
     return x.data.ptr, library.kinds[x.dtype].number, of_row // x.itemsize, of_problem // x.itemsize
 
 

@@ -28,13 +28,18 @@ def blocks_of(count: int, per_block: int) -> tuple[int]:
     return (-(-count // per_block),)
 
 
-def strided_copy(source: DeviceArray, target: DeviceArray, add: bool = False) -> None:
-    """Target = source or, with `add`, target += source: equal shapes of at most 5 axes, any strides, float dtypes.
+def strided_copy(source: Array, target: Array, add: bool = False) -> None:
+    """Target = source or, with `add`, target += source: equal shapes, any strides; floats of at most 5 axes on a GPU.
 
     Values are rounded to the dtype of the target.
     """
     plain = not add and source.dtype == target.dtype
-    if plain and source.flags.c_contiguous and target.flags.c_contiguous:
+    if isinstance(target, np.ndarray):
+        if add:
+            np.add(target, source, out=target)
+        else:
+            target[...] = source
+    elif plain and source.flags.c_contiguous and target.flags.c_contiguous:
         copy_into(target, source)
     else:
         _copies((source, target), (), (add,))

@@ -2,6 +2,7 @@
 
 local                 over a sequence that lies wholly on this rank
 ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is the algorithm
+ulysses               the same by all-to-all over heads
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
 layout  mask          who holds which positions; parts of shards that see each other
 cache  decode         few queries over many cached keys, for models that decode
@@ -21,6 +22,7 @@ from mpipipe.attention.decode import decode_attention
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
+from mpipipe.attention.ulysses import Ulysses
 
 __all__ = [
     "Cached",
@@ -28,6 +30,7 @@ __all__ = [
     "Layout",
     "Local",
     "Ring",
+    "Ulysses",
     "decode_attention",
     "ring_attention",
     "ring_attention_backward",

@@ -16,7 +16,7 @@ from mpipipe.attention.kernels.interface import attend_once
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import as_one_sequence, by_rows, documents_of_rows, like
 from mpipipe.attention.ring_pass import RingPass
-from mpipipe.attention.ring_plan import RingAgreement, RingOptions, RingPlan, RingSaved
+from mpipipe.attention.ring_plan import RingAgreement, RingOptions, RingPlan, RingSaved, described
 from mpipipe.comm import RingExchange
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, cached, runtime, settings
@@ -107,7 +107,7 @@ class Ring(Attend):
         parts += [] if options.window is None else [f"window {options.window}"]
         parts += [] if options.seq_len is None else [counted(options.seq_len, "position")]
         parts += [] if options.segments is None else ["documents"]
-        return f"<Ring {options.layout}: {', '.join(parts)}>"
+        return f"<{type(self).__name__} {options.layout}: {', '.join(parts)}>"
 
     def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
         """Attend; collective.
@@ -137,11 +137,8 @@ class Ring(Attend):
         if options.rows is not None:
             q, k, v = map(as_one_sequence, (q, k, v))
         scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
-        expected, self._expected = self._expected, None
         with self.group.failing("the forward of a ring"):
-            if expected is not None and segments is None:
-                rank = self.group.rank
-                check_positions(expected, plan.layout.positions(rank), options.layout, rank)
+            self._check_expected(plan, segments)
             if plan.steps == 1:
                 message = None
                 out, lse = attend_once(kernel, KVBlock(q, k, v, scale, plan.slices[0], self.poll))
@@ -176,7 +173,7 @@ class Ring(Attend):
     def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
         # a ring of several steps has gradients in its messages
         batch, dout = dout.shape[0], like(dout, saved.out)
-        self.agreement.agree_on_backward(saved.call, dout, saved.out)
+        self.agreement.agree_on_backward(saved.call, dout, described(saved.out))
         with self.group.failing("the backward of a ring"):
             inputs, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
             block = KVBlock(*inputs, saved.scale, saved.plan.slices[0], self.poll)
@@ -233,6 +230,13 @@ class Ring(Attend):
             self._expected = positions  # the length is known within the forward
         else:
             check_positions(positions, self._positions, self.options.layout, self.group.rank)
+
+    def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
+        """Compare the positions that a layer has named with those of the shard, whose length is known by now."""
+        expected, self._expected = self._expected, None
+        if expected is not None and segments is None:
+            rank = self.group.rank
+            check_positions(expected, plan.layout.positions(rank), self.options.layout, rank)
 
     def with_window(self, window: int) -> Ring:
         # the first time for each window is collective

@@ -26,7 +26,6 @@ from dataclasses import replace
 from mpipipe import arrays
 from mpipipe.arrays import Array, cast
 from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse
-from mpipipe.attention.kernels.interface import strided_add, strided_copy
 from mpipipe.attention.ring_plan import RingPlan
 from mpipipe.comm import RingExchange
 
@@ -84,7 +83,7 @@ class RingPass:
             parts = self.kernel.block_gradients(block, dout, result, dq)
             self.exchange.finish()
             for sums, part in zip(packing.unpack_gradients(incoming, owner), parts):
-                (strided_add if step > 0 else strided_copy)(sums, part)
+                arrays.strided_copy(part, sums, add=step > 0)
             message, behind = incoming, split
         dk, dv = packing.unpack_gradients(message, rank)
         return Gradients(*(cast(x, packing.dtype) for x in (dq, dk, dv)))

@@ -12,7 +12,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
 from mpipipe.attention.kernels import AttentionKernel
-from mpipipe.attention.kernels.interface import check_arrays, strided_copy
+from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.layout import KINDS, Layout
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm import ROTATIONS
@@ -109,7 +109,7 @@ class KVMessage:
         """A new buffer with the keys and values of a rank."""
         message = self.empty(self.kv_bytes(rank))
         for place, x in zip(self.unpack(message, rank), (k, v)):
-            strided_copy(place, x)
+            arrays.strided_copy(x, place)
         return message
 
     def unpack(self, message: Array, rank: int) -> tuple[Array, Array]:
@@ -264,12 +264,12 @@ class RingAgreement:
                 raise_on_all(0, found, self.group)
         return self.plans[key]
 
-    def agree_on_backward(self, call: int, dout: Array, out: Array) -> None:
-        """Check that all ranks begin the backward of the same forward, with a fitting gradient."""
+    def agree_on_backward(self, call: int, dout: Array, out: str) -> None:
+        """Check that all ranks begin the backward of the same forward, with gradients of outputs so `described`."""
         error = None
-        if _described(dout) != _described(out):
+        if described(dout) != out:
             error = ArgumentError(
-                "the gradient of the output does not fit the output", found=_described(dout), expected=_described(out)
+                "the gradient of the output does not fit the output", found=described(dout), expected=out
             )
         ballot = Ballot("backward", (), error, None, REMEDY, number=call, where=" of a ring")
         ballot.cast(self.group)
@@ -280,5 +280,6 @@ class RingAgreement:
         self.plans.clear()
 
 
-def _described(x: Any) -> str:
+def described(x: Any) -> str:
+    """Return the dtype, the shape and the device of an array as text."""
     return f"{x.dtype}{list(x.shape)} on {arrays.device_of(x)}" if arrays.is_array(x) else type(x).__name__

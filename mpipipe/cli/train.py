@@ -15,7 +15,16 @@ from mpipipe import processor, schedules
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, group_of, launcher_size, run_or_abort, runtime, share_of_cores, stop_signals
+from mpipipe.job import (
+    Communicator,
+    group_of,
+    inprocess,
+    launcher_size,
+    run_or_abort,
+    runtime,
+    share_of_cores,
+    stop_signals,
+)
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option, key_of
@@ -29,6 +38,7 @@ from mpipipe.train import (
     TaskFileConfig,
     TrainConfig,
     check_same_config,
+    check_task,
     estimate_task,
     load_task,
     predicted,
@@ -50,6 +60,9 @@ def train(
     profile: Annotated[
         str | None, Option("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
     ] = None,
+    check: Annotated[
+        bool, Option("train nothing: compare the backward of each layer of the task, and of its loss, with the forward")
+    ] = False,
     **flags: Any,
 ) -> int:
     """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first), or the task in FILE.py.
@@ -75,9 +88,28 @@ def train(
             chosen, own = task_of(chosen, runtime.world())
             run(own, chosen)
 
+    if check:
+        return print_check(load)
     if dry_run:
         return print_estimate(load, ranks, profile)
     return run_or_abort(work)
+
+
+def print_check(load: Callable[[], TaskConfig]) -> int:
+    """Show whether the layers and the loss of a task have the gradients of their forwards; for one process."""
+    with refusing():
+        if launcher_size(os.environ) not in (None, 1):
+            raise ConfigError("--check is for one process", remedy="start it without mpiexec or srun")
+        config = load()
+        if not isinstance(config, TaskFileConfig):
+            raise ConfigError("--check is for a task of your own", remedy="name its file: train FILE.py --check")
+
+        def work(comm: Communicator) -> tuple[list[str], bool]:
+            return check_task(load_task(str(config.task), config.set, comm), config.seed, comm)
+
+        lines, right = inprocess.run(1, work)[0]
+    show("".join(f"{line}\n" for line in [*lines, f"mpipipe: check {'ok' if right else 'failed'}"]))
+    return 0 if right else 1
 
 
 def check_task_file(task: str | None) -> None:

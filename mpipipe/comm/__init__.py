@@ -3,6 +3,7 @@
 the ranks                mesh (and the device of each), describe
 messages of a pipeline   mailbox, tags, transport/
 messages of a ring       ring_exchange
+parts to other ranks     transfer
 sums over replicas       allreduce
 by NCCL                  nccl/
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
     from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags, neighbours
+    from mpipipe.comm.transfer import Index, PartMove, Transfer, all_to_all, along, contiguous, exchange_on, halo_of
     from mpipipe.comm.transport.choose import make_transport
     from mpipipe.comm.transport.device import DeviceTransport, DirectTransport
     from mpipipe.comm.transport.gpu_aware import GpuAwareness
@@ -39,6 +41,7 @@ _FILES = {
     "nccl.sums": "NcclRow NcclSums",
     "ring_exchange": "ROTATIONS RingExchange",
     "tags": "BACKWARD DATA FORWARD HEADER Tags neighbours",
+    "transfer": "Index PartMove Transfer all_to_all along contiguous exchange_on halo_of",
     "transport.choose": "make_transport",
     "transport.device": "DeviceTransport DirectTransport",
     "transport.gpu_aware": "GpuAwareness",

@@ -1,7 +1,8 @@
-"""Neighbour exchange around a ring: one message out, one in, while the caller computes.
+"""Exchanges in which all ranks of a communicator take part: one message out, one in, while the caller computes.
 
 `overlap` starts a receive and a send, which advance whenever the caller polls. `sendrecv` waits for the same exchange
-before the computation. The data are the same either way.
+before the computation. The data are the same either way. A ring has one exchange under way; others may have several,
+which all ranks start in one order.
 """
 
 from __future__ import annotations
@@ -17,68 +18,84 @@ from mpipipe.job import Communicator, Message, Request, Snapshot, group_of, own
 
 ROTATIONS = ("overlap", "sendrecv")
 TAG = 1
-KEPT = 8  # exchanges that the flight recorder knows
+KEPT = 8  # exchanges that the flight recorder knows, for each rank
 
 
 class RingMessages(NamedTuple):
-    """One message out and one in: its number since the ring was made, both ends, and what MPI was told."""
+    """One message out and one in: what exchanges, their number in it, both ends, and what MPI was told.
 
+    A message of None bytes is not sent.
+    """
+
+    what: str
     number: int
     dest: int
     source: int
     tag: int
-    bytes_out: int
-    bytes_in: int
+    bytes_out: int | None
+    bytes_in: int | None
     thread: int
 
     @property
     def subject(self) -> str:
-        return f"message {self.number} of the ring"
+        return f"message {self.number} of the {self.what}"
 
     def __str__(self) -> str:
-        return f"{self.subject} from rank {self.source} (tag {self.tag}, {self.bytes_in} bytes)"
+        return f"{self.subject} from rank {self.source} (tag {self.tag}, {self.bytes_in or 0} bytes)"
 
 
 class RingExchange:
-    """Messages between neighbours of a ring, on a private duplicate of its communicator; collective."""
+    """Messages between the ranks of a communicator, on a private duplicate of it; collective.
+
+    `what` names it in texts.
+    """
 
     def __init__(
-        self, comm: Communicator, synchronous: bool = False, device: str = "cpu", verdict: GpuAwareness | None = None
+        self,
+        comm: Communicator,
+        synchronous: bool = False,
+        device: str = "cpu",
+        verdict: GpuAwareness | None = None,
+        what: str = "ring",
     ) -> None:
+        self.what = what
         self.group = group_of(comm)
         self.transport = make_transport(comm, 1, synchronous, device, verdict, self.group)
-        self.pending: list[Request] = []
+        self.pending: deque[tuple[RingMessages, bool, Request]] = deque()  # the flag: whether it receives
         self.started = self.polls = 0
-        self.last: deque[RingMessages] = deque(maxlen=KEPT)
+        self.last: deque[RingMessages] = deque(maxlen=KEPT * self.group.size)
         self.group.context.add_inspectable(self)
 
-    def start(self, mode: str, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
-        """Send one array and receive another (one-dimensional, contiguous); both are in use until `finish`.
+    def start(self, mode: str, outgoing: Array | None, dest: int, incoming: Array | None, source: int) -> None:
+        """Send one C-contiguous array and receive another; both are in use until `finish`. None: no message.
 
         On a device, the send follows all work queued on the current stream so far, and no later work may change the
         outgoing array. Work queued after `finish` finds the received data.
         """
         self.started += 1
-        sizes = outgoing.nbytes, incoming.nbytes
-        self.last.append(RingMessages(self.started, dest, source, TAG, *sizes, get_ident()))
-        self.pending.append(own(self.transport.irecv(incoming, source, 0, TAG)))
-        self.pending.append(own(self.transport.isend(outgoing, dest, 0, TAG)))
+        out, into = (None if x is None else x.nbytes for x in (outgoing, incoming))
+        now = RingMessages(self.what, self.started, dest, source, TAG, bytes_out=out, bytes_in=into, thread=get_ident())
+        self.last.append(now)
+        if incoming is not None:
+            self.pending.append((now, True, own(self.transport.irecv(incoming, source, 0, TAG))))
+        if outgoing is not None:
+            self.pending.append((now, False, own(self.transport.isend(outgoing, dest, 0, TAG))))
         if mode == "sendrecv":
             self.finish()
 
     def poll(self) -> None:
-        """Let the exchange under way advance."""
+        """Let what is under way advance."""
         self.polls += 1
         if not self.transport.progress() and self.pending:
-            self.pending[0].Test()
+            self.pending[0][2].Test()
 
     def finish(self) -> None:
-        """Wait for the exchange under way."""
+        """Wait for all that is under way."""
         while self.pending:
-            exchange, receives = self.last[-1], len(self.pending) == 2
+            exchange, receives, request = self.pending[0]
             what = exchange if receives else f"{exchange.subject} to be received by {exchange.dest}"
-            self.group.wait(self.pending[0], what, peer=exchange.source if receives else exchange.dest)
-            self.pending.pop(0)
+            self.group.wait(request, what, peer=exchange.source if receives else exchange.dest)
+            self.pending.popleft()
 
     # -- for the flight recorder --------------------------------------------------------------------------------
 
@@ -87,23 +104,27 @@ class RingExchange:
         return self.started, self.polls, len(self.pending)
 
     def snapshot(self) -> Snapshot:
-        """The exchange under way, and the last ones."""
-        last, pending = tuple(self.last), len(self.pending)
+        """What is under way, and the last exchanges."""
+        last, pending = tuple(self.last), tuple(self.pending)
         members = self.group.members
         expects = None
-        if pending == 2:
-            now = last[-1]
+        if pending and pending[0][1]:
+            now = pending[0][0]
             expects = Message((now.number,), now.subject, members[now.source], (0, now.tag), now.bytes_in)
         return Snapshot(
             self.group.key,
-            doing=f"exchange {last[-1].number} of a ring" if pending else "",
-            computes=pending > 0,
+            doing=f"exchange {pending[0][0].number} of a {self.what}" if pending else "",
+            computes=bool(pending),
             stage=None,
             microbatch=None,
             thread=last[-1].thread if last else 0,
             expects=expects,
-            sent=tuple(Message((e.number,), e.subject, members[e.dest], (0, e.tag), e.bytes_out) for e in last),
-            operations=tuple(f"{e}, and one to rank {e.dest} of {e.bytes_out} bytes" for e in last),
+            sent=tuple(
+                Message((e.number,), e.subject, members[e.dest], (0, e.tag), e.bytes_out)
+                for e in last
+                if e.bytes_out is not None
+            ),
+            operations=tuple(f"{e}, and one to rank {e.dest} of {e.bytes_out or 0} bytes" for e in last[-KEPT:]),
         )
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 stage         consecutive layers of the model on one rank, bound to flat buffers
 parameters    what a layer says about an array before it exists, initial values, flat buffers, frozen parameters
 layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with
+layers/       for fields: convolution, spectral, and field, with norm, sampling and patches
 rope          rotary positions: scalings of their frequencies, and tables
 lora          low-rank adapters
 loss          losses; one of them makes the product of the head itself
@@ -13,6 +14,8 @@ random        random numbers that depend on what they are for alone
 
 from __future__ import annotations
 
+from mpipipe.nn.gradient_check import check_gradients
+
 # `x as x` is for other rooms of the package; what scripts use is in __all__
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor as clip_factor
 from mpipipe.nn.kernels.cuda.optimizer import rescale as rescale
@@ -21,12 +24,15 @@ from mpipipe.nn.layers.attend import ForwardAndBackward as ForwardAndBackward
 from mpipipe.nn.layers.attend import as_attend as as_attend
 from mpipipe.nn.layers.attention import SelfAttention
 from mpipipe.nn.layers.containers import PreNormResidual, Recompute, Residual, Sequential
+from mpipipe.nn.layers.convolution import Conv
 from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
+from mpipipe.nn.layers.field import Downsample, GroupNorm, Patches, Upsample
 from mpipipe.nn.layers.layer import LORA_A as LORA_A
 from mpipipe.nn.layers.layer import LORA_B as LORA_B
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
+from mpipipe.nn.layers.spectral import SpectralConv
 from mpipipe.nn.lora import LoRA
 from mpipipe.nn.lora import is_adapter as is_adapter
 from mpipipe.nn.lora import without_adapters as without_adapters
@@ -47,11 +53,14 @@ from mpipipe.nn.write_hooks import announce_write as announce_write
 from mpipipe.nn.write_hooks import gradient_ready as gradient_ready
 
 __all__ = [
+    "Conv",
+    "Downsample",
     "Dropout",
     "Embedding",
     "FeedForward",
     "FlatBuffer",
     "Gelu",
+    "GroupNorm",
     "Head",
     "HeadCrossEntropy",
     "Layer",
@@ -62,6 +71,7 @@ __all__ = [
     "Llama3Scaling",
     "LoRA",
     "Parameter",
+    "Patches",
     "Position",
     "PreNormResidual",
     "RMSNorm",
@@ -70,9 +80,12 @@ __all__ = [
     "RopeScaling",
     "SelfAttention",
     "Sequential",
+    "SpectralConv",
     "Stage",
     "SwiGLU",
+    "Upsample",
     "YarnScaling",
+    "check_gradients",
     "mean_squared_error",
     "softmax_cross_entropy",
 ]

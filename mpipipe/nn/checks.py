@@ -40,6 +40,29 @@ def check_sequence(layer: Any, x: Array, dim: int, positions: np.ndarray | None)
         )
 
 
+def check_axes(name: str, sizes: tuple[int, ...]) -> None:
+    """Raise ArgumentError unless `sizes` are positive integers for one to three axes of space."""
+    if not isinstance(sizes, tuple) or not 1 <= len(sizes) <= 3:
+        raise ArgumentError(
+            f"{name} must have a size for each axis of space",
+            found=repr(sizes),
+            expected="a tuple of 1, 2 or 3 integers",
+        )
+    check_positive(**{f"{name}[{axis}]": size for axis, size in enumerate(sizes)})
+
+
+def check_field(layer: Any, x: Array, axes: int, channels: int | None = None) -> None:
+    """Raise ArgumentError unless x is a field with this number of axes of space and, where given, of channels."""
+    if x.ndim != axes + 2 or 0 in x.shape:
+        raise ArgumentError(
+            f"layer {layer.name} ({type(layer).__name__}): the input is not a field, or an empty one",
+            found=f"shape {x.shape}",
+            expected=f"{axes + 2} axes, of 1 or more: batch, {axes} of space, channels",
+            remedy="channels are the last axis; give the layer a size for each axis of space",
+        )
+    check_features(layer, x, x.shape[-1] if channels is None else channels)
+
+
 def check_positive(**sizes: int) -> None:
     """Raise ArgumentError unless every named size is an integer of at least 1."""
     for name, size in sizes.items():

@@ -60,8 +60,12 @@ def zeros(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
 
 def matrix(outputs: int, inputs: int, gain: float = 1.0, tie: str | None = None) -> Parameter:
     """Return a matrix that starts normal with standard deviation gain / sqrt(inputs)."""
-    std = gain * inputs**-0.5
-    return Parameter((outputs, inputs), lambda generator, shape: generator.standard_normal(shape) * std, tie=tie)
+    return normal((outputs, inputs), gain * inputs**-0.5, tie)
+
+
+def normal(shape: Shape, std: float, tie: str | None = None) -> Parameter:
+    """Return an array that starts normal with this standard deviation."""
+    return Parameter(shape, lambda generator, shape: generator.standard_normal(shape) * std, tie=tie)
 
 
 def vector(size: int, draw: Draw = zeros) -> Parameter:

@@ -24,10 +24,10 @@ from mpipipe.job import Ballot, RankGroup, Vote, digest
 from mpipipe.pipeline.batch import ENTRIES, Agreed, BatchFacts
 from mpipipe.text import counted
 
-CALLS = ("step", "launch", "evaluate", "forward", "durations", "close")
+CALLS = ("step", "launch", "forward_train", "backward", "evaluate", "forward", "durations", "close")
 TRAINS = ("step", "launch")
-DIFFERENT = "ranks call different methods of a pipeline, or with different scales"
-REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same scale"
+DIFFERENT = "ranks call different methods of a pipeline, or with different scales or values of accumulate"
+REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same arguments"
 
 
 class Agreement:
@@ -40,7 +40,7 @@ class Agreement:
         self.trained: tuple[BatchFacts, Agreed] | None = None  # this rank's facts of the last step; what was agreed on
 
     def reach(
-        self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0
+        self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0, accumulate: bool = False
     ) -> tuple[Agreed, MpipipeError | None]:
         """Return what was agreed on, and the error that every rank is to raise, or None; collective.
 
@@ -48,11 +48,11 @@ class Agreement:
         A launched step does not wait where all may run ahead: see `_presume`.
         """
         if call == "launch" and self.runs_ahead and self.trained is not None:
-            return self._presume(batch, error, scale, *self.trained), None
+            return self._presume(batch, error, (scale, accumulate), *self.trained), None
         self.count += 1
         if isinstance(error, MpipipeError) and error.rank is None:
             error.rank = self.pipe.rank
-        ballot = self._ballot(call, scale, error)
+        ballot = self._ballot(call, scale, accumulate, error)
         table = ballot.cast(self.pipe, batch)
         whole = BatchFacts(*table.max(0).tolist())
         rows, target_rows = whole.rows, whole.target_rows
@@ -80,10 +80,12 @@ class Agreement:
             return agreed, problem
         if call in TRAINS:
             self.trained = batch, agreed
+        elif call == "forward_train":  # a launch before its backward is an error that all ranks are to raise
+            self.trained = None
         return agreed, None
 
     def _presume(
-        self, batch: BatchFacts, error: Exception | None, scale: float, before: BatchFacts, agreed: Agreed
+        self, batch: BatchFacts, error: Exception | None, how: tuple[float, bool], before: BatchFacts, agreed: Agreed
     ) -> Agreed:
         """Begin the vote on a launched step; return what was agreed on before. Raises on this rank alone."""
         if error is not None:
@@ -99,9 +101,9 @@ class Agreement:
                 expected=f"{_described(before)}, in arrays of the same shapes and dtypes",
                 remedy="make this step with `step`, which agrees on the shapes before it begins; then launch again",
             )
-        Vote(self.pipe, self._ballot("launch", scale), batch)
+        Vote(self.pipe, self._ballot("launch", *how), batch)
         if self.replicas is not None:
-            Vote(self.replicas, self._ballot("launch", scale), _of_replica(batch))
+            Vote(self.replicas, self._ballot("launch", *how), _of_replica(batch))
         return agreed
 
     def settle(self) -> None:
@@ -110,8 +112,8 @@ class Agreement:
         if self.replicas is not None:
             self.replicas.settle()
 
-    def _ballot(self, call: str, scale: float, error: Exception | None = None) -> Ballot:
-        facts = (("scale", float(scale)),)
+    def _ballot(self, call: str, scale: float, accumulate: bool, error: Exception | None = None) -> Ballot:
+        facts = (("scale", float(scale)), ("accumulate", accumulate))
         if (call, facts) not in self.codes:
             self.codes = {(call, facts): digest(call, facts)}  # the next call nearly always has the same
         code = self.codes[call, facts]

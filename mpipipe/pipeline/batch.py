@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Download, Tree, flatten, read_only, unflatten
+from mpipipe.arrays import Array, Download, Structure, Tree, flatten, read_only, unflatten
 from mpipipe.comm import Lease, check_sendable
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.even_split import even_split
 from mpipipe.nn import Position
 from mpipipe.schedules import Schedule, trains
@@ -21,6 +25,7 @@ from mpipipe.text import counted
 
 KEPT_SIGNATURES = 64
 UNSAID, ROWS, ENTRIES = 0, 1, 2
+STEPS = ("step", "forward_train")  # calls that begin a training step, with all of its micro-batches
 
 
 class BatchFacts(NamedTuple):
@@ -54,8 +59,8 @@ class Batch(NamedTuple):
     """Inputs and targets of this rank, by micro-batch; None if it holds none. `counts`: rows or entries of each."""
 
     facts: BatchFacts = BatchFacts()
-    inputs: list[Tree] | None = None
-    targets: list[Tree] | None = None
+    inputs: list[Tree] | AskedBatch | None = None
+    targets: list[Tree] | AskedBatch | None = None
     counts: list[int] | None = None
 
 
@@ -68,6 +73,7 @@ class BatchReader:
 
     def __init__(self, schedule: Schedule, rank: int, loss: Callable[..., Any] | None, bare: bool = False):
         self.schedule, self.has_loss, self.rank = schedule, loss is not None, rank
+        self.over_batch = bool(getattr(loss, "over_batch", False))
         said = getattr(loss, "mean_over_entries", None)
         self.mean_over = UNSAID if said is None else ENTRIES if said else ROWS
         self.bare, self.trains = bare, trains(schedule)
@@ -75,15 +81,15 @@ class BatchReader:
         self.signatures: dict[Any, int] = {}
 
     def read(self, call: str, inputs: Any, targets: Any) -> Batch:
-        """Return the batch of a call ("step", "evaluate" or "forward"); raises ArgumentError if it is wrong."""
-        if call == "step" and not self.trains:
+        """Return the batch of a call, where "step" is any that takes targets; raises ArgumentError if it is wrong."""
+        if call in STEPS and not self.trains:
             raise ArgumentError(
                 "a schedule without backward passes cannot train",
                 found=self.schedule.name,
                 remedy="use evaluate or forward, or another schedule",
             )
         holds_inputs = self.rank == self.first_rank
-        holds_targets = self.rank == self.last_rank and call != "forward"
+        holds_targets = self.rank == self.last_rank and call in ("step", "evaluate")
         for name, value, wanted, where in (
             ("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0"),
             ("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage"),
@@ -106,11 +112,12 @@ class BatchReader:
             )
         cut_inputs, cut_targets, counts, of_inputs, of_targets = None, None, None, (0, 0, 0, 0), (0, 0, 0, 0)
         if holds_inputs:
-            cut_inputs, rows = self._cut(call, inputs)
-            of_inputs = self._signature(inputs), sum(rows), len(rows), isinstance(inputs, list)
+            cut_inputs, rows = self._cut(call, "inputs", inputs)
+            listed = isinstance(inputs, list) or callable(inputs)
+            of_inputs = self._signature(cut_inputs if listed else inputs), sum(rows), len(rows), listed
         if holds_targets:
-            cut_targets, rows = self._cut(call, targets)
-            counts, entries, uneven = self._count(targets, rows)
+            cut_targets, rows = self._cut(call, "targets", targets)
+            counts, entries, uneven = self._count(cut_targets if callable(targets) else targets, rows)
             of_targets = sum(rows), entries, self.mean_over, uneven
         return Batch(BatchFacts(*of_inputs, *of_targets, self.bare), cut_inputs, cut_targets, counts)
 
@@ -119,24 +126,37 @@ class BatchReader:
         if isinstance(targets, list):
             entries = [_entries(target) for target in targets]
             size, uneven = sum(entries), any(n * rows[0] != entries[0] * count for n, count in zip(entries, rows))
+        elif isinstance(targets, AskedBatch):
+            entries, uneven = [spec.entries for spec in targets.specs], False
+            size = sum(entries)
         else:
             size, uneven = _entries(targets), False
             entries = [size // sum(rows) * count for count in rows]
-        return (entries if self.mean_over == ENTRIES else rows), size, uneven
+        counts = entries if self.mean_over == ENTRIES else rows
+        if self.over_batch:  # there is one value, which counts as all micro-batches together do
+            return [sum(counts), *[0] * (len(counts) - 1)], size, False
+        return counts, size, uneven
 
-    def _cut(self, call: str, batch: Any) -> tuple[list[Tree], list[int]]:
+    def _cut(self, call: str, name: str, batch: Any) -> tuple[list[Tree] | AskedBatch, list[int]]:
         microbatches = self.schedule.microbatches
+        if callable(batch):
+            asked = AskedBatch(name, batch, microbatches, self.rank, may_be_fewer=call == "forward")
+            return asked, asked.rows
         if call == "forward" and isinstance(batch, list):
             microbatches = max(1, min(microbatches, len(batch)))
-        elif call != "step" and not isinstance(batch, list):
+        elif call not in STEPS and not isinstance(batch, list):
             microbatches = max(1, min(microbatches, rows_of(batch)))
         return split(batch, microbatches)
 
     def _signature(self, batch: Any) -> int:
         """A number from 1 to 2^62 for the shapes and dtypes of a batch, the same in every process."""
-        trees = [flatten(tree) for tree in (batch if isinstance(batch, list) else [batch])]
-        facts = [(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)) for leaves, structure in trees]
-        key = isinstance(batch, list), tuple(facts)
+        listed: Any = isinstance(batch, list)
+        if isinstance(batch, AskedBatch):
+            facts, listed = [(batch.specs[0].structure, batch.specs[0].leaves)], tuple(batch.rows)
+        else:
+            trees = [flatten(tree) for tree in (batch if listed else [batch])]
+            facts = [(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)) for leaves, structure in trees]
+        key = listed, tuple(facts)
         if key not in self.signatures:
             if len(self.signatures) == KEPT_SIGNATURES:
                 self.signatures.clear()
@@ -150,6 +170,162 @@ class BatchReader:
 def _entries(tree: Tree) -> int:
     """How many numbers the arrays of a tree have."""
     return tree.size if type(tree) is np.ndarray else sum(leaf.size for leaf in flatten(tree)[0])
+
+
+class MessageSpec:
+    """The arrays of one micro-batch on one edge: structure, (shape, dtype) of each leaf and of those with gradients."""
+
+    __slots__ = ("floating", "gradients", "leaves", "structure")
+
+    def __init__(self, structure: Structure, leaves: Sequence[tuple[arrays.Shape, np.dtype]]):
+        self.structure = structure
+        self.leaves = tuple(leaves)
+        self.floating = [arrays.is_floating(kind) for _, kind in self.leaves]
+        self.gradients = tuple(leaf for leaf, floating in zip(self.leaves, self.floating) if floating)
+
+    @classmethod
+    def of(cls, tree: Tree) -> MessageSpec:
+        """Return the spec of `tree`; raises ArgumentError if a leaf cannot be sent."""
+        leaves, structure = flatten(tree)
+        for leaf in leaves:
+            check_sendable(leaf)
+        return cls(structure, [(leaf.shape, leaf.dtype) for leaf in leaves])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MessageSpec) and (self.structure, self.leaves) == (other.structure, other.leaves)
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+
+    def matches(self, tree: Tree) -> bool:
+        """Whether `tree` has this spec and can be sent as it is."""
+        if self.structure is None:  # the common case, on the hot path
+            shape, kind = self.leaves[0]
+            if type(tree) is np.ndarray:
+                return tree.shape == shape and tree.dtype == kind and tree.flags.c_contiguous
+            if not arrays.is_array(tree):
+                return False
+        return MessageSpec.of(tree) == self
+
+    @property
+    def entries(self) -> int:
+        """How many numbers the arrays have."""
+        return sum(prod(shape) for shape, _ in self.leaves)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
+
+    def encode(self) -> bytes:
+        """Return the content of a header."""
+        return json.dumps([self.structure, [[kind.name, shape] for shape, kind in self.leaves]]).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> MessageSpec:
+        """Return the spec that a header tells."""
+        structure, leaves = json.loads(content)
+        structure = tuple(structure) if isinstance(structure, list) else structure
+        return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
+
+    def gradient_tree(self, received: Sequence[Array]) -> Tree:
+        """Return received gradients in the structure of the activation, None if a leaf has none."""
+        if self.structure is None and received:
+            return received[0]
+        source = iter(received)
+        return unflatten([next(source) if floating else None for floating in self.floating], self.structure)
+
+    def gradient_leaves(self, tree: Tree) -> list:
+        """Return the arrays to send back for this activation; raises ArgumentError if shape or dtype differ."""
+        if self.structure is None and self.gradients and self.matches(tree):
+            return [tree]
+        leaves, structure = ([tree], None) if tree is None else flatten(tree)
+        if structure != self.structure:
+            raise ArgumentError(
+                "an input gradient has another structure than the input", found=structure, expected=self.structure
+            )
+        wanted = [leaf for leaf, floating in zip(leaves, self.floating) if floating]
+        for leaf, (shape, kind) in zip(wanted, self.gradients):
+            if leaf is None or leaf.shape != shape or leaf.dtype != kind:
+                raise ArgumentError(
+                    "an input gradient does not match its input",
+                    found="None" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}",
+                    expected=f"{kind.name}{list(shape)}",
+                )
+            check_sendable(leaf)
+        return wanted
+
+
+class AskedBatch:
+    """The micro-batches that a user's function gives, each when it is asked for, and not kept.
+
+    The first is asked for at once: the ranks agree on its shapes, and all others must have the same. Their numbers of
+    rows may differ where an attribute `rows` of the function says how many each has.
+    """
+
+    def __init__(self, name: str, function: Any, microbatches: int, rank: int, may_be_fewer: bool) -> None:
+        self._name, self._function, self._rank = name, function, rank
+        with self._locating(0):
+            first = read_only(function(0))
+            rows = rows_of(first)
+        leaves, structure = flatten(first)
+        given = getattr(function, "rows", None)
+        self.rows = [rows] * microbatches if given is None else [int(count) for count in np.atleast_1d(given)]
+        right = len(self.rows) == microbatches or (may_be_fewer and 0 < len(self.rows) < microbatches)
+        if not right or min(self.rows) < 1:
+            raise ArgumentError(
+                f"the rows of the micro-batches that {name} gives",
+                found=self.rows,
+                expected=f"{counted(microbatches, 'number')} of at least 1",
+            )
+        kinds = {
+            count: MessageSpec(structure, [((count, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
+            for count in {*self.rows}
+        }
+        self.specs = [kinds[count] for count in self.rows]
+        self._first: Tree = first if self.rows[0] == rows else self._checked(0, first)
+
+    def __getitem__(self, microbatch: int) -> Tree:
+        if microbatch == 0 and self._first is not None:
+            tree, self._first = self._first, None
+            return tree
+        try:  # the context below costs a microsecond
+            tree = self._function(microbatch)
+            if type(tree) is np.ndarray and self.specs[microbatch].matches(tree):
+                return read_only(tree)
+        except Exception as error:
+            with self._locating(microbatch):
+                raise error
+        return self._checked(microbatch, tree)
+
+    def _checked(self, microbatch: int, tree: Tree) -> Tree:
+        """Return a micro-batch, read-only; raises ArgumentError if it is not as was agreed."""
+        with self._locating(microbatch):
+            found, expected = MessageSpec.of(tree), self.specs[microbatch]
+            if found != expected:
+                raise ArgumentError(
+                    "another shape, dtype or structure than was agreed on at the start of the call",
+                    found=found,
+                    expected=f"{expected}, by the shapes of micro-batch 0",
+                    remedy="give micro-batches of equal shapes; or with other numbers of rows than the first, say how "
+                    "many each has in an attribute `rows` of the function",
+                )
+            return read_only(tree)
+
+    @contextmanager
+    def _locating(self, microbatch: int) -> Iterator[None]:
+        """Let errors say which micro-batch they are of; those of the function become a StageError."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except MpipipeError as error:
+            error.message = f"{self._name}({microbatch}): {error.message}"
+            error.rank, error.microbatch = self._rank, microbatch
+            raise
+        except Exception as error:
+            raise StageError(
+                f"{self._name}({microbatch}) raised {type(error).__name__}: {error}",
+                rank=self._rank,
+                microbatch=microbatch,
+            ) from error
 
 
 # -- A batch cut into micro-batches, and outputs of micro-batches put together ----------------------------------------
@@ -210,6 +386,27 @@ def _ranges(rows: int, microbatches: int) -> tuple[list[int], list[slice]]:
     return [len(part) for part in parts], [slice(part.start, part.stop) for part in parts]
 
 
+def split_as(whole: Tree | list[Tree], pieces: list[Tree]) -> list[Tree]:
+    """Cut gradients of `merge(pieces)` as these lie in it; a list is cut already. None stays None."""
+    if isinstance(whole, list):
+        if len(whole) != len(pieces):
+            raise ArgumentError(
+                "a list of gradients has the wrong length", found=len(whole), expected=f"{len(pieces)}, as the outputs"
+            )
+        return [read_only(tree) for tree in whole]
+    leaves, structure = flatten(read_only(whole))
+    edges = [0, *accumulate(rows_of(piece) for piece in pieces)]
+    for leaf in leaves:
+        if leaf is not None and (not arrays.is_array(leaf) or leaf.shape[:1] != (edges[-1],)):
+            raise ArgumentError(
+                "the gradients do not match the outputs",
+                found=f"shape {leaf.shape}" if arrays.is_array(leaf) else type(leaf).__name__,
+                expected=f"arrays of {counted(edges[-1], 'row')}, or a list of {counted(len(pieces), 'micro-batch')}",
+            )
+    cut = (slice(*edge) for edge in pairwise(edges))
+    return [unflatten([None if leaf is None else leaf[at] for leaf in leaves], structure) for at in cut]
+
+
 def merge(pieces: list[Tree]) -> Tree:
     """Put micro-batches together along axis 0."""
     flat = [flatten(piece) for piece in pieces]
@@ -225,8 +422,9 @@ class CallInputs(NamedTuple):
     """What one call is to do on this rank; `inputs` and `targets` are of the ranks of the first and the last stage."""
 
     training: bool  # whether backwards follow
-    inputs: list[Tree]
-    targets: list[Tree] | None  # None where no loss is wanted
+    inputs: list[Tree] | AskedBatch
+    targets: list[Tree] | AskedBatch | None  # None where no loss is wanted
+    outputs: bool  # whether the outputs of the last stage are wanted
     scale: float  # factor on all gradients
     positions: list[Position]  # of each micro-batch, for layers that draw random numbers
 
@@ -248,6 +446,7 @@ class CallState:
     peak_under_way: int = 0
     download: tuple[list[int], Download] | None = None  # (micro-batches, copies of their losses to the host)
     losses: dict[int, Any] = field(default_factory=dict)  # results, empty if they do not arise
+    awaiting: dict[int, tuple[Tree, Tree]] = field(default_factory=dict)  # (output, target), for a loss over the batch
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Tree] = field(default_factory=dict)
 

@@ -143,7 +143,7 @@ class Checks:
         """Begin a call."""
         self._clear(inputs.training, inputs.scale == 1)
         for name, stage, trees in (("inputs", 0, inputs.inputs), ("targets", self.last_stage, inputs.targets)):
-            for microbatch, tree in enumerate(trees or ()):
+            for microbatch, tree in enumerate(trees if isinstance(trees, list) else ()):
                 self.batch[name, microbatch] = watched(stage, microbatch, tree, name)
 
     def end(self) -> None:
@@ -241,8 +241,8 @@ class CheckedStage:
         microbatch = (self.stage.position if position is None else position).microbatch
         key = self.number, microbatch
         again, handed = key in checks.handed, checks.handed.get(key)
-        if handed is None and self.number == 0:
-            handed = checks.batch["inputs", microbatch]
+        if handed is None and self.number == 0:  # not there where a function has given it just now
+            handed = checks.batch.get(("inputs", microbatch))
         if handed is None:
             handed = watched(*key, x, "x")
         elif again:
@@ -369,9 +369,9 @@ class CheckedLoss(Loss):
             error.found = f"{error.found}{first_source(self._sources)}; y is finite"
             raise
 
-    def scaled(self, *arguments: Any) -> Tree:
+    def scaled(self, *arguments: Any) -> Tree:  # type: ignore[override]  # it knows the checks
         """As that of any loss."""
-        gradient = super().scaled(*arguments)
+        gradient = Loss.scaled(*arguments)
         if self._checks.gradients:
             what = "the loss returned a gradient of the output that is not finite"
             self._checks.finite(gradient, "doutput", what, self._sources)

@@ -327,7 +327,24 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
         raise ArgumentError(
             "loss", found=type(loss).__name__, expected="a function (output, target) -> (value, doutput)"
         )
+    if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
+        check_forwards_first(schedule, "a loss over the batch")
     return adapters
+
+
+def check_forwards_first(schedule: Schedule, what: str) -> None:
+    """Raise ArgumentError unless the last stage has all of its forwards before its first backward."""
+    last = schedule.stages - 1
+    ops = [action.op for action in schedule.orders[schedule.placement[last]] if action.stage == last]
+    backward = next((place for place, op in enumerate(ops) if op in "BI"), len(ops))
+    if "F" in ops[backward:]:
+        raise ArgumentError(
+            f"{what} needs all outputs before the first backward",
+            stage=last,
+            found=f"{schedule.name}, whose first backward comes after {counted(ops[:backward].count('F'), 'forward')}",
+            expected="an order with all forwards of the last stage first",
+            remedy="schedules.gpipe, or schedules.looped_bfs with several stages on a rank",
+        )
 
 
 def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter]) -> None:

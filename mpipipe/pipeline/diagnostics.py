@@ -11,26 +11,27 @@ was skipped.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from threading import get_ident
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm import Envelope
+from mpipipe.comm import Envelope, Lease
 from mpipipe.errors import StageError
 from mpipipe.job import Message, RankGroup, Snapshot
 from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.graphs import StageGraphs
-from mpipipe.pipeline.messages import StageMessages
+from mpipipe.pipeline.messages import KNOWN_SHAPES, StageMessages
 from mpipipe.pipeline.pending import PipelineState
-from mpipipe.pipeline.plan import ActionPlan
-from mpipipe.stages import StageAdapter
+from mpipipe.pipeline.plan import ActionPlan, PlannedAction
+from mpipipe.stages import StageAdapter, flat_if_any
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
+Function: TypeAlias = Callable[[PlannedAction, CallState], None]  # that runs an action
 KEPT_CALLS = 3
 LISTED = 16  # actions of a call that a dump lists
 SENT = 64  # messages of a call that a dump names
@@ -182,18 +183,93 @@ def held_by(stages: Sequence[StageAdapter], state: CallState | None) -> HeldByte
         return HeldBytes(parameters, idle, 0, 0, 0)
     kept = [*state.saved.values(), *state.pending.values()]
     leases = [view for _, lease in kept for _, (_, view) in lease]
-    first = [state.inputs.inputs[m] for stage, m in state.saved if stage == 0]
+    batch = state.inputs.inputs
+    first = [batch[m] for stage, m in state.saved if stage == 0] if isinstance(batch, list) else []
     saved = _covered([*own, *_spans([saved for saved, _ in kept]), *_spans(leases)]) - parameters
     inputs = _covered([*_spans(leases), *_spans(first)])
     return HeldBytes(parameters, idle, len(kept), saved, min(inputs, saved))
 
 
-def _spans(value: Any) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the device memory of each array in `value`."""
+# -- What activations take: measured in the first training step with some input shapes, since later ones are alike -----
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes held between forward and backward."""
+
+    now: int
+    peak: int  # most in a training step
+
+
+class ActivationMeter:
+    """The memory of what is held between forward and backward, after each action of a step that is measured."""
+
+    def __init__(self, stages: Sequence[StageAdapter]) -> None:
+        self.stages, self.peak, self.measures = stages, 0, False
+        self._peaks: dict[int, int] = {}  # by signature of the inputs
+        self._signature = self._total = self._most = 0
+        self._held: dict[tuple[int, int], list[tuple[int, int]]] = {}  # ranges of each activation
+        self._users: Counter[tuple[int, int]] = Counter()  # activations that hold a range
+
+    def begin(self, signature: int, training: bool) -> None:
+        """Begin a call."""
+        self._signature, self.measures = signature, training and signature not in self._peaks
+        if self.measures:
+            self._total, self._most, self._held, self._users = 0, 0, {}, Counter()
+
+    def end(self) -> None:
+        """End a training step."""
+        if self.measures:
+            if len(self._peaks) == KNOWN_SHAPES:
+                self._peaks.clear()
+            self._peaks[self._signature], self.measures = self._most, False
+        self.peak = self._peaks[self._signature]
+
+    def measured(self, function: Function) -> Function:
+        """An action, and a look at what it leaves of its activation."""
+
+        def run(action: PlannedAction, state: CallState) -> None:
+            function(action, state)
+            key = action.stage, action.microbatch
+            kept = state.saved.get(key, state.pending.get(key))
+            ranges = self.ranges([] if kept is None else [kept])
+            for each in ranges:
+                self._total += 0 if self._users[each] else each[1] - each[0]
+                self._users[each] += 1
+            for each in self._held.pop(key, ()):
+                self._users[each] -= 1
+                self._total -= 0 if self._users[each] else each[1] - each[0]
+            self._held[key], self._most = ranges, max(self._most, self._total)
+
+        return run
+
+    def ranges(self, kept: Sequence[tuple[Any, Lease]]) -> list[tuple[int, int]]:
+        """Return the memory of some activations, as ranges that do not overlap, without that of parameters."""
+        models = [model for stage in self.stages for model in stage.models]
+        holders = [getattr(stage.given, "parameters", None) for stage in self.stages if not stage.is_model]
+        buffers = [each for model in models for each in (model.parameters, model.compute, model.buffers.held)]
+        own = [buffer.whole for buffer in buffers]
+        own += [flat for flat in map(flat_if_any, holders) if flat is not None]
+        parameters = list(_spans(own, on_host=True))
+        leases = [view for _, lease in kept for _, (_, view) in lease]
+        spans = sorted({*_spans([saved for saved, _ in kept], on_host=True), *_spans(leases, on_host=True)})
+        found: list[tuple[int, int]] = []
+        for start, stop in spans:
+            if any(first <= start and stop <= last for first, last in parameters):
+                continue
+            if found and start < found[-1][1]:
+                found[-1] = found[-1][0], max(stop, found[-1][1])
+            else:
+                found.append((start, stop))
+        return found
+
+
+def _spans(value: Any, on_host: bool = False) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of the device memory of each array in `value`, or of all memory."""
     for _, array in named_leaves(value, ""):
-        if arrays.is_device(array) and array.nbytes:
+        if array.nbytes and (on_host or arrays.is_device(array)):
             start = arrays.address(array)
-            yield start, start + array.nbytes
+            extent = sum((count - 1) * step for count, step in zip(array.shape, array.strides))
+            yield start, start + extent + array.itemsize
 
 
 def _covered(spans: Iterable[tuple[int, int]]) -> int:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpipipe import arrays
+from mpipipe.arrays import Array
 from mpipipe.comm import Mailbox, NcclChoice, NcclSums, Pair, Tags, agree_on_nccl, make_transport, neighbours
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import own, runtime, settings
-from mpipipe.nn import Position
+from mpipipe.nn import Position, kernels
 from mpipipe.pipeline.agreement import TRAINS, Agreement
-from mpipipe.pipeline.batch import Agreed, Batch, BatchReader, CallInputs, CallState
+from mpipipe.pipeline.batch import Agreed, Batch, BatchReader, CallInputs, CallState, split_as
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
-from mpipipe.pipeline.construction import Partners
+from mpipipe.pipeline.construction import Partners, check_forwards_first
 from mpipipe.pipeline.diagnostics import PipelineFlight
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.gradient_sums import GradientSums
@@ -28,7 +30,7 @@ from mpipipe.pipeline.graphs import use_graphs
 from mpipipe.pipeline.loss import Loss, SharedLoss, Weighing, unscaled
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import PendingStep, PipelineState
-from mpipipe.pipeline.plan import ActionPlan, recomputes_all
+from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.schedules import Schedule, before_backwards
 from mpipipe.trace import Recorder
@@ -86,6 +88,7 @@ class Engine:
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
         self.batches = BatchReader(schedule, rank, loss, bare)
         self.plans = Plans(schedule, recompute, rank, tags)
+        self.halfway: Halfway | None = None  # between forward_train and backward
 
         executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that nobody closed
         abandon = partial(executor.abandon, recorders)
@@ -97,20 +100,33 @@ class Engine:
             group.progress = lambda: f"call {getattr(agreement(), 'count', 0)} of {name}"
             group.related = partners.groups
 
-    def agree(self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0) -> tuple[Batch, Agreed]:
+    def agree(
+        self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0, accumulate: bool = False
+    ) -> tuple[Batch, Agreed]:
         """Check this rank's arguments of a call, and agree with the peers that all ranks make it.
 
-        A launch after a training step does not wait for the peers: see agreement.py.
+        A launch after a training step does not wait for the peers: see agreement.py. For "backward" the gradients of
+        the outputs are in place of `inputs`.
         """
         self.state.check(call)
         self.executor.clock.enter()
-        if call in TRAINS and self.recorder is not None:
-            self.recorder.begin_step()
         error, batch = None, Batch()
         try:
-            if call in (*TRAINS, "evaluate", "forward"):
+            if (self.halfway is not None) != (call == "backward"):
+                raise ArgumentError(
+                    f"{call} was called {'without' if self.halfway is None else 'between'} a forward_train"
+                    + (" before it" if self.halfway is None else " and its backward"),
+                    remedy="call forward_train, then backward once, and no other method of this pipeline between them",
+                )
+            if call in (*TRAINS, "forward_train") and self.recorder is not None:
+                self.recorder.begin_step()
+            if call in (*TRAINS, "evaluate", "forward", "forward_train"):
                 batch = self.batches.read("step" if call in TRAINS else call, inputs, targets)
-            if call in TRAINS:
+            if call == "forward_train" and self.executor.rank == self.schedule.placement[-1]:
+                check_forwards_first(self.schedule, "forward_train")
+            if self.halfway is not None:
+                self.take_gradients(self.halfway.state, inputs, scale)
+            if call in (*TRAINS, "forward_train", "backward"):
                 for stage in self.partners.stages:
                     stage.check_storage()
             if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
@@ -118,18 +134,19 @@ class Engine:
         except Exception as caught:
             error, scale = caught, 1.0
         with self.state:
-            agreed, problem = self.agreement.reach(call, batch.facts, error, scale)
+            agreed, problem = self.agreement.reach(call, batch.facts, error, scale, bool(accumulate))
         if problem is not None:
             raise problem
         return batch, agreed
 
-    def run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> CallState:
-        """Run the plan of a call."""
-        plan, training, loss = self.plans.of(call, agreed.microbatches), call in TRAINS, self.executor.loss
+    def begin(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> tuple[ActionPlan, CallState]:
+        """Begin to run the plan of a call."""
+        plan, training = self.plans.of(call, agreed.microbatches), call in (*TRAINS, "forward_train")
         self.weighing.begin(agreed, batch.counts or [])
         replica = self.partners.replica
         positions = [Position(self.steps_taken, m, replica, training) for m in range(agreed.microbatches)]
-        inputs = CallInputs(training, batch.inputs or [], batch.targets, scale, positions)
+        outputs = call in ("forward", "forward_train")
+        inputs = CallInputs(training, batch.inputs or [], batch.targets, outputs, scale, positions)
         try:
             for stage in self.partners.stages:
                 stage.begin_call()
@@ -144,44 +161,130 @@ class Engine:
             raise short from error
         if self.checks is not None:
             self.checks.begin(inputs)
-        state = self.executor.begin(plan.steps, inputs)
+        state = self.executor.begin(plan.steps, inputs, agreed.signature)
         self.flight.begin(call, self.agreement.count, plan, state.marks)
-        with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
-            self.executor.run(plan.steps, state)
+        return plan, state
+
+    def finish(self, actions: Sequence[PlannedAction], state: CallState, agreed: Agreed) -> CallState:
+        """Run the last actions of a call, and end it."""
+        self.executor.run(actions, state)
+        self.executor.end(state)
         self.messages.end(agreed.signature)
         if self.checks is not None:
             self.checks.end()
         return state
 
-    def train(self, call: str, inputs: Any, targets: Any, scale: Any) -> PendingStep:
+    def run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> CallState:
+        """Run the plan of a call."""
+        (plan, state), loss = self.begin(call, batch, agreed, scale), self.executor.loss
+        with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
+            return self.finish(plan.steps, state, agreed)
+
+    def train(self, call: str, inputs: Any, targets: Any, scale: Any, accumulate: bool) -> PendingStep:
         """Make a training step, by the call "step" or "launch". The loss of a launched step may still be on its way."""
-        batch, agreed = self.agree(call, inputs, targets, scale)
-        stages = self.partners.stages
+        batch, agreed = self.agree(call, inputs, targets, scale, accumulate)
         with self.state:
-            try:
-                for stage in stages:
-                    stage.begin_gradients()
+            with self.making_gradients(accumulate) as before:
                 state = self.run(call, batch, agreed, scale)
                 if self.sums is not None:  # before losses are fetched: the device must wait for no rank that may fail
                     self.sums.wait()
                 self.agreement.settle()  # whatever comes now is for gradients that all ranks agree on
                 shared = self.share_losses(call, state)
-                self.ties.sum_gradients()
-                if self.checks is not None:
-                    self.checks.look_at_sums()
-            finally:
-                for stage in stages:
-                    stage.leave_step()
-            total, problem = self.weighing.settle(shared, stages, wait=call == "step")
-            self.steps_taken += 1
-            if self.recorder is not None:
-                self.recorder.end_step()
+            total, problem = self.weighing.settle(shared, self.partners.stages, wait=call == "step")
+            self.end_step(before)
         self.end(problem)
-        grads = state.input_gradients
-        in_order = [grads[m] for m in range(agreed.microbatches)] if grads else None
-        if in_order is not None and total != 1:
-            in_order = [unscaled(grad, total) for grad in in_order]
-        return PendingStep(shared, self.state, in_order)
+        return PendingStep(shared, self.state, in_order(state, total))
+
+    @contextmanager
+    def making_gradients(self, accumulate: bool) -> Iterator[list[tuple[Array, Array]]]:
+        """Within this context stages add to gradients that begin with zeros, and are summed over ties at its end.
+
+        Where they are to be added to those that are there, a copy of these is kept meanwhile: (gradients, copy) of each
+        array. They are sums over replicas and ties already.
+        """
+        stages = self.partners.stages
+        before: list[tuple[Array, Array]] = []
+        if accumulate:
+            for gradients in (flat for stage in stages for flat in stage.shown_gradients):
+                if not any(arrays.shares_memory(gradients, other) for other, _ in before):
+                    before.append((gradients, arrays.copy(gradients)))
+        try:
+            for stage in stages:
+                stage.begin_gradients()
+            yield before
+            self.ties.sum_gradients()
+            if self.checks is not None:
+                self.checks.look_at_sums()
+        finally:
+            for stage in stages:
+                stage.leave_step()
+
+    def end_step(self, before: list[tuple[Array, Array]]) -> None:
+        """End a training step; `before` is of `making_gradients`."""
+        for gradients, copy in before:
+            kernels.of_array(gradients).accumulate(gradients, copy)
+        self.steps_taken += 1
+        if self.recorder is not None:
+            self.recorder.end_step()
+
+    # -- a training step in two halves: its forwards, and its backwards from gradients that the caller makes
+
+    def forward_train(self, inputs: Any) -> tuple[Agreed, CallState]:
+        """Run the forwards of a training step, and keep what its backwards need."""
+        batch, agreed = self.agree("forward_train", inputs)
+        with self.state:
+            plan, state = self.begin("forward_train", batch, agreed)
+            count = 1 + max(place for place, action in enumerate(plan.steps) if action.op == "F")
+            self.executor.run(plan.steps[:count], state)
+            self.messages.mailbox.flush()  # nothing moves them while the caller computes
+        self.flight.running = False
+        self.halfway = Halfway(agreed, state, plan.steps[count:])
+        for hooks in self.write_hooks():
+            hooks.append(_refuse_write)
+        return agreed, state
+
+    def write_hooks(self) -> list[list]:
+        """The lists of functions that are called before anything writes to parameters of this rank."""
+        things = [thing for stage in self.partners.stages for thing in (stage.given, *stage.models)]
+        return [hooks for hooks in (getattr(thing, "before_write", None) for thing in things) if hooks is not None]
+
+    def take_gradients(self, state: CallState, gradients: Any, scale: float) -> None:
+        """Take the caller's gradients of the outputs; raises ArgumentError where they do not fit."""
+        root = self.schedule.placement[-1]
+        if (gradients is None) != (self.executor.rank != root):
+            raise ArgumentError(
+                "gradients are missing" if gradients is None else "gradients on the wrong rank",
+                found=type(gradients).__name__,
+                expected=f"gradients of the outputs on rank {root}, which holds the last stage, and None on the others",
+            )
+        outputs = [state.outputs[m] for m in range(len(state.outputs))]
+        for m, (gradient, y) in enumerate(zip(split_as(gradients, outputs) if outputs else (), outputs)):
+            try:
+                if self.checks is not None and scale == 1:
+                    self.checks.finite(gradient, "doutput", "a gradient that backward was given is not finite")
+                state.loss_gradients[m] = Loss.scaled(gradient, scale, y)
+            except MpipipeError as error:
+                error.microbatch = m
+                raise
+
+    def backward(self, gradients: Any, scale: Any, accumulate: bool) -> list | None:
+        """Run the backwards of the step whose forwards have run; return the gradients of its inputs."""
+        self.agree("backward", gradients, None, scale, accumulate)
+        assert self.halfway is not None  # agreed
+        (agreed, state, actions), self.halfway = self.halfway, None
+        state.outputs, state.inputs, self.flight.running = {}, state.inputs._replace(scale=scale), True
+        for hooks in self.write_hooks():
+            hooks[:] = [hook for hook in hooks if hook is not _refuse_write]
+        if self.checks is not None:
+            self.checks.gradients = scale == 1
+        with self.state:
+            with self.making_gradients(accumulate) as before:
+                self.finish(actions, state, agreed)
+                if self.sums is not None:
+                    self.sums.wait()
+            self.end_step(before)
+        self.end()
+        return in_order(state, 1.0)
 
     def share_losses(self, call: str, state: CallState) -> SharedLoss:
         """Begin to send the losses of a call to all ranks."""
@@ -220,6 +323,12 @@ class Engine:
         """
         return self.executor.peaks[self.plans.recompute]
 
+    @property
+    def live(self) -> int:
+        """Activations that are held now, counted as those of `peak`."""
+        state = self.executor.state
+        return 0 if state is None else (state.alive, state.under_way)[self.plans.recompute]
+
     def share_durations(self) -> np.ndarray:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
         pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.plans.recompute)
@@ -230,7 +339,12 @@ class Engine:
 
     def close(self) -> None:
         """Free the communicators, once the losses of launched steps are here: then no message is left on them."""
-        self.agree("close")
+        try:
+            self.agree("close")
+        except MpipipeError as error:
+            if self.halfway is not None and self.state.is_open:  # receives of gradients are posted, which never come
+                self.state.fail(error)
+            raise
         with self.state:
             self.weighing.wait()
         self.record(None)
@@ -244,6 +358,27 @@ class Engine:
             group.close()
 
 
+class Halfway(NamedTuple):
+    """A training step whose forwards have run, and the actions that are left of it."""
+
+    agreed: Agreed
+    state: CallState
+    actions: Sequence[PlannedAction]
+
+
+def _refuse_write() -> None:
+    raise ArgumentError(
+        "parameters would be written between forward_train and its backward, which needs them as they were",
+        remedy="call backward first, and then step of the optimizer",
+    )
+
+
+def in_order(state: CallState, scale: float) -> list | None:
+    """The gradients of the inputs by micro-batch, without a factor that they carry; None where there are none."""
+    grads = [state.input_gradients[m] for m in range(len(state.input_gradients))]
+    return ([unscaled(grad, scale) for grad in grads] if scale != 1 else grads) or None
+
+
 class Plans:
     """The plans of one rank: of training steps, which run the schedule `running`, and of calls without backwards."""
 
@@ -255,7 +390,7 @@ class Plans:
 
     def of(self, call: str, microbatches: int) -> ActionPlan:
         """Return the plan of a call."""
-        if call in TRAINS:
+        if call in (*TRAINS, "forward_train"):
             return self.training
         if microbatches not in self.forwards:
             schedule = self.schedule.forward_only_part(microbatches)

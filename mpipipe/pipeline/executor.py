@@ -6,8 +6,8 @@ received arrays go back to the mailbox then. Where the forward is run again, its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from mpipipe import arrays
 from mpipipe.arrays import Tree, read_only
@@ -15,15 +15,13 @@ from mpipipe.comm import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.pipeline.batch import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
-from mpipipe.pipeline.diagnostics import NAMES, memory_error
+from mpipipe.pipeline.diagnostics import NAMES, ActivationBytes, ActivationMeter, Function, memory_error
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
 from mpipipe.trace import Recorder
-
-Function: TypeAlias = Callable[[PlannedAction, CallState], None]
 
 
 class Executor:
@@ -50,6 +48,9 @@ class Executor:
             "W": self._weight_gradient,
             "R": self._recompute,
         }
+        self.gathers = loss is not None and loss.over_batch
+        self._use_output = self._gather if self.gathers else self._evaluate_loss
+        self.meter = ActivationMeter(stages)
         self.clock = DeviceClock() if device == "cuda" else HostClock()
         self.now = self.clock.now
         self.place = f"rank {rank}"  # for the report of an interruption
@@ -57,18 +58,23 @@ class Executor:
         # of the call under way, or of one that has failed: kernels and messages may still touch its arrays
         self.state: CallState | None = None
 
-    def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs) -> CallState:
+    def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs, signature: int) -> CallState:
         """Begin a call, whose messages are known."""
         self.state = CallState(inputs, self.clock.begin(actions, inputs.training))
+        self.meter.begin(signature, inputs.training)
         if self.sums is not None:
             self.sums.begin()
         return self.state
 
     def run(self, actions: Sequence[PlannedAction], state: CallState) -> None:
-        """Run all actions of a plan. What a stage raises comes out as an error that names rank, stage, micro-batch."""
+        """Run actions of a plan. What a stage raises comes out as an error that names rank, stage, micro-batch."""
+        if not actions:  # of the second half of a step, where no stage of this rank has a backward
+            return
         sums, functions = self.sums, self.functions
         if self.clock.recorder is not None and self.clock.waits:
             functions = {op: _annotated(function) for op, function in functions.items()}
+        if self.meter.measures:
+            functions = {op: self.meter.measured(function) for op, function in functions.items()}
         action = actions[0]
         try:
             for action in actions:
@@ -94,9 +100,13 @@ class Executor:
         except BaseException:  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
             self.place = f"rank {self.rank}, stage {action.stage}, micro-batch {action.microbatch}, {NAMES[action.op]}"
             raise
+
+    def end(self, state: CallState) -> None:
+        """End a call whose actions have run."""
         self.clock.end()
         if state.inputs.training:
             self.peaks = state.peak, state.peak_under_way
+            self.meter.end()
 
     def abandon(self, recorders: set[Recorder]) -> None:
         """Give up a call that has failed: its messages, its sums, and its recording, since the step never ends."""
@@ -117,6 +127,13 @@ class Executor:
         self.clock.recorder = self.messages.mailbox.recorder = recorder
         if not self.clock.waits:  # marks are read from the host's clock
             self.now = self.clock.now if recorder is None else recorder.now
+
+    @property
+    def activation_bytes(self) -> ActivationBytes:
+        """Bytes that activations of this rank take now, and took at most in the last training step."""
+        state = self.state
+        kept = [] if state is None else [*state.saved.values(), *state.pending.values()]
+        return ActivationBytes(sum(stop - start for start, stop in self.meter.ranges(kept)), self.meter.peak)
 
     def memory_error(self, what: str, error: Exception) -> StageError | None:
         """Return the error that explains a lack of device memory; None if `error` is of another kind."""
@@ -146,6 +163,7 @@ class Executor:
             x, lease = self.messages.receive_activation(envelope)
         if action.takes:
             x, lease = self.messages.join(action, state.local, x, lease)
+        target = inputs.targets[microbatch] if action.last and inputs.targets is not None else None
         state.marks.append(self.now())
         result = self.stages[action.chunk].forward(x, inputs.positions[microbatch])
         if type(result) is not tuple or len(result) != 2:
@@ -159,8 +177,9 @@ class Executor:
         skips: dict[str, Tree] | None = None
         if action.gives or type(y) is Branches:
             y, skips = parted(y, action.gives, NAMES["F"])
-        if action.last and inputs.targets is not None:
-            self._evaluate_loss(action, state, read_only(y), inputs.targets[microbatch])
+        if target is not None:
+            output = read_only(copy_if_aliased(y, lease) if lease and self.gathers else y)
+            self._use_output(action, state, output, target, microbatch)
         state.marks.append(self.now())
         if lease:
             y = copy_if_aliased(y, lease)
@@ -168,7 +187,7 @@ class Executor:
             self.messages.send_activation(action.send, y)
         elif not action.last:
             state.local[action.stage + 1, microbatch, "F"] = read_only(y)
-        elif not inputs.training:
+        elif inputs.outputs:
             state.outputs[microbatch] = y
         if skips:
             self.messages.give(action, state.local, skips, lease)
@@ -181,9 +200,22 @@ class Executor:
         elif lease:
             self.messages.mailbox.release(lease)
 
-    def _evaluate_loss(self, action: PlannedAction, state: CallState, y: Tree, target: Tree) -> None:
+    def _gather(self, action: PlannedAction, state: CallState, y: Tree, target: Tree, microbatch: int) -> None:
+        """Keep an output until all are there; then evaluate the loss over the batch, which counts as micro-batch 0."""
+        state.awaiting[microbatch] = y, target
+        count = len(self.weighing.shares)
+        if len(state.awaiting) < count:
+            return
+        outputs, targets = zip(*(state.awaiting[m] for m in range(count)))
+        self._evaluate_loss(action, state, list(outputs), list(targets), 0)
+        state.awaiting = {}
+        state.losses = dict.fromkeys(range(count), state.losses[0])
+        state.loss_gradients = dict(enumerate(state.loss_gradients.get(0, ())))
+        self._download_losses(state)
+
+    def _evaluate_loss(self, action: PlannedAction, state: CallState, y: Any, target: Any, microbatch: int) -> None:
         assert self.loss is not None  # agreed at the start of the call
-        inputs, loss, weighing, microbatch = state.inputs, self.loss, self.weighing, action.microbatch
+        inputs, loss, weighing = state.inputs, self.loss, self.weighing
         factor = weighing.shares[microbatch] * inputs.scale if inputs.training else 1.0
         try:
             result = loss.call(y, target, factor)
@@ -196,9 +228,12 @@ class Executor:
         if inputs.training:
             state.loss_gradients[microbatch] = loss.scaled(gradient, left if loss.takes_factor else left * factor, y)
         if len(state.losses) == len(weighing.shares):  # the backwards to come need not be done when these are wanted
-            waiting = [m for m, value in state.losses.items() if type(value) is not float and arrays.is_device(value)]
-            if waiting:
-                state.download = waiting, arrays.Download([state.losses[m] for m in waiting])
+            self._download_losses(state)
+
+    def _download_losses(self, state: CallState) -> None:
+        waiting = [m for m, value in state.losses.items() if type(value) is not float and arrays.is_device(value)]
+        if waiting:
+            state.download = waiting, arrays.Download([state.losses[m] for m in waiting])
 
     def losses(self, state: CallState, last_stage: int) -> list[float]:
         """Return the losses of a call, by micro-batch; waits for those that are on the device, once."""

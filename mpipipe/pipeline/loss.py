@@ -21,6 +21,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class Loss:
     def __init__(self, function: Callable[..., Any]):
         self.function = function
         self.takes_factor = takes_parameter(function, "factor")
+        self.over_batch = bool(getattr(function, "over_batch", False))  # takes and gives lists, once for all
         self.with_head = function if isinstance(function, HeadCrossEntropy) else None
 
     def taking_head(self) -> AbstractContextManager[None]:
@@ -90,11 +92,21 @@ class Loss:
         check_finite(value)
         return value, gradient, weight
 
-    def scaled(self, gradient: Tree, factor: float, output: Tree) -> Tree:
+    @staticmethod
+    def scaled(gradient: Any, factor: float, output: Any) -> Any:
         """Return the gradient times a factor; raises ArgumentError if it does not fit the output. 0 zeroes all."""
         if factor == 1 and type(gradient) is type(output) is np.ndarray:  # the common case, on the hot path
             if gradient.shape == output.shape and gradient.dtype == output.dtype and output.dtype.kind == "f":
                 return gradient
+        if type(output) is list:  # of a loss over the batch
+            gradient = gradient if factor else output  # all zeroed
+            if not isinstance(gradient, (list, tuple)) or len(gradient) != len(output):
+                raise ArgumentError(
+                    "the gradient of a loss over the batch",
+                    found=type(gradient).__name__,
+                    expected=f"a list of {len(output)}: the gradient of each output",
+                )
+            return [Loss.scaled(*each) for each in zip(gradient, repeat(factor), output)]
         outputs, expected = flatten(output)
         leaves, structure = flatten(gradient) if factor else (list(map(arrays.zeros_like, outputs)), expected)
         if structure != expected:

@@ -7,7 +7,6 @@ and post their receives before the data is sent.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -16,89 +15,14 @@ from typing import TypeAlias
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Branches, Structure, Tree, flatten, read_only, unflatten
-from mpipipe.comm import Envelope, Lease, Mailbox, check_sendable
+from mpipipe.arrays import Array, Branches, Tree, flatten, read_only, unflatten
+from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import ArgumentError, StageError
+from mpipipe.pipeline.batch import MessageSpec
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
 
 Local: TypeAlias = "dict[tuple[int, int, str], Tree]"  # (edge, micro-batch, "F" or "B") -> data that stays on the rank
 KNOWN_SHAPES = 32  # input shapes whose specs and receive buffers are kept
-
-
-class MessageSpec:
-    """The arrays of one micro-batch on one edge: structure, (shape, dtype) of each leaf and of those with gradients."""
-
-    __slots__ = ("floating", "gradients", "leaves", "structure")
-
-    def __init__(self, structure: Structure, leaves: Sequence[tuple[arrays.Shape, np.dtype]]):
-        self.structure = structure
-        self.leaves = tuple(leaves)
-        self.floating = [arrays.is_floating(kind) for _, kind in self.leaves]
-        self.gradients = tuple(leaf for leaf, floating in zip(self.leaves, self.floating) if floating)
-
-    @classmethod
-    def of(cls, tree: Tree) -> MessageSpec:
-        """Return the spec of `tree`; raises ArgumentError if a leaf cannot be sent."""
-        leaves, structure = flatten(tree)
-        for leaf in leaves:
-            check_sendable(leaf)
-        return cls(structure, [(leaf.shape, leaf.dtype) for leaf in leaves])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MessageSpec) and (self.structure, self.leaves) == (other.structure, other.leaves)
-
-    __hash__ = None  # type: ignore[assignment]  # compared, never a key
-
-    def matches(self, tree: Tree) -> bool:
-        """Whether `tree` has this spec and can be sent as it is."""
-        if self.structure is None:  # the common case, on the hot path
-            shape, kind = self.leaves[0]
-            if type(tree) is np.ndarray:
-                return tree.shape == shape and tree.dtype == kind and tree.flags.c_contiguous
-            if not arrays.is_array(tree):
-                return False
-        return MessageSpec.of(tree) == self
-
-    def __str__(self) -> str:
-        return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
-
-    def encode(self) -> bytes:
-        """Return the content of a header."""
-        return json.dumps([self.structure, [[kind.name, shape] for shape, kind in self.leaves]]).encode()
-
-    @classmethod
-    def decode(cls, content: bytes) -> MessageSpec:
-        """Return the spec that a header tells."""
-        structure, leaves = json.loads(content)
-        structure = tuple(structure) if isinstance(structure, list) else structure
-        return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
-
-    def gradient_tree(self, received: Sequence[Array]) -> Tree:
-        """Return received gradients in the structure of the activation, None if a leaf has none."""
-        if self.structure is None and received:
-            return received[0]
-        source = iter(received)
-        return unflatten([next(source) if floating else None for floating in self.floating], self.structure)
-
-    def gradient_leaves(self, tree: Tree) -> list:
-        """Return the arrays to send back for this activation; raises ArgumentError if shape or dtype differ."""
-        if self.structure is None and self.gradients and self.matches(tree):
-            return [tree]
-        leaves, structure = ([tree], None) if tree is None else flatten(tree)
-        if structure != self.structure:
-            raise ArgumentError(
-                "an input gradient has another structure than the input", found=structure, expected=self.structure
-            )
-        wanted = [leaf for leaf, floating in zip(leaves, self.floating) if floating]
-        for leaf, (shape, kind) in zip(wanted, self.gradients):
-            if leaf is None or leaf.shape != shape or leaf.dtype != kind:
-                raise ArgumentError(
-                    "an input gradient does not match its input",
-                    found="None" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}",
-                    expected=f"{kind.name}{list(shape)}",
-                )
-            check_sendable(leaf)
-        return wanted
 
 
 class StageMessages:

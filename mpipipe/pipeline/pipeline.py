@@ -6,24 +6,27 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from mpipipe.arrays import Tree
+from mpipipe.arrays import Tree, read_only
 from mpipipe.faces import renamed
 from mpipipe.job import Communicator, runtime, settings
-from mpipipe.pipeline.batch import merge
+from mpipipe.pipeline.batch import CallState, merge
 from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
+from mpipipe.pipeline.diagnostics import ActivationBytes
 from mpipipe.pipeline.engine import Engine
 from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.text import counted
 
-Batched: TypeAlias = "Tree | list[Tree] | None"  # a batch, its micro-batches, or nothing on this rank
+# a batch, its micro-batches, a function that gives them by their numbers, or nothing on this rank
+Batched: TypeAlias = "Tree | list[Tree] | Callable[[int], Tree] | None"
 
 
 @renamed(recorder="analysis.recording(pipeline)")
 class Pipeline:
     """Stages on the ranks of a communicator, run by a schedule.
 
-    The constructor, `step`, `launch`, `evaluate`, `forward`, `durations` and `close` are collective.
+    The constructor, `step`, `launch`, `forward_train`, `backward`, `evaluate`, `forward`, `durations` and `close` are
+    collective.
 
     Parameters
     ----------
@@ -37,7 +40,9 @@ class Pipeline:
         `loss(output, target) -> (value, doutput)` or `(value, doutput, weight)`, needed on the rank of the last stage.
         `value` is a mean, `doutput` its gradient, shaped as the output, `weight` over how many things: a finite number;
         with 0 the others are not looked at. Without it a micro-batch counts by its rows, or by its target entries where
-        `loss.mean_over_entries`, as in `nn`. A parameter `factor` multiplies doutput before it is rounded.
+        `loss.mean_over_entries`, as in `nn`. A parameter `factor` multiplies doutput before it is rounded. With
+        `loss.over_batch = True` it is called once, with lists of the outputs and targets of all micro-batches, and
+        returns a list of gradients: for schedules in which the last stage has all forwards before its first backward.
     recompute : bool
         Keep only the input of each stage, and run its forward again: an R before each backward of the schedule.
     replicas : mpi4py.MPI.Intracomm, optional
@@ -108,21 +113,29 @@ class Pipeline:
             raise
         self.stages, self.schedule, self.rank = list(stages), schedule, partners.pipe.rank
 
-    def step(self, inputs: Batched, targets: Batched, scale: float = 1.0) -> StepResult:
+    def step(self, inputs: Batched, targets: Batched, scale: float = 1.0, accumulate: bool = False) -> StepResult:
         """Run forward and backward of one batch, and leave its gradients in the stages.
 
         Gradients are zeroed first, and are those of the mean loss over all micro-batches of all replicas.
 
         Parameters
         ----------
-        inputs : array, tuple or dict of arrays, list of such, or None
+        inputs : array, tuple or dict of arrays, list of such, function, or None
             On the rank of stage 0 C-contiguous arrays (rows, ...), cut along axis 0 into M micro-batches whose sizes
-            differ by one at most, or a list of M such, whose shapes may differ; None on the other ranks.
-        targets : array, tuple or dict of arrays, list of such, or None
+            differ by one at most, or a list of M such, whose shapes may differ; None on the other ranks. A function is
+            called with the number of each micro-batch at its first forward (with 0 at the start of the call), and what
+            it returns is not kept longer than needed. All have the shapes of the first, or as many rows as an
+            attribute `rows` of the function, M numbers, says.
+        targets : array, tuple or dict of arrays, list of such, function, or None
             The same on the rank of the last stage, for the loss.
         scale : float
             Factor on the loss where the backward begins, the same on every rank, against underflow of float16
             (optim.LossScaler). Gradients in the stages carry it; loss and input gradients in the result do not.
+        accumulate : bool
+            Whether gradients are added to those that are there, and not zeroed; the same on every rank. What is there
+            counts as summed over replicas, as a step leaves it. Each step adds the gradients of its own mean loss times
+            `scale`: with 1 / K, those of K batches of one size add up to the mean over all. A copy of the gradients is
+            kept during the step.
 
         Returns
         -------
@@ -134,9 +147,9 @@ class Pipeline:
         ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
             As the class says: on every rank for arguments; a failure inside the step ends the life of the pipeline.
         """
-        return self.engine.train("step", inputs, targets, scale).wait()
+        return self.engine.train("step", inputs, targets, scale, accumulate).wait()
 
-    def launch(self, inputs: Batched, targets: Batched, scale: float = 1.0) -> PendingStep:
+    def launch(self, inputs: Batched, targets: Batched, scale: float = 1.0, accumulate: bool = False) -> PendingStep:
         """Make a training step as `step` does, and go on as soon as this rank's part of it is done.
 
         When it returns, the gradients of this rank's stages are whole, and their optimizer may run; the loss may still
@@ -145,8 +158,10 @@ class Pipeline:
 
         Parameters
         ----------
-        inputs, targets, scale : array, tuple or dict of arrays, list of such, or None; float
+        inputs, targets : array, tuple or dict of arrays, list of such, function, or None
             As for `step`; after a `step` or a `launch`, of the same shapes and dtypes as there.
+        scale, accumulate : float, bool
+            As for `step`.
 
         Returns
         -------
@@ -158,14 +173,78 @@ class Pipeline:
         ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
             As for `step`. An error in the arguments ends the life of the pipeline, too, except in its first step.
         """
-        return self.engine.train("launch", inputs, targets, scale)
+        return self.engine.train("launch", inputs, targets, scale, accumulate)
+
+    def forward_train(self, inputs: Batched) -> Batched:
+        """Run the forwards of a training step, for gradients that the caller makes from the outputs.
+
+        `backward` follows, and no other call of this pipeline comes between the two, nor an optimizer. The schedule has
+        all forwards of the last stage before its first backward, as GPipe and looped breadth-first have.
+
+        Parameters
+        ----------
+        inputs : array, tuple or dict of arrays, list of such, function, or None
+            As for `step`.
+
+        Returns
+        -------
+        array, tuple or dict of arrays, list of such, or None
+            The outputs, as `forward` returns them. Those of a list or function are read-only on the host.
+
+        Raises
+        ------
+        ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
+            As for `step`; also on every rank where the schedule has another order.
+
+        Examples
+        --------
+        A loss that the caller computes between the two halves of a step:
+
+        >>> import numpy as np
+        >>> from mpipipe import Pipeline, nn, schedules
+        >>> from mpipipe.job import inprocess
+        >>> def on_each_rank(comm):
+        ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
+        ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None
+        ...     with Pipeline([stage], schedules.gpipe(ranks=2, microbatches=4), comm) as pipe:
+        ...         y = pipe.forward_train(x)
+        ...         pipe.backward(None if y is None else 2 * y / y.size)
+        ...     return y is None, bool(stage.gradients.flat.any())
+        >>> inprocess.run(2, on_each_rank)
+        [(True, True), (False, True)]
+        """
+        agreed, state = self.engine.forward_train(inputs)
+        return _outputs(agreed.listed, state)
+
+    def backward(self, gradients: Batched, scale: float = 1.0, accumulate: bool = False) -> list | None:
+        """Run the backwards of the step that `forward_train` has begun, and leave its gradients in the stages.
+
+        Parameters
+        ----------
+        gradients : array, tuple or dict of arrays, list of such, or None
+            On the rank of the last stage, of a number L with respect to the outputs, in their form or as a list of M;
+            None on the other ranks. Those of all replicas are summed: for the mean over R replicas each divides by R.
+        scale, accumulate : float, bool
+            As for `step`.
+
+        Returns
+        -------
+        list or None
+            On the rank of stage 0, the gradients of L with respect to the inputs, by micro-batch, without `scale`.
+
+        Raises
+        ------
+        ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
+            As for `step`. After an ArgumentError on all ranks the step is as `forward_train` left it.
+        """
+        return self.engine.backward(gradients, scale, accumulate)
 
     def evaluate(self, inputs: Batched, targets: Batched) -> float:
         """Compute the mean loss of a batch; no gradients are computed.
 
         Parameters
         ----------
-        inputs, targets : array, tuple or dict of arrays, list of such, or None
+        inputs, targets : array, tuple or dict of arrays, list of such, function, or None
             As for `step`. A batch with fewer rows than M is cut into as many micro-batches as it has rows.
 
         Returns
@@ -186,24 +265,21 @@ class Pipeline:
 
         Parameters
         ----------
-        inputs : array, tuple or dict of arrays, list of such, or None
+        inputs : array, tuple or dict of arrays, list of such, function, or None
             As for `step`. A list of fewer than M micro-batches, and a batch of fewer than M rows, will do as well.
 
         Returns
         -------
         array, tuple or dict of arrays, list of such, or None
             On the rank of the last stage the outputs, put together along axis 0, or a list of micro-batches where the
-            inputs were one; None on the other ranks.
+            inputs were one or came from a function; None on the other ranks.
         """
         engine = self.engine
         batch, agreed = engine.agree("forward", inputs)
         with engine.state:
             state = engine.run("forward", batch, agreed)
         engine.end()
-        if not state.outputs:
-            return None
-        pieces = [state.outputs[m] for m in range(agreed.microbatches)]
-        return pieces if agreed.listed else merge(pieces)
+        return _outputs(agreed.listed, state)
 
     def durations(self) -> Costs:
         """Share the measured durations of all ranks; collective.
@@ -234,6 +310,20 @@ class Pipeline:
     def peak_activations(self) -> int:
         """Most (stage, micro-batch) activations held at once in the last training step, as `simulate` counts."""
         return self.engine.peak
+
+    @property
+    def live_activations(self) -> int:
+        """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step is under way."""
+        return self.engine.live
+
+    @property
+    def activation_bytes(self) -> ActivationBytes:
+        """Bytes held between forward and backward, as measured: `now`, and `peak`, the most in a training step.
+
+        What forwards saved, of arrays in tuples, lists, dicts and dataclasses, and received inputs; without parameters,
+        and each memory once. The peak is measured in the first training step with the input shapes of the last one.
+        """
+        return self.engine.executor.activation_bytes
 
     @property
     def busy(self) -> float:
@@ -274,3 +364,13 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.engine.state.leave(error, self.close)
+
+
+def _outputs(listed: bool, state: CallState) -> Batched:
+    """The outputs of the last stage in the form of the inputs; None on other ranks."""
+    pieces = [state.outputs[m] for m in range(len(state.outputs))]
+    if not pieces:
+        return None
+    if listed:
+        return list(map(read_only, pieces)) if state.inputs.training else pieces
+    return merge(pieces)

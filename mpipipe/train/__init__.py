@@ -31,6 +31,7 @@ from mpipipe.train.task import Pair as Pair
 from mpipipe.train.task import Task
 from mpipipe.train.task import too_few_pieces as too_few_pieces
 from mpipipe.train.task_calls import TaskLoss as TaskLoss
+from mpipipe.train.task_calls import check_task as check_task
 from mpipipe.train.task_calls import layers_of as layers_of
 from mpipipe.train.task_calls import outline as outline
 from mpipipe.train.task_file import TaskFileConfig as TaskFileConfig

@@ -69,7 +69,7 @@ class Progress:
 
     def _restore(self, found: Checkpoint) -> None:
         state = found.state
-        scale, record = state["loss_scale"], Record.of(state["record"])
+        scale, record = state["loss_scale"], Record.of(dict(state["record"]))
         if any(type(value) not in (int, float) for value in record.facts().values()):
             raise ValueError("the record has something else than numbers")
         optim.LossScaler(initial=scale["scale"])  # raises where it is out of range

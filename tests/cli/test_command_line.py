@@ -118,7 +118,7 @@ def test_words_behind_dashes_are_apart_from_flags_before_them():
     assert parser.parse(["a", "--"])["words"] == []
     with pytest.raises(Stop, match="there is no option --steps before --"):
         parser.parse(["a", "--steps", "3"])
-    with pytest.raises(Stop, match="'b' does not stand behind --"):
+    with pytest.raises(Stop, match="'b' does not stand after --"):
         parser.parse(["a", "b"])
 
 

@@ -23,6 +23,7 @@ ROOMS = [
     "mpipipe.job.inprocess",
     "mpipipe.comm.mesh",
     "mpipipe.errors",
+    "mpipipe.exchange",
     "mpipipe.language.models",
     "mpipipe.language.models.huggingface",
     "mpipipe.nn",

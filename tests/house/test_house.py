@@ -9,6 +9,8 @@ import pytest
 from support.launch import ROOT
 from support.source import cycles, findings, import_graph, refuse, sources
 
+pytestmark = pytest.mark.together  # all of them walk through one set of syntax trees
+
 # what waits inside MPI until other ranks come, where no note of failure is heard
 BLOCKING = set(
     """Allgather Allgatherv Allreduce Alltoall Alltoallv Alltoallw Barrier Bcast Create_group Create_cart Dup Exscan

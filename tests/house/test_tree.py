@@ -8,7 +8,10 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+import pytest
 from support.source import PACKAGE, import_graph, refuse, trees
+
+pytestmark = pytest.mark.together
 
 LONGEST, SHORTEST = 500, 60  # lines of a file
 FILES, FLOORS = 20, 8  # of a folder

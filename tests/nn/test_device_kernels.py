@@ -222,6 +222,27 @@ def test_products(cuda, kind, draw, rows, inputs, outputs):
     check(grad, hgrad + hdy.T @ hx, grad.dtype, rows + 1, np.abs(hdy.T) @ np.abs(hx) + np.abs(hgrad))
 
 
+@pytest.mark.parametrize("shared", [None, "a", "b"])
+@pytest.mark.parametrize(
+    "transpose_a, transpose_b, add", [(False, False, False), (True, False, True), (False, True, False)]
+)
+def test_products_of_a_batch(cuda, kind, draw, transpose_a, transpose_b, add, shared):
+    """On either side, with gaps between rows, and with one matrix for all problems."""
+    count = {name: 1 if name == shared else 3 for name in "ab"}
+    a, b, c = (draw(n, *rest).astype(kind) for n, *rest in ((count["a"], 4, 5), (count["b"], 5, 7), (3, 4, 7)))
+    c = c.astype(arrays.accumulator(kind))
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+    expected, size = wide_a @ wide_b + add * c, np.abs(wide_a) @ np.abs(wide_b) + np.abs(c)
+    laid = [np.ascontiguousarray(x.swapaxes(1, 2)) if turn else x for x, turn in ((a, transpose_a), (b, transpose_b))]
+    laid = [np.concatenate([x, x], 2) for x in laid]  # rows of twice the width
+    for kernels, move in ((cuda, arrays.upload), (nn.kernels.of("cpu", kind), np.array)):
+        result = move(c if add else np.full_like(c, np.nan))
+        given = [move(x)[..., : x.shape[2] // 2] for x in laid]
+        kernels.products(*given, result, transpose_a, transpose_b, add)
+        found = arrays.download(result) if kernels is cuda else result
+        close(found, expected, 6, size, dtype=c.dtype)
+
+
 @pytest.mark.parametrize(
     "rows, width, skew", [(1, 1, 0), (300, 24, 0), (41, 300, 0), (37, 9, 1), (0, 8, 0), (1100, 3, 0)]
 )

@@ -37,6 +37,23 @@ def test_kernels_are_chosen_by_device_and_dtype():
         kernels.of_array([1.0])
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("width", [1, 3, 64, 65])
+def test_copy_between_any_strides(dtype, width):
+    """Large arrays with short rows are moved by rows, others by elements."""
+    source = np.random.default_rng(2).standard_normal((3, 200, 2 * ELEMENTS // 400 + 1, width + 2))
+    source = source.astype(arrays.dtype(dtype))[::-1, ::2, :, 1:-1]
+    assert source.size > ELEMENTS
+    room = np.zeros((100, 3, source.shape[2], width), source.dtype)
+    any_dtype.copy(source, room.swapaxes(0, 1))
+    np.testing.assert_array_equal(room, source.swapaxes(0, 1))
+    wide = room.astype(np.float64)
+    any_dtype.copy(room, wide, add=True)
+    np.testing.assert_array_equal(wide, 2 * room.astype(np.float64))
+    any_dtype.copy(wide, room)
+    np.testing.assert_array_equal(room.astype(np.float64), wide)
+
+
 # -- Pieces that fit in a core's cache --------------------------------------------------------------------------------
 
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 from gpu_emulator.fixture import own_gpus
+from mpi4py import MPI
 
 from mpipipe.comm.transport import gpu_aware
+
+
+@pytest.fixture
+def alone():
+    """A communicator of this rank: such a test runs on one of them, beside the tests of the others."""
+    comm = MPI.COMM_SELF.Dup()
+    yield comm
+    comm.Free()
 
 
 @pytest.fixture(params=["direct", "staged"])

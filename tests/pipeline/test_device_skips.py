@@ -76,8 +76,7 @@ def near(found, expected):
         close_norm(found[0][key], expected[0][key], 1024, "float64", key)
 
 
-@pytest.mark.parametrize("direct", ["1", "0"], ids=["direct", "staged"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, direct", zip(NAMES, "10", strict=True))
 def test_gradients_equal_those_of_the_host(emulated_gpu, comm, monkeypatch, name, direct):
     if comm.size not in (1, 2, 4):
         return

@@ -147,9 +147,9 @@ def test_the_gradient_of_the_input_comes_back_from_a_frozen_stage(comm):
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_graphs_of_frozen_stages_and_of_adapters_have_the_bits_of_plain_calls(
-    comm, gpu, monkeypatch, schedule, adapters
+    alone, gpu, monkeypatch, schedule, adapters
 ):
-    alone, found = parts_of(comm, 1), []
+    found = []
     model = GPT(**{**MODEL, "layers": 2, "dim": 8, "heads": 2, "kv_heads": 1})
     for graphs in "01":
         monkeypatch.setenv("MPIPIPE_GRAPHS", graphs)
@@ -173,4 +173,3 @@ def test_graphs_of_frozen_stages_and_of_adapters_have_the_bits_of_plain_calls(
                 assert arrays.download(stage.parameters[name]).tobytes() == before.tobytes(), name
     assert found[0] == found[1]
     assert len(set(found[0][0])) == 4
-    alone.Free()

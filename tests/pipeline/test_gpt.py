@@ -26,13 +26,10 @@ CUTS = [  # schedule, ranks, chunks
 
 
 @pytest.mark.parametrize(
-    "microbatches, tied, dropout, dtype",  # each value with each of the others in some row
+    "microbatches, tied, dropout, dtype",
     [
-        (1, False, 0.0, "float32"),
         (3, False, 0.0, "float64"),
-        (1, True, 0.25, "float64"),
-        (3, True, 0.25, "float32"),
-        pytest.param(8, False, 0.0, "float32", marks=pytest.mark.long),
+        (1, True, 0.25, "float32"),
         pytest.param(8, True, 0.25, "float64", marks=pytest.mark.long),
     ],
 )
@@ -99,8 +96,7 @@ def test_replicas_with_different_dropout_and_one_update(comm):
     alone.Free()
 
 
-@pytest.mark.parametrize("synchronous", [0, 1])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("layout, synchronous", [("zigzag", 1), ("contiguous", 0), ("striped", 1)])
 def test_sequences_sharded_inside_pipeline_stages_give_the_dense_gradients(comm, monkeypatch, layout, synchronous):
     """pipe x seq = 2 x 2 on four ranks: a ring inside each stage, and two pipelines through the shards."""
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", str(synchronous))

@@ -76,8 +76,9 @@ def recorded(computes):
     return {name: names.count(name) for name in names}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name, chunks", [("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize(
+    "name, chunks, recompute", [("one_f_one_b", 1, False), ("zero_bubble_h1", 1, True), ("interleaved_1f1b", 2, True)]
+)
 def test_graphs_give_the_same_bits(gpu, comm, monkeypatch, name, chunks, recompute):
     schedule = dense.build(name, comm.size, chunks, 4)
     computes = compare(comm, schedule, monkeypatch, recompute=recompute, tied=True)
@@ -118,40 +119,40 @@ OPTIONS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS)
-def test_graphs_record_the_options_of_a_gpt(gpu, comm, monkeypatch, options):
-    schedule = dense.build("zero_bubble_h1", comm.size, 1, 3)
-    for each in compare(comm, schedule, monkeypatch, **OPTIONS[options]):
+def test_graphs_record_the_options_of_a_gpt(gpu, alone, monkeypatch, options):
+    schedule = dense.build("zero_bubble_h1", alone.size, 1, 3)
+    for each in compare(alone, schedule, monkeypatch, **OPTIONS[options]):
         assert not each.reason
         assert set(recorded(each)) >= {"forward", "backward_input", "backward_weight"}
 
 
 @pytest.mark.long
-def test_a_slot_for_each_activation_alive_of_each_shape(gpu, comm, monkeypatch):
+def test_a_slot_for_each_activation_alive_of_each_shape(gpu, alone, monkeypatch):
     """As many as the schedule holds at once, all of them free after the call; 10 rows make micro-batches of 2 and 1."""
-    (found,) = compare(comm, one_f_one_b(comm.size, 6), monkeypatch, rows=6)
+    (found,) = compare(alone, one_f_one_b(alone.size, 6), monkeypatch, rows=6)
     (kind,) = found._kinds.values()
-    assert len(kind.free) == min(comm.size - comm.rank, 6)
-    (found,) = compare(comm, one_f_one_b(comm.size, 6), monkeypatch, rows=10)
+    assert len(kind.free) == min(alone.size - alone.rank, 6)
+    (found,) = compare(alone, one_f_one_b(alone.size, 6), monkeypatch, rows=10)
     assert len(found._kinds) == 2 and not found.reason
 
 
 @pytest.mark.long
-def test_more_shapes_than_are_recorded_and_calls_without_backward(gpu, comm, monkeypatch):
+def test_more_shapes_than_are_recorded_and_calls_without_backward(gpu, alone, monkeypatch):
     def between(pipeline, step):
-        loss = pipeline.step(*dense.placed(schedule, comm.rank, *text(4 * (2 + step), seed=step))).loss
-        inputs, targets = dense.placed(schedule, comm.rank, *text(4, seed=9))
+        loss = pipeline.step(*dense.placed(schedule, alone.rank, *text(4 * (2 + step), seed=step))).loss
+        inputs, targets = dense.placed(schedule, alone.rank, *text(4, seed=9))
         found = pipeline.forward(inputs)
         rest = 0.0 if found is None else float(np.linalg.norm(arrays.download(found)))
         return loss, pipeline.evaluate(inputs, targets), rest
 
-    schedule = one_f_one_b(comm.size, 4)
+    schedule = one_f_one_b(alone.size, 4)
     monkeypatch.setattr("mpipipe.pipeline.graphs.MOST_KINDS", 2)
-    for found in compare(comm, schedule, monkeypatch, rows=4, between=between):
+    for found in compare(alone, schedule, monkeypatch, rows=4, between=between):
         assert len(found._kinds) == 2
 
 
 @pytest.mark.long
-def test_tables_that_graphs_use_live_as_long_as_they_do(gpu, comm, monkeypatch):
+def test_tables_that_graphs_use_live_as_long_as_they_do(gpu, alone, monkeypatch):
     """Sequences of many other lengths between two steps take the places of the rotary tables."""
 
     def between(pipeline, step):
@@ -160,15 +161,15 @@ def test_tables_that_graphs_use_live_as_long_as_they_do(gpu, comm, monkeypatch):
                 stage.tables.of(1 << length, 4, 10000.0 + step)
         gc.collect()
 
-    schedule = gpipe(comm.size, 4)
-    stages = build(schedule, comm.rank, **SIZES)
-    compare(comm, schedule, monkeypatch, dict(stages=stages, between=between))
+    schedule = gpipe(alone.size, 4)
+    stages = build(schedule, alone.rank, **SIZES)
+    compare(alone, schedule, monkeypatch, dict(stages=stages, between=between))
 
 
 @pytest.mark.long
-def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, comm, monkeypatch):
+def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, alone, monkeypatch):
     """Copies in and out, the graph, the loss; without graphs there are tens for each layer."""
-    counts, alone = {}, parts_of(comm, 1)
+    counts = {}
     for graphs in (False, True):
         monkeypatch.setenv("MPIPIPE_GRAPHS", str(int(graphs)))
         schedule = gpipe(1, 4)
@@ -179,14 +180,13 @@ def test_a_step_has_a_few_launches_for_each_action(emulated_gpu, comm, monkeypat
         counts[graphs] = len(emulated_gpu.launches)
         started = sum(name.startswith("graph of") for name in emulated_gpu.launches)
         assert started == (8 if graphs else 0), emulated_gpu.launches
-    alone.Free()
     assert counts[True] < counts[False] / 5 and counts[True] <= 8 * 3 + 4 * 8, counts
 
 
 @pytest.mark.long
-def test_dropout_cannot_be_recorded(gpu, comm, monkeypatch, caplog):
+def test_dropout_cannot_be_recorded(gpu, alone, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="mpipipe"):
-        for found in compare(comm, gpipe(comm.size, 4), monkeypatch, dropout=0.25):
+        for found in compare(alone, gpipe(alone.size, 4), monkeypatch, dropout=0.25):
             assert "(Dropout): it draws another mask for each micro-batch" in found.reason
     assert "CUDA graphs: stage" in caplog.text and "has none" in caplog.text
 
@@ -226,16 +226,16 @@ class Looks(nn.Layer):
 
 
 @pytest.mark.parametrize("turn", ["forward", "backward"])
-def test_a_layer_that_waits_for_the_device_ends_recording(emulated_gpu, comm, monkeypatch, caplog, turn):
+def test_a_layer_that_waits_for_the_device_ends_recording(emulated_gpu, alone, monkeypatch, caplog, turn):
     """It has said otherwise; the training goes on without graphs, and says why."""
-    schedule = gpipe(comm.size, 4)
+    schedule = gpipe(alone.size, 4)
 
     def stages():
         layers = [nn.Linear(12, 16), Looks(turn), nn.Linear(16, 12)]
-        return [nn.Stage(layers, device="cuda", first=3 * comm.rank)]
+        return [nn.Stage(layers, device="cuda", first=3 * alone.rank)]
 
-    expected = regress(comm, schedule, monkeypatch, False, stages())[0]
-    found, (computes,) = regress(comm, schedule, monkeypatch, True, stages())
+    expected = regress(alone, schedule, monkeypatch, False, stages())[0]
+    found, (computes,) = regress(alone, schedule, monkeypatch, True, stages())
     assert found == expected
     assert f"the recording of {turn} raised" in computes.reason
     assert computes.reason in caplog.text
@@ -324,13 +324,12 @@ def test_ranks_and_replicas_with_different_settings_are_told(gpu, comm, monkeypa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("replicas", [False, True])
-def test_a_closed_pipeline_keeps_no_memory(emulated_gpu, comm, monkeypatch, replicas):
+def test_a_closed_pipeline_keeps_no_memory(emulated_gpu, comm, monkeypatch):
     """Though its stages live on, which let messages of the pipeline advance."""
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
     machine, alone = emulated_gpu.machine, parts_of(comm, 1)
     stages = build(gpipe(1, 4), 0, **SIZES)
-    options = dict(loss=nn.softmax_cross_entropy, replicas=comm if replicas else None)
+    options = dict(loss=nn.softmax_cross_entropy, replicas=comm)
     with Pipeline(stages, gpipe(1, 4), alone, **options) as pipeline:
         before = machine.used_bytes
         for step in range(STEPS):
@@ -343,12 +342,11 @@ def test_a_closed_pipeline_keeps_no_memory(emulated_gpu, comm, monkeypatch, repl
     assert machine.used_bytes - workspace - before < 0.2 * (during - workspace - before)
 
 
-def test_graphs_follow_a_parameter_to_another_storage(emulated_gpu, comm, monkeypatch):
+def test_graphs_follow_a_parameter_to_another_storage(emulated_gpu, alone, monkeypatch):
     """A later pipeline lets the head share the storage of the embedding; the earlier one goes on evaluating."""
 
     def losses(graphs):
         monkeypatch.setenv("MPIPIPE_GRAPHS", str(graphs))
-        alone = parts_of(comm, 1)
         first = nn.Stage([nn.Embedding(32, 8, tie="w")], device="cuda", seed=1)
         second = nn.Stage([nn.LayerNorm(8), nn.Linear(8, 32, bias=False, tie="w")], device="cuda", seed=1, first=1)
         x = np.random.default_rng(1).normal(size=(4, 12, 8)).astype(np.float32)
@@ -364,20 +362,19 @@ def test_graphs_follow_a_parameter_to_another_storage(emulated_gpu, comm, monkey
             with pytest.raises(ArgumentError, match="a later pipeline lets tied parameters share their storage"):
                 earlier.step(x, targets)
         earlier.close()
-        alone.Free()
         return found
 
     assert losses(1) == losses(0)
 
 
-def test_the_null_stream_records_nothing(emulated_gpu, comm, monkeypatch):
+def test_the_null_stream_records_nothing(emulated_gpu, alone, monkeypatch):
     with arrays.cupy().cuda.Stream.null:
-        stages = build(gpipe(comm.size, 2), comm.rank, **SIZES)
-        for found in compare(comm, gpipe(comm.size, 2), monkeypatch, dict(stages=stages), rows=4):
+        stages = build(gpipe(alone.size, 2), alone.rank, **SIZES)
+        for found in compare(alone, gpipe(alone.size, 2), monkeypatch, dict(stages=stages), rows=4):
             assert "null stream" in found.reason
 
 
-def test_memory_that_runs_out_in_a_recording_is_no_error(emulated_gpu, comm, monkeypatch):
+def test_memory_that_runs_out_in_a_recording_is_no_error(emulated_gpu, alone, monkeypatch):
     """Neither for the first time, when the common pool gives back what it keeps, nor for good."""
     record, tried = arrays.record_graph, []
 
@@ -391,14 +388,13 @@ def test_memory_that_runs_out_in_a_recording_is_no_error(emulated_gpu, comm, mon
             machine.memory = memory
 
     monkeypatch.setattr(arrays, "record_graph", without_room)
-    for found in compare(comm, gpipe(comm.size, 4), monkeypatch):
+    for found in compare(alone, gpipe(alone.size, 4), monkeypatch):
         assert "Out of memory allocating" in found.reason
     assert tried and "MemoryPool.free_all_blocks" in emulated_gpu.synchronisations
 
 
-def test_the_error_of_a_full_gpu_names_the_graphs(emulated_gpu, comm, monkeypatch):
+def test_the_error_of_a_full_gpu_names_the_graphs(emulated_gpu, alone, monkeypatch):
     monkeypatch.setenv("MPIPIPE_GRAPHS", "1")
-    alone = parts_of(comm, 1)
     pipeline = Pipeline(build(gpipe(1, 4), 0, **SIZES), gpipe(1, 4), alone, loss=nn.softmax_cross_entropy)
     for step in range(2):
         pipeline.step(*text(4, seed=step))

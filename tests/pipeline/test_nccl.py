@@ -74,8 +74,7 @@ STREAMS, ONE_QUEUE = False, True
 @pytest.mark.parametrize(
     "own, name, chunks",
     [
-        (STREAMS, "one_f_one_b", 1), (ONE_QUEUE, "one_f_one_b", 1), (STREAMS, "zero_bubble_h1", 1),
-        (ONE_QUEUE, "interleaved_1f1b", 2),
+        (STREAMS, "zero_bubble_h1", 1), (ONE_QUEUE, "interleaved_1f1b", 2),
     ],
     indirect=["own"],
 )  # fmt: skip
@@ -98,17 +97,16 @@ def test_graphs_are_recorded_before_messages_go_by_nccl(own, comm, monkeypatch, 
     assert launched == len(schedule.orders[comm.rank])
 
 
-SCHEDULES = [("gpipe", 1), ("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1), ("looped_bfs", 2)]
+SCHEDULES = [("one_f_one_b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1), ("looped_bfs", 2)]
 
 
 @pytest.mark.parametrize(
     "own, name, chunks, tied",
     [(ONE_QUEUE, *each, False) for each in SCHEDULES]
-    + [(STREAMS, *each, False) for each in SCHEDULES[1:3]]
+    + [(STREAMS, *SCHEDULES[1], False)]
     + [
-        pytest.param(queue, *each, True, marks=pytest.mark.long)
-        for queue in (STREAMS, ONE_QUEUE)
-        for each in (SCHEDULES[1], SCHEDULES[4])
+        pytest.param(*each, True, marks=pytest.mark.long)
+        for each in ((STREAMS, *SCHEDULES[0]), (ONE_QUEUE, *SCHEDULES[3]))
     ],
     indirect=["own"],
 )
@@ -141,6 +139,7 @@ def test_messages_that_are_needed_in_another_order_than_they_are_made(own, subco
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("own", [ONE_QUEUE], indirect=True)
 def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):
     """Calls of other kinds and with other shapes, in any order; only those that have run before go by NCCL."""
     schedule = dense.build("one_f_one_b", comm.size, 1, 4)
@@ -165,8 +164,16 @@ def test_messages_of_every_call_of_a_pipeline(own, comm, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "own, dtype, tied",
+    [
+        (STREAMS, "float64", True),
+        (STREAMS, "bfloat16", False),
+        (ONE_QUEUE, "float64", False),
+        (ONE_QUEUE, "bfloat16", True),
+    ],
+    indirect=["own"],
+)
 def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypatch, dtype, tied):
     """Two numbers have one sum, whatever the order. Nothing crosses to the host but inputs, targets and losses."""
     if comm.size % 2:

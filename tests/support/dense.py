@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from mpipipe import Pipeline, schedules
@@ -38,6 +40,14 @@ class TanhStage(Halves):
         self.gradient += x.reshape(-1, x.shape[-1]).T @ inner.reshape(-1, inner.shape[-1])
 
 
+class ShownStage(TanhStage):
+    """The same, which shows its gradients, to be zeroed and to take part in replicas."""
+
+    def __init__(self, number, inputs, outputs):
+        super().__init__(number, inputs, outputs)
+        self.gradients = SimpleNamespace(flat=self.gradient.reshape(-1))
+
+
 class Identity:
     """Hands its very input on: outputs share memory with received arrays."""
 
@@ -65,10 +75,10 @@ def batch(rows, stages, seed=0):
     return rng.normal(size=(rows, extents[0])), rng.normal(size=(rows, extents[-1]))
 
 
-def model(schedule, rank):
+def model(schedule, rank, kind=TanhStage):
     """This rank's stages."""
     extents = widths(schedule.stages)
-    return [TanhStage(number, *extents[number : number + 2]) for number in schedule.stages_of(rank)]
+    return [kind(number, *extents[number : number + 2]) for number in schedule.stages_of(rank)]
 
 
 def whole(stages):

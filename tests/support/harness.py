@@ -66,13 +66,15 @@ def dealt(items, ranks, cores) -> list[list]:
     is that of jobs which wait for a limit.
     """
     hands, load = [[] for _ in range(ranks)], [0.0] * ranks
-    known = ledger.seconds()
-    seconds = [_estimate(item, known) for item in items]
-    for index in sorted(range(len(items)), key=lambda index: -seconds[index]):
-        able = range(min(ranks, cores + 1)) if starts_jobs(items[index]) else range(ranks)
+    known, bundles = ledger.seconds(), {}
+    for index, item in enumerate(items):
+        bundles.setdefault(item.path.parent if item.get_closest_marker("together") else index, []).append(index)
+    seconds = {key: sum(_estimate(items[index], known) for index in bundle) for key, bundle in bundles.items()}
+    for key in sorted(bundles, key=lambda key: -seconds[key]):
+        able = range(min(ranks, cores + 1)) if starts_jobs(items[bundles[key][0]]) else range(ranks)
         rank = min(able, key=load.__getitem__)
-        hands[rank].append(index)
-        load[rank] += seconds[index]
+        hands[rank] += bundles[key]
+        load[rank] += seconds[key]
     return [[items[index] for index in sorted(hand)] for hand in hands]
 
 

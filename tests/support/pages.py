@@ -23,6 +23,7 @@ SECONDS = 100  # for one block
 LESS = """
 case "$*" in
     *waves*) exec "$PYTHON" "$@" ;;
+    *docs/tasks/darcy.py*) exec "$PYTHON" "$@" --steps 2 --set samples=64 ;;
     "-m mpipipe plan --dim 64 --layers 3"*) exec "$PYTHON" "$@" --batch 4 ;;
     "-m mpipipe train --plan auto"*)
         exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 16 --batch 8 --data "$DATA" ;;
@@ -75,7 +76,7 @@ class Reader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        for name in ("jobs", "mpipipe"):
+        for name in ("jobs", "mpipipe", "docs/tasks"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
         data = folder / ".data.txt"

@@ -30,6 +30,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(found: str, expected: str) -> bool:
+    if found == expected:  # a timeline has rows of dots
+        return True
     parts = [re.escape(NUMBER.sub(MARK, part)) for part in expected.split(ANYTHING)]
     numbers = NUMBER.findall(expected.replace(ANYTHING, " "))
     pattern = "(.*)".join(part.replace(MARK, f"({NUMBER.pattern})") for part in parts)

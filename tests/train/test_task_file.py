@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.command_line import invoke
 
+from mpipipe.cli import train as command
 from mpipipe.cli.train import load_config
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
@@ -122,3 +124,29 @@ def test_an_error_names_file_and_line_and_an_option_of_text_is_refused(waves, tm
         train(TaskFileConfig(**KEYS, task=str(waves), out=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match="dim is an option of text"):
         load_config(str(waves), None, dim=8)
+
+
+DOUBLED = """
+
+class Doubled(nn.Gelu):
+    def backward_input(self, dy, saved):
+        dx, pending = super().backward_input(dy, saved)
+        return 2 * dx, pending
+"""
+
+
+def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsys, monkeypatch):
+    monkeypatch.setattr(command, "launcher_size", lambda environment: None)
+    assert invoke("train", str(waves), "--check").code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "layers[0] Linear", "layers[1] Gelu", "layers[2] Linear", "loss", "mpipipe"]  # fmt: skip
+    loss = "def loss(self, output, target):\n        return float(((output - target) ** 2).mean()), output - target"
+    wrong = WAVES.replace("nn.Gelu()", "Doubled()").replace("loss = staticmethod(nn.mean_squared_error)", loss)
+    waves.write_text(wrong + DOUBLED)
+    assert invoke("train", f"{waves}:Waves", "--check").code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "layers[1] Doubled: gradient of input: " in lines[1] and ", 2 of the difference" in lines[1]
+    assert "right to" in lines[2] and "loss: gradient of input: " in lines[3] and ", 1.5 of" in lines[3]
+    assert lines[-1] == "mpipipe: check failed"
+    assert "--check is for a task of your own" in invoke("train", "--check").report

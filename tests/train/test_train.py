@@ -67,7 +67,7 @@ def test_a_training_learns_and_says_so(comm, config, capsys):
     assert found[3] == f"{record.validation:.4f}"
 
 
-@pytest.mark.parametrize(("tied", "steps"), [(False, 6), (True, 6), pytest.param(False, 100, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("tied", "steps"), [(False, 6), (True, 6), pytest.param(False, 40, marks=pytest.mark.long)])
 def test_loss_curves_of_all_cuts_agree_to_rounding(comm, config, tied, steps):
     cuts = [dict(pipe=pipe) for pipe in (1, 2, 4) if comm.size % pipe == 0]
     cuts.append(dict(pipe=comm.size, chunks=6 // comm.size, schedule="interleaved_1f1b", recompute=True))
@@ -259,7 +259,7 @@ def test_sharing_sequences_does_not_change_the_training(comm, config, layout):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw"), ("float16", "adamw"), ("float16", "sgd")])
+@pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw"), ("float16", "sgd")])
 def test_half_precision_reaches_about_the_loss_of_single(comm, config, dtype, optimizer):
     keys = dict(steps=60, log_every=20, eval_every=60, optimizer=optimizer, pipe=max(1, comm.size // 2))
     single, half = config("single", **keys), config("half", dtype=dtype, sample_bytes=8, **keys)

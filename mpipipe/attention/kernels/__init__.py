@@ -17,4 +17,4 @@ from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, ch
 
 # isort: off
 from mpipipe.attention.kernels.interface import AttentionAccumulator, AttentionKernel, Gradients, KVBlock, OutLse
-from mpipipe.attention.kernels.interface import no_poll, strided_add, strided_copy
+from mpipipe.attention.kernels.interface import no_poll

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, is_device
+from mpipipe.arrays import Array
 from mpipipe.attention.mask import Slice, each_row_once
 from mpipipe.errors import ArgumentError
 
@@ -183,19 +183,3 @@ def attend_once(kernel: AttentionKernel, block: KVBlock) -> OutLse:
     accumulator = kernel.make_accumulator(q, v, overwrite=False)
     accumulator.attend(block)
     return accumulator.end()
-
-
-def strided_copy(target: Array, source: Array) -> None:
-    """Target = source: equal shapes, on one device."""
-    if is_device(target):
-        arrays.strided_copy(source, target)
-    else:
-        target[...] = source
-
-
-def strided_add(target: Array, source: Array) -> None:
-    """Target += source: equal shapes, on one device."""
-    if is_device(target):
-        arrays.strided_copy(source, target, add=True)
-    else:
-        np.add(target, source, out=target)

@@ -13,7 +13,7 @@ from mpipipe import arrays, attention, nn
 from mpipipe.arrays import DeviceArray, cast
 from mpipipe.attention import cost, mask
 from mpipipe.attention import kernels as attention_kernels
-from mpipipe.attention.kernels import KVBlock, OutLse, strided_add, strided_copy
+from mpipipe.attention.kernels import KVBlock, OutLse
 from mpipipe.bench.timing import WARMUP, Call, Row, normal, seconds
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class _VirtualRank:
     def forward(self) -> None:
         """Run all steps, and keep the result for the backward."""
         for place, x in zip(self.message, self.steps[0][:2]):
-            strided_copy(place, x)
+            arrays.strided_copy(x, place)
         result = self.kernel.make_accumulator(self.q, self.steps[0][1], self.overwrite)
         for k, v, slices in self.steps:
             result.attend(KVBlock(self.q, k, v, self.scale, slices))
@@ -294,5 +294,5 @@ class _VirtualRank:
             block = KVBlock(self.q, k, v, self.scale, slices)
             own = self.kernel.block_gradients(block, self.dout, OutLse(self.out, self.lse), dq)
             for sums, part in zip(self.received, own):
-                (strided_add if step > 0 else strided_copy)(sums, part)
+                arrays.strided_copy(part, sums, add=step > 0)
         return [cast(x, self.q.dtype) for x in (dq, *self.received)]

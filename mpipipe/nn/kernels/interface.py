@@ -60,6 +60,16 @@ class Kernels(Protocol):
         Without `add` grad is set to that, and what was there is not read.
         """
 
+    def products(
+        self, a: Array, b: Array, c: Array, transpose_a: bool = False, transpose_b: bool = False, add: bool = False
+    ) -> None:
+        """C = a b or, with `add`, c += a b, for each of some problems: c (problems, m, n) of A.
+
+        a is (problems, m, k), or (problems, k, m) with `transpose_a`; b (problems, k, n), or (problems, n, k) with
+        `transpose_b`; both of T, with any stride of problems and rows, and no gaps in the last axis. One matrix in
+        place of `problems` is that of all of them.
+        """
+
     def sum_rows(self, dy: Array, grad: Array) -> None:
         """Grad += the sum of the rows of dy: grad (width,) of A, dy (rows, width) of T."""
 
@@ -83,8 +93,11 @@ class Kernels(Protocol):
     def cast(self, source: Array, target: Array) -> None:
         """Target = source, of one shape, rounded to nearest even; what is too large becomes infinite."""
 
-    def copy(self, source: Array, target: Array) -> None:
-        """Target = source, of one dtype and shape (five axes at most), with any strides."""
+    def copy(self, source: Array, target: Array, add: bool = False) -> None:
+        """Target = source or, with `add`, target += source: of one shape (five axes at most), with any strides.
+
+        Values are rounded to the dtype of the target.
+        """
 
     def gelu(self, x: Array) -> Array:
         """Return y (see nn.Gelu)."""

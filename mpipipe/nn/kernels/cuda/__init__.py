@@ -27,6 +27,7 @@ from mpipipe.nn.kernels.cuda.layers import linear as linear
 from mpipipe.nn.kernels.cuda.layers import linear_backward_input as linear_backward_input
 from mpipipe.nn.kernels.cuda.layers import linear_backward_weight as linear_backward_weight
 from mpipipe.nn.kernels.cuda.layers import mean_squared_error as mean_squared_error
+from mpipipe.nn.kernels.cuda.layers import products as products
 from mpipipe.nn.kernels.cuda.layers import rms_norm as rms_norm
 from mpipipe.nn.kernels.cuda.layers import rms_norm_backward as rms_norm_backward
 from mpipipe.nn.kernels.cuda.layers import rope_table as rope_table

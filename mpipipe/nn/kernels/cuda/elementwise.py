@@ -102,9 +102,9 @@ def cast(source: DeviceArray, target: DeviceArray) -> None:
     _cast((source, target))
 
 
-def copy(source: DeviceArray, target: DeviceArray) -> None:
-    """Target = source, with any strides."""
-    strided_copy(source, target)
+def copy(source: DeviceArray, target: DeviceArray, add: bool = False) -> None:
+    """Target = source or, with `add`, target += source, with any strides."""
+    strided_copy(source, target, add)
 
 
 # -- Dropout on a GPU, with the masks of nn/random.py -----------------------------------------------------------------

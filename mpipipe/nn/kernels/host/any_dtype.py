@@ -12,6 +12,7 @@ from mpipipe.nn.kernels.host.full_precision import cross_entropy_block
 linear = upcast_halves(full_precision.linear, returned=(0,))
 linear_backward_input = upcast_halves(full_precision.linear_backward_input, returned=(0,))
 linear_backward_weight = upcast_halves(full_precision.linear_backward_weight)
+products = upcast_halves(full_precision.products)
 sum_rows = upcast_halves(full_precision.sum_rows)
 add = upcast_halves(full_precision.add, returned=(0,))
 gelu = upcast_halves(full_precision.gelu, returned=(0,))

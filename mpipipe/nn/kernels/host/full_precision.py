@@ -15,6 +15,7 @@ from mpipipe.nn.kernels.interface import AdamWNumbers, Update
 from mpipipe.nn.random import random_bits
 from mpipipe.nn.rope import RopeScaling, angles
 
+SHORT = 64  # elements of a row that `copy` moves as one item
 _PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
 
 
@@ -24,9 +25,7 @@ _PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of fl
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Return y = x weight^T + bias."""
     y = np.matmul(x, weight.T)
-    if bias is not None:
-        np.add(y, bias, out=y)
-    return y
+    return y if bias is None else np.add(y, bias, out=y)
 
 
 def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -54,6 +53,17 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
         product = np.matmul(dy[:, start : start + step].T, x, out=part if piece is None else piece[: len(part)])
         if add:
             np.add(part, product, out=part)
+
+
+def products(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, transpose_a: bool = False, transpose_b: bool = False, add: bool = False
+) -> None:
+    """C = a b or, with `add`, c += a b, for each of some problems."""
+    a = a.swapaxes(1, 2) if transpose_a else a
+    b = b.swapaxes(1, 2) if transpose_b else b
+    product = np.matmul(a, b, out=None if add else c)
+    if add:
+        np.add(c, product, out=c)
 
 
 def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
@@ -90,8 +100,15 @@ def cast(source: np.ndarray, target: np.ndarray) -> None:
         target[...] = source
 
 
-def copy(source: np.ndarray, target: np.ndarray) -> None:
-    """Target = source, with any strides."""
+def copy(source: np.ndarray, target: np.ndarray, add: bool = False) -> None:
+    """Target = source or, with `add`, target += source, with any strides."""
+    if add:
+        np.add(target, source, out=target, casting="same_kind")
+        return
+    large = 2 * source.size >= ELEMENTS and source.ndim > 1 and source.dtype == target.dtype
+    if large and source.shape[-1] <= SHORT and source.strides[-1] == target.strides[-1] == source.itemsize:
+        row = np.dtype((np.void, source.itemsize * source.shape[-1]))  # rows move faster than their elements
+        source, target = source.view(row), target.view(row)
     target[...] = source
 
 

@@ -1,0 +1,188 @@
+"""Attention over a sequence that is spread over ranks, by all-to-all: each rank sees the whole sequence for some heads.
+
+    rank 0   rows 0 1, heads a b                       rank 0   rows 0 1 2 3, head a
+    rank 1   rows 2 3, heads a b    <- all-to-all ->   rank 1   rows 0 1 2 3, head b
+
+Jacobs et al., "DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence transformer
+models", arXiv:2309.14509. A rank sends (q + k + v + out) (N - 1) / N of its shards in a forward, a ring of N ranks
+(k + v) (N - 1): the fewer the heads of keys, the better the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, Shape
+from mpipipe.attention.kernels import Gradients
+from mpipipe.attention.layout import Layout
+from mpipipe.attention.local import Local, LocalSaved
+from mpipipe.attention.ring import Ring
+from mpipipe.attention.ring_plan import described
+from mpipipe.comm import PartMove, Transfer, all_to_all, exchange_on
+from mpipipe.errors import ArgumentError
+from mpipipe.even_split import even_split
+from mpipipe.job import Communicator, raise_on_all
+from mpipipe.text import counted
+
+
+class UlyssesSaved(NamedTuple):
+    """What the forward of `Ulysses` keeps for its backward."""
+
+    local: LocalSaved  # of the heads of this rank
+    of_q: list[PartMove]
+    of_kv: list[PartMove]
+    shapes: tuple[Shape, Shape, Shape]  # of q, k and v
+    whole: Shape  # of the output of this rank's heads
+    call: int
+    out: str  # what the output is
+
+
+class Ulysses(Ring):
+    """Exact attention over a sequence that is sharded over ranks, which divide its heads; in place of `Ring`.
+
+    It takes what `Ring` takes, and gives the same to rounding; errors say "a ring" for its ranks. Each rank has one
+    head of queries or more; where ranks do not divide the heads, some have more than others. Ranks that share a head of
+    keys have a copy each, and their gradients for it are added. Work does not depend on the layout.
+
+    Parameters
+    ----------
+    comm, causal, layout, window, segments, scale, seq_len : Communicator and options
+        As for `Ring`.
+
+    Attributes
+    ----------
+    bytes_sent, poll : int, callable
+        As those of `Ring`.
+
+    Examples
+    --------
+    Two threads stand for two MPI ranks here:
+
+    >>> import numpy as np
+    >>> from mpipipe.attention import Layout, Local, Ulysses
+    >>> from mpipipe.job import inprocess
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 12, 2, 8))
+    >>> layout = Layout("contiguous", ranks=2, seq_len=12)
+    >>> def on_each_rank(comm):
+    ...     attend = Ulysses(comm, causal=True, layout=layout)
+    ...     return attend.forward(*(layout.shard(x, comm.rank) for x in (q, k, v)))[0]
+    >>> out = layout.unshard(inprocess.run(2, on_each_rank))
+    >>> bool(np.allclose(out, Local(causal=True).forward(q, k, v)[0]))
+    True
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        causal: bool = True,
+        layout: Layout | str = "contiguous",
+        window: int | None = None,
+        segments: ArrayLike | None = None,
+        scale: float | None = None,
+        seq_len: int | None = None,
+    ) -> None:
+        super().__init__(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len)
+        _, _, window, segments, scale, *_ = self.options
+        self._local = Local(self.options.causal, scale, window, segments)
+
+    def forward(  # type: ignore[override]  # what it saves is its own
+        self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None
+    ) -> tuple[Array, UlyssesSaved]:
+        options, digest, error = self._options_for(segments, q)
+        facts = f"{digest} all-to-all"  # a Ring with the same options is another call
+        plan, _, call = self.agreement.agree_on_forward(options, facts, q, k, v, error=error)
+        size, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
+        if heads < size:
+            message = "Ulysses divides heads over ranks, and there are more ranks"
+            expected = "at least a head for each rank"
+            found = f"{counted(heads, 'head')}, {counted(size, 'rank')}"
+            problem = ArgumentError(message, found=found, expected=expected, remedy="use Ring, or fewer ranks of seq")
+            raise_on_all(0, problem, self.group)
+        with self.group.failing("the forward of Ulysses"):
+            self._check_expected(plan, segments)
+            layouts = [plan.layout] * 2
+            if options.rows is None:
+                layouts[1] = Layout(options.layout, size, sum(plan.message.lengths))  # keys may be another sequence
+            parts = heads_of_ranks(heads, kv_heads, size)
+            of_q, of_kv = (self._moves(*each) for each in zip(layouts, parts))
+            queries, keys = ((layout.seq_len, len(part[self.group.rank])) for layout, part in zip(layouts, parts))
+            like = (q, of_q, queries), (k, of_kv, keys), (v, of_kv, keys)
+            wholes = [_empty((x.shape[0], *span, x.shape[3]), x) for x, _, span in like]
+            self._transfer(*((x, whole, moves) for (x, moves, _), whole in zip(like, wholes)))
+            self._local.poll = self.poll
+            out, kept = self._local.forward(wholes[0], wholes[1], wholes[2], segments)
+            mine = _empty((*q.shape[:3], v.shape[3]), q)
+            self._transfer((out, mine, of_q), transposed=True)
+            return mine, UlyssesSaved(kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine))
+
+    def backward(self, dout: Array, saved: UlyssesSaved) -> Gradients:  # type: ignore[override]
+        return Ulysses.backward_into(self, dout, saved, None)
+
+    def backward_into(  # type: ignore[override]
+        self, dout: Array, saved: UlyssesSaved, room: tuple[Array, Array, Array] | None
+    ) -> Gradients:
+        self.agreement.agree_on_backward(saved.call, dout, saved.out)
+        with self.group.failing("the backward of Ulysses"):
+            whole = _empty(saved.whole, dout)
+            self._transfer((dout, whole, saved.of_q))
+            self._local.poll = self.poll
+            of_wholes = self._local.backward(whole, saved.local)
+            copies = saved.shapes[1][2] < self.group.size  # of heads of keys, whose gradients are added
+            sums: Sequence[Array] = room or [_empty(shape, dout) for shape in saved.shapes]
+            if copies:
+                device, dtype = arrays.device_of(dout), arrays.accumulator(dout.dtype)
+                sums = [arrays.zeros(shape, dtype, device) for shape in saved.shapes]
+            moves = saved.of_q, saved.of_kv, saved.of_kv
+            self._transfer(*zip(of_wholes, sums, moves), transposed=True, add=copies)
+            return Gradients(*(arrays.cast(x, dout.dtype) for x in sums))
+
+    def with_window(self, window: int) -> Ulysses:
+        other = super().with_window(window)
+        assert isinstance(other, Ulysses)
+        other._local = self._local.with_window(window)
+        return other
+
+    def _moves(self, layout: Layout, parts: list[range]) -> list[PartMove]:
+        """The moves from a shard of all heads to the whole sequence of this rank's heads."""
+        everything, rank = slice(None), self.group.rank
+        rows = [slice(part.start, part.start + part.rows) for part in layout._ranges[rank]]
+        gives = [[(everything, each, slice(part.start, part.stop)) for each in rows] for part in parts]
+        takes = [
+            [(everything, slice(each.first, each.first + each.stride * each.rows, each.stride)) for each in ranges]
+            for ranges in layout._ranges
+        ]
+        return all_to_all(rank, gives, takes)
+
+    def _transfer(self, *parts: tuple[Array, Array, list[PartMove]], **options: bool) -> None:
+        """Run transfers (x, y, moves) at the same time."""
+        exchange = exchange_on(self._comm, arrays.device_of(parts[0][0]))
+        under_way = [Transfer(exchange, moves, x, y, **options) for x, y, moves in parts]
+        for transfer in under_way:
+            transfer.finish()
+            self.bytes_sent += transfer.bytes_sent
+
+
+def _empty(shape: Shape, like: Array) -> Array:
+    return arrays.empty(shape, like.dtype, arrays.device_of(like))
+
+
+def heads_of_ranks(heads: int, kv_heads: int, ranks: int) -> tuple[list[range], list[range]]:
+    """Return the heads of queries of each rank, of at most as many ranks as heads, and the heads of keys they see.
+
+    A rank has whole groups, of a head of keys and the queries that see it, or a part of one group.
+    """
+    group = heads // kv_heads
+    if kv_heads >= ranks:
+        keys = even_split(kv_heads, ranks)
+        return [range(part.start * group, part.stop * group) for part in keys], keys
+    queries, keys = [], []
+    for head, sharing in enumerate(even_split(ranks, kv_heads)):
+        for part in even_split(group, len(sharing)):
+            queries.append(range(head * group + part.start, head * group + part.stop))
+            keys.append(range(head, head + 1))
+    return queries, keys

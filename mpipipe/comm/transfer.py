@@ -1,0 +1,151 @@
+"""Parts of arrays that go to other ranks, in one step of all ranks of a communicator; and the same backwards.
+
+A transfer is a linear map: y on each rank consists of parts of the x of several ranks. Its transpose takes the same
+parts the other way. So it gives the gradient of x from that of y, once parts that were sent twice are added.
+
+    halo, width 1     x    a b c | d e f         all-to-all    x  | a b |  | e f |        y  | a e |  | b f |
+                      y  . a b c d | c d e f .                    | c d |  | g h |           | c g |  | d h |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.comm.ring_exchange import RingExchange
+from mpipipe.errors import ArgumentError
+from mpipipe.job import Communicator, cached, settings
+
+Index: TypeAlias = tuple[slice, ...]
+
+
+class PartMove(NamedTuple):
+    """The part `give` of this rank's x goes to `dest`; the part `take` of its y comes from `source`.
+
+    Parts may be empty. All ranks have as many moves, and the `dest` of each has this rank as the `source` of its own.
+    """
+
+    dest: int
+    give: Index
+    source: int
+    take: Index
+
+
+def exchange_on(comm: Communicator, device: str) -> RingExchange:
+    """Return the one exchange for the transfers on a communicator between arrays on this device.
+
+    Collective the first time. It is closed when `comm` is freed.
+    """
+    key = "transfer", device
+    return cached(comm, key, lambda: RingExchange(comm, settings.synchronous_sends(), device, what="transfer"))
+
+
+class Transfer:
+    """A transfer that is under way until `finish`; several may be, which all ranks begin in one order.
+
+    `add`: parts are added to what y has by then, which may be of a wider dtype; else they replace it. x may not change
+    until the end.
+    """
+
+    def __init__(
+        self,
+        exchange: RingExchange,
+        moves: Iterable[PartMove],
+        x: Array,
+        y: Array,
+        *,
+        transposed: bool = False,
+        add: bool = False,
+    ) -> None:
+        self.exchange, self.y, self.add, self.bytes_sent = exchange, y, add, 0
+        self._arriving: list[tuple[Array, Array]] = []  # from where to where
+        for move in moves:
+            dest, give, source, take = move
+            if transposed:
+                dest, give, source, take = source, take, dest, give
+            part, place = x[give], y[take]
+            if dest == exchange.group.rank:
+                self._arriving.append((part, place))
+                continue
+            outgoing = incoming = None
+            if part.size:
+                outgoing = contiguous(part)
+                self.bytes_sent += part.nbytes
+            if place.size:
+                direct = place.flags.c_contiguous and not add and place.dtype == x.dtype
+                incoming = place if direct else arrays.empty(place.shape, x.dtype, arrays.device_of(x))
+                if not direct:
+                    self._arriving.append((incoming, place))
+            exchange.start("overlap", outgoing, dest, incoming, source)
+
+    def finish(self) -> Array:
+        """Wait for all parts, and return y."""
+        self.exchange.finish()
+        for part, place in self._arriving:
+            arrays.strided_copy(part, place, self.add)
+        self._arriving = []
+        return self.y
+
+
+def contiguous(part: Array) -> Array:
+    """Return a view itself if it is C-contiguous, else a copy that is."""
+    if part.flags.c_contiguous:
+        return part
+    whole = arrays.empty_like(part)
+    arrays.strided_copy(part, whole)
+    return whole
+
+
+# -- Which parts go where ---------------------------------------------------------------------------------------------
+
+
+def along(axis: int, start: int, stop: int | None, step: int = 1) -> Index:
+    """Return the index of start ... stop - 1 along one axis."""
+    return (*(slice(None),) * axis, slice(start, stop, step))
+
+
+@lru_cache(maxsize=256)
+def halo_of(
+    lengths: tuple[int, ...], rank: int, axis: int, width: tuple[int, int], periodic: bool, gap: int
+) -> tuple[list[PartMove], bool]:
+    """Return the moves that fill the halo of a rank, and whether rows of it lie beyond the ends of the whole.
+
+    Shards have these lengths along `axis`, in rank order. In y the two parts of the halo are `gap` rows apart. It may
+    reach over several ranks, and a periodic one around the whole.
+    """
+    size, moves, beyond = len(lengths), [], False
+    if periodic and max(width) and not sum(lengths):
+        raise ArgumentError("a periodic halo of an axis without points", found=f"lengths {list(lengths)}")
+
+    def rows_by_hop(of: int, direction: int, wanted: int) -> list[int]:
+        found: list[int] = []
+        while wanted and (periodic or 0 <= of + direction * (len(found) + 1) < size):
+            found.append(min(wanted, lengths[(of + direction * (len(found) + 1)) % size]))
+            wanted -= found[-1]
+        return found
+
+    for direction, wanted in zip((-1, 1), width):
+        table, filled = [rows_by_hop(each, direction, wanted) for each in range(size)], 0
+        for hop in range(1, max(map(len, table)) + 1):
+            dest, source = (rank - direction * hop) % size, (rank + direction * hop) % size
+            out, into = (table[each][hop - 1] if hop <= len(table[each]) else 0 for each in (dest, rank))
+            give, take = (
+                (lengths[rank] - out, width[0] - filled - into) if direction < 0 else (0, width[0] + gap + filled)
+            )
+            moves.append(PartMove(dest, along(axis, give, give + out), source, along(axis, take, take + into)))
+            filled += into
+        beyond |= filled < wanted
+    return moves, beyond
+
+
+def all_to_all(rank: int, gives: Sequence[Sequence[Index]], takes: Sequence[Sequence[Index]]) -> list[PartMove]:
+    """Return the moves in which each rank gives parts to each: `gives` by receiver, `takes` by sender."""
+    size = len(gives)
+    moves = []
+    for shift in range(size):
+        dest, source = (rank + shift) % size, (rank - shift) % size
+        moves += [PartMove(dest, give, source, take) for give, take in zip(gives[dest], takes[source])]
+    return moves

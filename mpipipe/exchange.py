@@ -1,0 +1,403 @@
+"""Layers that exchange parts of fields with the ranks of a communicator, forward and backward.
+
+A field, (batch, space, channels) with one or more axes of space, is cut along one of these, and its shards stand in the
+order of the ranks. All ranks make the same calls in the same order: they run the same layers for the same micro-batches
+in the order of one schedule, as the ranks of `mesh.seq` do. Before each forward and each backward a small all-gather
+compares what they do, so that a difference is an error on all ranks and not a wrong number. Weights that all ranks hold
+get the gradient of each rank's shard; a Pipeline with `replicas=mesh.replicas` sums them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, Shape
+from mpipipe.attention import Layout
+from mpipipe.comm import Index, PartMove, Transfer, all_to_all, along, contiguous, exchange_on, halo_of
+from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.even_split import even_split
+from mpipipe.job import Communicator, group_of, raise_on_all, runtime
+from mpipipe.nn import Conv, Layer
+from mpipipe.text import counted
+
+__all__ = ["AllToAll", "HaloConv", "HaloExchange"]
+
+OVERLAPPED = 1 << 16  # bytes of a halo: a smaller one arrives before it would be worth to convolve in three parts
+REMEDY = "make the same layers on all ranks, and call them in the same order with arrays of the same kind"
+
+
+class _OverRanks(Layer):
+    """What the ranks of a communicator agree on for a layer that exchanges parts of arrays."""
+
+    takes_integers = False
+
+    def _agree(self, comm: Communicator | None, **options: Any) -> None:
+        """Agree on the options of a new layer; those called axis are to be axes of x."""
+        self._comm = runtime.resolve(comm)
+        self._group = group_of(self._comm)
+        self._options, self._kind = tuple(options.items()), type(self).__name__
+        error: MpipipeError | None = None
+        axes = [value for name, value in self._options if name.endswith("axis")]
+        if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(set(axes)):
+            error = ArgumentError(
+                f"{self._kind}: axes of x", found=repr(axes), expected="integers from 1; 0 is the batch"
+            )
+        self._axes = 1 + max(axes) if error is None else 0
+        try:
+            self._check()
+        except MpipipeError as caught:
+            error = error or caught
+        self._group.agree(f"construction of {self._kind}", self._options, error=error, remedy=REMEDY)
+
+    def _check(self) -> None:
+        """Raise ArgumentError for options without sense."""
+
+    def _begin(self, x: Array, axis: int, error: MpipipeError | None = None) -> tuple[tuple[int, ...], int]:
+        """Begin a forward; return the lengths of all shards, and the number of the call. `error` is what x has."""
+        facts, length = self._options, 0
+        if not arrays.is_array(x) or x.ndim < self._axes or not arrays.is_floating(x.dtype):
+            found = f"{x.dtype}{list(x.shape)}" if arrays.is_array(x) else type(x).__name__
+            expected = f"numbers with a gradient, along {self._axes} axes or more"
+            error = ArgumentError(f"layer {self.name} ({self._kind}): the input", found=found, expected=expected)
+        else:
+            length, shape = x.shape[axis], (*x.shape[:axis], None, *x.shape[axis + 1 :])
+            facts = (*facts, ("shape", shape), ("dtype", x.dtype.name), ("device", arrays.device_of(x)))
+        call = f"forward of layer {self.name} ({self._kind})"
+        table = self._group.agree(call, facts, [length], error, remedy=REMEDY)
+        return tuple(table[:, 0].tolist()), self._group.calls
+
+    def _begin_backward(self, dy: Array, shape: Shape, call: int) -> None:
+        """Begin the backward of the forward with this number, whose output had this shape."""
+        name, error = f"layer {self.name} ({self._kind})", None
+        if dy.shape != shape:
+            error = ArgumentError(f"{name}: the gradient of the output", found=f"shape {dy.shape}", expected=f"{shape}")
+        facts = ("forward", call), ("dtype", dy.dtype.name), ("device", arrays.device_of(dy))
+        self._group.agree(f"backward of {name}", facts, error=error, remedy=REMEDY)
+
+    def _transfer(self, moves: Iterable[PartMove], x: Array, y: Array, **options: bool) -> Transfer:
+        return Transfer(exchange_on(self._comm, arrays.device_of(x)), moves, x, y, **options)
+
+
+class HaloExchange(_OverRanks):
+    """y is x with points of the neighbouring shards at both ends of one axis; their gradients go home again.
+
+        rank 0   a b c d            . a b c d e
+        rank 1   e f g        ->    d e f g h          width 1, not periodic: . is 0
+        rank 2   h i                g h i .
+
+    x is this rank's shard, of any length along the axis, in the order of the ranks; its other axes are equal on all
+    ranks. A halo that is wider than the neighbour's shard reaches over several. What lies beyond the ends of the whole
+    is 0; with `periodic` it is the other end. Messages travel while x is copied. For a convolution see `HaloConv`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm or None
+        The ranks that share the field, such as `mesh.seq`, in the order of their shards. None: all ranks.
+    axis : int
+        The axis of x that is cut, 1 or more.
+    width : int or tuple of int
+        Points before and after the shard: one number for both, or two.
+    periodic : bool
+        Whether the first shard follows the last one.
+    layout : attention.Layout, optional
+        What cut the field: it must be contiguous, and its lengths are compared with those of x.
+
+    Raises
+    ------
+    ArgumentError, MismatchError
+        On all ranks, from the constructor, `forward` and `backward_input`, which are collective: an argument has no
+        sense, or ranks differ in the layer or in x, but for its length along the axis.
+
+    Examples
+    --------
+    Two threads stand for two MPI ranks here:
+
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> from mpipipe.exchange import HaloExchange
+    >>> from mpipipe.job import inprocess
+    >>> def on_each_rank(comm):
+    ...     stage = nn.Stage([HaloExchange(comm, axis=1, width=1, periodic=True)])
+    ...     x = np.arange(3, dtype=np.float32).reshape(1, 3, 1) + 10 * comm.rank
+    ...     return stage.forward(x)[0].ravel().astype(int).tolist()
+    >>> inprocess.run(2, on_each_rank)
+    [[12, 0, 1, 2, 10], [2, 10, 11, 12, 0]]
+    """
+
+    _conv = ""  # that of HaloConv
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        axis: int,
+        width: int | tuple[int, ...],
+        periodic: bool = False,
+        layout: Layout | None = None,
+    ):
+        self.axis, self.periodic, self.layout = axis, bool(periodic), layout
+        self.width: Any = width if isinstance(width, tuple) else (width, width)
+        self._agree(comm, axis=axis, width=self.width, periodic=self.periodic, convolution=self._conv)
+
+    def _check(self) -> None:
+        layout, ranks = self.layout, self._group.size
+        if len(self.width) != 2 or not all(isinstance(each, int) and each >= 0 for each in self.width):
+            raise ArgumentError("width of a halo", found=repr(self.width), expected="two integers of at least 0")
+        if layout is not None and (layout.kind, layout.ranks) != ("contiguous", ranks):
+            raise ArgumentError(
+                "a halo needs shards that follow each other in the order of the ranks",
+                found=f"a {layout.kind} Layout of {counted(layout.ranks, 'rank')}",
+                expected=f"a contiguous one of {counted(ranks, 'rank')}, as in the communicator",
+                remedy="cut the field by such a Layout",
+            )
+
+    def _check_lengths(self, lengths: tuple[int, ...]) -> None:
+        """Raise ArgumentError for shards of lengths without sense, the same on all ranks."""
+
+    def _halo(self, x: Array, apart: bool, error: MpipipeError | None = None) -> tuple[Transfer, Any]:
+        """Begin a forward: return the transfer that ends with y, or with its halo unless `apart`, and `saved`."""
+        axis, layout, rank = self.axis, self.layout, self._group.rank
+        if layout is not None and x.shape[axis : axis + 1] != (layout.length(rank),):
+            error = ArgumentError(
+                f"layer {self.name} ({self._kind}): the input is not this rank's shard",
+                found=f"shape {x.shape}",
+                expected=f"{layout.length(rank)} of {layout.seq_len} points along axis {axis}",
+            )
+        lengths, call = self._begin(x, axis, error)
+        gap = x.shape[axis] if apart else 0
+        try:
+            self._check_lengths(lengths)
+            moves, beyond = halo_of(lengths, rank, axis, self.width, self.periodic, gap)
+        except ArgumentError as found:  # every rank finds the same in the same table
+            raise_on_all(0, found, self._group)
+        with self._group.failing("the forward of a halo"):
+            make = arrays.zeros if beyond else arrays.empty
+            y = make((*x.shape[:axis], sum(self.width) + gap, *x.shape[axis + 1 :]), x.dtype, arrays.device_of(x))
+            return self._transfer(moves, x, y), (moves, x.shape, y.shape, call, lengths)
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        transfer, saved = self._halo(x, apart=True)
+        with self._group.failing("the forward of a HaloExchange"):
+            before = self.width[0]
+            arrays.strided_copy(x, transfer.y[along(self.axis, before, before + x.shape[self.axis])])
+            return transfer.finish(), saved
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        moves, shape, expected, call, _ = saved
+        self._begin_backward(dy, expected, call)
+        with self._group.failing("the backward of a HaloExchange"):
+            before = self.width[0]
+            dx = arrays.empty(shape, arrays.accumulator(dy.dtype), arrays.device_of(dy))
+            transfer = self._transfer(moves, dy, dx, transposed=True, add=True)
+            arrays.strided_copy(dy[along(self.axis, before, before + shape[self.axis])], dx)
+            return arrays.cast(transfer.finish(), dy.dtype), None
+
+
+class HaloConv(HaloExchange):
+    """An `nn.Conv` of a field that is cut along one axis over ranks: with the output and gradients of the whole field.
+
+    It takes the halo that its window needs. Where that is large, what needs none is computed while the halo travels,
+    and while its gradients do. Parameters have the names of those of the convolution, which is not used elsewhere.
+
+    Parameters
+    ----------
+    comm, axis : Communicator, int
+        As for `HaloExchange`; the axis is one of space. Each shard begins at a multiple of the stride.
+    conv : nn.Conv
+        The convolution of the whole field, with padding "same" or "periodic" along the axis.
+    layout : attention.Layout, optional
+        As for `HaloExchange`.
+
+    Raises
+    ------
+    ArgumentError, MismatchError
+        As for `HaloExchange`; and on all ranks, where the convolution does not fit the field or its shards.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> from mpipipe.exchange import HaloConv
+    >>> from mpipipe.job import inprocess
+    >>> x = np.random.default_rng(0).standard_normal((1, 6, 4, 2)).astype(np.float32)
+    >>> whole = nn.Stage([nn.Conv(2, 3, (3, 3))]).forward(x)[0]
+    >>> def on_each_rank(comm):
+    ...     stage = nn.Stage([HaloConv(comm, 1, nn.Conv(2, 3, (3, 3)))])
+    ...     return stage.forward(x[:, 3 * comm.rank : 3 * comm.rank + 3])[0]
+    >>> bool(np.allclose(np.concatenate(inprocess.run(2, on_each_rank), axis=1), whole, atol=1e-5))
+    True
+    """
+
+    def __init__(self, comm: Communicator | None, axis: int, conv: Conv, layout: Layout | None = None):
+        self.conv, self._padding, self._size, before = conv, "valid", 1, 0
+        if isinstance(conv, Conv) and axis in range(1, len(conv.width) + 1):
+            self._padding, self._size, before = conv.padding[axis - 1], conv.width[axis - 1], conv.before[axis - 1]
+            self._conv = repr((conv.inputs, conv.outputs, conv.width, conv.stride, conv.groups, conv.padding))
+        super().__init__(comm, axis, (before, self._size - 1 - before), self._padding == "periodic", layout)
+        conv.padding = (*conv.padding[: axis - 1], "valid", *conv.padding[axis:])
+        conv.before = (*conv.before[: axis - 1], 0, *conv.before[axis:])
+
+    def _check(self) -> None:
+        super()._check()
+        if self._padding == "valid":
+            raise ArgumentError(
+                "HaloConv needs an axis of space along which its convolution is padded",
+                found=f"axis {self.axis!r} of {getattr(self.conv, 'padding', type(self.conv).__name__)}",
+                expected='an nn.Conv with "same" or "periodic" there',
+            )
+
+    def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
+        yield name, self
+        yield from self.conv.walk(name)
+
+    def _check_lengths(self, lengths: tuple[int, ...]) -> None:
+        total, step = sum(lengths), self.conv.stride
+        if np.any(np.cumsum(lengths[:-1]) % step) or (self.periodic and (total % step or total < self._size)):
+            raise ArgumentError(
+                f"layer {self.name} (HaloConv): the window or the stride does not fit the shards of the field",
+                found=f"{list(lengths)} points, width {self._size}, stride {step}, padding {self._padding!r}",
+                expected="shards that begin at multiples of the stride; of a periodic axis, a window and whole strides",
+            )
+
+    def _cover(self, start: int, stop: int, points: int) -> list[tuple[bool, Index, Index]]:
+        """Return what the outputs start ... stop - 1 see: (whether of the halo, part of it or of x, part of all)."""
+        (before, after), low, axis = self.width, start * self.conv.stride, self.axis
+        high, end = (stop - 1) * self.conv.stride + self._size, before + points
+        cover = []
+        for is_halo, first, last, shift in (
+            (True, 0, before, 0),
+            (False, before, end, before),
+            (True, end, end + after, points),
+        ):
+            first, last = max(low, first), min(high, last)
+            if first < last:
+                cover.append((is_halo, along(axis, first - shift, last - shift), along(axis, first - low, last - low)))
+        return cover
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        conv, axis, (before, after), device = self.conv, self.axis, self.width, self.stage.device
+        error, sizes, step = None, (0,) * self._axes, conv.stride
+        try:
+            more = (before + after if at == axis else 0 for at in range(x.ndim))
+            sizes = conv._sizes(np.broadcast_to(0.0, [points + wider for points, wider in zip(x.shape, more)]))
+        except ArgumentError as found:
+            error = found
+        transfer, of_halo = self._halo(x, apart=False, error=error)
+        with self._group.failing("the forward of a HaloConv"):
+            points, count = x.shape[axis], sizes[axis - 1]
+            first, last = -(-before // step), (before + points - self._size) // step + 1  # outputs without halo
+            apart = first < last and transfer.y.nbytes >= OVERLAPPED
+            ranges = [(first, last), (0, first), (last, count)] if apart else [(0, count)]
+            y, pieces = arrays.empty((len(x), *sizes, conv.outputs), x.dtype, device), []
+            for start, stop in ranges:
+                if start == stop:
+                    continue
+                cover = self._cover(start, stop, points)
+                piece = x[cover[0][1]]
+                if len(cover) > 1:
+                    halo, shape = transfer.finish(), list(x.shape)
+                    shape[axis] = cover[-1][2][axis].stop
+                    piece = arrays.empty(tuple(shape), x.dtype, device)
+                    for is_halo, part, place in cover:
+                        arrays.strided_copy((halo if is_halo else x)[part], piece[place])
+                arrays.strided_copy(conv.forward(piece)[0], y[along(axis, start, stop)])
+                pieces.append((start, stop, cover, piece))
+            transfer.finish()
+            return y, (pieces, of_halo, y.shape)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        pieces, (moves, shape, halo_shape, call, _), expected = saved
+        self._begin_backward(dy, expected, call)
+        with self._group.failing("the backward of a HaloConv"):
+            device, pending, transfer = self.stage.device, [], None
+            dhalo = arrays.zeros(halo_shape, dy.dtype, device)
+            dx = arrays.empty(shape, arrays.accumulator(dy.dtype), device)
+            mine: list[tuple[Array, Array]] = []  # gradients of points of x, those of the most points last
+            send = partial(self._transfer, moves, dhalo, dx, transposed=True, add=True)
+            for start, stop, cover, piece in reversed(pieces):
+                if len(cover) == 1:  # the outputs that need no halo, for which it is complete
+                    transfer = send()
+                dpart = contiguous(dy[along(self.axis, start, stop)])
+                dpiece, waiting = self.conv.backward_input(dpart, piece)
+                pending.append(waiting)
+                for is_halo, part, place in cover:
+                    if is_halo:
+                        arrays.strided_copy(dpiece[place], dhalo[part])
+                    else:
+                        mine.append((dpiece[place], dx[part]))
+            if mine[-1][1].size < dx.size:
+                mine.append((arrays.zeros_like(dx), dx))
+            for number, (gradient, place) in enumerate(reversed(mine)):
+                arrays.strided_copy(gradient, place, add=number > 0)
+            return arrays.cast((transfer or send()).finish(), dy.dtype), pending
+
+    def backward_weight(self, pending: Any) -> None:
+        for each in pending:
+            self.conv.backward_weight(each)
+
+
+class AllToAll(_OverRanks):
+    """y has all of an axis that is cut over the ranks, and this rank's part of another axis.
+
+        rank 0   a b    scatter axis: down     a b c d
+                 e f    gather axis: across
+        rank 1   c d                           e f g h
+                 g h
+
+    Each rank cuts the scatter axis of x into parts that differ by one at most, the longer ones first, and sends part r
+    to rank r. What arrives stands along the gather axis in the order of the ranks. The layer with the axes exchanged is
+    the way back, where the shards had the lengths of such a cut, as those of a contiguous `Layout` have. In between,
+    a layer sees all of an axis, and its parameters are those of this rank's part of the other.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm or None
+        The ranks that share the field, such as `mesh.seq`. None: all ranks.
+    scatter_axis, gather_axis : int
+        Two axes of x, 1 or more: the one that lies whole on each rank, and the one that is cut over the ranks.
+
+    Raises
+    ------
+    ArgumentError, MismatchError
+        As for `HaloExchange`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> from mpipipe.exchange import AllToAll
+    >>> from mpipipe.job import inprocess
+    >>> def on_each_rank(comm):
+    ...     there, back = AllToAll(comm, 2, 1), AllToAll(comm, 1, 2)
+    ...     y, _ = nn.Stage([there]).forward(np.ones((1, 3, 4), np.float32))
+    ...     return y.shape, nn.Stage([back]).forward(y)[0].shape
+    >>> inprocess.run(2, on_each_rank)
+    [((1, 6, 2), (1, 3, 4)), ((1, 6, 2), (1, 3, 4))]
+    """
+
+    def __init__(self, comm: Communicator | None, scatter_axis: int, gather_axis: int):
+        self.scatter_axis, self.gather_axis = scatter_axis, gather_axis
+        self._agree(comm, scatter_axis=scatter_axis, gather_axis=gather_axis)
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        group, scatter, gather = self._group, self.scatter_axis, self.gather_axis
+        lengths, call = self._begin(x, gather)
+        with group.failing("the forward of an AllToAll"):
+            parts, ends = even_split(x.shape[scatter], group.size), np.cumsum(lengths).tolist()
+            takes = [[along(gather, end - length, end)] for length, end in zip(lengths, ends)]
+            gives = [[along(scatter, part.start, part.stop)] for part in parts]
+            moves, shape = all_to_all(group.rank, gives, takes), list(x.shape)
+            shape[scatter], shape[gather] = len(parts[group.rank]), ends[-1]
+            y = arrays.empty(tuple(shape), x.dtype, arrays.device_of(x))
+            return self._transfer(moves, x, y).finish(), (moves, x.shape, y.shape, call)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        moves, shape, expected, call = saved
+        self._begin_backward(dy, expected, call)
+        with self._group.failing("the backward of an AllToAll"):
+            dx = arrays.empty(shape, dy.dtype, arrays.device_of(dy))
+            return self._transfer(moves, dy, dx, transposed=True).finish(), None

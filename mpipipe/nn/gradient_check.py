@@ -1,0 +1,289 @@
+"""Whether the backward of a layer or a stage gives the gradients of its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Branches
+from mpipipe.errors import ArgumentError, StageError
+from mpipipe.nn.layers.layer import Layer, Position
+from mpipipe.nn.stage import Stage
+
+# Steps of central differences, times the size of the values. After Richardson's extrapolation the error of the first is
+# STEPS[0]^4. The others are for kinks such as that of max(x, 0): fewer elements cross theirs in a smaller step.
+STEPS = (2e-4, 1e-5, 5e-7)
+SMOOTH = 1e-2  # of what two steps differ by, the error that is left after extrapolation
+KINKED = 100.0  # of the same: the most that kinks explain
+ROUNDINGS = 1e3  # that a sum may have met, in units of eps
+
+
+def check_gradients(stage: Any, x: Any, *, position: Position | None = None, seed: int = 0) -> dict[str, float]:
+    """Compare the backward of a layer or a stage with its forward, in float64.
+
+    For a random gradient dy of the output, the derivative of sum(y * dy) along a random direction of the input, and of
+    each parameter, is found by central differences of the forward (two steps, with Richardson's extrapolation), and
+    compared with the scalar product of the direction and the gradient: the adjoint test. Then the same gradients must
+    come
+
+    - from `backward_input` and `backward_weight`, where the stage has them;
+    - after another micro-batch has gone forward in between, and in a second forward of the same input, which
+      recomputation relies on;
+    - twice as large from a second backward: gradients of parameters are added to those that are there.
+
+    Arguments must stay as they are. Complex arrays are pairs of real ones.
+
+    Parameters
+    ----------
+    stage : nn.Layer, nn.Stage, or stage of your own
+        A layer that belongs to no stage yet is bound to one. A stage computes in float64 on the host. A stage of your
+        own has `parameters` and `gradients`: mappings of names to arrays, or objects with an array `flat`; or neither.
+    x : array, tuple or dict of arrays, or Branches
+        An input, such as it comes in training; float64 where it is not integers.
+    position : nn.Position, optional
+        Of the micro-batch, for a stage whose forward takes one.
+    seed : int
+        Of the random directions.
+
+    Returns
+    -------
+    dict of str to float
+        Differences relative to the size of the terms, by the names "input" and those of parameters.
+
+    Raises
+    ------
+    StageError
+        A gradient is wrong; `found` names it, with its value, that of the differences, and their ratio.
+    ArgumentError
+        An array is not float64, or x has nothing to differentiate.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> from mpipipe.errors import StageError
+    >>> differences = nn.check_gradients(nn.Linear(3, 2), np.ones((4, 3)))
+    >>> sorted(differences), max(differences.values()) < 1e-9
+    (['bias', 'input', 'weight'], True)
+    >>> class Half(nn.Linear):
+    ...     def backward_weight(self, pending):
+    ...         dy, x = pending
+    ...         super().backward_weight((dy / 2, x))
+    >>> try:
+    ...     nn.check_gradients(Half(3, 2), np.ones((4, 3)))
+    ... except StageError as error:
+    ...     print(error.found.partition(" along")[0].partition(":")[0])
+    gradient of weight
+    """
+    prefix = ""
+    if isinstance(stage, Layer):
+        stage, prefix = Stage([stage], dtype="float64", seed=seed), "0."
+    return _Check(stage, x, position, seed, prefix).run()
+
+
+class _Check:
+    """One check: the stage, copies of its input, and what has been found wrong."""
+
+    def __init__(self, stage: Any, x: Any, position: Position | None, seed: int, prefix: str):
+        self.stage, self.random = stage, np.random.default_rng(seed)
+        self.more = () if position is None else (position,)
+        self.x = _copied(x)
+        self.inputs = {name: leaf for name, leaf in _leaves(self.x, "input") if leaf.dtype.kind in "fc"}
+        self.parameters = {
+            name.removeprefix(prefix): a for name, a in _named(getattr(stage, "parameters", None)).items()
+        }
+        self.gradients = {name.removeprefix(prefix): a for name, a in _named(getattr(stage, "gradients", None)).items()}
+        self.parameters = {name: self.parameters[name] for name in self.gradients if name in self.parameters}
+        for name, array in {**self.inputs, **self.parameters}.items():
+            if arrays.is_device(array) or array.dtype not in (np.float64, np.complex128):
+                raise ArgumentError(
+                    "gradients are checked in float64 on the host",
+                    found=f"{name}: {array.dtype}",
+                    expected="float64 or complex128",
+                    remedy='make the stage with dtype="float64", and convert x with numpy.asarray(x, "float64")',
+                )
+        if not self.inputs and not self.parameters:
+            raise ArgumentError("nothing to differentiate", found="no floating input and no parameter")
+        self.wrong: list[str] = []
+        self.differences: dict[str, float] = {}
+
+    def run(self) -> dict[str, float]:
+        given = _copied(self.x)
+        outputs = [_copied(self.stage.forward(self.x, *self.more)[0]) for _ in range(2)]
+        if not all(np.array_equal(a, b, equal_nan=True) for (_, a), (_, b) in zip(*(_leaves(y, "y") for y in outputs))):
+            self.wrong.append("a second forward of the same input gives another output")
+        _, saved = self.stage.forward(self.x, *self.more)
+        self.dy = _random_like(outputs[0], self.random)
+        given_dy = _copied(self.dy)
+        expected = self._backward(saved)
+        for name, now, old in (("input", self.x, given), ("dy", self.dy, given_dy)):
+            for (leaf, array), (_, before) in zip(_leaves(now, name), _leaves(old, name)):
+                if not np.array_equal(array, before, equal_nan=True):
+                    self.wrong.append(f"{leaf} was written to")
+        if not self.wrong:
+            for name, array in {**self.inputs, **self.parameters}.items():
+                self._compare_with_differences(name, array, expected[name])
+        if not self.wrong:  # else all that follows is wrong, too
+            self._compare_ways(expected)
+        if self.wrong:
+            raise StageError(
+                "the backward does not give the gradients of the forward",
+                found="; ".join(self.wrong),
+                expected="the derivatives of sum(y * dy), in every way to compute them",
+                remedy="compare backward with the formulas of forward; what a micro-batch needs belongs into `saved`",
+            )
+        return self.differences
+
+    def _backward(self, saved: Any, times: int = 1) -> dict[str, np.ndarray]:
+        """Return all gradients by name, from `backward` or, where there is none, from its two parts."""
+        self._clear()
+        for _ in range(times):
+            if hasattr(self.stage, "backward"):
+                dx = self.stage.backward(self.dy, saved)
+            else:
+                dx, pending = self.stage.backward_input(self.dy, saved)
+                self.stage.backward_weight(pending)
+        return self._gradients(dx)
+
+    def _clear(self) -> None:
+        for gradient in self.gradients.values():
+            gradient[...] = 0
+
+    def _gradients(self, dx: Any) -> dict[str, np.ndarray]:
+        found = {} if dx is None else dict(_leaves(dx, "input"))
+        for name, array in self.inputs.items():
+            shape = getattr(found.get(name), "shape", None)
+            if shape != array.shape:
+                raise StageError(
+                    "the gradient of the input has another shape", found=f"{name}: {shape}", expected=str(array.shape)
+                )
+        result = {name: np.array(found[name]) for name in self.inputs}
+        return result | {name: self.gradients[name].copy() for name in self.parameters}
+
+    def _value(self) -> tuple[float, float]:
+        """Return the sum of y * dy, and that of the sizes of its terms."""
+        y, _ = self.stage.forward(self.x, *self.more)
+        terms = [
+            _real(a) * _real(b)
+            for (_, a), (_, b) in zip(_leaves(y, "y"), _leaves(self.dy, "dy"))
+            if a.dtype.kind in "fc"
+        ]
+        return sum(float(np.sum(part)) for part in terms), sum(float(np.sum(np.abs(part))) for part in terms)
+
+    def _compare_with_differences(self, name: str, array: np.ndarray, gradient: np.ndarray) -> None:
+        if not array.size:
+            return
+        old, direction = array.copy(), _random_like(array, self.random)
+        products = _real(gradient) * _real(direction)
+        found, scale = float(np.sum(products)), float(np.sqrt(np.sum(products**2)))
+        largest = max(1.0, float(np.abs(old).max()))
+
+        def slope(step: float) -> tuple[float, float]:
+            """Return a central difference, and the size of the terms of its sums."""
+            values = []
+            for moved in (step, -step):
+                array[...] = old + moved * direction
+                self._refresh()
+                values.append(self._value())
+            return (values[0][0] - values[1][0]) / (2 * step), max(values[0][1], values[1][1])
+
+        try:
+            for step in STEPS:
+                (coarse, terms), (fine, _) = slope(step * largest), slope(step * largest / 2)
+                expected, change = fine + (fine - coarse) / 3, abs(fine - coarse)
+                error = abs(found - expected) - ROUNDINGS * np.finfo(float).eps * (terms / (step * largest) + scale)
+                if not SMOOTH * change < error <= KINKED * change:
+                    break
+            if not error <= SMOOTH * change:
+                ratio = f"{found / expected:.9g} of" if expected else "not"
+                self.wrong.append(
+                    f"gradient of {name}: {found:.10g} along a random direction, {ratio} the difference {expected:.10g}"
+                )
+        finally:
+            array[...] = old
+            self._refresh()
+        self.differences[name] = abs(found - expected) / max(scale, abs(expected), np.finfo(float).tiny)
+
+    def _refresh(self) -> None:
+        for renew in ("sync_compute", "refresh"):
+            function: Callable[[], object] | None = getattr(self.stage, renew, None)
+            if function is not None:
+                function()
+                return
+
+    def _compare_ways(self, expected: dict[str, np.ndarray]) -> None:
+        """Compare the gradients that come in another way with those that the differences have shown to be right."""
+        _, saved = self.stage.forward(self.x, *self.more)
+        other = _mapped(lambda array: _random_like(array, self.random) if array.dtype.kind in "fc" else array, self.x)
+        self.stage.forward(other, *self.more)
+        self._compare("after the forward of another micro-batch", self._backward(saved), expected)
+        _, saved = self.stage.forward(self.x, *self.more)
+        doubled = self._backward(saved, times=2)
+        self._compare("added up over two backwards", {n: doubled[n] / 2 for n in self.parameters}, expected)
+        if hasattr(self.stage, "backward_input") and hasattr(self.stage, "backward_weight"):
+            self._clear()
+            _, saved = self.stage.forward(self.x, *self.more)
+            dx, pending = self.stage.backward_input(self.dy, saved)
+            early = [name for name in self.parameters if self.gradients[name].any()]
+            if early:
+                self.wrong.append(f"backward_input touches the gradient of {', '.join(early)}")
+            self.stage.backward_weight(pending)
+            self._compare("from backward_input and backward_weight", self._gradients(dx), expected)
+
+    def _compare(self, way: str, found: dict[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+        for name, array in found.items():
+            size = np.abs(expected[name]).max(initial=0)
+            difference = np.abs(array - expected[name]).max(initial=0)
+            if not difference <= ROUNDINGS * np.finfo(float).eps * size:
+                self.wrong.append(
+                    f"gradient of {name} {way}: differs by {difference:.3g}, where it is up to {size:.3g}"
+                )
+
+
+def _leaves(tree: Any, name: str) -> list[tuple[str, np.ndarray]]:
+    """Return the arrays of a tree with their names, such as "input", "input[1]" or "input of skip"."""
+    if isinstance(tree, Branches):
+        skips = [leaf for key, part in tree.skips.items() for leaf in _leaves(part, f"{name} of {key}")]
+        return _leaves(tree.main, name) + skips
+    leaves, structure = arrays.flatten(tree)
+    if structure is None:
+        return [(name, leaves[0])]
+    keys = range(len(leaves)) if isinstance(structure, int) else structure
+    return [(f"{name}[{key!r}]", leaf) for key, leaf in zip(keys, leaves) if leaf is not None]
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, Branches):
+        return Branches(
+            _mapped(function, tree.main), **{key: _mapped(function, part) for key, part in tree.skips.items()}
+        )
+    leaves, structure = arrays.flatten(tree)
+    return arrays.unflatten([function(leaf) for leaf in leaves], structure)
+
+
+def _copied(tree: Any) -> Any:
+    return _mapped(np.array, tree)
+
+
+def _random_like(tree: Any, random: np.random.Generator) -> Any:
+    def draw(array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind == "c":
+            return random.standard_normal(array.shape) + 1j * random.standard_normal(array.shape)
+        return random.standard_normal(array.shape) if array.dtype.kind == "f" else np.zeros_like(array)
+
+    return _mapped(draw, tree)
+
+
+def _real(array: np.ndarray) -> np.ndarray:
+    return arrays.as_reals(np.ascontiguousarray(array))
+
+
+def _named(holder: Any) -> dict[str, np.ndarray]:
+    """Return arrays by name: those of a mapping, or one named "parameters" of an object with `flat`."""
+    if isinstance(holder, Mapping):
+        return dict(holder)
+    flat = getattr(holder, "flat", None)
+    return {} if flat is None else {"parameters": flat}

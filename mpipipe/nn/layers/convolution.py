@@ -1,0 +1,361 @@
+"""Convolution of fields, arrays (batch, *space, channels) with one to three axes of space, as products of matrices.
+
+A product has a row for each point of the output: the window of the input that the point sees. Rows are gathered for
+some points at a time, so that they stay in a core's cache. On the host the last axis of space is left out of that: with
+all other axes of the window gathered at each point, neighbours along a line of memory are a window as they lie there.
+
+    memory    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | ...     places of a line, each with width[:-1] x channels numbers
+    phase 0   [ window 0  ][ window 3  ][ ...           a matrix of windows of 3 places, for every third point,
+    phase 1       [ window 1  ][ window 4  ][ ...       and two more for the points between
+    phase 2           [ window 2  ][ window 5  ][ ...
+
+So a kernel of 3 x 3 copies each number three times and not nine times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.checks import check_axes, check_field, check_positive, rows
+from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.parameters import normal, vector
+
+PADDINGS = ("same", "periodic", "valid")
+GATHERED = {"cpu": 1 << 19, "cuda": 1 << 26}  # elements that are gathered at once
+WASTE = 1.15  # points of a line that may be computed for one that is wanted, before windows are gathered whole
+DENSE = 16  # channels of a product, up to which groups share one
+
+
+class _Shape(NamedTuple):
+    """What y[o] = sum over k of W[k] x[stride * o + k - before] has along the axes of space."""
+
+    width: Sequence[int]  # numbers of k
+    before: Sequence[int]
+    stride: int
+    sizes: tuple[int, ...]  # numbers of o
+
+    def phases(self, points: int) -> tuple[int, int]:
+        """Return (phases, points of a line and between it and the next) for these points of the last axis."""
+        least = -(-self.width[-1] // self.stride)
+        needed = points + least - 1
+        phases = min(range(least, 2 * least + 1), key=lambda count: -(-needed // count) * count)
+        return phases, -(-needed // phases) * phases
+
+
+class _Windows(NamedTuple):
+    """Rows of a product, and the points of the output that they are for."""
+
+    rows: Array  # (points, numbers of a window)
+    shape: tuple[int, ...]  # of the points, along the axes of the output
+    valid: int  # points along the last axis that are wanted, of the last of `shape`
+    part: int  # which groups
+
+
+class Conv(Layer):
+    """y[o] = sum over k of W[k] x[stride * o + k - before], where `before` = (width - 1) // 2, or 0 with "valid".
+
+    x is ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``. The parameter `weight` is
+    ``(outputs, *width, inputs / groups)``. With "same" and "periodic" padding an axis of n points has ceil(n / stride)
+    in y; beyond the edges x is 0, or goes on at the other edge. With "valid" it has (n - width) // stride + 1, and no
+    window leaves the field. For an odd width "same" is the padding width // 2 of other libraries.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Channels of x and of y.
+    width : tuple of int
+        Points of a window along each axis of space: one, two or three numbers.
+    stride : int
+        Points of x from one window to the next.
+    groups : int
+        Number of groups that channels are divided into, in order; a group of y sees its group of x alone.
+    padding : {"same", "periodic", "valid"}, or a tuple with one for each axis
+        What lies beyond the edges: ``("same", "periodic")`` is a grid of latitudes and longitudes.
+    bias : bool
+        Whether there is a parameter `bias` (outputs,), of zeros at the start.
+    gain : float
+        The weight starts normal with standard deviation gain / sqrt(terms of a sum), as in LeCun et al., "Efficient
+        backprop" (1998). With 2**0.5 it is that of He et al., "Delving deep into rectifiers" (2015).
+
+    Raises
+    ------
+    ArgumentError
+        A size is not a positive integer, the groups do not divide the channels, a window is wider than a field without
+        zeros around it, or the stride does not divide a periodic axis.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.Conv(3, 8, (3, 3), padding="periodic")])
+    >>> stage.forward(np.ones((2, 16, 32, 3), np.float32))[0].shape
+    (2, 16, 32, 8)
+    """
+
+    takes_integers = False
+    recordable = True
+    freezes_parts = True
+
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        width: tuple[int, ...],
+        *,
+        stride: int = 1,
+        groups: int = 1,
+        padding: str | tuple[str, ...] = "same",
+        bias: bool = True,
+        gain: float = 1.0,
+    ):
+        check_positive(inputs=inputs, outputs=outputs, stride=stride, groups=groups)
+        check_axes("width", width)
+        if inputs % groups or outputs % groups:
+            raise ArgumentError(
+                "groups must divide the channels", found=f"{inputs} inputs, {outputs} outputs, {groups} groups"
+            )
+        self.padding = (padding,) * len(width) if isinstance(padding, str) else tuple(padding)
+        if len(self.padding) != len(width) or not set(self.padding) <= set(PADDINGS):
+            raise ArgumentError(
+                "unknown padding",
+                found=repr(padding),
+                expected=f"{', '.join(map(repr, PADDINGS))}, or a tuple of them with one for each axis of space",
+            )
+        self.inputs, self.outputs, self.width, self.stride, self.groups = inputs, outputs, width, stride, groups
+        self.before = tuple(0 if kind == "valid" else (size - 1) // 2 for kind, size in zip(self.padding, width))
+        most = max(1, DENSE * groups // max(inputs, outputs))
+        self.together = max(count for count in range(1, groups + 1) if groups % count == 0 and count <= most)
+        terms = math.prod(width) * inputs // groups
+        self.declared = {"weight": normal((outputs, *width, inputs // groups), gain * terms**-0.5)}
+        if bias:
+            self.declared["bias"] = vector(outputs)
+
+    def _sizes(self, x: Array) -> tuple[int, ...]:
+        """Return the points of y along each axis of space."""
+        check_field(self, x, len(self.width), self.inputs)
+        sizes, wrong = [], False
+        for points, width, padding in zip(x.shape[1:-1], self.width, self.padding):
+            wrong |= padding != "same" and points < width
+            wrong |= padding == "periodic" and points % self.stride > 0
+            sizes.append((points - width) // self.stride + 1 if padding == "valid" else -(-points // self.stride))
+        if wrong:
+            raise ArgumentError(
+                f"layer {self.name} (Conv): the window or the stride does not fit the field",
+                found=f"shape {x.shape}, width {self.width}, stride {self.stride}, padding {self.padding}",
+                expected="a whole window along each axis without zeros; a stride that divides each periodic axis",
+                remedy='a finer field, a smaller window, or padding="same"',
+            )
+        return tuple(sizes)
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
+        return self._correlate(x, self._by_group(self.weight), shape), x
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number: for all i of one
+        # remainder by the stride it is a convolution of dy with every stride-th k, turned round
+        step, space, weight = self.stride, saved.shape[1:-1], self._by_group(self.weight)
+        dx = None if step == 1 else arrays.zeros(saved.shape, dy.dtype, self.stage.device)
+        for remainders in product(range(step), repeat=len(space)):
+            taps = [
+                range((i + b) % step, width, step)[::-1] for i, b, width in zip(remainders, self.before, self.width)
+            ]
+            sizes = tuple(len(range(i, points, step)) for i, points in zip(remainders, space))
+            if not all(taps) or not all(sizes):
+                continue
+            before = [len(ks) - 1 - (i + b) // step for ks, i, b in zip(taps, remainders, self.before)]
+            turned = (slice(None),) * 3 + tuple(slice(ks[0], None, -step) for ks in taps)
+            shape = _Shape([len(ks) for ks in taps], before, 1, sizes)
+            part = self._correlate(dy, weight[turned], shape, backward=True)
+            if dx is None:
+                return part, (dy, saved)
+            places = slice(None), *(slice(i, None, step) for i in remainders)
+            self.stage.kernels.copy(part, dx[places])
+        return dx, (dy, saved)
+
+    def backward_weight(self, pending: Any) -> None:
+        dy, x = pending
+        self._add("weight", self._add_products, dy, x)
+        self._add("bias", self._sum_points, dy)
+
+    def _add_products(self, dy: Array, x: Array, grad: Array) -> None:
+        kernels, device = self.stage.kernels, self.stage.device
+        shape = _Shape(self.width, self.before, self.stride, dy.shape[1:-1])
+        grad, joined = self._by_group(grad), self._joins_last(shape)
+        view = self._view(grad, joined)
+        sums = arrays.zeros(self._matrices_shape(grad), grad.dtype, device) if view is None else view
+        for windows, own in self._windows(x, shape, sums.shape[1]):
+            part = dy[own]
+            if windows.valid < windows.shape[-1] or not part.flags.c_contiguous:
+                part = arrays.zeros((*windows.shape, sums.shape[1]), dy.dtype, device)
+                kernels.copy(dy[own], part[..., : windows.valid, :])
+            kernels.linear_backward_weight(rows(part), windows.rows, sums[windows.part])
+        if view is None:
+            for of_grad, of_sums in self._pairs(grad, sums, joined):
+                kernels.copy(of_sums, of_grad, add=True)
+
+    def _sum_points(self, dy: Array, grad: Array) -> None:
+        """Add up whole lines first, for rows of few channels are slow to add."""
+        sums = arrays.zeros(dy.shape[-2:], grad.dtype, self.stage.device)
+        self.stage.kernels.sum_rows(dy.reshape(-1, sums.size), sums.reshape(-1))
+        self.stage.kernels.add_parts(sums, grad)
+
+    def _correlate(self, x: Array, weight: Array, shape: _Shape, backward: bool = False) -> Array:
+        """Return the output of these windows; `backward` with transposed matrices W[k], and without the bias."""
+        kernels, device = self.stage.kernels, self.stage.device
+        matrices = self._matrices(weight, self._joins_last(shape), backward)
+        outputs = matrices.shape[2 if backward else 1]
+        y = arrays.empty((len(x), *shape.sizes, len(matrices) * outputs), x.dtype, device)
+        for windows, own in self._windows(x, shape, outputs):
+            matrix, bias = matrices[windows.part], None if self.bias is None else self.bias[own[-1]]
+            if backward:
+                part = kernels.linear_backward_input(windows.rows, matrix)
+            else:
+                part = kernels.linear(windows.rows, matrix, bias)
+            kernels.copy(part.reshape(*windows.shape, outputs)[..., : windows.valid, :], y[own])
+        return y
+
+    # -- weights: (parts, together, outputs of a group, *width, inputs of a group), and a matrix for each part
+    #
+    # A part is as many groups as share a matrix, which is zero outside of the groups' own blocks. The points of a
+    # window are in the order in which they lie in memory. A matrix is (outputs, points x inputs), and backward
+    # (points x outputs, inputs).
+
+    def _by_group(self, weight: Array) -> Array:
+        return weight.reshape(self.groups // self.together, self.together, -1, *weight.shape[1:])
+
+    def _matrices_shape(self, weight: Array, backward: bool = False) -> tuple[int, int, int]:
+        points, (outputs, inputs) = math.prod(weight.shape[3:-1]), (weight.shape[2], weight.shape[-1])
+        outputs, inputs = (outputs * points, inputs) if backward else (outputs, inputs * points)
+        return len(weight), self.together * outputs, self.together * inputs
+
+    def _view(self, weight: Array, joined: bool) -> Array | None:
+        """View weights as matrices, or return None where that needs a copy."""
+        plain = self.together == 1 and not (joined and weight.ndim > 5)
+        return weight.reshape(self._matrices_shape(weight)) if plain else None
+
+    def _pairs(
+        self, weight: Array, matrices: Array, joined: bool, backward: bool = False
+    ) -> Iterator[tuple[Array, Array]]:
+        """Yield views of weights and of their matrices that hold the same numbers."""
+        outputs, *width, inputs = weight.shape[2:]
+        taps = (width[-1], *width[:-1]) if joined else tuple(width)
+        ends = (self.together, outputs), (self.together, inputs)
+        shape = (*taps, *ends[0], *ends[1]) if backward else (*ends[0], *taps, *ends[1])
+        order = [axis + (1 if backward else 3) for axis in range(len(taps))]
+        row, output, column, of_input = (axis for axis in range(1, len(taps) + 5) if axis not in order)
+        order = [*order[1:], order[0]] if joined else order
+        matrices = matrices.reshape(len(matrices), *shape).transpose(0, row, column, output, *order, of_input)
+        for group, first in product(range(self.together), range(width[0])):
+            yield weight[:, group, :, first], matrices[:, group, group, :, first]
+
+    def _matrices(self, weight: Array, joined: bool, backward: bool) -> Array:
+        matrices = None if backward else self._view(weight, joined)
+        if matrices is None:
+            matrices = arrays.zeros(self._matrices_shape(weight, backward), weight.dtype, self.stage.device)
+            for of_weight, of_matrices in self._pairs(weight, matrices, joined, backward):
+                self.stage.kernels.copy(of_weight, of_matrices)
+        return matrices
+
+    # -- windows
+
+    def _joins_last(self, shape: _Shape) -> bool:
+        """Return whether the last axis of windows is not gathered."""
+        points = shape.sizes[-1]
+        return self.stage.device == "cpu" and shape.phases(points)[1] <= WASTE * points
+
+    def _windows(self, x: Array, shape: _Shape, outputs: int) -> Iterator[tuple[_Windows, tuple[slice, ...]]]:
+        """Yield the windows of all points, some at a time, and their places and channels in an output.
+
+        `outputs` are the channels of a part. The memory of the windows is used again for the next ones.
+        """
+        joined, (width, before, stride, sizes) = self._joins_last(shape), shape
+        taps = list(product(*map(range, width[:-1] if joined else width)))
+        channels = x.shape[-1] * self.together // self.groups
+        numbers, step = len(taps) * channels, stride if joined else 1  # of a place of memory; places of a point
+        most = max(1, GATHERED[self.stage.device] // (numbers * step * math.prod(sizes[1:])))
+        height, deep = _even(sizes[0], most), _even(len(x), max(1, most // sizes[0]))
+        inner = (height, *sizes[1:])
+        phases, points = shape.phases(inner[-1]) if joined else (1, inner[-1])
+        count = deep * math.prod(inner[:-1]) * points + phases - 1
+        memory = arrays.zeros((count * step * numbers,), x.dtype, self.stage.device)
+        for first, top in product(range(0, len(x), deep), range(0, sizes[0], height)):
+            batch = slice(first, min(first + deep, len(x)))
+            inner = (min(height, sizes[0] - top), *sizes[1:])
+            outer = (batch.stop - first, *inner[:-1])
+            lines = memory[: math.prod(outer) * points * step * numbers]
+            lines = lines.reshape(*outer, points * step, len(taps), channels)
+            starts = [top * stride - before[0], *(-points for points in before[1:])]
+            for part in range(self.groups // self.together):
+                own = slice(part * channels, (part + 1) * channels)
+                for place, offset in enumerate(taps):
+                    axes = [(start + k, n, stride) for start, k, n in zip(starts, offset, inner)]
+                    if joined:
+                        axes.append((starts[-1], (inner[-1] - 1) * stride + width[-1], 1))
+                    self._gather(x[batch], own, axes, lines[..., place, :])
+                for phase in range(phases):
+                    begin = phase * step * numbers
+                    matrix = memory[begin : begin + lines.size].reshape(-1, phases * step * numbers)
+                    *places, last = slice(top, top + inner[0]), *(slice(0, size) for size in sizes[1:])
+                    places = [batch, *places, slice(last.start + phase, last.stop, phases)]
+                    valid = len(range(phase, inner[-1], phases))
+                    windows = matrix[:, : math.prod(width) * channels]
+                    yield (
+                        _Windows(windows, (*outer, points // phases), valid, part),
+                        (*places, slice(part * outputs, (part + 1) * outputs)),
+                    )
+
+    def _gather(self, x: Array, own: slice, axes: Sequence[tuple[int, int, int]], target: Array) -> None:
+        """Copy points (start, count, step) along each axis.
+
+        Places beyond an edge get 0 along the first axis. Along the others they are the same for all windows: they have
+        been 0 from the beginning.
+        """
+        copy = self.stage.kernels.copy
+        pieces = [
+            list(_pieces(*axis, points, padding == "periodic"))
+            for axis, points, padding in zip(axes, x.shape[1:], self.padding)
+        ]
+        for place, inside in pieces[0]:
+            part = target[:, place]
+            if inside is None:
+                copy(arrays.zeros(part.shape, part.dtype, self.stage.device), part)
+                continue
+            for others in product(*pieces[1:]):
+                if all(source is not None for _, source in others):
+                    there = slice(None), slice(None), *(place for place, _ in others)
+                    here = slice(None), inside, *(source for _, source in others), own
+                    copy(x[here], part[there])
+
+
+def _even(count: int, most: int) -> int:
+    """Return the size of pieces, of `most` or less, that cut `count` into equal ones but for the last."""
+    return -(-count // -(-count // min(count, most))) if count else 1
+
+
+def _pieces(start: int, count: int, step: int, points: int, periodic: bool) -> Iterator[tuple[slice, slice | None]]:
+    """Cut the places start, start + step, ... into pieces within an axis: (of the places, of the axis).
+
+    Places beyond its edges are at its other end where it is periodic, else nowhere: None.
+    """
+    at = 0
+    while at < count:
+        turn, place = divmod(start + at * step, points)
+        if turn and not periodic:
+            stop = count if turn > 0 else min(count, -(start // step))
+            yield slice(at, stop), None
+        else:
+            stop = min(count, at - (place - points) // step)
+            yield slice(at, stop), slice(place, place + (stop - at - 1) * step + 1, step)
+        at = stop

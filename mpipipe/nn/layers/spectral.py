@@ -1,0 +1,170 @@
+"""Convolution over the whole field by its low frequencies, the layer of Fourier neural operators."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.errors import ArgumentError
+from mpipipe.nn.checks import check_axes, check_field, check_positive
+from mpipipe.nn.layers.layer import Layer
+from mpipipe.nn.parameters import normal
+
+
+class SpectralConv(Layer):
+    """y = F^-1(W_k F(x)_k): each low frequency k of x is multiplied with a complex matrix of its own, the others go.
+
+    Li et al., "Fourier neural operator for parametric partial differential equations" (2021), section 4. x is
+    ``(batch, *space, inputs)`` and y ``(batch, *space, outputs)``, both real. `modes` m keep the frequencies
+    0 ... m - 1 of the last axis, and -m ... m - 1 of all others. The parameter `weight` is
+    ``(*frequencies, inputs, outputs, 2)`` with frequencies (2 m, ..., m), real and imaginary parts on the last axis,
+    and the negative frequencies of an axis after the others. The result is that of ``irfftn`` of numpy.
+
+    The transforms are products with matrices of cosines and sines: few frequencies of some hundred points are a small
+    matrix, and products are what a processor does best.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Channels of x and of y.
+    modes : tuple of int
+        Frequencies to keep along each axis of space: one, two or three numbers.
+    gain : float
+        The parts of the weight start normal with standard deviation gain / sqrt(2 * inputs).
+
+    Raises
+    ------
+    ArgumentError
+        A size is not a positive integer, or an axis has too few points for its frequencies.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.SpectralConv(3, 8, (4, 4))])
+    >>> stage.forward(np.ones((2, 16, 32, 3), np.float32))[0].shape
+    (2, 16, 32, 8)
+    """
+
+    takes_integers = False
+    freezes_parts = True
+
+    weight: np.ndarray
+
+    def __init__(self, inputs: int, outputs: int, modes: tuple[int, ...], gain: float = 1.0):
+        check_positive(inputs=inputs, outputs=outputs)
+        check_axes("modes", modes)
+        self.inputs, self.outputs, self.modes = inputs, outputs, modes
+        self.kept = (*(2 * count for count in modes[:-1]), modes[-1])
+        shape = (*self.kept, inputs, outputs, 2)
+        self.declared = {"weight": normal(shape, gain * (2 * inputs) ** -0.5)}
+        self._matrices: dict[Any, Any] = {}
+
+    # Shapes, with K the frequencies of all axes, P the problems, and (re, im) or (n, re) for pairs of axes in one:
+    # x (batch, n1, n2, inputs) -> (P, (re, m2), inputs) -> low (batch, (re, k1), m2 * inputs) = (2 batch, K, inputs)
+    # -> products (K, (batch, re'), (outputs, re)) -> (batch, (re', re, k1), m2 * outputs) -> (P, (n1, re), ...) -> y
+    # In `products` the rows of the real and the imaginary parts of low, A and B, have met W alone: the first matrix
+    # on the way back takes A + iB.
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        check_field(self, x, len(self.modes), self.inputs)
+        space, kernels = x.shape[1:-1], self.stage.kernels
+        there, back = self._transforms(space, x.dtype)
+        low = self._apply(arrays.cast(x, there[0].dtype), space, there, range(len(space))[::-1])
+        low = low.reshape(2 * len(x), -1, self.inputs).swapaxes(0, 1)
+        products = arrays.empty((*low.shape[:2], 2 * self.outputs), low.dtype, self.stage.device)
+        kernels.products(low, self._weight(low.dtype), products)
+        ready = arrays.empty((len(x), 2, 2, len(low), self.outputs), low.dtype, self.stage.device)
+        kernels.copy(self._parts(products), ready)
+        y = self._apply(ready.reshape(len(x), 4, -1), space, back, range(len(space)))
+        return self._rounded(y, (*x.shape[:-1], self.outputs), x.dtype), (low, space)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        low, space = saved
+        kernels, (frequencies, rows, _) = self.stage.kernels, low.shape
+        there, back = self._transforms(space, dy.dtype)
+        ready = self._apply(arrays.cast(dy, low.dtype), space, back, range(len(space))[::-1], transpose=True)
+        dproducts = arrays.empty((frequencies, rows, 2 * self.outputs), low.dtype, self.stage.device)
+        kernels.copy(ready.reshape(len(dy), 2, 2, frequencies, self.outputs), self._parts(dproducts))
+        dlow = arrays.empty(low.shape, low.dtype, self.stage.device)
+        kernels.products(dproducts, self._weight(low.dtype), dlow, transpose_b=True)
+        turned = arrays.empty((rows, frequencies, self.inputs), low.dtype, self.stage.device)
+        kernels.copy(dlow.swapaxes(0, 1), turned)
+        dx = self._apply(turned.reshape(len(dy), -1, self.inputs), space, there, range(len(space)), transpose=True)
+        return self._rounded(dx, (*dy.shape[:-1], self.inputs), dy.dtype), (low, dproducts)
+
+    def backward_weight(self, pending: Any) -> None:
+        self._add("weight", self._add_products, *pending)
+
+    def _add_products(self, low: Array, dproducts: Array, grad: Array) -> None:
+        grad = grad.reshape(-1, self.inputs, 2 * self.outputs)
+        self.stage.kernels.products(low, dproducts, grad, transpose_a=True, add=True)
+
+    def _rounded(self, x: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        y = x if x.dtype == dtype else arrays.empty(x.shape, dtype, self.stage.device)
+        if y is not x:
+            self.stage.kernels.cast(x, y)
+        return y.reshape(shape)
+
+    def _weight(self, dtype: np.dtype) -> Array:
+        return arrays.cast(self.weight.reshape(-1, self.inputs, 2 * self.outputs), dtype)
+
+    def _parts(self, products: Array) -> Array:
+        """View products (K, (batch, re'), (outputs, re)) as (batch, re', re, K, outputs)."""
+        return products.reshape(len(products), -1, 2, self.outputs, 2).transpose(1, 2, 4, 0, 3)
+
+    def _apply(self, x: Array, space: Any, matrices: Any, axes: Any, transpose: bool = False) -> Array:
+        """Multiply the axes of space with their matrices, one after the other."""
+        batch = len(x)
+        for axis in axes:
+            matrix = matrices[axis]
+            inner, outer = matrix.shape[:: 1 if transpose else -1]
+            x = x.reshape(batch * math.prod(space[:axis]), inner, -1)
+            y = arrays.empty((len(x), outer, x.shape[2]), x.dtype, self.stage.device)
+            self.stage.kernels.products(matrix[None], x, y, transpose_a=transpose)
+            x = y
+        return x
+
+    def _transforms(self, space: Any, dtype: np.dtype) -> tuple[list[Array], list[Array]]:
+        """Return the matrices to the frequencies and back for each axis, on the device of the stage."""
+        kind = arrays.accumulator(dtype)
+        if (space, kind) not in self._matrices:
+            if any(points < count for points, count in zip((*space[:-1], space[-1] // 2 + 1), self.kept)):
+                raise ArgumentError(
+                    f"layer {self.name} (SpectralConv): an axis has too few points for its frequencies",
+                    found=f"{space} points, modes {self.modes}",
+                    expected="2 * modes points on each axis, and 2 * modes - 2 on the last",
+                    remedy="lower modes, or take a finer field",
+                )
+            pairs = [
+                _transform(n, m, axis == 0, axis == len(space) - 1)
+                for axis, (n, m) in enumerate(zip(space, self.modes))
+            ]
+            move = arrays.upload if self.stage.device == "cuda" else np.asarray
+            ways = ([move(matrix.astype(kind)) for matrix in way] for way in zip(*pairs))
+            self._matrices[space, kind] = tuple(ways)
+        return self._matrices[space, kind]
+
+
+def _transform(points: int, modes: int, first: bool, last: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the matrix to the frequencies of an axis, and the one back.
+
+    Rows and columns are as `SpectralConv` has its axes: (re, frequency) and (point, re), or points alone on the last
+    axis, which is real.
+    """
+    frequencies = np.arange(modes) if last else np.r_[0:modes, -modes:0]
+    angle = 2 * np.pi * np.outer(frequencies, np.arange(points)) / points
+    cos, sin = np.cos(angle), np.sin(angle)
+    if last:
+        there = np.concatenate([cos, -sin])
+        weight = np.where((frequencies == 0) | (2 * frequencies == points), 1, 2)[:, None] / points
+        of_re, of_im = (weight * cos).T, (-weight * sin).T
+    else:
+        there = np.stack([np.stack([cos, sin], 2), np.stack([-sin, cos], 2)]).reshape(2 * len(cos), -1)
+        of_re = np.stack([cos, sin], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
+        of_im = np.stack([-sin, cos], 2).transpose(1, 2, 0).reshape(2 * points, -1) / points
+    return there, np.concatenate([of_re, of_im, of_im, -of_re] if first else [of_re, of_im], 1)

@@ -1,0 +1,192 @@
+"""Attention by all-to-all over heads: any sequence, mask and grouping, against dense attention and against the ring."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import dense as pipelines
+from support.reference_attention import NAMES, dense
+from support.rings import arrays, refused
+from support.small_gpt import MODEL, build, gradients, text
+from support.tolerance import close, largest, within
+
+from mpipipe import Mesh, Pipeline, nn
+from mpipipe import arrays as backend
+from mpipipe.attention import Layout, Local, Ring, Ulysses
+from mpipipe.attention.layout import KINDS
+from mpipipe.attention.ulysses import heads_of_ranks
+from mpipipe.errors import ArgumentError, MismatchError, PeerError
+from mpipipe.job import inprocess
+from mpipipe.schedules import zero_bubble_h1
+
+
+def through(comm, whole, kind="zigzag", place=lambda x: x, attend=Ulysses, segments_of_rows=None, room=None, **options):
+    """(out, dq, dk, dv) of the whole sequence, put together from all ranks."""
+    rows, keys = (Layout(kind, comm.size, whole[at].shape[1]) for at in (0, 1))
+    object_ = attend(comm, layout=kind, **options)
+    q, k, v, dout = (place(layout.shard(x, comm.rank)) for layout, x in zip((rows, keys, keys, rows), whole))
+    out, saved = object_.forward(q, k, v, segments_of_rows)
+    if room is None:
+        found = object_.backward(dout, saved)
+    else:
+        found = object_.backward_into(dout, saved, room(q, k, v))
+    parts = comm.allgather(backend.download(out, *found))
+    return [layout.unshard(shards) for layout, shards in zip((rows, rows, keys, keys), zip(*parts))]
+
+
+def agrees(found, expected, more=1.0):
+    """As for other attention; `more` where the parts of a sum were rounded before they were added."""
+    for name, wanted, allowed in zip(NAMES, expected, expected.bounds(found[0].dtype)):
+        if name != "lse":
+            within(found[max(0, NAMES.index(name) - 1)], wanted, more * allowed, name)
+
+
+@st.composite
+def cases(draw):
+    ranks, seq = draw(st.integers(1, 5)), draw(st.integers(1, 50))
+    causal = draw(st.booleans())
+    keys = draw(st.none() | st.integers(1, 50))
+    window = draw(st.none() | st.integers(1, 60)) if causal else None
+    cuts = draw(st.none() | st.lists(st.integers(1, max(1, seq - 1)), max_size=3)) if keys is None else None
+    documents = None if cuts is None else sorted({0, seq, *cuts})
+    heads, kv_heads = draw(st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (12, 4), (5, 5), (6, 3), (14, 2)]))
+    dim, value_dim = draw(st.sampled_from([(8, 8), (8, 5), (4, 12)]))
+    sizes = dict(keys=keys, batch=draw(st.integers(1, 2)), heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim)
+    return ranks, seq, draw(st.sampled_from(KINDS)), causal, window, documents, sizes
+
+
+@settings(max_examples=50)
+@given(cases(), st.booleans())
+def test_any_sequence_equals_dense_attention(case, synchronous):
+    ranks, seq, kind, causal, window, documents, sizes = case
+    whole = arrays(seq, **sizes)
+    segments = None if documents is None else np.searchsorted(documents, np.arange(seq), "right")
+    options = dict(causal=causal, window=window, segments=segments)
+    found = inprocess.run(ranks, lambda comm: through(comm, whole, kind, **options), synchronous=synchronous)
+    agrees(found[0], dense(*whole, causal, window, documents))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [dict(), dict(causal=False), dict(window=37), dict(segments=[20, 1, 40])], ids=str)
+def test_real_ranks_equal_dense_attention_and_the_ring(comm, monkeypatch, kind, mask):
+    monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
+    whole = arrays(61, heads=8)
+    documents = None if "segments" not in mask else [0, *np.cumsum(mask["segments"])]
+    expected = dense(*whole, mask.get("causal", True), mask.get("window"), documents)
+    found, of_ring = (through(comm, whole, kind, attend=each, **mask) for each in (Ulysses, Ring))
+    agrees(found, expected)
+    for one, other in zip(found, of_ring):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_of_each_row_and_room_for_gradients():
+    rng = np.random.default_rng(3)
+    whole = arrays(23, batch=3)
+    segments = np.cumsum(rng.random((3, 23)) < 0.2, axis=1)
+
+    def room(*like):
+        parts = np.full((*like[0].shape[:2], 8, 8), np.nan)
+        return parts[:, :, :4], parts[:, :, 4:6], parts[:, :, 6:]
+
+    local = Local()
+    out, saved = local.forward(*whole[:3], segments)
+    expected = out, *local.backward(whole[3], saved)
+    for ranks in (1, 2, 3, 4):  # four ranks share the two heads of keys
+        for found in inprocess.run(
+            ranks, lambda comm: through(comm, whole, "striped", segments_of_rows=segments, room=room)
+        ):
+            for one, other in zip(found, expected):
+                np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_half_precision(dtype, kv_heads):
+    whole = [x.astype(backend.dtype(dtype)) for x in arrays(31, kv_heads=kv_heads)]
+    found = inprocess.run(4, lambda comm: through(comm, whole))
+    assert [x.dtype.name for x in found[0]] == [dtype] * 4
+    agrees(found[0], dense(*whole), more=2 if kv_heads == 1 else 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_device_arrays(gpu, comm, dtype):
+    for kv_heads in (8, 1):
+        whole = [x.astype(backend.dtype(dtype)) for x in arrays(20, heads=8, kv_heads=kv_heads)]
+        agrees(through(comm, whole, place=backend.upload), dense(*whole), more=2)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2), (7, 1), (12, 3), (10, 5)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_every_head_is_on_one_rank_with_the_keys_that_it_sees(heads, kv_heads, ranks):
+    queries, keys = heads_of_ranks(heads, kv_heads, ranks)
+    assert [head for part in queries for head in part] == list(range(heads)) and all(map(len, queries))
+    for part, seen in zip(queries, keys):
+        groups = len(part) // len(seen)
+        assert [seen[at // groups] for at in range(len(part))] == [head // (heads // kv_heads) for head in part]
+
+
+def test_layers_of_a_pipeline_with_a_split_backward():
+    """pipe x seq = 2 x 2: a GPT whose layers attend by all-to-all has the gradients of one process."""
+    rows, seq = 6, MODEL["seq"]
+    ((expected, loss),) = inprocess.run(1, lambda comm: gradients(comm, zero_bubble_h1(1, 3), rows=rows))
+
+    def on_each_rank(comm):
+        with Mesh(comm, pipe=2, seq=2) as mesh:
+            schedule, layout = zero_bubble_h1(2, 3), Layout("zigzag", 2, seq)
+            attend = Ulysses(mesh.seq, layout=layout)
+            stages = build(schedule, mesh.pipe.rank, attend=attend, token_positions=layout.positions(mesh.seq.rank))
+            mine = pipelines.placed(schedule, mesh.pipe.rank, *(layout.shard(x, mesh.seq.rank) for x in text(rows)))
+            options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas)
+            with Pipeline(stages, schedule, mesh.pipe, **options) as pipeline:
+                value = [pipeline.step(*mine).loss for _ in range(2)][-1]
+            return value, {name: stage.gradients[name].copy() for stage in stages for name in stage.gradients}
+
+    for value, found in inprocess.run(4, on_each_rank):
+        close(value, loss, 1000)
+        for name, gradient in found.items():
+            close(gradient, expected[name], 1000, largest(expected[name]), what=name)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_mistakes_are_one_error_on_all_ranks(comm):
+    odd = comm.rank == 1
+    mine = arrays(4)
+    few = arrays(4, heads=1, kv_heads=1)[:3]
+    attend, ring = Ulysses(comm), Ring(comm)
+    refused(comm, ArgumentError, "there are more ranks", lambda: attend.forward(*few))
+    refused(comm, MismatchError, "differ in options", lambda: (ring if odd else attend).forward(*mine[:3]))
+    refused(comm, MismatchError, "differ in heads", lambda: attend.forward(*(arrays(4, heads=8) if odd else mine)[:3]))
+    saved = [attend.forward(*mine[:3])[1] for _ in range(2)]
+    refused(comm, ArgumentError, "does not fit the output", lambda: attend.backward(mine[3][:, :2], saved[0]))
+    refused(comm, MismatchError, "different calls", lambda: attend.backward(mine[3], saved[odd]))
+    attend.backward(mine[3], saved[0])
+    assert attend.bytes_sent > 0 and "Ulysses" in repr(attend)
+
+
+def test_a_window_for_each_layer():
+    make = lambda comm, **options: Ulysses(comm, **options).with_window(2)  # noqa: E731
+    found = inprocess.run(3, lambda comm: through(comm, arrays(9), attend=make))
+    agrees(found[0], dense(*arrays(9), window=2))
+    attend = inprocess.run(1, lambda comm: Ulysses(comm))[0]
+    assert attend.with_window(2) is attend.with_window(2)
+
+
+def test_a_rank_that_raises_ends_the_others():
+    kinds = {}
+
+    def on_each_rank(comm):
+        attend = Ulysses(comm)
+        try:
+            for number in range(3):
+                if number == 1 and comm.rank == 1:
+                    raise ValueError("planted")
+                attend.forward(*arrays(4)[:3])
+        except Exception as error:
+            kinds[comm.rank] = type(error)
+            raise
+
+    with pytest.raises(Exception, match="planted"):
+        inprocess.run(3, on_each_rank)
+    assert kinds == {0: PeerError, 1: ValueError, 2: PeerError}

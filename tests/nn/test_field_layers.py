@@ -1,0 +1,250 @@
+"""Norms of groups, sampling, patches and spectral convolution against dense numpy in float64, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from support.gradcheck import check_stage
+from support.tolerance import close, largest, within
+
+from mpipipe import Pipeline, arrays, nn, schedules
+from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
+
+RANDOM = np.random.default_rng(4)
+
+
+def made(layer, dtype="float64"):
+    stage = nn.Stage([layer], dtype=dtype)
+    for array in stage.parameters.values():
+        array += 0.3 * RANDOM.standard_normal(array.shape)
+    stage.refresh()
+    return stage
+
+
+def norm(groups):
+    def dense(x, p):
+        parts = x.reshape(len(x), -1, groups, x.shape[-1] // groups)
+        mean, variance = parts.mean((1, 3), keepdims=True), parts.var((1, 3), keepdims=True)
+        return ((parts - mean) / np.sqrt(variance + 1e-5)).reshape(x.shape) * p["0.gain"] + p["0.bias"]
+
+    return dense
+
+
+def boxes(x, factor):
+    """x with two axes for each of space, boxes and points in a box, and the axes of the latter."""
+    shape = [n for pair in ((points // size, size) for points, size in zip(x.shape[1:-1], factor)) for n in pair]
+    return x.reshape(len(x), *shape, x.shape[-1]), tuple(range(2, 2 + 2 * len(factor), 2))
+
+
+def average(*factor):
+    def dense(x, _):
+        parts, axes = boxes(x, factor)
+        return parts.mean(axes)
+
+    return dense
+
+
+def nearest(*factor):
+    def dense(x, _):
+        for axis, size in enumerate(factor, 1):
+            x = np.repeat(x, size, axis)
+        return x
+
+    return dense
+
+
+def patches(*size):
+    def dense(x, _):
+        parts, within_box = boxes(x, size)
+        of_boxes = tuple(axis - 1 for axis in within_box)
+        parts = parts.transpose(0, *of_boxes, *within_box, parts.ndim - 1)
+        return parts.reshape(len(x), -1, math.prod(size) * x.shape[-1])
+
+    return dense
+
+
+def spectral(*modes):
+    def dense(x, p):
+        axes, space = tuple(range(1, x.ndim - 1)), x.shape[1:-1]
+        low, weight = np.fft.rfftn(x, axes=axes), p["0.weight"][..., 0] + 1j * p["0.weight"][..., 1]
+        high = np.zeros((*low.shape[:-1], weight.shape[-1]), complex)
+        for place in np.ndindex(weight.shape[:-2]):
+            at = (*(k if k < m else k - 2 * m for k, m in zip(place[:-1], modes)), place[-1])
+            high[(slice(None), *at)] = low[(slice(None), *at)] @ weight[place]
+        return np.fft.irfftn(high, s=space, axes=axes)
+
+    return dense
+
+
+LAYERS = {  # layer, shape of x, formula
+    "GroupNorm, one group": (lambda: nn.GroupNorm(1, 4), (2, 3, 4), norm(1)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (2, 3, 5, 4), norm(2)),
+    "GroupNorm, a group for each channel": (lambda: nn.GroupNorm(4, 4), (2, 2, 3, 2, 4), norm(4)),
+    "Downsample, 1-D": (lambda: nn.Downsample((3,)), (2, 6, 3), average(3)),
+    "Downsample, 2-D": (lambda: nn.Downsample((2, 3)), (2, 4, 3, 3), average(2, 3)),
+    "Downsample, 3-D": (lambda: nn.Downsample((1, 2, 2)), (2, 2, 4, 2, 3), average(1, 2, 2)),
+    "Upsample, 1-D": (lambda: nn.Upsample((3,)), (2, 4, 3), nearest(3)),
+    "Upsample, 2-D": (lambda: nn.Upsample((2, 3)), (2, 3, 2, 3), nearest(2, 3)),
+    "Upsample, 3-D": (lambda: nn.Upsample((1, 2, 2)), (2, 2, 3, 2, 2), nearest(1, 2, 2)),
+    "Patches, 1-D": (lambda: nn.Patches((3,), (2,)), (2, 6, 2), patches(3)),
+    "Patches, 2-D": (lambda: nn.Patches((2, 3), (3, 2)), (2, 6, 6, 2), patches(2, 3)),
+    "Patches, 3-D": (lambda: nn.Patches((1, 2, 3), (2, 2, 1)), (2, 2, 4, 3, 2), patches(1, 2, 3)),
+    "SpectralConv, 1-D": (lambda: nn.SpectralConv(2, 3, (3,)), (2, 7, 2), spectral(3)),
+    "SpectralConv, all frequencies": (lambda: nn.SpectralConv(2, 3, (4,)), (2, 6, 2), spectral(4)),
+    "SpectralConv, 2-D": (lambda: nn.SpectralConv(2, 3, (2, 3)), (2, 6, 8, 2), spectral(2, 3)),
+    "SpectralConv, 2-D, all frequencies": (lambda: nn.SpectralConv(3, 2, (2, 4)), (1, 4, 7, 3), spectral(2, 4)),
+    "SpectralConv, 3-D": (lambda: nn.SpectralConv(2, 1, (2, 1, 3)), (1, 4, 5, 6, 2), spectral(2, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_its_formula(name, dtype):
+    make, shape, dense = LAYERS[name]
+    stage, x = made(make(), dtype), RANDOM.standard_normal(shape).astype(dtype)
+    p = {key: array.astype(np.float64) for key, array in stage.parameters.items()}
+    expected = dense(x.astype(np.float64), p)
+    y, _ = stage.forward(x)
+    assert y.dtype == dtype
+    root = 1 / x.std((1,), dtype=np.float64).min() if "each channel" in name else 4
+    close(y, expected, 3 * x[0].size + 8, largest(x) * (1 + largest(*p.values(), 1)) * (root if p else 1))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_agree_with_finite_differences(name):
+    make, shape, _ = LAYERS[name]
+    check_stage(made(make()), RANDOM.standard_normal(shape))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if "1-D" not in name and "all" not in name])
+def test_halves_are_near_float64(name, dtype):
+    """Values are summed in float32, so that the largest error is that of rounding parameters, x and y."""
+    make, shape, dense = LAYERS[name]
+    stage = made(make(), dtype)
+    x = RANDOM.standard_normal(shape).astype(arrays.dtype(dtype))
+    exact = nn.Stage([make()], dtype="float64")
+    for key, array in stage.compute.items():
+        exact.parameters[key][...] = array.astype(np.float64)
+    y, saved = stage.forward(x)
+    dy = RANDOM.standard_normal(y.shape).astype(y.dtype)
+    dx = stage.backward(dy, saved)
+    right, kept = exact.forward(x.astype(np.float64))
+    close(right, dense(x.astype(np.float64), dict(exact.parameters)), 10_000, largest(right))
+    dx_right = exact.backward(dy.astype(np.float64), kept)
+    for found, expected in ((y, right), (dx, dx_right)):
+        assert found.dtype == x.dtype
+        close(found, expected, 4, largest(expected), dtype=x.dtype)
+    for key, gradient in stage.gradients.items():
+        assert gradient.dtype == np.float32
+        close(gradient, exact.gradients[key], 8, largest(exact.gradients[key]), dtype=x.dtype)
+
+
+def test_a_sequence_of_patches_becomes_the_field_again():
+    for size, grid in (((3,), (2,)), ((2, 3), (3, 2)), ((1, 2, 3), (2, 2, 1))):
+        space = [points * count for points, count in zip(size, grid)]
+        x = RANDOM.standard_normal((2, *space, 3))
+        sequence, _ = made(nn.Patches(size, grid)).forward(x)
+        back = made(nn.Patches(size, grid, back=True))
+        np.testing.assert_array_equal(back.forward(sequence)[0], x)
+        check_stage(back, sequence)
+
+
+def test_an_embedding_of_patches_is_a_convolution_with_steps_of_a_window():
+    conv = made(nn.Conv(3, 5, (2, 4), stride=4, padding="valid"))
+    linear = nn.Stage([nn.Patches((2, 4), (1, 3)), nn.Linear(24, 5)], dtype="float64")
+    linear.parameters["1.weight"][...] = conv.parameters["0.weight"].reshape(5, 24)
+    linear.parameters["1.bias"][...] = conv.parameters["0.bias"]
+    x = RANDOM.standard_normal((2, 2, 12, 3))
+    y, _ = linear.forward(x)
+    close(conv.forward(x)[0].reshape(y.shape), y, 25, 25 * largest(x, conv.parameters["0.weight"]))
+
+
+def test_low_frequencies_do_not_depend_on_the_resolution():
+    """A layer that has learned on a coarse grid does the same to a wave on a fine one."""
+    stage = made(nn.SpectralConv(1, 1, (2, 3)))
+    fields = []
+    for points in (8, 16):
+        along, across = np.meshgrid(*[2 * np.pi * np.arange(points) / points] * 2, indexing="ij")
+        x = 1 + np.cos(along - 2 * across) + np.sin(across)
+        fields.append(stage.forward(x[None, ..., None])[0])
+    close(fields[1][:, ::2, ::2], fields[0], 2 * 256, 8)
+
+
+def test_spectral_weights_start_with_the_spread_that_keeps_the_size_of_a_frequency():
+    weight = nn.Stage([nn.SpectralConv(8, 16, (6, 6))], dtype="float64").parameters["0.weight"]
+    assert weight.shape == (12, 6, 8, 16, 2)
+    within(weight.std(), 1 / 4, 5 * weight.std() / math.sqrt(2 * weight.size))
+
+
+REFUSED = {
+    "groups": (lambda: nn.GroupNorm(3, 4), None, "groups must divide"),
+    "a list": (lambda: nn.Downsample([2]), None, "factor must have a size for each axis"),
+    "a patch of other rank": (lambda: nn.Patches((2,), (2, 2)), None, "as many axes"),
+    "no modes": (lambda: nn.SpectralConv(2, 2, (0,)), None, r"modes\[0\] must be"),
+    "channels": (lambda: nn.GroupNorm(2, 4), (2, 3, 5), "last axis of the input"),
+    "boxes": (lambda: nn.Downsample((2, 3)), (2, 4, 4, 1), "do not fill the field"),
+    "rank of a finer field": (lambda: nn.Upsample((2, 3)), (2, 4, 1), "not a field"),
+    "empty": (lambda: nn.Upsample((2,)), (0, 4, 1), "an empty one"),
+    "space": (lambda: nn.Patches((2, 2), (2, 2)), (2, 4, 6, 1), "wrong shape"),
+    "points of a patch": (lambda: nn.Patches((2, 2), (2, 2), back=True), (2, 4, 6), "wrong shape"),
+    "rank of a spectrum": (lambda: nn.SpectralConv(2, 2, (2, 2)), (2, 8, 2), "not a field"),
+    "frequencies": (lambda: nn.SpectralConv(2, 2, (3, 3)), (2, 5, 8, 2), "too few points"),
+    "frequencies of the last axis": (lambda: nn.SpectralConv(2, 2, (3, 4)), (2, 6, 5, 2), "too few points"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_refused_by_name(name):
+    make, shape, match = REFUSED[name]
+    with pytest.raises(ArgumentError, match=match) as caught:
+        stage = nn.Stage([make()], first=3)
+        stage.forward(np.zeros(shape, np.float32))
+    assert shape is None or "layer 3 (" in str(caught.value)
+
+
+# -- In a pipeline ----------------------------------------------------------------------------------------------------
+
+
+def net():
+    inner = nn.Sequential([nn.Conv(6, 6, (3, 3), padding="periodic"), nn.GroupNorm(2, 6), nn.Gelu()])
+    return [
+        nn.Conv(2, 6, (3, 3), padding=("same", "periodic")),
+        nn.Residual(nn.SpectralConv(6, 6, (2, 2))),
+        nn.Downsample((2, 2)),
+        nn.Recompute(inner),
+        nn.Upsample((2, 2)),
+        nn.Patches((4, 4), (2, 2)),
+        nn.Linear(96, 32),
+        nn.Patches((4, 4), (2, 2), back=True),
+    ]
+
+
+@pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble_h1])
+def test_a_pipeline_of_field_layers_is_one_process(make):
+    """Several micro-batches are under way at once, with inputs kept and forwards run again."""
+    x, target = RANDOM.standard_normal((2, 12, 8, 8, 2))
+    whole = nn.Stage(net(), dtype="float64")
+    losses = []
+    for part in range(0, 12, 2):
+        y, saved = whole.forward(x[part : part + 2])
+        loss, dy = nn.mean_squared_error(y, target[part : part + 2], 1 / 6)
+        whole.backward(dy, saved)
+        losses.append(loss)
+
+    def rank(comm):
+        bounds = ((0, 3), (3, 8))[comm.rank]
+        stage = nn.Stage(net()[slice(*bounds)], dtype="float64", first=bounds[0])
+        schedule = make(2, microbatches=6)
+        with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=True) as pipeline:
+            result = pipeline.step(x if comm.rank == 0 else None, target if comm.rank == 1 else None)
+        return result.loss, dict(stage.gradients)
+
+    for loss, gradients in inprocess.run(2, rank):
+        if loss is not None:
+            close(loss, np.mean(losses), 6)
+        for name, gradient in gradients.items():
+            close(gradient, whole.gradients[name], 24, largest(whole.gradients[name]), what=name)
