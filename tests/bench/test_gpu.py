@@ -417,10 +417,6 @@ def test_the_table_shows_every_number(capsys):
 @pytest.mark.parametrize(
     ("test", "given", "spare"),
     [
-        ("test_rings_in_one_process", dict(ranks=2, dtype="bfloat16", sizes={}), False),
-        ("test_rings_in_one_process", dict(ranks=5, dtype="bfloat16", sizes={}), True),
-        ("test_rings_in_one_process", dict(ranks=5, dtype="float16", sizes={"seq": 3}), False),
-        ("test_rings_in_one_process", dict(ranks=5, dtype="float32", sizes={}), False),
         ("test_local_attention_equals_dense", dict(kernel="", dtype="bfloat16"), True),
         ("test_local_attention_equals_dense", dict(kernel="cupy", dtype="bfloat16"), False),
         ("test_local_attention_equals_dense", dict(kernel="", dtype="float16"), False),

@@ -70,7 +70,7 @@ def test_a_wrong_result_fails(emulated_gpu, plain, capsys):
 
 def test_every_source_is_compiled_before_the_tests(emulated_gpu, capsys, monkeypatch):
     work = warm_kernels.sources()
-    assert len(work) >= 200 and len({path for path, _ in work}) > 15
+    assert len(work) > 180 and len({path for path, _ in work}) > 15
     some = [next(each for each in work if each[0].endswith(name)) for name in ("fill.cu", "swiglu.cu")]
     monkeypatch.setattr(warm_kernels, "sources", lambda: some)
     assert warm_kernels.main(1) == 0 and "2 of 2 sources compiled by 1 processes in" in capsys.readouterr().out

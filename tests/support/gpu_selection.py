@@ -38,9 +38,6 @@ def is_spare(test: str, callspec: Any) -> bool:
     dtype = given.get("dtype")
     if dtype not in HALVES:
         return False
-    if test == "test_rings_in_one_process":  # 5 ranks of 3 positions: with empty shards
-        return (given["ranks"], dtype, given["sizes"]) not in [(2, "bfloat16", given["sizes"]),
-                                                               (5, "float16", {"seq": 3})]  # fmt: skip
     if test == "test_local_attention_equals_dense":
         return given["kernel"] == "" and dtype == "bfloat16"  # as test_all_masks_by_cudnn
     return test == "test_all_masks_by_cudnn" and dtype == "float16"
