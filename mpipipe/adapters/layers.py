@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe import nn
+from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random_key
@@ -67,14 +70,20 @@ def _zeros(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
     return np.zeros(shape)
 
 
+DRAWING = threading.Lock()  # ranks that are threads share the generator of PyTorch
+
+
 @contextmanager
-def seeded(seed: int, place: int) -> Iterator[None]:
-    """Let PyTorch, where it is there, draw for (seed, place) within, and go on after it as before."""
+def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
+    """Let PyTorch, where it is there, draw for (seed, place) within, and go on after it as before.
+
+    `waits` says whether the block may wait for other ranks, which must be able to draw meanwhile.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         yield
         return
-    with torch.random.fork_rng(devices=[]):
+    with nullcontext() if waits else DRAWING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(random_key("layers", seed, place)[0]) >> 1)
         yield
 
@@ -116,15 +125,39 @@ class ForeignLayer(nn.Layer):
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         self.inner.refresh()
-        found: tuple[Array, Any] = self.inner.forward(x, self.stage.position)
+        found: tuple[Array, Any]
+        if tracemalloc.is_tracing():
+            found, held = self._room.counted(self.inner, x, self.stage.position)
+            return shown_to_tracer(found[0], held), Traced(found[1], np.empty(sum(held.values()), np.uint8))
+        found = self.inner.forward(x, self.stage.position)
         return found
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        found: tuple[Array, Any] = self.inner.backward_input(dy, saved)
-        return found
+        dx, pending = self.inner.backward_input(dy, saved[0] if isinstance(saved, Traced) else saved)
+        if isinstance(saved, Traced):
+            return shown_to_tracer(dx, {}), Traced(pending, saved.room)
+        return dx, pending
 
     def backward_weight(self, pending: Any) -> None:
-        self.inner.backward_weight(pending)
+        self.inner.backward_weight(pending[0] if isinstance(pending, Traced) else pending)
 
     def backward(self, dy: Array, saved: Any) -> Any:
-        return self.inner.backward(dy, saved)
+        return self.inner.backward(dy, saved[0] if isinstance(saved, Traced) else saved)
+
+
+# -- Memory of PyTorch and JAX, for whoever asks Python's allocator: arrays as large that nobody writes to ------------
+
+
+class Traced(NamedTuple):
+    """What a layer saved, and an array as large as what PyTorch or JAX keep for it."""
+
+    saved: Any
+    room: np.ndarray
+
+
+def shown_to_tracer(tree: Any, held: Mapping[int, int]) -> Any:
+    """Return arrays, each with one as large that is there as long; but for those whose memory `held` counts."""
+    for leaf in arrays.flatten(tree)[0]:
+        if leaf is not None and arrays.address(leaf) not in held:
+            weakref.finalize(leaf, len, np.empty(leaf.nbytes, np.uint8))
+    return tree

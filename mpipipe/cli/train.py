@@ -12,6 +12,7 @@ from threading import Timer
 from typing import Annotated, Any
 
 from mpipipe import processor, schedules
+from mpipipe.adapters import ForeignLayer
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
@@ -269,6 +270,8 @@ def described(found: MemoryEstimate) -> str:
     lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
     worst = max(found.ranks, key=lambda each: each.total)
     whole = f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}" if count > 1 else ""
+    if any(isinstance(layer, ForeignLayer) for layer in problem.layers):
+        lines.append("not counted: what PyTorch and JAX take within an operation, and for themselves once they compute")
     return "\n".join([*lines, "", f"rank {worst.rank} takes most: {shown_bytes(worst.total)}{whole}"])
 
 

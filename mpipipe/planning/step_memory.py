@@ -13,12 +13,12 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import Array
+from mpipipe.arrays import Structure, Tree
 from mpipipe.nn import Position, is_frozen
 from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
@@ -114,17 +114,15 @@ class StageMeter:
     ) -> None:
         self.make, self.dtype, self.frozen, self.loss_for = build, dtype, frozen, loss_for
         self.kinds = [(kind_of(layer), *inputs[place : place + 1]) for place, layer in enumerate(self.build())]
-        self._known: dict[tuple, tuple[StageBytes, tuple[int, ...]]] = {}
+        self._known: dict[tuple, tuple[StageBytes, Shapes]] = {}
 
-    def stage(
-        self, start: int, stop: int, x: np.ndarray, targets: np.ndarray, ends: bool
-    ) -> tuple[StageBytes, tuple[int, ...]]:
-        """Return the bytes of the layers from `start` to before `stop`, and the shape of the output.
+    def stage(self, start: int, stop: int, x: Tree, targets: Tree, ends: bool) -> tuple[StageBytes, Shapes]:
+        """Return the bytes of the layers from `start` to before `stop`, and the shapes of the output.
 
         `x` is the input of a micro-batch, and `ends` says whether no stage wants its gradient.
         """
         kinds = self.kinds[start:stop]
-        key = tuple(kinds), x.shape, x.dtype.name, ends, stop == len(self.kinds)
+        key = tuple(kinds), shapes_of(x), ends, stop == len(self.kinds)
         if key in self._known:
             return self._known[key]
         run = longest_run(kinds)
@@ -148,14 +146,12 @@ class StageMeter:
                 }
         return layers
 
-    def _measure(
-        self, places: Sequence[int], x: np.ndarray, targets: np.ndarray, ends: bool
-    ) -> tuple[StageBytes, tuple[int, ...]]:
+    def _measure(self, places: Sequence[int], x: Tree, targets: Tree, ends: bool) -> tuple[StageBytes, Shapes]:
         with _counting():
             layers = self.build()
             chosen = [layers[place] for place in places]
             del layers
-            check_rehearsal(chosen, self.dtype, x.nbytes)
+            check_rehearsal(chosen, self.dtype, bytes_of(x))
             before = _now()
             stage = nn.Stage(chosen, self.dtype)
             drawing, buffers = _peak() - before, _now() - before
@@ -166,28 +162,28 @@ class StageMeter:
             one = _MicroBatch(stage, loss, x, targets)
             one.whole()
             tables = _now() - before - buffers
-            return StageBytes(max(0, buffers), max(0, tables), drawing, *one.measure()), one.shape
+            return StageBytes(max(0, buffers), max(0, tables), drawing, *one.measure()), one.shapes
 
 
 class _MicroBatch:
     """One micro-batch through one stage, as the executor runs it."""
 
-    def __init__(self, stage: nn.Stage, loss: Loss | None, x: np.ndarray, targets: np.ndarray) -> None:
+    def __init__(self, stage: nn.Stage, loss: Loss | None, x: Tree, targets: Tree) -> None:
         self.stage, self.loss, self.x, self.targets = stage, loss, x, targets
-        self.dy: Array | None = None
-        self.shape: tuple[int, ...] = ()
+        self.dy: Tree | None = None
+        self.shapes: Shapes = (None, ())
         stage.position = Position(0, 0, 0, True)
 
-    def forward(self) -> tuple[Any, Array | None, int]:
+    def forward(self) -> tuple[Any, Any, int]:
         """Return (saved, gradient of the output, bytes of the output)."""
         y, saved = self.stage.forward(self.x)
-        self.shape = y.shape
+        self.shapes = shapes_of(y)
         if self.loss is None:
             if self.dy is None:
-                self.dy = np.zeros(y.shape, y.dtype)
-            return saved, self.dy, y.nbytes
+                self.dy = zeros_of(self.shapes, gradient=True)
+            return saved, self.dy, bytes_of(y)
         _, gradient, _ = self.loss.checked(self.loss.call(y, self.targets, 1.0))
-        return saved, self.loss.scaled(gradient, 1.0, y), y.nbytes
+        return saved, self.loss.scaled(gradient, 1.0, y), bytes_of(y)
 
     def whole(self) -> None:
         """Run all once, so that what is made once is there."""
@@ -219,6 +215,27 @@ class _MicroBatch:
             self.stage.backward_weight(waiting)
             weight_grad = _peak() - held
         return output, kept, pending, forward, backward, input_grad, weight_grad
+
+
+Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, Any], ...]]"  # of a tree: shape and dtype of each array
+
+
+def shapes_of(tree: Tree) -> Shapes:
+    """Return what a tree of zeros is made of."""
+    leaves, structure = arrays.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def zeros_of(shapes: Shapes, gradient: bool = False) -> Tree:
+    """Return a tree of zeros; of a gradient, integers have none."""
+    structure, leaves = shapes
+    kept = [not gradient or arrays.is_floating(kind) for _, kind in leaves]
+    return arrays.unflatten([np.zeros(*each) if there else None for each, there in zip(leaves, kept)], structure)
+
+
+def bytes_of(tree: Tree) -> int:
+    """Return the bytes of all arrays of a tree."""
+    return sum(leaf.nbytes for leaf in arrays.flatten(tree)[0])
 
 
 @contextmanager
@@ -259,7 +276,7 @@ class RankBytes:
     gradients, moments : of what is trained
     tables : what is made once, such as rotary tables
     activations, messages, scratch : at the peak of a step
-    batch : inputs and targets
+    batch : inputs and targets, also those of the next step
     start : what drawing the initial values takes, besides parameters and gradients
     sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
     sums : what MPI takes for sums over replicas; 0 without replicas
@@ -298,7 +315,7 @@ def rank_bytes(
     problem: PlanningProblem,
     plan: LayerPlan,
     meter: StageMeter,
-    example: tuple[np.ndarray, np.ndarray],
+    example: tuple[Any, Any],
     *,
     recompute: bool,
     copied: bool,
@@ -312,17 +329,18 @@ def rank_bytes(
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
     stages: list[StageBytes] = []
     inputs: list[int] = []
-    x, targets = map(np.zeros_like, example)
+    x, targets = (zeros_of(shapes_of(tree)) for tree in example)
+    first = arrays.flatten(example[0])[0][0]
     for number, (start, stop) in enumerate(plan.layer_ranges):
-        inputs.append(x.nbytes)
-        measured, shape = meter.stage(start, stop, x, targets, ends=0 < number == schedule.trained_from)
+        inputs.append(bytes_of(x))
+        measured, shapes = meter.stage(start, stop, x, targets, ends=0 < number == schedule.trained_from)
         if problem.seq > 1:
-            positions = example[0].shape[0] * example[0].shape[1]
+            positions = first.shape[0] * first.shape[1]
             measured = with_ring(measured, problem.layers[start:stop], positions, problem.dtype)
         stages.append(measured)
-        x = np.zeros(shape, arrays.dtype(problem.dtype))
+        x = zeros_of(shapes)
     windows = receive_windows(schedule)
-    row = (example[0].nbytes + targets.nbytes) // len(targets) * plan.rows
+    row = 2 * (sum(map(bytes_of, example)) // len(first)) * plan.rows  # the next batch is read meanwhile
     narrow = arrays.dtype(problem.dtype)
     wide = arrays.accumulator(narrow).itemsize
     ranks = []

@@ -58,7 +58,7 @@ def call(task: Task, method: str, *arguments: Any, when: str = "", named: Mappin
 
 def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
     """Return the list of layers of a task; collective over the ranks of the shard."""
-    with seeded(seed, -1):
+    with seeded(seed, -1, waits=shard.comm.size > 1):
         entries = call(task, "layers", shard)
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(

@@ -356,8 +356,9 @@ def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks
 
     def work(comm: Communicator) -> MemoryEstimate:
         config, task = make(comm)
+        own = process if task.file is None else planning.resident() + planning.SETTLED  # with what the file imports
         task.find_data(group_of(comm))
-        return estimate_memory(config, task, ranks, comm, process)
+        return estimate_memory(config, task, ranks, comm, own)
 
     return inprocess.run(1, work)[0]
 

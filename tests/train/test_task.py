@@ -13,7 +13,7 @@ import pytest
 from mpipipe import nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
 from mpipipe.job import inprocess
-from mpipipe.train import Shard, Task, TaskConfig, run
+from mpipipe.train import Shard, Task, TaskConfig, estimate_task, run
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
 KEYS = dict(batch=8, steps=6, lr=0.05, warmup=0, log_every=1, eval_every=3, eval_batches=1, device="cpu")
@@ -263,3 +263,23 @@ def test_parts_positions_and_the_whole_fit_together(layout, axis):
         return True
 
     assert all(inprocess.run(3, work))
+
+
+class Trees(Field):
+    """Its targets are a dict of arrays."""
+
+    def loss(self, output, target):
+        return super().loss(output, target["field"])
+
+    def batch(self, step, rows, shard):
+        inputs, targets = super().batch(step, rows, shard)
+        return inputs, {"field": targets}
+
+    metrics, show = Task.metrics, Task.show
+
+
+def test_memory_on_paper_counts_trees_and_the_batch_that_is_read_ahead():
+    plain, trees = (estimate_task(lambda comm, task=task: (EXACT, task()), 2).ranks for task in (Field, Trees))
+    assert [rank.batch for rank in trees] == [rank.batch for rank in plain]
+    assert sum(rank.batch for rank in plain) == 2 * (2 * 8 * POINTS * 8) * 2  # both ranks count inputs and targets
+    assert [rank.activations for rank in trees] == pytest.approx([rank.activations for rank in plain], rel=0.1)

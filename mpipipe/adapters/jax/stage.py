@@ -212,6 +212,20 @@ def stage_on(given: tuple[Any, Any], values: Mapping[str, Array], gradients: Map
     return stage
 
 
+def counted(stage: JaxStage, x: Tree, position: Position) -> tuple[Any, dict[int, int]]:
+    """Return what the forward returns, and what JAX keeps for its backward: bytes by the address of the memory.
+
+    Parameters and the input are not among them.
+    """
+    found = stage.forward(x, position)
+    kept = [] if found[1] is None else jax.tree.leaves(found[1].pull)
+    held = {each.unsafe_buffer_pointer(): each.nbytes for each in kept if isinstance(each, jax.Array)}
+    own = () if stage.parameters is None else stage.parameters.values()
+    for array in (*own, *flatten(x)[0]):
+        held.pop(arrays.address(array), None)
+    return found, held
+
+
 def named_leaves(parameters: Any, prefix: str = "") -> dict[str, Any]:
     """Return the leaves of a tree by their paths."""
     paths = jax.tree_util.tree_flatten_with_path(parameters)[0]

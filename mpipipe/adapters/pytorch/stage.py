@@ -239,6 +239,25 @@ def stage_on(module: Any, values: Mapping[str, Array], gradients: Mapping[str, A
     return TorchStage(module, seed=seed, storage=(values, gradients))
 
 
+def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[int, int]]:
+    """Return what the forward returns, and what PyTorch keeps for its backward: bytes by the address of the memory.
+
+    Parameters and the input are not among them.
+    """
+    held: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        held[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        found = stage.forward(x, position)
+    for address in (*(each.data_ptr() for each in stage.module.parameters()), *map(arrays.address, flatten(x)[0])):
+        held.pop(address, None)
+    return found, held
+
+
 def _stored(name: str, value: Any) -> Tensor:
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(

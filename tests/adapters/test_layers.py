@@ -1,0 +1,117 @@
+"""Modules of PyTorch and functions of JAX as layers of one list, next to layers of mpipipe: trained on any ranks."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+
+from mpipipe import adapters, nn  # noqa: E402
+from mpipipe.adapters import as_layer  # noqa: E402
+from mpipipe.errors import ArgumentError  # noqa: E402
+from mpipipe.job import inprocess  # noqa: E402
+from mpipipe.train import Task, TaskConfig, run  # noqa: E402
+
+pytestmark = pytest.mark.judges
+WIDTH = 6
+jax.config.update("jax_enable_x64", True)
+
+
+def scaled(parameters, x):
+    return jax.numpy.tanh(x @ parameters["weight"]) * parameters["gain"]
+
+
+def entries():
+    values = np.random.default_rng(3).normal(size=(WIDTH, WIDTH))
+    return [
+        nn.Linear(WIDTH, WIDTH),
+        lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()),
+        (scaled, {"weight": values, "gain": np.ones(WIDTH)}),
+        lambda: nn.Linear(WIDTH, WIDTH),
+    ]
+
+
+def layers():
+    return [as_layer(entry, place, 5) for place, entry in enumerate(entries())]
+
+
+def test_gradients_are_those_of_finite_differences_or_of_the_formula():
+    x = np.random.default_rng(0).normal(size=(4, WIDTH))
+    for layer in (layers()[0], layers()[2]):
+        assert max(nn.check_gradients(layer, x).values()) < 1e-7
+    stage = nn.Stage([layers()[1]], "float64", first=1)
+    y, saved = stage.forward(x)
+    dx, dz = stage.backward(np.ones_like(y), saved), 1 - y**2  # of y = tanh(z), z = x W^T + b
+    np.testing.assert_allclose(dx, dz @ stage.parameters["1.0.weight"], rtol=1e-12)
+    np.testing.assert_allclose(stage.gradients["1.0.weight"], dz.T @ x, rtol=1e-12)
+    np.testing.assert_allclose(stage.gradients["1.0.bias"], dz.sum(0), rtol=1e-12)
+    names = list(nn.Stage(layers(), "float64").parameters)
+    assert names == ["0.weight", "0.bias", "1.0.weight", "1.0.bias", "2.gain", "2.weight", "3.weight", "3.bias"]
+
+
+def test_frozen_ones_stay_and_have_no_gradient():
+    stage = nn.Stage(layers(), "float64", frozen=("1.0.bias", "2.gain"))
+    x = np.random.default_rng(0).normal(size=(4, WIDTH))
+    y, saved = stage.forward(x)
+    stage.backward(np.ones_like(y), saved)
+    assert not {"1.0.bias", "2.gain"} & {*stage.gradients}
+    assert all(np.abs(stage.gradients[name]).max() > 0 for name in stage.gradients)
+
+
+class Mixed(Task):
+    loss = adapters.torch_loss(torch.nn.functional.mse_loss)
+
+    def layers(self, shard):
+        return entries()
+
+    def batch(self, step, rows, shard):
+        fields = np.random.default_rng(step).normal(size=(8, WIDTH))[rows.start : rows.stop]
+        return fields, np.roll(fields, 1, axis=1)
+
+    def validation(self, index, rows, shard):
+        return self.batch(1000 + index, rows, shard)
+
+
+def test_a_task_of_them_learns_the_same_on_any_mesh(tmp_path):
+    config = TaskConfig(batch=8, steps=3, dtype="float64", device="cpu", warmup=0, eval_batches=1)
+
+    def trained(ranks, name, **keys):
+        chosen = replace(config, **keys, out=str(tmp_path / name))
+        return inprocess.run(ranks, lambda comm: run(Mixed(), chosen, comm))[0]
+
+    alone = trained(1, "alone")
+    for record in (trained(2, "replicas", pipe=1), trained(4, "pipe", pipe=4, schedule="zero_bubble_h1")):
+        assert record.loss == pytest.approx(alone.loss, rel=1e-10)
+        assert record.validation == pytest.approx(alone.validation, rel=1e-10)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_what_they_keep_is_seen_by_a_dry_run(place):
+    stage = nn.Stage([layers()[place]], "float64", first=place)
+    x = np.zeros((4096, WIDTH))
+    tracemalloc.start()
+    try:
+        y, saved = stage.forward(x, nn.Position())  # the first use of anything leaves something
+        dx = stage.backward(np.ones_like(y), saved)
+        del y, saved, dx
+        before = tracemalloc.get_traced_memory()[0]
+        y, saved = stage.forward(x, nn.Position())
+        kept = tracemalloc.get_traced_memory()[0] - before
+        dx = stage.backward(np.ones_like(y), saved)
+        del y, saved, dx
+        left = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert (
+        x.nbytes <= kept <= 6 * x.nbytes and left < x.nbytes / 10
+    )  # the tanh at least; next to nothing after the backward
+
+
+@pytest.mark.parametrize("entry", ["a layer", 3, (1, {}), lambda: None])
+def test_what_is_no_layer_is_refused(entry):
+    with pytest.raises(ArgumentError, match=r"layers\[7\] is not a layer"):
+        as_layer(entry, 7)
