@@ -113,7 +113,7 @@ class Timeline:
 
     @property
     def efficiency(self) -> float:
-        """The share of all ranks' time in which they compute, 1 - `bubble_fraction`: `Efficiencies.parallel` of a trace."""
+        """The share of all ranks' time in which they compute, 1 - bubble_fraction: as `Efficiencies.parallel`."""
         return 1 - self.bubble_fraction
 
     @cached_property
