@@ -161,7 +161,7 @@ def test_bytes_of_the_first_systems_and_of_any_shards():
 
 
 def test_a_rank_waits_for_the_block_of_a_neighbour_that_is_late():
-    """Shards of 2, 2 and 1 positions; a pair takes 1, and a position 3 on the wire. By hand: 6 6 6, 12 12 12, 16 14 14."""
+    """Shards of 2, 2 and 1 positions; a pair takes 1, and a position 3 on the wire. By hand: 6 6 6, 12 12 12, 16."""
     layout = Layout("contiguous", 3, 5)
     forward, _ = cost.ring_cost(layout, flops=4, bandwidth=8 / 3, heads=1, head_dim=1, causal=False)
     close([forward.sent, forward.computing, forward.seconds], [4 * 8, 4 + 4 + 2, 16], 8)
