@@ -55,6 +55,8 @@ class Ring(Attend):
         Bytes of keys, values and their gradients that this rank has sent.
     poll : callable
         Called after each tile.
+    seq_len : int or None
+        Length of the whole sequence, where it is known before a forward.
 
     Examples
     --------
@@ -95,7 +97,8 @@ class Ring(Attend):
         given = causal, layout, window, segments, scale, seq_len, rotation
         self.options = self.agreement.agree_on_options(RingOptions(*given))
         self._digest = self.options.digest
-        length, rank, size = self.options.seq_len, self.group.rank, self.group.size
+        self.seq_len = length = self.options.seq_len
+        rank, size = self.group.rank, self.group.size
         self._positions = None if length is None else Layout(self.options.layout, size, length).positions(rank)
         self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
         self._others: dict[int, Ring] = {}  # by their windows

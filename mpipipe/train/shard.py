@@ -136,5 +136,8 @@ class Shard:
             As for `attention.Local`.
         """
         if self.comm.size == 1:
-            return Local(causal, scale, window)
+            local = Local(causal, scale, window)
+            if self.size > 1:  # on paper: rows are those of a rank
+                local.positions = lambda rows: self.positions(length)  # type: ignore[method-assign]
+            return local
         return Ring(self.comm, causal, self.divide(length), window, scale=scale)
