@@ -8,6 +8,7 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -23,7 +24,7 @@ from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
 from mpipipe.job import Communicator, RankGroup, ThreadTask, group_of, wait_locally
-from mpipipe.pipeline import Pipeline
+from mpipipe.pipeline import Pipeline, merge
 from mpipipe.planning import LayerPlan, PlanningProblem
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
@@ -169,16 +170,24 @@ def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> N
 
 
 class TaskLoss:
-    """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true."""
+    """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true.
+
+    While it `rehearses`, a third value is checked: the weight of a micro-batch with each row twice is twice as large.
+    """
 
     def __init__(self, task: Task) -> None:
-        self.task, self.collects = task, False
-        self.mean_over_entries = getattr(task.loss, "mean_over_entries", True)  # else a weight says it
+        self.task, self.collects, self.rehearses = task, False, False
+        self.declared = getattr(task.loss, "mean_over_entries", None)
+        self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
+        self.over_batch = bool(getattr(task.loss, "over_batch", False))
         self.sums: dict[str, np.ndarray] = {}
         self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
 
-    def __call__(self, output: Tree, target: Tree, **factor: float) -> Any:
+    def __call__(self, output: Any, target: Any, **factor: float) -> Any:
         """Return what the loss of the task returns."""
+        if self.over_batch and not isinstance(output, list):  # of a measurement, which has one micro-batch
+            value, gradient, *weight = self([output], [target], **factor)
+            return value, gradient[0], *weight
         result = call(self.task, "loss", output, target, named=factor)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigError(
@@ -187,11 +196,33 @@ class TaskLoss:
                 expected="(value, gradient of the output), or (value, gradient of the output, weight)",
                 remedy="adapters.torch_loss and adapters.jax_loss make such a loss of one that returns a number",
             )
+        if len(result) == 3 and (self.rehearses or self.declared is not None):
+            self._check_weight(result[2], output, target, factor)
         if self.collects:
-            weight = result[2] if len(result) == 3 else sum(leaf.size for leaf in arrays.flatten(target)[0])
-            for name, value in call(self.task, "metrics", output, target).items():
-                self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([float(value) * weight, weight])
+            for y, goal in zip(output, target) if self.over_batch else [(output, target)]:
+                entries = sum(leaf.size for leaf in arrays.flatten(goal)[0])
+                weight = result[2] if len(result) == 3 and not self.over_batch else entries
+                for name, value in call(self.task, "metrics", y, goal).items():
+                    self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([float(value) * weight, weight])
         return result
+
+    def _check_weight(self, weight: Any, output: Any, target: Any, factor: Mapping[str, float]) -> None:
+        """Raise ConfigError for a third value that another attribute contradicts, or that counts nothing."""
+        weight = weight[()] if isinstance(weight, np.ndarray) else weight
+        if not isinstance(weight, (int, float, np.integer, np.floating)):
+            return  # refused by the pipeline
+        found, doubled = "mean_over_entries, too", weight
+        if self.declared is None:
+            pair = ([*each, *each] if self.over_batch else merge([each, each]) for each in (output, target))
+            doubled = call(self.task, "loss", *pair, named=factor)[2]
+            found = f"{weight}, and {doubled} with each row twice"
+        if self.declared is not None or not math.isclose(doubled, 2 * weight, rel_tol=1e-2):
+            raise ConfigError(
+                f"the third value that {place_of(self.task, 'loss')} returns is not the weight of a micro-batch",
+                found=found,
+                expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
+                remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
+            )
 
     def means(self, group: RankGroup) -> dict[str, float]:
         """Return the means of all ranks since the last call; collective."""
@@ -340,13 +371,12 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
         if reader.reads:
             read(task, "validation", 0, reader.rows, reader.shard)
     scores = scores_of(task, loss)
-    if scores is None:
-        pipeline.evaluate(inputs, targets)
-        return []
-    scores.collects = True
+    if isinstance(loss, TaskLoss):
+        loss.rehearses, loss.collects = True, scores is not None
     pipeline.evaluate(inputs, targets)
-    scores.collects = False
-    return list(scores.means(group))
+    if isinstance(loss, TaskLoss):
+        loss.rehearses = loss.collects = False
+    return [] if scores is None else list(scores.means(group))
 
 
 def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:

@@ -13,7 +13,7 @@ import pytest
 from mpipipe import nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
 from mpipipe.job import inprocess
-from mpipipe.train import Shard, Task, TaskConfig, estimate_task, run
+from mpipipe.train import Shard, Task, TaskConfig, check_task, estimate_task, run
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
 KEYS = dict(batch=8, steps=6, lr=0.05, warmup=0, log_every=1, eval_every=3, eval_batches=1, device="cpu")
@@ -161,6 +161,24 @@ def test_a_loss_with_a_weight_counts_by_it(tmp_path, alone):
         assert found == pytest.approx(expected, rel=1e-10)
 
 
+class OverBatch(Field):
+    """A loss over all outputs of the batch: the mean of the means of its micro-batches."""
+
+    def loss(self, output, target):
+        values, gradients = zip(*map(super().loss, output, target))
+        return float(np.mean(values)), [gradient / len(output) for gradient in gradients]
+
+    loss.over_batch = True
+
+
+def test_a_loss_over_the_batch_trains_as_the_mean_of_its_parts(tmp_path, alone):
+    trained(2, replace(EXACT, schedule="gpipe", out=str(tmp_path / "run")), OverBatch)
+    for found, expected in zip(losses(tmp_path / "run"), alone):
+        assert found == pytest.approx(expected, rel=1e-10)
+    assert inprocess.run(1, lambda comm: check_task(OverBatch(), 0, comm))[0][1]
+    assert estimate_task(lambda comm: (replace(EXACT, schedule="gpipe"), OverBatch()), 2).ranks
+
+
 # -- mistakes of a user's: one error on all ranks, before anything is written ------------------------------------------
 
 
@@ -199,6 +217,18 @@ class Word(Field):
         return "low", output
 
 
+class Accurate(Field):
+    def loss(self, output, target):
+        return (*super().loss(output, target), float((np.abs(output - target) < 1).mean()))
+
+
+class Twofold(Field):
+    def loss(self, output, target):
+        return (*super().loss(output, target), target.size)
+
+    loss.mean_over_entries = False
+
+
 class Misfit(Field):
     def layers(self, shard):
         return [nn.Linear(1, WIDTH), nn.Linear(WIDTH + 1, WIDTH), nn.Linear(WIDTH, 1)]
@@ -223,6 +253,8 @@ class Tall(Field):
         (Other, MismatchError, r"different layers from Other.layers"),
         (Bare, Exception, r"Bare.loss returns no value with a gradient(.|\n)*float"),
         (Word, Exception, r"the value of a loss(.|\n)*str"),
+        (Accurate, Exception, r"third value that Accurate.loss returns is not the weight(.|\n)*with each row twice"),
+        (Twofold, Exception, r"third value that Twofold.loss returns is not the weight(.|\n)*mean_over_entries, too"),
         (Misfit, Exception, r"stage"),
         (Empty, ConfigError, r"Empty.layers returns no list of layers"),
         (Tall, ArgumentError, r"layers\[1\] is not a layer"),
