@@ -104,7 +104,7 @@ def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[
 
 
 def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int = 2) -> tuple[list[str], bool]:
-    """Look for what would go wrong without a word: wrong gradients of layers and loss, rows that are not the same twice.
+    """Look for what goes wrong without a word: gradients of layers and loss, rows that are not the same twice.
 
     Return lines of what was found, and whether all is right. `comm` is one rank, and `again` the task loaded once more.
     Gradients are compared with differences in float64, for so many `rows`.

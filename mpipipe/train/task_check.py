@@ -18,8 +18,8 @@ from mpipipe.text import near
 
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
 SEEDED = (
-    "let a row depend on `step` and its index alone: np.random.default_rng((step, row)) for each row, or the whole batch "
-    "from np.random.default_rng(step), of which [rows] is returned"
+    "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
+    "batch from np.random.default_rng(step), and return [rows] of it"
 )
 
 Traits: TypeAlias = "list[tuple[tuple[int, ...], float, float]]"  # shape, norm and a projection of each array
