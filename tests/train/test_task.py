@@ -229,6 +229,28 @@ class Twofold(Field):
     loss.mean_over_entries = False
 
 
+class Thin(Field):
+    def loss(self, output, target):
+        value, gradient = super().loss(output, target)
+        return value, gradient[:, :1]
+
+
+class Longer(Field):
+    def validation(self, index, rows, shard):
+        return tuple(np.tile(array, 2) for array in super().validation(index, rows, shard))
+
+
+class Counted(Field):
+    def loss(self, output, target):
+        return super().loss(output, target[0])
+
+    def batch(self, step, rows, shard):
+        inputs, targets = super().batch(step, rows, shard)
+        return inputs, (targets, np.zeros((len(rows), 10)))
+
+    metrics, show = Task.metrics, Task.show
+
+
 class Misfit(Field):
     def layers(self, shard):
         return [nn.Linear(1, WIDTH), nn.Linear(WIDTH + 1, WIDTH), nn.Linear(WIDTH, 1)]
@@ -251,29 +273,41 @@ class Tall(Field):
         (Holes, DataError, r"the inputs of Holes.batch\(step=0, rows=0..7\) are not finite(.|\n)*in row 2"),
         (Short, ConfigError, r"Short.batch\(step=0, rows=0..7\) raised IndexError(.|\n)*line \d+ of .*test_task.py"),
         (Other, MismatchError, r"different layers from Other.layers"),
-        (Bare, Exception, r"Bare.loss returns no value with a gradient(.|\n)*float"),
-        (Word, Exception, r"the value of a loss(.|\n)*str"),
-        (Accurate, Exception, r"third value that Accurate.loss returns is not the weight(.|\n)*with each row twice"),
-        (Twofold, Exception, r"third value that Twofold.loss returns is not the weight(.|\n)*mean_over_entries, too"),
-        (Misfit, Exception, r"stage"),
+        (Bare, Exception, r"Bare.loss: a loss returns (.|\n)*float"),
+        (Word, Exception, r"Word.loss: the value of a loss(.|\n)*str"),
+        (Accurate, Exception, r"Accurate.loss: the third value (.|\n)*with each row twice"),
+        (Twofold, Exception, r"Twofold.loss: the third value (.|\n)*mean_over_entries, too"),
+        (Thin, Exception, r"Thin.loss: the gradient of the loss does not match"),
+        (Longer, Exception, r"Longer.layers in the validation: layer 0 \(Linear\)"),
+        (Counted, ConfigError, r"targets of several arrays.* by other numbers(.|\n)*6, 20 and 4, 20 entries"),
+        (Misfit, Exception, r"stage 0(.|\n)*Misfit.layers: layer 1 "),
         (Empty, ConfigError, r"Empty.layers returns no list of layers"),
         (Tall, ArgumentError, r"layers\[1\] is not a layer"),
     ],
 )
 def test_mistakes_are_one_error_before_anything_is_written(tmp_path, task, kind, text):
     with pytest.raises(kind, match=text):
-        trained(2, replace(EXACT, out=str(tmp_path / "run")), task)
+        trained(2, replace(EXACT, seq=1 + (task is Counted), out=str(tmp_path / "run")), task)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_reader_that_fails_later_says_in_which_step(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (OSError, r"step 4 of 6: Late.batch\(step=3, rows=0..7\) raised OSError: the tape ends"),
+        (SystemExit, r"step 4 of 6: Late.batch\(step=3, rows=0..7\) raised SystemExit: the tape ends"),
+        (None, r"step 4 of 6: Late.batch\(step=3, rows=0..7\) returns other shapes than before(.|\n)*float64\[5, 2\]"),
+    ],
+)
+def test_a_reader_that_fails_later_says_in_which_step(tmp_path, kind, text):
     class Late(Field):
         def batch(self, step, rows, shard):
-            if step == 3:
-                raise OSError("the tape ends")
-            return super().batch(step, rows, shard)
+            if step == 3 and kind is not None:
+                raise kind("the tape ends")
+            inputs, targets = super().batch(step, rows, shard)
+            return (np.tile(inputs, 2) if step == 3 else inputs), targets
 
-    with pytest.raises(ConfigError, match=r"Late.batch\(step=3, rows=0..7\) raised OSError: the tape ends"):
+    with pytest.raises(ArgumentError, match=text):
         trained(2, replace(EXACT, out=str(tmp_path / "run")), Late)
 
 
