@@ -6,6 +6,7 @@ Both end in a training that says ok. So each training looks for them before its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,8 +15,8 @@ from mpipipe import arrays
 from mpipipe.arrays import Tree
 from mpipipe.errors import ConfigError, DataError, MpipipeError
 from mpipipe.pipeline import merge
-from mpipipe.text import near
 
+OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
@@ -138,13 +139,11 @@ def check_metric(where: str, name: str, once: float, twice: float) -> None:
 
 
 def misnamed(kind: type, known: type) -> list[str]:
-    """Return lines about methods and attributes of a task that nothing calls, and are named nearly as ones that are."""
+    """Return lines about what a task has and nothing calls, where it is named nearly as something that would be."""
     own = {name for each in kind.__mro__ if issubclass(each, known) and each is not known for name in vars(each)}
-    own = {name for name in own if not name.startswith("_")}
-    there = [name for name in dir(known) if not name.startswith("_")]
     found = []
-    for name in sorted(own - {*there}):
-        meant = [each for each in near(name, there)[:1] if each not in own]
+    for name in sorted(own - {*dir(known)}):
+        meant = get_close_matches(name, OPTIONAL - own, n=1, cutoff=0.85)
         if meant:
-            found.append(f"{kind.__name__} has `{name}`, which nothing here calls; if it is meant, `{meant[0]}` is")
+            found.append(f"{kind.__name__} has `{name}`, which nothing here calls, and no `{meant[0]}`")
     return found
