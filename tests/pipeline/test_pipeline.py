@@ -360,7 +360,7 @@ def test_layers_may_return_arrays_in_any_order(comm):
     x, t = np.random.default_rng(3).normal(size=(2, 6, 5, 4))
     for more in ([], [Turned()]):
         stages = [nn.Stage([*more, nn.Linear(4, 4), *(Turned() for _ in more)], "float64")]
-        stages[0].parameters.flat[:] = np.random.default_rng(comm.rank).normal(size=20)
+        stages[0].parameters.flat[:] = np.random.default_rng(comm.rank).normal(size=24)
         with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
             for _ in range(2):  # shapes are new in the first step
                 loss = pipeline.step(*dense.placed(schedule, comm.rank, x, t)).loss
