@@ -55,7 +55,8 @@ class RingPass:
                 incoming = packing.empty(packing.kv_bytes(rank - step - 1))
                 self._start(message, +1, incoming)
             keys, values = (k, v) if step == 0 else packing.unpack(message, rank - step)
-            accumulator.attend(KVBlock(q, keys, values, scale, plan.slices[step], self._poll))
+            bias = plan.bias(step, q, keys)
+            accumulator.attend(KVBlock(q, keys, values, scale, plan.slices[step], self._poll, bias))
             self.exchange.finish()
             if more:
                 message = incoming
@@ -79,7 +80,9 @@ class RingPass:
             elif ahead:
                 self._start(message, -1, incoming[split:])
             k, v = (own.k, own.v) if step == plan.steps - 1 else packing.unpack(message[behind:], owner)
-            block = replace(own, k=k, v=v, slices=plan.slices[plan.steps - 1 - step], poll=self._poll)
+            back = plan.steps - 1 - step
+            bias = plan.bias(back, own.q, k)
+            block = replace(own, k=k, v=v, slices=plan.slices[back], poll=self._poll, bias=bias)
             parts = self.kernel.block_gradients(block, dout, result, dq)
             self.exchange.finish()
             for sums, part in zip(packing.unpack_gradients(incoming, owner), parts):
