@@ -22,7 +22,7 @@ from mpipipe.attention.cache import Piece as Piece
 from mpipipe.attention.cache import Pieces as Pieces
 from mpipipe.attention.cache import SlotCache as SlotCache
 from mpipipe.attention.decode import decode_attention
-from mpipipe.attention.layout import Layout
+from mpipipe.attention.layout import Layout, RingStep, RingTable
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
 from mpipipe.attention.ring_plan import RingSaved as RingSaved
@@ -34,6 +34,8 @@ __all__ = [
     "Layout",
     "Local",
     "Ring",
+    "RingStep",
+    "RingTable",
     "Ulysses",
     "alibi",
     "decode_attention",

@@ -15,7 +15,7 @@ from mpipipe.attention import kernels
 from mpipipe.attention.bias import Bias, BiasFunction, name_of
 from mpipipe.attention.kernels import AttentionKernel
 from mpipipe.attention.kernels.interface import check_arrays
-from mpipipe.attention.layout import KINDS, Layout
+from mpipipe.attention.layout import KINDS, Layout, ring_hops
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm import ROTATIONS
 from mpipipe.errors import ArgumentError
@@ -180,8 +180,7 @@ def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[in
     views = [(options.causal, options.window, each, None if others is queries else others) for each in documents]
     steps = max(queries.steps(*view) for view in views)
     slices: tuple[list[Slice], ...] = tuple([] for _ in range(steps))
-    for step, parts in enumerate(slices):
-        owner = (rank - step) % size
+    for parts, (*_, owner) in zip(slices, ring_hops(rank, size, steps)):
         for number, view in enumerate(views):
             row, key = number * rows[rank], number * keys[owner]  # where a later row of the batch begins
             for q0, q1, k0, k1, low, high in queries.needs(rank, owner, *view):

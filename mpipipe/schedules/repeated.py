@@ -36,7 +36,7 @@ class Repetition:
 
     Attributes
     ----------
-    makespan, bubble_fraction, bubble_ratio, efficiency : float
+    makespan, bubble_fraction, bubble_ratio : float
         As of a `Timeline`.
     peak_activations : int
         The largest number of chunk activations that any rank holds at once.

@@ -90,9 +90,6 @@ class Timeline:
         Time from the first start to the last end, in the unit of the costs.
     bubble_fraction, bubble_ratio : float
         Idle time / (ranks * makespan), and idle time / busy time: the (P-1)/M of the literature.
-    efficiency : float
-        The share of all ranks' time in which they compute, 1 - `bubble_fraction`: what the parallel efficiency of a
-        trace is where nothing but the schedule costs time.
     peak_activations : list of int
         For each rank the largest number of chunk activations alive at once. An activation is alive from F until B (or
         W where the backward is split), both ends included; one that is recomputed from R on. A schedule of forwards
@@ -116,6 +113,7 @@ class Timeline:
 
     @property
     def efficiency(self) -> float:
+        """The share of all ranks' time in which they compute, 1 - bubble_fraction: as `Efficiencies.parallel`."""
         return 1 - self.bubble_fraction
 
     @cached_property
