@@ -80,7 +80,9 @@ def test_the_run_folder_trains_the_same_bits_again(waves, tmp_path):
 def test_a_plan_in_another_folder_names_the_file_from_there(waves, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plans").mkdir()
-    choice = SimpleNamespace(schedule="gpipe", chunks=1, microbatches=2, partition=(2, 1), recompute=0, recompute_limit=None)
+    choice = SimpleNamespace(
+        schedule="gpipe", chunks=1, microbatches=2, partition=(2, 1), recompute=0, recompute_limit=None
+    )
     write(Path("plans/plan.toml"), {"task": "waves.py:Waves", "pipe": 2}, choice)
     again = load_config(None, "plans/plan.toml")
     assert again.schedule == "gpipe" and load(again.task).file.path.samefile(waves)
