@@ -39,7 +39,7 @@ class TaskFileConfig(TaskConfig):
 
     @classmethod
     def load(cls, path: str | None = None, **flags: Any) -> TaskFileConfig:
-        """Read a configuration, as `TaskConfig.load` does; the path of a task in a file begins in the folder of that."""
+        """Read a configuration, as `TaskConfig.load` does. A file names its task from its own folder."""
         config = super().load(path, **flags)
         if path is None or config.task is None or flags.get("task") is not None:
             return config
