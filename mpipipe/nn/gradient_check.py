@@ -92,11 +92,11 @@ class _Check:
         self.more = () if position is None else (position,)
         self.x = _copied(x)
         self.inputs = {name: leaf for name, leaf in named_leaves(self.x, "input") if leaf.dtype.kind in "fc"}
-        self.parameters = {
-            name.removeprefix(prefix): a for name, a in _named(getattr(stage, "parameters", None)).items()
-        }
-        self.gradients = {name.removeprefix(prefix): a for name, a in _named(getattr(stage, "gradients", None)).items()}
-        self.parameters = {name: self.parameters[name] for name in self.gradients if name in self.parameters}
+        parameters, self.gradients = (
+            {name.removeprefix(prefix): array for name, array in _named(getattr(stage, holder, None)).items()}
+            for holder in ("parameters", "gradients")
+        )
+        self.parameters = {name: parameters[name] for name in self.gradients if name in parameters}
         for name, array in {**self.inputs, **self.parameters}.items():
             if arrays.is_device(array) or array.dtype not in (np.float64, np.complex128):
                 raise ArgumentError(

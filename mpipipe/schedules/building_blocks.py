@@ -94,11 +94,6 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     costs : Costs, optional
         As for `v_min`.
 
-    Returns
-    -------
-    Schedule
-        As of `v_min`.
-
     Examples
     --------
     >>> from mpipipe import schedules
