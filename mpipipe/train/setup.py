@@ -196,7 +196,7 @@ def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> t
 
 
 def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
-    """Load a trained model from the run folder of a task in a file, to predict with; each rank that calls it has it all.
+    """Load a trained model from the run folder of a task in a file, to predict with; on each rank by itself.
 
     Parameters
     ----------
