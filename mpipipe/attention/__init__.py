@@ -5,6 +5,7 @@ ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is
 ulysses               the same by all-to-all over heads
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
 layout  mask          who holds which positions; parts of shards that see each other
+bias                  what is added to scores
 cache  decode         few queries over many cached keys, for models that decode
 kernels/  merge       attention on one device by numpy, PyTorch, cuDNN or CuPy; partial results become one
 cost                  bytes on the wire, and when computation hides the transfers
@@ -14,6 +15,8 @@ cost                  bytes on the wire, and when computation hides the transfer
 
 from __future__ import annotations
 
+from mpipipe.attention.bias import BiasFunction as BiasFunction
+from mpipipe.attention.bias import alibi
 from mpipipe.attention.cache import Cached, KVCache
 from mpipipe.attention.cache import Piece as Piece
 from mpipipe.attention.cache import Pieces as Pieces
@@ -34,6 +37,7 @@ __all__ = [
     "RingStep",
     "RingTable",
     "Ulysses",
+    "alibi",
     "decode_attention",
     "ring_attention",
     "ring_attention_backward",

@@ -55,7 +55,8 @@ class RingPass:
                 incoming = packing.empty(packing.kv_bytes(owner - 1))
                 self._start(message, dest, incoming, source)
             keys, values = (k, v) if step == 0 else packing.unpack(message, owner)
-            accumulator.attend(KVBlock(q, keys, values, scale, plan.slices[step], self._poll))
+            bias = plan.bias(step, q, keys)
+            accumulator.attend(KVBlock(q, keys, values, scale, plan.slices[step], self._poll, bias))
             self.exchange.finish()
             if dest is not None:
                 message = incoming
@@ -77,7 +78,9 @@ class RingPass:
                 outgoing = message if ahead else message[:behind]
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
             k, v = (own.k, own.v) if step == plan.steps - 1 else packing.unpack(message[behind:], owner)
-            block = replace(own, k=k, v=v, slices=plan.slices[plan.steps - 1 - step], poll=self._poll)
+            back = plan.steps - 1 - step
+            bias = plan.bias(back, own.q, k)
+            block = replace(own, k=k, v=v, slices=plan.slices[back], poll=self._poll, bias=bias)
             parts = self.kernel.block_gradients(block, dout, result, dq)
             self.exchange.finish()
             for sums, part in zip(packing.unpack_gradients(incoming, owner), parts):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Branches, named_leaves
+from mpipipe.arrays import named_leaves
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.stage import Stage
@@ -245,10 +245,6 @@ class _Check:
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, Branches):
-        return Branches(
-            _mapped(function, tree.main), **{key: _mapped(function, part) for key, part in tree.skips.items()}
-        )
     leaves, structure = arrays.flatten(tree)
     return arrays.unflatten([function(leaf) for leaf in leaves], structure)
 
