@@ -272,6 +272,12 @@ LAYERS = {
     "Upsample": (lambda: nn.Upsample((2, 2)), FIELD),
     "Patches": (lambda: nn.Patches((2, 2), (4, 4)), FIELD),
     "Recompute": (lambda: nn.Recompute(nn.FeedForward(WIDTH, 7)), ROWS),
+    "Keep": (lambda: nn.Sequential([nn.Keep("arm"), nn.Linear(WIDTH, WIDTH), nn.Join("arm", axis=None)]), ROWS),
+    "Join": (lambda: nn.Join("arm", axis=-2), Branches(FIELD, arm=FIELD[:, :, :2])),
+    "AdaptiveNorm": (
+        lambda: nn.Recompute(nn.AdaptiveNorm(WIDTH, 3)),
+        Branches(FIELD, condition=numbers(len(FIELD), 3)),
+    ),
     "SpectralConv": (lambda: nn.SpectralConv(WIDTH, 4, (3, 2)), FIELD),
 }
 
@@ -320,8 +326,15 @@ class Own:
 
 def test_a_stage_of_ones_own_with_trees_and_skips():
     x = Branches({"u": X, "v": numbers(5, WIDTH)}, given=X)
-    assert sorted(check_gradients(Own(), x)) == ["input of given", "input['u']", "input['v']", "parameters"]
-    with pytest.raises(StageError, match=r"gradient of input of given: .*, 0.5 of(.|\n)*gradient of parameters"):
+    assert sorted(check_gradients(Own(), x)) == [
+        "input.main['u']",
+        "input.main['v']",
+        "input.skips['given']",
+        "parameters",
+    ]
+    with pytest.raises(
+        StageError, match=r"gradient of input.skips\['given'\]: .*, 0.5 of(.|\n)*gradient of parameters"
+    ):
         check_gradients(Own(0.5), x)
 
 
