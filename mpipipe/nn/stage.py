@@ -416,11 +416,11 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
 def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them.
 
-    What is `named` stands beside the input under a name, and may be of integers.
+    What is `named` comes next to the input, under a name, and may be of integers.
     """
     if isinstance(x, arrays.Branches):
         if stage.names is None:
-            message = "the input of a stage has names that none of its layers takes"
+            message = "the input of a stage has names that no layer takes"
             raise ArgumentError(message, stage=stage.index, found=", ".join(x.skips))
         skips = {name: accepted_input(stage, tree, named=True) for name, tree in x.skips.items()}
         return arrays.Branches(accepted_input(stage, x.main), **skips)

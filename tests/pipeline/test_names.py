@@ -296,7 +296,7 @@ def test_names_that_do_not_fit_are_one_error_on_all_ranks(comm, wrong, match):
 def test_a_stage_without_names_refuses_branches_and_layers_what_does_not_fit():
     x = np.ones((2, 3, 4))
     for layer, named, match in [
-        (nn.Linear(4, 4), {"a": x}, "names that none of its layers takes"),
+        (nn.Linear(4, 4), {"a": x}, "names that no layer takes"),
         (nn.Join("a"), {}, "take other names"),
         (nn.Join("a"), {"a": x[:1]}, "does not fit"),
         (nn.Join("a", None), {"a": x[..., :2]}, "does not fit"),
