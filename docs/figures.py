@@ -141,22 +141,23 @@ def microbatch() -> str:
 
 
 def ring() -> str:
-    """Which block of keys each rank attends to in each ring step."""
-    picture = Picture(700, 250, "Blocks of keys and values in a ring of four ranks")
-    size, cell = 4, 62
-    for x, title, block in (
-        (80, "forward: one block on", lambda rank, step: (rank - step) % size),
-        (400, "backward: the other way round", lambda rank, step: (rank - size + 1 + step) % size),
-    ):
+    """Which block of keys each rank attends to in each ring step, and where its message goes meanwhile."""
+    layout, cell = Layout("contiguous", RANK_COUNT, 4 * RANK_COUNT), 84
+    picture = Picture(790, 290, "Blocks of keys and values in a ring of four ranks")
+    for x, title, backward in ((70, "forward: one block on", False), (440, "backward: the other way round", True)):
         picture.text(x, 22, title, size=14)
-        for step in range(size):
-            picture.text(x + cell * step + cell / 2 - 3, 46, f"step {step}", "middle", 12)
-            for rank in range(size):
-                held = block(rank, step)
-                picture.box(x + cell * step, 54 + 40 * rank, cell - 8, 32, f"K{held} V{held}", RANKS[held], 12)
-    for rank in range(size):
-        picture.text(12, 75 + 40 * rank, f"rank {rank}")
-    picture.text(80, 236, "A colour is the home of a block. In the last backward step each block is at home.", size=12)
+        for rank in range(RANK_COUNT):
+            for row in layout.table(rank, backward=backward):
+                left, top = x + cell * row.step, 54 + 50 * rank
+                if rank == 0:
+                    picture.text(left + cell / 2 - 4, 46, f"step {row.step}", "middle", 12)
+                fill = RANKS[row.keys_of] if row.pairs else PAPER
+                way = "" if row.send_to is None else f"\nto {row.send_to}"
+                picture.box(left, top, cell - 8, 42, f"KV{row.keys_of}, {row.mask}{way}", fill, 11)
+    for rank in range(RANK_COUNT):
+        picture.text(8, 80 + 50 * rank, f"rank {rank}")
+    text = "A colour is the home of a block. White: later than all queries of the rank, under a causal mask."
+    picture.text(70, 276, text, size=12)
     return picture.svg()
 
 

@@ -5,6 +5,7 @@ ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is
 ulysses               the same by all-to-all over heads
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
 layout  mask          who holds which positions; parts of shards that see each other
+bias                  what is added to scores
 cache  decode         few queries over many cached keys, for models that decode
 kernels/  merge       attention on one device by numpy, PyTorch, cuDNN or CuPy; partial results become one
 cost                  bytes on the wire, and when computation hides the transfers
@@ -14,12 +15,14 @@ cost                  bytes on the wire, and when computation hides the transfer
 
 from __future__ import annotations
 
+from mpipipe.attention.bias import BiasFunction as BiasFunction
+from mpipipe.attention.bias import alibi
 from mpipipe.attention.cache import Cached, KVCache
 from mpipipe.attention.cache import Piece as Piece
 from mpipipe.attention.cache import Pieces as Pieces
 from mpipipe.attention.cache import SlotCache as SlotCache
 from mpipipe.attention.decode import decode_attention
-from mpipipe.attention.layout import Layout
+from mpipipe.attention.layout import Layout, RingStep, RingTable
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
 from mpipipe.attention.ring_plan import RingSaved as RingSaved
@@ -31,7 +34,10 @@ __all__ = [
     "Layout",
     "Local",
     "Ring",
+    "RingStep",
+    "RingTable",
     "Ulysses",
+    "alibi",
     "decode_attention",
     "ring_attention",
     "ring_attention_backward",

@@ -11,14 +11,16 @@ if 2N divides the length, striped shards nearly even. Any length works, also one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.attention.mask import PositionRange, Slice, mask_slices
+from mpipipe.attention.mask import CAUSAL, PositionRange, Slice, mask_slices
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
+from mpipipe.text import text_table
 
 KINDS = ("contiguous", "zigzag", "striped")
 
@@ -208,3 +210,98 @@ class Layout:
                 if self.needs(rank, (rank - step) % self.ranks, causal, window, documents, keys):
                     return step + 1
         return 1
+
+    def table(
+        self,
+        rank: int,
+        causal: bool = True,
+        window: int | None = None,
+        documents: Sequence[int] | None = None,
+        keys: Layout | None = None,
+        *,
+        backward: bool = False,
+    ) -> RingTable:
+        """Return what a rank does in each step of a ring.
+
+        Parameters
+        ----------
+        rank : int
+            ArgumentError is raised where the layout has no such rank.
+        causal, window, documents, keys : bool, int, sequence of int and Layout
+            As for `needs`.
+        backward : bool
+            The steps of the backward in place of those of the forward.
+
+        Returns
+        -------
+        RingTable
+            A list of RingStep, which prints as a table.
+
+        Examples
+        --------
+        >>> from mpipipe.attention import Layout
+        >>> print(Layout("contiguous", ranks=3, seq_len=12).table(1))
+        step  send to  receive from  keys of  mask    pairs
+        ----  -------  ------------  -------  ------  -----
+           0        2             0        1  causal     10
+           1        2             0        0  full       16
+           2        -             -        2  none        0
+        """
+        if not 0 <= rank < self.ranks:
+            raise ArgumentError("no such rank in the layout", found=rank, expected=f"0 to {self.ranks - 1}")
+        view = causal, window, documents, keys
+        table = RingTable()
+        for hop in ring_hops(rank, self.ranks, self.steps(*view), backward):
+            slices = self.needs(rank, hop[-1], *view)
+            pairs, most = sum(part.pairs for part in slices), self.length(rank) * (keys or self).length(hop[-1])
+            of_all = "full" if pairs == most else "causal" if [part.kind for part in slices] == [CAUSAL] else "part"
+            table.append(RingStep(*hop, of_all if pairs else "none", pairs))
+        return table
+
+
+# -- The steps of a ring: one table, which `Ring` executes ------------------------------------------------------------
+
+
+class RingStep(NamedTuple):
+    """What a rank does in one step of a ring: it attends to a block while a message leaves and one comes.
+
+    Attributes
+    ----------
+    step : int
+        Its number, from 0.
+    send_to, receive_from : int or None
+        The ranks of these messages; None where there are none.
+    keys_of : int
+        The rank whose keys and values the queries see.
+    mask : str
+        "full": each query sees each key. "causal": one triangle of them. "none". "part": other parts, such as the half
+        blocks of zigzag shards and the bands of windows.
+    pairs : int
+        Number of (query, key) pairs that see each other.
+    """
+
+    step: int
+    send_to: int | None
+    receive_from: int | None
+    keys_of: int
+    mask: str
+    pairs: int
+
+
+class RingTable(list[RingStep]):
+    """The steps of one rank in a forward or backward of a ring, from `Layout.table`; `str` gives them as a table."""
+
+    def __str__(self) -> str:
+        rows = [["-" if cell is None else str(cell) for cell in step] for step in self]
+        return "\n".join(text_table([name.replace("_", " ") for name in RingStep._fields], rows, left=(4,)))
+
+
+def ring_hops(
+    rank: int, ranks: int, steps: int, backward: bool = False
+) -> Iterator[tuple[int, int | None, int | None, int]]:
+    """Yield the step, the ranks to send to and to receive from, and the rank whose keys are there, as `ring_pass`."""
+    way = -1 if backward else 1
+    for step in range(steps):
+        moves = step > 0 or steps > 2 if backward else step < steps - 1
+        ends = ((rank + way) % ranks, (rank - way) % ranks) if moves else (None, None)
+        yield step, *ends, (rank - (steps - 1 - step if backward else step)) % ranks

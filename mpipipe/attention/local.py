@@ -11,6 +11,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels, mask
+from mpipipe.attention.bias import Bias, BiasFunction, name_of
 from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, no_poll
 from mpipipe.attention.kernels.interface import attend_once, check_arrays
 from mpipipe.attention.mask import PositionRange, Slice, document_offsets
@@ -48,6 +49,10 @@ class Local(Attend):
     segments : array_like of int, optional
         Documents packed into the sequence: the document of each position, equal numbers together, or the documents'
         lengths.
+    bias : callable, optional
+        ``bias(queries, keys)`` gives what is added to the scaled scores: real numbers that broadcast to (heads,
+        queries, keys), for positions in the whole sequence, integers (queries, 1) and (keys,), of one tile at a time;
+        -inf hides a key. It has no gradient, and is for host arrays and the numpy kernel. See `alibi`.
 
     Attributes
     ----------
@@ -76,10 +81,17 @@ class Local(Attend):
     recordable = True
 
     def __init__(
-        self, causal: bool = True, scale: float | None = None, window: int | None = None, segments: Any = None
+        self,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        segments: Any = None,
+        bias: BiasFunction | None = None,
     ) -> None:
         mask.check_window(causal, window)
         mask.check_scale(scale)
+        name_of(bias)
+        self.bias = bias
         self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
         self.poll: Callable[[], object] = no_poll
         self._planned: tuple[tuple[int, int], list[Slice]] | None = None  # lengths and slices of the last call
@@ -117,7 +129,9 @@ class Local(Attend):
         else:
             slices = self._packed_slices(segments, q, k)
             q, k, v = map(as_one_sequence, (q, k, v))
-        out, lse = attend_once(kernels.chosen(q, k, v), KVBlock(q, k, v, scale, slices, self.poll))
+        kernel = kernels.chosen(q, k, v, self.bias)
+        bias = self._bias(q, k, shape[1])
+        out, lse = attend_once(kernel, KVBlock(q, k, v, scale, slices, self.poll, bias))
         return out.reshape(shape), LocalSaved(q, k, v, out, lse, scale, slices)
 
     def backward(self, dout: Array, saved: LocalSaved) -> Gradients:
@@ -126,12 +140,13 @@ class Local(Attend):
 
     def backward_into(self, dout: Array, saved: LocalSaved, room: tuple[Array, Array, Array]) -> Gradients:
         q, k, v, out, lse, scale, slices = saved
-        block, result = KVBlock(q, k, v, scale, slices, self.poll), OutLse(out, lse)
+        bias = self._bias(q, k, dout.shape[1])
+        block, result = KVBlock(q, k, v, scale, slices, self.poll, bias), OutLse(out, lse)
         dout, targets, fits = like(dout, out), Gradients(*room), True
         if room[0].shape != q.shape:  # the rows are one sequence
             fits = all(map(writable_as_one, room))
             targets = Gradients(*(map(as_one_sequence, room) if fits else map(arrays.empty_like, (q, k, v))))
-        kernels.chosen(q, k, v).backward(block, dout, result, targets, overwrite=True)
+        kernels.chosen(q, k, v, bias).backward(block, dout, result, targets, overwrite=True)
         return Gradients(*(room if fits else (by_rows(x, room[0].shape[0]) for x in targets)))
 
     def with_window(self, window: int) -> Local:
@@ -141,6 +156,13 @@ class Local(Attend):
             other.window, other._planned, other._packed, other._others = window, None, None, {}
             self._others[window] = other
         return self._others[window]
+
+    def _bias(self, q: Array, k: Array, seq: int) -> Bias | None:
+        """The bias, for rows of a batch that may be one sequence."""
+        if self.bias is None:
+            return None
+        keys = k.shape[1] if q.shape[1] == seq else seq
+        return Bias(self.bias, np.resize(np.arange(seq), q.shape[1]), np.resize(np.arange(keys), k.shape[1]))
 
     def _packed_slices(self, segments: np.ndarray, q: Array, k: Array) -> list[Slice]:
         """The slices of the rows of a batch as one sequence."""

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
+from mpipipe.attention.bias import BiasFunction
 from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse, no_poll
 from mpipipe.attention.kernels.interface import attend_once
 from mpipipe.attention.layout import Layout
@@ -48,6 +49,8 @@ class Ring(Attend):
     rotation : str
         "overlap": messages travel while tiles are computed. "sendrecv": one exchange before each step. The results
         have the same bits.
+    bias : callable, optional
+        As for `Local`; the same function on all ranks, which compare its name.
 
     Attributes
     ----------
@@ -55,6 +58,8 @@ class Ring(Attend):
         Bytes of keys, values and their gradients that this rank has sent.
     poll : callable
         Called after each tile.
+    seq_len : int or None
+        Length of the whole sequence, where it is known before a forward.
 
     Examples
     --------
@@ -86,16 +91,19 @@ class Ring(Attend):
         scale: float | None = None,
         seq_len: int | None = None,
         rotation: str = "overlap",
+        bias: BiasFunction | None = None,
     ) -> None:
         self._comm = runtime.resolve(comm)
         self.agreement = cached(self._comm, "ring agreement", lambda: RingAgreement(self._comm))  # of all its rings
         self.group = self.agreement.group
         self.poll: Callable[[], object] = no_poll
         self.bytes_sent = 0
-        given = causal, layout, window, segments, scale, seq_len, rotation
+        self.bias = bias
+        given = causal, layout, window, segments, scale, seq_len, rotation, bias
         self.options = self.agreement.agree_on_options(RingOptions(*given))
         self._digest = self.options.digest
-        length, rank, size = self.options.seq_len, self.group.rank, self.group.size
+        self.seq_len = length = self.options.seq_len
+        rank, size = self.group.rank, self.group.size
         self._positions = None if length is None else Layout(self.options.layout, size, length).positions(rank)
         self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
         self._others: dict[int, Ring] = {}  # by their windows
@@ -137,11 +145,13 @@ class Ring(Attend):
         if options.rows is not None:
             q, k, v = map(as_one_sequence, (q, k, v))
         scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
+        plan = plan._replace(function=self.bias)
         with self.group.failing("the forward of a ring"):
             self._check_expected(plan, segments)
             if plan.steps == 1:
                 message = None
-                out, lse = attend_once(kernel, KVBlock(q, k, v, scale, plan.slices[0], self.poll))
+                block = KVBlock(q, k, v, scale, plan.slices[0], self.poll, plan.bias(0, q, k))
+                out, lse = attend_once(kernel, block)
             else:
                 run = self._run(plan, kernel)
                 (out, lse), message = run.forward(scale, q, k, v)
@@ -176,13 +186,14 @@ class Ring(Attend):
         self.agreement.agree_on_backward(saved.call, dout, described(saved.out))
         with self.group.failing("the backward of a ring"):
             inputs, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
-            block = KVBlock(*inputs, saved.scale, saved.plan.slices[0], self.poll)
+            bias, kernel = saved.plan.bias(0, saved.q, saved.k), kernels.chosen(*inputs, self.bias)
+            block = KVBlock(*inputs, saved.scale, saved.plan.slices[0], self.poll, bias)
             if saved.message is None:
                 fits = room is not None and room[0].shape == saved.q.shape
                 gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, inputs)))
-                kernels.chosen(*inputs).backward(block, dout, result, gradients, overwrite=True)
+                kernel.backward(block, dout, result, gradients, overwrite=True)
             else:
-                run = self._run(saved.plan, kernels.chosen(*inputs))
+                run = self._run(saved.plan, kernel)
                 gradients = run.backward(block, dout, result, saved.message)
                 self.bytes_sent += run.bytes_sent
             return Gradients(*(by_rows(x, batch) for x in gradients))
@@ -242,7 +253,7 @@ class Ring(Attend):
         # the first time for each window is collective
         if window not in self._others:
             other = copy(self)
-            other.options = self.agreement.agree_on_options(self.options._replace(window=window))
+            other.options = self.agreement.agree_on_options(self.options._replace(window=window, bias=self.bias))
             other._digest, other._others, other.bytes_sent = other.options.digest, {}, 0
             other._packed = other._expected = None
             self._others[window] = other
@@ -289,6 +300,7 @@ def ring_attention(
     scale: float | None = None,
     seq_len: int | None = None,
     rotation: str = "overlap",
+    bias: BiasFunction | None = None,
 ) -> tuple[Array, tuple[Ring, RingSaved]]:
     """Attend over a sharded sequence; collective over `comm`.
 
@@ -296,7 +308,7 @@ def ring_attention(
     ----------
     q, k, v : array
         As for `Ring.forward`.
-    comm, causal, layout, window, segments, scale, seq_len, rotation : Communicator and options
+    comm, causal, layout, window, segments, scale, seq_len, rotation, bias : Communicator and options
         As for `Ring`.
 
     Returns
@@ -322,7 +334,7 @@ def ring_attention(
     >>> inprocess.run(2, on_each_rank)
     [(1, 64, 4, 16), (1, 64, 4, 16)]
     """
-    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation)
+    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation, bias=bias)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 

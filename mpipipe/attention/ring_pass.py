@@ -26,6 +26,7 @@ from dataclasses import replace
 from mpipipe import arrays
 from mpipipe.arrays import Array, cast
 from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse
+from mpipipe.attention.layout import ring_hops
 from mpipipe.attention.ring_plan import RingPlan
 from mpipipe.comm import RingExchange
 
@@ -49,15 +50,15 @@ class RingPass:
         plan, packing, rank = self.plan, self.plan.message, self.rank
         accumulator = self.kernel.make_accumulator(q, v, plan.overwrite)
         message = packing.pack(k, v, rank)
-        for step in range(plan.steps):
-            more = step + 1 < plan.steps
-            if more:
-                incoming = packing.empty(packing.kv_bytes(rank - step - 1))
-                self._start(message, +1, incoming)
-            keys, values = (k, v) if step == 0 else packing.unpack(message, rank - step)
-            accumulator.attend(KVBlock(q, keys, values, scale, plan.slices[step], self._poll))
+        for step, dest, source, owner in ring_hops(rank, self.size, plan.steps):
+            if dest is not None:
+                incoming = packing.empty(packing.kv_bytes(owner - 1))
+                self._start(message, dest, incoming, source)
+            keys, values = (k, v) if step == 0 else packing.unpack(message, owner)
+            bias = plan.bias(step, q, keys)
+            accumulator.attend(KVBlock(q, keys, values, scale, plan.slices[step], self._poll, bias))
             self.exchange.finish()
-            if more:
+            if dest is not None:
                 message = incoming
         return accumulator.end(), message
 
@@ -69,17 +70,17 @@ class RingPass:
         plan, packing, rank = self.plan, self.plan.message, self.rank
         dq = arrays.zeros(own.q.shape, packing.sum_dtype, packing.shapes.device)
         behind = 0  # bytes of gradients at the front of the message
-        for step in range(plan.steps):
-            owner = rank - (plan.steps - 1) + step  # of this step's block
+        for step, dest, source, owner in ring_hops(rank, self.size, plan.steps, backward=True):
             ahead = step < plan.steps - 2  # the next block is not our own, so its keys and values must come
             split = packing.gradient_bytes(owner)
             incoming = packing.empty(split + (packing.kv_bytes(owner + 1) if ahead else 0))  # the next step's message
-            if step > 0:
-                self._start(message if ahead else message[:behind], -1, incoming)
-            elif ahead:
-                self._start(message, -1, incoming[split:])
+            if dest is not None:
+                outgoing = message if ahead else message[:behind]
+                self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
             k, v = (own.k, own.v) if step == plan.steps - 1 else packing.unpack(message[behind:], owner)
-            block = replace(own, k=k, v=v, slices=plan.slices[plan.steps - 1 - step], poll=self._poll)
+            back = plan.steps - 1 - step
+            bias = plan.bias(back, own.q, k)
+            block = replace(own, k=k, v=v, slices=plan.slices[back], poll=self._poll, bias=bias)
             parts = self.kernel.block_gradients(block, dout, result, dq)
             self.exchange.finish()
             for sums, part in zip(packing.unpack_gradients(incoming, owner), parts):
@@ -88,9 +89,8 @@ class RingPass:
         dk, dv = packing.unpack_gradients(message, rank)
         return Gradients(*(cast(x, packing.dtype) for x in (dq, dk, dv)))
 
-    def _start(self, outgoing: Array, shift: int, incoming: Array) -> None:
-        """Send to the rank `shift` places ahead, and receive from the one as far back."""
-        dest, source = ((self.rank + places) % self.size for places in (shift, -shift))
+    def _start(self, outgoing: Array, dest: int, incoming: Array, source: int | None) -> None:
+        assert source is not None
         self.bytes_sent += outgoing.nbytes
         self.exchange.start(self.rotation, outgoing, dest, incoming, source)
 

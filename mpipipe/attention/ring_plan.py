@@ -12,9 +12,10 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
+from mpipipe.attention.bias import Bias, BiasFunction, name_of
 from mpipipe.attention.kernels import AttentionKernel
 from mpipipe.attention.kernels.interface import check_arrays
-from mpipipe.attention.layout import KINDS, Layout
+from mpipipe.attention.layout import KINDS, Layout, ring_hops
 from mpipipe.attention.mask import Slice, check_scale, check_window, document_offsets, each_row_once
 from mpipipe.comm import ROTATIONS
 from mpipipe.errors import ArgumentError
@@ -34,11 +35,12 @@ class RingOptions(NamedTuple):
     scale: float | None
     seq_len: int | None
     rotation: str
+    bias: Any = None  # when checked, its name
     rows: tuple[tuple[int, ...], ...] | None = None  # in one forward, offsets of the documents of each row
 
     def checked(self, ranks: int) -> RingOptions:
         """The options as the user gave them, in plain types; raises ArgumentError for one without sense."""
-        causal, layout, window, segments, scale, seq_len, rotation, _ = cast("tuple[Any, ...]", self)
+        causal, layout, window, segments, scale, seq_len, rotation, bias, _ = cast("tuple[Any, ...]", self)
         if isinstance(layout, Layout):
             given = ranks, layout.seq_len if seq_len is None else seq_len
             if given != (layout.ranks, layout.seq_len):
@@ -59,9 +61,8 @@ class RingOptions(NamedTuple):
             if not isinstance(segments, tuple) or not all(isinstance(number, int) for number in segments):
                 raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
         window, seq_len = (None if value is None else int(value) for value in (window, seq_len))
-        return RingOptions(
-            bool(causal), layout, window, segments, None if scale is None else float(scale), seq_len, rotation
-        )
+        scale = None if scale is None else float(scale)
+        return RingOptions(bool(causal), layout, window, segments, scale, seq_len, rotation, bias=name_of(bias))
 
     @property
     def digest(self) -> str:
@@ -139,6 +140,16 @@ class RingPlan(NamedTuple):
     overwrite: bool  # whether each row of queries lies in exactly one slice of the first step
     message: KVMessage  # how keys, values and their gradients travel
     layout: Layout  # of the queries
+    keys: Layout
+    rank: int
+    function: BiasFunction | None = None  # of the ring of this call
+
+    def bias(self, step: int, q: Array, k: Array) -> Bias | None:
+        """The bias of the block of a step, for rows of a batch that may be one sequence."""
+        if self.function is None:
+            return None
+        queries, keys = self.layout.positions(self.rank), self.keys.positions((self.rank - step) % self.layout.ranks)
+        return Bias(self.function, np.resize(queries, q.shape[1]), np.resize(keys, k.shape[1]))
 
 
 class RingSaved(NamedTuple):
@@ -169,8 +180,7 @@ def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[in
     views = [(options.causal, options.window, each, None if others is queries else others) for each in documents]
     steps = max(queries.steps(*view) for view in views)
     slices: tuple[list[Slice], ...] = tuple([] for _ in range(steps))
-    for step, parts in enumerate(slices):
-        owner = (rank - step) % size
+    for parts, (*_, owner) in zip(slices, ring_hops(rank, size, steps)):
         for number, view in enumerate(views):
             row, key = number * rows[rank], number * keys[owner]  # where a later row of the batch begins
             for q0, q1, k0, k1, low, high in queries.needs(rank, owner, *view):
@@ -179,7 +189,8 @@ def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[in
     if options.rows is not None:  # the rows of the batch are one sequence
         shapes = shapes._replace(batch=1)
     message = KVMessage(shapes, tuple(len(views) * count for count in keys), dtype, arrays.accumulator(dtype))
-    return RingPlan(steps, slices, each_row_once(slices[0], len(views) * rows[rank]), message, queries)
+    overwrite = each_row_once(slices[0], len(views) * rows[rank])
+    return RingPlan(steps, slices, overwrite, message, queries, others, rank)
 
 
 def _layout(kind: str, rows: list[int], name: str, seq_len: int | None = None) -> Layout:
@@ -244,7 +255,7 @@ class RingAgreement:
         lengths = 0, 0
         try:
             check_arrays(q, k, v)
-            kernel = kernels.chosen(q, k, v)  # a rank without it must not leave the others waiting
+            kernel = kernels.chosen(q, k, v, options.bias)  # a rank without it must not leave the others waiting
             sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
             shapes = RingShapes(*sizes, q.dtype.name, arrays.device_of(q))
             facts, lengths = (*zip(shapes._fields, shapes), ("options", digest)), (q.shape[1], k.shape[1])

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
+from mpipipe.attention.bias import BiasFunction, of_heads
 from mpipipe.attention.kernels import Gradients
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local, LocalSaved
@@ -51,7 +52,7 @@ class Ulysses(Ring):
 
     Parameters
     ----------
-    comm, causal, layout, window, segments, scale, seq_len : Communicator and options
+    comm, causal, layout, window, segments, scale, seq_len, bias : Communicator and options
         As for `Ring`.
 
     Attributes
@@ -85,8 +86,9 @@ class Ulysses(Ring):
         segments: ArrayLike | None = None,
         scale: float | None = None,
         seq_len: int | None = None,
+        bias: BiasFunction | None = None,
     ) -> None:
-        super().__init__(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len)
+        super().__init__(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, bias=bias)
         _, _, window, segments, scale, *_ = self.options
         self._local = Local(self.options.causal, scale, window, segments)
 
@@ -114,8 +116,7 @@ class Ulysses(Ring):
             like = (q, of_q, queries), (k, of_kv, keys), (v, of_kv, keys)
             wholes = [_empty((x.shape[0], *span, x.shape[3]), x) for x, _, span in like]
             self._transfer(*((x, whole, moves) for (x, moves, _), whole in zip(like, wholes)))
-            self._local.poll = self.poll
-            out, kept = self._local.forward(wholes[0], wholes[1], wholes[2], segments)
+            out, kept = self._attend(heads, kv_heads).forward(wholes[0], wholes[1], wholes[2], segments)
             mine = _empty((*q.shape[:3], v.shape[3]), q)
             self._transfer((out, mine, of_q), transposed=True)
             return mine, UlyssesSaved(kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine))
@@ -130,8 +131,7 @@ class Ulysses(Ring):
         with self.group.failing("the backward of Ulysses"):
             whole = _empty(saved.whole, dout)
             self._transfer((dout, whole, saved.of_q))
-            self._local.poll = self.poll
-            of_wholes = self._local.backward(whole, saved.local)
+            of_wholes = self._attend(saved.shapes[0][2], saved.shapes[1][2]).backward(whole, saved.local)
             copies = saved.shapes[1][2] < self.group.size  # of heads of keys, whose gradients are added
             sums: Sequence[Array] = room or [_empty(shape, dout) for shape in saved.shapes]
             if copies:
@@ -146,6 +146,12 @@ class Ulysses(Ring):
         assert isinstance(other, Ulysses)
         other._local = self._local.with_window(window)
         return other
+
+    def _attend(self, heads: int, kv_heads: int) -> Local:
+        """What attends for the heads of this rank."""
+        own = heads_of_ranks(heads, kv_heads, self.group.size)[0][self.group.rank]
+        self._local.poll, self._local.bias = self.poll, of_heads(self.bias, heads, own)
+        return self._local
 
     def _moves(self, layout: Layout, parts: list[range]) -> list[PartMove]:
         """The moves from a shard of all heads to the whole sequence of this rank's heads."""

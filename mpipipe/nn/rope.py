@@ -224,16 +224,47 @@ def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
 # Other libraries pair element i of a head with element i + head_dim / 2. Rows of their projections to queries and keys
 # (and elements of biases, and of gains of norms of heads) come in another order within each head: theirs at i is
 # ours at 2i, and theirs at i + head_dim / 2 is ours at 2i + 1.
+#
+# Positions of n axes turn a head in n blocks, one after the other: each is turned by its own axis, as a head of its
+# width would be (Heo et al., "Rotary position embedding for vision transformer", 2024, "axial" frequencies).
 
 
 def angles(
     positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None
 ) -> tuple[np.ndarray, float]:
-    """Return the angle of each position and pair, float64 (seq, head_dim / 2), and the factor on cosine and sine."""
-    frequencies = base ** (-np.arange(0, head_dim, 2) / head_dim)
+    """Return the angle of each position and pair, float64 (seq, head_dim / 2), and the factor on cosine and sine.
+
+    Positions are (seq,), or (seq, axes).
+    """
+    numbers = np.asarray(positions, np.float64)
+    width = head_dim if numbers.ndim == 1 else head_dim // numbers.shape[1]
+    frequencies = base ** (-np.arange(0, width, 2) / width)
     if scaling is not None:
         frequencies = scaling.scaled(frequencies, base)
-    return np.asarray(positions, np.float64)[:, None] * frequencies, 1.0 if scaling is None else scaling.amplitude
+    turned = (numbers[..., None] * frequencies).reshape(len(numbers), head_dim // 2)
+    return turned, 1.0 if scaling is None else scaling.amplitude
+
+
+def checked_coordinates(coordinates: ArrayLike, head_dim: int, seq_len: int | None) -> np.ndarray:
+    """Return positions of several axes as float64 (seq, axes); raises ArgumentError where they do not fit a head."""
+    numbers = np.asarray(coordinates)
+    numeric = numbers.ndim == 2 and numbers.dtype.kind in "iuf"
+    wrong = numeric and not np.isfinite(numbers).all()
+    if wrong or not numeric or seq_len not in (None, len(numbers)):
+        raise ArgumentError(
+            "the coordinates of a sequence do not fit it",
+            found=f"{numbers.dtype}{list(numbers.shape)}" + (" with NaN or infinity" if wrong else ""),
+            expected=f"finite numbers ({seq_len or 'seq'}, axes), a row for each position of the whole sequence",
+        )
+    axes, pairs = numbers.shape[1], head_dim // 2
+    if axes == 0 or pairs % axes:
+        raise ArgumentError(
+            "the axes of coordinates must divide the pairs of elements of a head",
+            found=f"{axes} axes, {pairs} pairs of head_dim={head_dim}",
+            expected="no remainder",
+            remedy="say another head_dim",
+        )
+    return numbers.astype(np.float64)
 
 
 TABLES = 16  # of one stage at most, each for its own positions
@@ -252,16 +283,20 @@ class RopeTables:
     def of(self, positions: int | ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
         """Return the table whose i-th row turns the i-th row of the sequence: of these positions, or of the first ones.
 
-        That of the first ones is a part of that of the next power of two. A table lives as long as a graph which is
-        recorded now.
+        Positions are integers (seq,), or numbers (seq, axes). The table of the first ones is a part of that of the next
+        power of two. A table lives as long as a graph which is recorded now.
         """
         if isinstance(positions, int):
             length = 1 << max(positions - 1, 0).bit_length()
             return arrays.keep_for_graph(self._kept(length, head_dim, base, scaling))[:positions]
-        known = np.ascontiguousarray(positions, np.int64).tobytes()
-        return arrays.keep_for_graph(self._kept(known, head_dim, base, scaling))
+        numbers = np.asarray(positions, np.int64 if np.ndim(positions) == 1 else np.float64)
+        return arrays.keep_for_graph(self._kept(numbers.tobytes(), head_dim, base, scaling, *numbers.shape[1:]))
 
-    def _made(self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None) -> Array:
-        """Make the table of the first positions, or of those whose int64 values these bytes are."""
-        numbers = np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, np.int64)
+    def _made(
+        self, positions: int | bytes, head_dim: int, base: float, scaling: RopeScaling | None, axes: int = 0
+    ) -> Array:
+        """Make the table of the first positions, or of those whose int64 or, of several axes, float64 these are."""
+        kind = np.float64 if axes else np.int64
+        numbers = np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, kind)
+        numbers = numbers.reshape(-1, axes) if axes else numbers
         return self.make(numbers, head_dim, base, self.dtype, self.device, scaling)

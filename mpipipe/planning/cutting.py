@@ -31,7 +31,7 @@ class CutStage:
     layers : range
         Places of its layers in the list of the whole model.
     is_first, is_last : bool
-        Whether inputs enter here, and whether the loss is here.
+        Whether inputs enter here, to the embedding of a text model, and whether the loss is here, after its head.
     parameters, bytes : int
         Number of its parameters, and bytes of them with their gradients, and of copies in a half dtype.
     """

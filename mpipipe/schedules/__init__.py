@@ -13,7 +13,7 @@ from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.csv_text import from_file as from_file
 from mpipipe.schedules.csv_text import is_path as is_path
 from mpipipe.schedules.draw import chrome_trace, grid, timeline
-from mpipipe.schedules.partition import Advice, advise, partition, with_frozen
+from mpipipe.schedules.partition import partition, with_frozen
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.proof import check_part as check_part
 from mpipipe.schedules.proof import digest as digest
@@ -26,7 +26,7 @@ from mpipipe.schedules.registry import ONE_STAGE as ONE_STAGE
 from mpipipe.schedules.registry import SEVERAL_STAGES as SEVERAL_STAGES
 from mpipipe.schedules.registry import TWO_STAGES as TWO_STAGES
 from mpipipe.schedules.registry import WITH_COSTS as WITH_COSTS
-from mpipipe.schedules.registry import by_name
+from mpipipe.schedules.registry import Advice, advise, by_name
 from mpipipe.schedules.registry import names as names
 from mpipipe.schedules.registry import placement_of as placement_of
 from mpipipe.schedules.repeated import Repetition, simulate_repeated

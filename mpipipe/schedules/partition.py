@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, changed
-from mpipipe.schedules.checks import at_least_one, counts
+from mpipipe.schedules.checks import at_least_one
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
 
@@ -183,45 +183,3 @@ def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Itera
             yield action
         elif stage >= first and op != WEIGHT_GRAD:
             yield Action(stage, BACKWARD, microbatch) if op == INPUT_GRAD else action
-
-
-# -- How many micro-batches to cut a batch into -----------------------------------------------------------------------
-
-
-PER_RANK = 4  # GPipe (arXiv:1811.06965, section 2.3): with M >= 4P the bubble hardly counts
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A number of micro-batches, and the bubble to expect with it.
-
-    Attributes
-    ----------
-    microbatches : int
-        M, the number of micro-batches to cut a batch into.
-    bubble_fraction : float
-        Idle part of the ranks' time: idle / (ranks * makespan).
-    """
-
-    microbatches: int
-    bubble_fraction: float
-
-
-def advise(ranks: int, chunks: int = 1) -> Advice:
-    """Advise four micro-batches per rank, and give the bubble fraction (P-1) / (VM + P-1) of 1F1B over them.
-
-    Parameters
-    ----------
-    ranks, chunks : int
-        P and V, stages per rank, at least 1. Interleaving makes the bubble smaller.
-
-    Examples
-    --------
-    >>> from mpipipe.schedules import advise
-    >>> advice = advise(ranks=4, chunks=2)
-    >>> advice.microbatches, round(advice.bubble_fraction, 3)
-    (16, 0.086)
-    """
-    ranks, chunks = counts(ranks=ranks, chunks=chunks)
-    microbatches = PER_RANK * ranks
-    return Advice(microbatches, (ranks - 1) / (chunks * microbatches + ranks - 1))

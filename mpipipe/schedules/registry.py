@@ -1,15 +1,16 @@
-"""Schedules by the name that a configuration or a command line gives."""
+"""Schedules by the name that a configuration or a command line gives, and advice which one to take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, checks, classic, zero_bubble
-from mpipipe.schedules.checks import at_least_one
+from mpipipe.schedules.checks import at_least_one, counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+from mpipipe.schedules.simulate import EQUAL_COSTS, SAME, Costs, peak_of, simulate
 from mpipipe.text import near
 
 ONE_STAGE: dict[str, Callable[..., Schedule]] = {  # per rank
@@ -123,6 +124,76 @@ def _costs(name: str, costs: Costs, memory_limit: float | None) -> dict[str, Any
 def _signatures() -> Iterator[str]:
     yield from (f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES))
     yield from (f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES)
+
+
+# -- How many micro-batches to cut a batch into, and the schedule with the smallest bubble for a number that is given --
+
+
+PER_RANK = 4  # GPipe (arXiv:1811.06965, section 2.3): with M >= 4P the bubble hardly counts
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A number of micro-batches and a schedule for it.
+
+    Attributes
+    ----------
+    microbatches : int
+        M, the number of micro-batches to cut a batch into.
+    bubble_fraction : float
+        Idle part of the ranks' time: idle / (ranks * makespan).
+    schedule : str
+        Its name, for `by_name`.
+    peak_activations : int
+        The largest number of chunk activations that a rank holds at once.
+    """
+
+    microbatches: int
+    bubble_fraction: float
+    schedule: str
+    peak_activations: int
+
+
+def advise(ranks: int, chunks: int = 1, microbatches: int | None = None, costs: Costs = EQUAL_COSTS) -> Advice:
+    """Advise a number of micro-batches for 1F1B, or the fastest schedule for the number that is given.
+
+    Parameters
+    ----------
+    ranks, chunks : int
+        P and V, stages per rank, at least 1. Interleaving makes the bubble smaller.
+    microbatches : int, optional
+        M, if it is not to be chosen: all schedules of `by_name` that train with V stages per rank are simulated. Of
+        those that are equally fast, the one that holds the fewest activations is taken. By default M is four for each
+        rank, and the schedule is 1F1B over the chunks with its bubble (P-1) / (VM + P-1).
+    costs : Costs, optional
+        Times of the stages in the simulation; by default one unit for each of F, I and W.
+
+    Returns
+    -------
+    Advice
+
+    Examples
+    --------
+    >>> from mpipipe.schedules import advise
+    >>> advice = advise(ranks=4, chunks=2)
+    >>> advice.microbatches, advice.schedule, round(advice.bubble_fraction, 3)
+    (16, 'interleaved_1f1b', 0.086)
+    >>> advise(ranks=4, microbatches=8).schedule
+    'zero_bubble_h1'
+    """
+    if microbatches is None:
+        ranks, chunks = counts(ranks=ranks, chunks=chunks)
+        microbatches, name = PER_RANK * ranks, "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
+        schedule = by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+        bubble = (ranks - 1) / (chunks * microbatches + ranks - 1)
+        return Advice(microbatches, bubble, name, peak_of(schedule, schedule.orders[0]))
+    found = [
+        simulate(by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs), costs)
+        for name in names(chunks)
+    ]
+    limit = (1 + SAME) * min(timeline.makespan for timeline in found)
+    peak, best = min(((max(t.peak_activations), t) for t in found if t.makespan <= limit), key=lambda each: each[0])
+    return Advice(microbatches, best.bubble_fraction, best.schedule.name, peak)
 
 
 # -- What papers and other libraries call the schedules: for the question which one a user may have meant -------------

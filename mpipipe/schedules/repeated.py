@@ -21,7 +21,7 @@ from typing import NamedTuple
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.checks import counts
 from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Links, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Links, Timeline, simulate
 from mpipipe.text import counted
 
 ENOUGH = 1 << 15  # F's and backwards of the largest schedule that is simulated, if a repetition is found by then
@@ -49,6 +49,7 @@ class Repetition:
     bubble_ratio: float
     peak_activations: int
     sizes: tuple[tuple[int, int], ...]
+    efficiency = Timeline.efficiency
 
 
 class _Line(NamedTuple):

@@ -111,6 +111,11 @@ class Timeline:
     starts: list[array[float]] = field(repr=False)
     ends: list[float] = field(repr=False)
 
+    @property
+    def efficiency(self) -> float:
+        """The share of all ranks' time in which they compute, 1 - bubble_fraction: as `Efficiencies.parallel`."""
+        return 1 - self.bubble_fraction
+
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """For each rank a tuple of (action, start, end)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipipe.attention import Layout, Local, Ring
+from mpipipe.attention import BiasFunction, Layout, Local, Ring
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of
 from mpipipe.nn import Attend
@@ -124,7 +124,12 @@ class Shard:
         return self.divide(length).positions(self.rank)
 
     def attend(
-        self, length: int, causal: bool = False, window: int | None = None, scale: float | None = None
+        self,
+        length: int,
+        causal: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        bias: BiasFunction | None = None,
     ) -> Attend:
         """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective over `comm`.
 
@@ -132,9 +137,12 @@ class Shard:
         ----------
         length : int
             Of the whole sequence.
-        causal, window, scale : bool, int and float, optional
+        causal, window, scale, bias : bool, int, float and callable, optional
             As for `attention.Local`.
         """
         if self.comm.size == 1:
-            return Local(causal, scale, window)
-        return Ring(self.comm, causal, self.divide(length), window, scale=scale)
+            local = Local(causal, scale, window, bias=bias)
+            if self.size > 1:  # on paper: rows are those of a rank
+                local.positions = lambda rows: self.positions(length)  # type: ignore[method-assign]
+            return local
+        return Ring(self.comm, causal, self.divide(length), window, scale=scale, bias=bias)

@@ -426,7 +426,8 @@ def test_frozen_parameters_are_in_no_flat_array():
     alone(bare, (np.ones((4, 3)), np.ones((4, 3))), schedule=schedules.zero_bubble_h1(1, 2))
 
 
-def test_messages_move_between_the_modules_of_a_stage():
+def test_messages_move_between_the_modules_of_a_stage(monkeypatch):
+    monkeypatch.setattr("mpipipe.adapters.pytorch.stage.BETWEEN_POLLS", -1.0)
     stage = adapters.torch_stage(torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4))))
     polls = []
     stage.poll = lambda: polls.append(1)
@@ -434,6 +435,9 @@ def test_messages_move_between_the_modules_of_a_stage():
     assert len(polls) == 4
     stage.backward(y, saved)
     assert len(polls) == 8
+    monkeypatch.setattr("mpipipe.adapters.pytorch.stage.BETWEEN_POLLS", 60.0)
+    stage.forward(np.ones((2, 3), np.float32))
+    assert len(polls) == 8  # the last one was a moment ago
 
 
 def test_a_loss_of_pytorch_multiplies_before_it_rounds_and_takes_several_outputs():

@@ -12,6 +12,7 @@ from support.tolerance import within
 
 from mpipipe import attention, nn
 from mpipipe.attention import Layout, Ring, mask
+from mpipipe.attention.kernels import host
 from mpipipe.attention.layout import KINDS
 from mpipipe.errors import ArgumentError, MismatchError, PeerError
 from mpipipe.language.models import GPT
@@ -222,3 +223,89 @@ def test_positions_may_begin_anew_in_each_document(comm):
     ring = Ring(comm, layout=layout, segments=[4] * comm.size)
     stage = nn.Stage([nn.SelfAttention(16, 2, attend=ring, positions=anew)])
     stage.forward(np.ones((1, 4, 16), np.float32))
+
+
+# -- The table of a ring, against what a ring really sends and computes, and brute force over positions ---------------
+
+
+class Recording:
+    """The host's kernel, which notes whose block it attends to: keys hold the number of their rank."""
+
+    def __init__(self):
+        self.blocks = []
+
+    def make_accumulator(self, q, v, overwrite):
+        inner, outer = host.make_accumulator(q, v, overwrite), self
+
+        class Accumulator:
+            end = inner.end
+
+            def attend(self, block):
+                outer.note(block)
+                inner.attend(block)
+
+        return Accumulator()
+
+    def block_gradients(self, block, *rest):
+        self.note(block)
+        return host.block_gradients(block, *rest)
+
+    def note(self, block):
+        self.blocks.append((int(block.k.flat[0]), seen(block.slices, block.q.shape[1], block.k.shape[1])))
+
+
+VIEWS = [(True, None), (False, None), (True, 7), (True, 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal, window", VIEWS)
+def test_a_ring_does_what_its_table_says(comm, monkeypatch, kind, causal, window):
+    layout, kernel = Layout(kind, comm.size, 24), Recording()
+    monkeypatch.setattr(attention.kernels, "chosen", lambda *arrays: kernel)
+    mine = [layout.shard(x, comm.rank) for x in np.random.default_rng(0).standard_normal((3, 1, 24, HEADS, DIM))]
+    mine[1][:] = comm.rank
+    ring = Ring(comm, causal, layout, window)
+    tables = [layout.table(comm.rank, causal, window, backward=backward) for backward in (False, True)]
+    if len(tables[0]) == 1:
+        assert tables == [[(0, None, None, comm.rank, *tables[0][0][-2:])]] * 2
+        return
+    saved = ring.forward(*mine)[1]
+    exchange = ring._run(saved.plan, kernel).exchange
+    for table, call, arguments in zip(tables, (ring.forward, ring.backward), (mine, (mine[2], saved))):
+        kernel.blocks.clear()
+        before = exchange.started
+        call(*arguments)
+        sent = [(message.dest, message.source) for message in exchange.last if message.number > before]
+        assert sent == [(row.send_to, row.receive_from) for row in table if row.send_to is not None]
+        assert [row.step for row in table] == list(range(layout.steps(causal, window)))
+        assert [(row.keys_of, row.pairs) for row in table] == [(owner, count.sum()) for owner, count in kernel.blocks]
+        i = layout.positions(comm.rank)[:, None]
+        for row, (_, count) in zip(table, kernel.blocks):
+            j = layout.positions(row.keys_of)
+            visible = (j <= i) | (not causal)
+            visible &= (window is None) | (i - j < (window or 0))
+            np.testing.assert_array_equal(count, visible)
+            assert (row.mask == "full") == visible.all() and (row.mask == "none") == (not visible.any())
+            triangle = [np.array_equal(visible, np.tri(*visible.shape, shift)) for shift in (0, -1)]
+            assert row.mask != "causal" or any(triangle)
+            # a window may cut a triangle into parts
+            assert row.mask == "causal" or not any(triangle) or row.pairs in (0, 1) or window is not None
+
+
+def test_the_table_of_the_first_systems():
+    """Ranks, sources and masks of rank 2 of 4, of 256 positions each; and their ring of two."""
+    assert [row[1:5] for row in Layout("contiguous", 4, 1024).table(2)] == [
+        (3, 1, 2, "causal"), (3, 1, 1, "full"), (3, 1, 0, "full"), (None, None, 3, "none"),
+    ]  # fmt: skip
+    assert [row[1:4] for row in Layout("contiguous", 2, 8).table(0)] == [(1, 1, 0), (None, None, 1)]
+    for rank in range(4):
+        assert {row.keys_of for row in Layout("striped", 4, 64).table(rank)} == {0, 1, 2, 3}
+
+
+def test_tables_that_do_not_exist_and_those_of_other_keys():
+    for rank in (-1, 3):
+        with pytest.raises(ArgumentError, match="no such rank"):
+            Layout("zigzag", 3, 9).table(rank)
+    table = Layout("contiguous", 2, 4).table(1, False, keys=Layout("contiguous", 2, 7))
+    assert [row.pairs for row in table] == [2 * 3, 2 * 4]
+    assert str(Layout("contiguous", 2, 0).table(0)).splitlines()[2].split() == "0 - - 0 none 0".split()

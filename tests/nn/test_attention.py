@@ -18,11 +18,14 @@ RANDOM = np.random.default_rng(6)
 
 
 def apply_rope(x, positions, base):
-    """x (seq, head_dim): each pair of neighbours turned by a 2 x 2 matrix."""
+    """x (seq, head_dim): each pair of neighbours turned by a 2 x 2 matrix; each axis of positions turns its block."""
     y = np.empty_like(x)
-    for row, position in enumerate(positions):
+    positions = np.reshape(positions, (len(x), -1))
+    width = x.shape[1] // positions.shape[1]
+    for row, numbers in enumerate(positions):
         for i in range(x.shape[1] // 2):
-            angle = position * base ** (-2 * i / x.shape[1])
+            axis, pair = divmod(2 * i, width)
+            angle = numbers[axis] * base ** (-pair / width)
             turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
             y[row, 2 * i : 2 * i + 2] = turn @ x[row, 2 * i : 2 * i + 2]
     return y
@@ -63,6 +66,94 @@ def test_self_attention_is_its_definition(heads, kv_heads, causal, positions):
     x = RANDOM.standard_normal((2, 5, 16))
     expected = dense(x, stage.parameters, heads, kv_heads or heads, positions or range(5), 500.0, causal)
     close(stage.forward(x)[0], expected, *cost(x, expected, 1))
+
+
+# -- Positions of several axes ----------------------------------------------------------------------------------------
+
+
+def grid(rows=3, columns=5):
+    """The latitudes and longitudes of the patches of a sphere, row after row."""
+    return np.stack(np.meshgrid(90 - 25.5 * np.arange(rows), 72.0 * np.arange(columns), indexing="ij"), -1).reshape(
+        -1, 2
+    )
+
+
+@pytest.mark.parametrize("coordinates", [grid(), grid()[:, :1], np.concatenate([grid() // 7, grid()], 1)], ids=np.shape)
+@pytest.mark.parametrize("causal", [True, False])
+def test_each_axis_of_coordinates_turns_its_block_of_a_head(coordinates, causal):
+    layer = nn.SelfAttention(32, 4, 2, attention.Local(causal), rope_base=500.0, coordinates=coordinates)
+    x = RANDOM.standard_normal((2, 15, 32))
+    stage = nn.Stage([layer], dtype="float64")
+    expected = dense(x, stage.parameters, 4, 2, coordinates, 500.0, causal)
+    close(stage.forward(x)[0], expected, *cost(x, expected, np.abs(coordinates).max()))
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("of", [Ring, attention.Ulysses])
+def test_each_rank_takes_the_coordinates_of_its_own_rows(kind, ranks, of):
+    x, dy = RANDOM.standard_normal((2, 2, 15, 32))
+    layout = attention.Layout(kind, ranks, 15)
+
+    def run(attend, x, dy):
+        stage = nn.Stage([nn.SelfAttention(32, 4, attend=attend, coordinates=grid())], "float64", seed=3)
+        y, saved = stage.forward(x)
+        return y, stage.backward(dy, saved), stage.gradients.flat, stage
+
+    def on_each_rank(comm):
+        return run(of(comm, False, layout), layout.shard(x, comm.rank), layout.shard(dy, comm.rank))
+
+    ys, dxs, gradients, stages = zip(*inprocess.run(ranks, on_each_rank))
+    expected = dense(x, stages[0].parameters, 4, 4, grid(), 10000.0, False)
+    close(layout.unshard(ys), expected, *cost(x, expected, 300))
+    one = run(attention.Local(False), x, dy)
+    for found, right in zip((layout.unshard(ys), layout.unshard(dxs), sum(gradients)), one):
+        np.testing.assert_allclose(found, right, rtol=0, atol=1e-12 * largest(right))
+
+
+def test_scores_depend_on_differences_of_coordinates_alone_and_have_gradients():
+    x = RANDOM.standard_normal((2, 15, 16))
+    stages = [
+        nn.Stage([nn.SelfAttention(16, 2, attend=attention.Local(False), coordinates=there)], "float64", seed=1)
+        for there in (grid(), grid() + np.array([1.25, -700.0]), grid() * [1, 2], grid()[:, ::-1])
+    ]
+    y, moved, *others = (stage.forward(x)[0] for stage in stages)
+    close(moved, y, *cost(x, y, 1000))
+    assert all(np.abs(other - y).max() > 1e-3 for other in others)
+    small = nn.SelfAttention(
+        8, 2, attend=attention.Local(), coordinates=grid(2, 2), rope_scaling=nn.YarnScaling(4.0, 64)
+    )
+    check_stage(nn.Stage([small], dtype="float64"), RANDOM.standard_normal((2, 4, 8)))
+
+
+@pytest.mark.parametrize(
+    "coordinates, options, match",
+    [
+        (np.zeros(4), {}, r"\(seq, axes\)"),
+        (np.zeros((4, 2), complex), {}, "complex"),
+        ([[0.0, np.nan]] * 4, {}, "NaN"),
+        (np.zeros((4, 3)), {}, "3 axes, 4 pairs of head_dim=8"),
+        (np.zeros((4, 0)), {}, "0 axes"),
+        (np.zeros((4, 2)), dict(rope_base=None), "rope_base"),
+    ],
+)
+def test_coordinates_that_do_not_fit_are_refused(coordinates, options, match):
+    with pytest.raises(ArgumentError, match=match):
+        nn.SelfAttention(16, 2, attend=attention.Local(), coordinates=coordinates, **options)
+
+
+def test_a_sequence_that_is_not_that_of_the_coordinates_is_refused_on_all_ranks():
+    for length, positions in ((3, None), (5, None), (4, [0, 1, 2, 4]), (4, [-1, 0, 1, 2])):
+        layer = nn.SelfAttention(16, 2, attend=attention.Local(), positions=positions, coordinates=np.zeros((4, 2)))
+        with pytest.raises(ArgumentError, match="4 positions, a row of coordinates for each"):
+            nn.Stage([layer]).forward(np.zeros((1, length, 16), np.float32))
+
+    def on_each_rank(comm):
+        ring = Ring(comm, layout=attention.Layout("zigzag", 2, 9))
+        with pytest.raises(ArgumentError, match=r"\(9, axes\)"):
+            nn.SelfAttention(16, 2, attend=ring, coordinates=np.zeros((8, 2)))
+
+    inprocess.run(2, on_each_rank)
 
 
 OPTIONS = {

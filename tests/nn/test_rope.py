@@ -93,6 +93,19 @@ def test_tables_on_host_and_device_have_scaled_angles_and_amplitude(gpu, scaling
         within(arrays.download(device)[..., there], expected, allowed)
 
 
+def test_tables_of_coordinates_are_those_of_each_axis_side_by_side(gpu):
+    coordinates = np.array([[0.0, 1.0], [2.5, -7.0], [90.0, 359.0]])
+    for device in ("cpu", "cuda"):
+        kept = RopeTables(nn.kernels.of(device).rope_table, np.dtype(np.float64), device)
+        found = kept.of(coordinates, 12, 100.0)
+        assert kept.of(coordinates.tolist(), 12, 100.0) is found
+        assert kept.of(np.array([2, 5]), 12, 100.0) is not kept.of([[2], [5]], 12, 100.0)
+        if device == "cuda":
+            found = arrays.download(found)
+        expected = np.concatenate([np.exp(1j * rope.angles(axis, 6, 100.0)[0]) for axis in coordinates.T], 1)
+        close(found.view(np.float64).reshape(3, 12), expected.view(np.float64), 2, 1)
+
+
 def test_turning_back_is_the_adjoint_though_the_amplitude_is_not_one():
     """<turned x, y> = <x, y turned back>, which a backward needs."""
     table = nn.kernels.of("cpu").rope_table(POSITIONS, 8, 100.0, np.dtype(np.float64), scaling=SCALINGS[4])

@@ -6,7 +6,7 @@ import pytest
 from support.tolerance import close
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import advise, by_name, registry, simulate
+from mpipipe.schedules import Advice, Costs, advise, by_name, registry, simulate
 from mpipipe.schedules.registry import OTHER_NAMES
 
 ON_A_V = ["zero_bubble_v", "dualpipe_v", "v_half", "v_min"]
@@ -34,8 +34,34 @@ def test_impossible_sizes_are_refused(name, sizes):
 def test_advice_is_four_microbatches_per_rank_with_the_bubble_that_simulation_finds(ranks, chunks):
     advice = advise(ranks, chunks)
     assert advice.microbatches == 4 * ranks
-    schedule = by_name("interleaved_1f1b", ranks=ranks, chunks=chunks, microbatches=advice.microbatches)
-    close(advice.bubble_fraction, simulate(schedule).bubble_fraction, 4)
+    schedule = by_name(advice.schedule, ranks=ranks, chunks=chunks, microbatches=advice.microbatches)
+    timeline = simulate(schedule)
+    close(advice.bubble_fraction, timeline.bubble_fraction, 4)
+    assert advice.peak_activations == max(timeline.peak_activations)
+    assert advice.schedule == ("one_f_one_b" if chunks == 1 else "interleaved_1f1b")
+
+
+@pytest.mark.parametrize("ranks, chunks, microbatches", [(1, 1, 3), (2, 1, 1), (4, 1, 8), (3, 2, 5), (2, 4, 6)])
+def test_no_schedule_is_faster_than_the_advised_one_nor_as_fast_in_less_memory(ranks, chunks, microbatches):
+    costs = Costs(2, [1 + stage % 3 for stage in range(ranks * chunks)], 1, 0.25)
+    for given in (Costs(), costs):
+        sizes = dict(ranks=ranks, chunks=chunks, microbatches=microbatches, costs=given)
+        advice = advise(**sizes)
+        best = simulate(by_name(advice.schedule, **sizes), given)
+        assert advice == Advice(microbatches, best.bubble_fraction, advice.schedule, max(best.peak_activations))
+        for name in NAMES:
+            if name in registry.names(chunks):
+                other = simulate(by_name(name, **sizes), given)
+                slower = other.makespan > best.makespan * (1 + 1e-9)
+                close(max(best.makespan, other.makespan), other.makespan, 8)
+                assert slower or max(other.peak_activations) >= advice.peak_activations
+    assert advise(4, 1, 8) == Advice(8, 1 / 9, "zero_bubble_h1", 4)  # ZB-H1 of equal times: (P-1) / (3M + P-1)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (2, 0), (2, 1, 0), (2, 0, 4), (2, 1, 1.5)])
+def test_advice_for_impossible_sizes_is_refused(sizes):
+    with pytest.raises(ArgumentError, match=r"at least 1|integer"):
+        advise(*sizes)
 
 
 def test_chunks_that_a_schedule_does_not_have_are_refused():

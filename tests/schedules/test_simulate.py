@@ -12,6 +12,8 @@ from support.random_schedules import runnable_schedules
 from support.tolerance import close
 
 from mpipipe import schedules
+from mpipipe.analysis.efficiency import efficiencies
+from mpipipe.analysis.segments import PARTS
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Action, Costs, peak_memory, simulate, with_recompute
 
@@ -58,6 +60,21 @@ def test_every_action_ends_at_its_longest_path(schedule, data):
     idle = schedule.ranks * timeline.makespan - busy
     close(timeline.bubble_fraction, idle / (schedule.ranks * timeline.makespan or 1), 4)
     close(timeline.bubble_ratio, idle / busy if busy else math.inf if idle else 0, 4)
+    close(timeline.efficiency, busy / (schedule.ranks * timeline.makespan) if timeline.makespan else 1, 4)
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(1, 1), (2, 4), (4, 8), (2, 16), (4, 4), (4, 2)])
+def test_efficiency_of_1f1b_is_that_of_the_literature_and_of_a_trace_in_which_ranks_compute_or_wait(
+    ranks, microbatches
+):
+    timeline = simulate(schedules.one_f_one_b(ranks, microbatches), Costs(2, 1, 1))  # F as long as B
+    close(timeline.efficiency, microbatches / (microbatches + ranks - 1), 4)
+    busy = [sum(end - start for _, start, end in spans) for spans in timeline.spans]
+    parts = {
+        rank: {**dict.fromkeys(PARTS, 0.0), "compute": time, "bubble": timeline.makespan - time}
+        for rank, time in enumerate(busy)
+    }
+    close(timeline.efficiency, efficiencies(parts).parallel, 4)
 
 
 @given(schedule=runnable_schedules())
@@ -75,7 +92,7 @@ def test_peak_is_the_largest_number_of_open_intervals(schedule):
 
 def test_free_actions_make_no_bubble():
     timeline = simulate(schedules.gpipe(2, 2), Costs(0, 0, 0))
-    assert (timeline.makespan, timeline.bubble_fraction, timeline.bubble_ratio) == (0, 0, 0)
+    assert (timeline.makespan, timeline.bubble_fraction, timeline.bubble_ratio, timeline.efficiency) == (0, 0, 0, 1)
 
 
 @pytest.mark.parametrize("cost", [-1, math.nan, math.inf, [1, 2], [1, 2, 3], "fast", ["a", "b", "c", "d"], None])

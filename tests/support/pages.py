@@ -22,7 +22,7 @@ SECONDS = 100  # for one block
 # A reader runs these as they stand. A test has no time for all of their work, so it takes a small part of it.
 LESS = """
 case "$*" in
-    *waves*) exec "$PYTHON" "$@" ;;
+    *waves*|*shift.py*) exec "$PYTHON" "$@" ;;
     *docs/tasks/darcy.py*) exec "$PYTHON" "$@" --steps 2 --set samples=64 ;;
     "-m mpipipe plan --dim 64 --layers 3"*) exec "$PYTHON" "$@" --batch 4 ;;
     "-m mpipipe train --plan auto"*)

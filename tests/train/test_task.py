@@ -265,6 +265,18 @@ def test_parts_positions_and_the_whole_fit_together(layout, axis):
     assert all(inprocess.run(3, work))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_on_paper_attention_is_at_the_positions_of_a_rank(layout):
+    def work(comm):
+        shard = Shard(comm, layout, size=4)
+        attend, own = shard.attend(9), shard.positions(9)
+        np.testing.assert_array_equal(attend.positions(len(own)), own)
+        stage = nn.Stage([nn.SelfAttention(8, 2, attend=attend, coordinates=np.zeros((9, 2)))])
+        return stage.forward(np.ones((1, len(own), 8), np.float32))[0].shape[1] == len(own)
+
+    assert inprocess.run(1, work) == [True]
+
+
 class Trees(Field):
     """Its targets are a dict of arrays."""
 

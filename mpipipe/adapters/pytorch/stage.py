@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import setitem
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ from mpipipe.arrays import Array, Branches, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position
 
+BETWEEN_POLLS = 1e-3  # seconds at least: a poll and its hook in the backward take up to 60 us where caches are cold
 BACKWARD = "the backward of a module", "the gradient that it is given"
 
 
@@ -53,8 +55,8 @@ class TorchStage(TreeStage):
     """See `mpipipe.adapters.torch_stage`, which makes it.
 
     `parameters` and `gradients` are None, or the trainable ones: views of one array `.flat` each, on the memory of the
-    module's. A pipeline sets `poll`, which lets messages move; it is called after each module within that has
-    parameters, and while a `TorchAttend` within computes.
+    module's. A pipeline sets `poll`, which lets messages move; it is called after modules within that have matrices,
+    every millisecond at most, and while a `TorchAttend` within computes.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class TorchStage(TreeStage):
         super().__init__("torch_stage", seed, gives, takes)
         self.module, self.prefix = module, prefix
         self.poll: Callable[[], object] | None = None
+        self._polled = 0.0  # seconds of a clock
         places = {device_of(each) for each in (*module.parameters(), *module.buffers())} or {("cpu", None)}
         if len(places) > 1:
             raise ArgumentError(
@@ -180,8 +183,9 @@ class TorchStage(TreeStage):
             generator.set_state(state)
 
     def _move_messages(self, _module: Any, _inputs: Any, output: Any) -> None:
-        """Poll when a module has ended its forward, and when it begins its backward."""
-        if self.poll is not None:
+        """Poll when a module has ended its forward, and when it begins its backward; but not all the time."""
+        if self.poll is not None and perf_counter() > self._polled + BETWEEN_POLLS:
+            self._polled = perf_counter()
             self.poll()
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._poll)

@@ -60,11 +60,14 @@ def array_of(tensor: Tensor, contiguous: bool = True) -> Array:
     A tensor that is not contiguous is copied then. A conjugate or an imaginary part that PyTorch has not yet computed
     is always.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    tensor = tensor.contiguous() if contiguous else tensor
+    if contiguous and not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
     half = tensor.dtype == torch.bfloat16
-    bits = tensor.view(torch.int16) if half else tensor
-    array = bits.numpy() if tensor.device.type == "cpu" else arrays.cupy().from_dlpack(bits)
+    bits = tensor.detach().view(torch.int16) if half else tensor
+    if bits.is_cpu:
+        array = bits.numpy(force=True)  # all of it in one call
+    else:
+        array = arrays.cupy().from_dlpack(bits.detach().resolve_conj().resolve_neg())
     return array.view(BFLOAT16) if half else array
 
 
@@ -138,13 +141,13 @@ def check_module(module: Any) -> None:
 
 
 def modules_for_hooks(module: Any) -> Iterator[Any]:
-    """Yield the modules within that have parameters and can have hooks.
+    """Yield the modules within that have matrices and can have hooks: others take less time than a hook is worth.
 
     TorchScript takes none, and a graph of torch.compile would break at each.
     """
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == COMPILED:
         return
-    if any(True for _ in module.parameters(recurse=False)):
+    if any(each.ndim > 1 for each in module.parameters(recurse=False)):
         yield module
     for each in module.children():
         yield from modules_for_hooks(each)

@@ -20,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
-from typing import TypeAlias, TypeVar, cast
+from itertools import product
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from mpipipe.arrays import float32_like, is_half, round_into, upcast
+from mpipipe.attention.bias import Bias, evaluated
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
@@ -75,15 +77,28 @@ KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
 _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
 
-def _problems(block: KVBlock) -> Iterator[tuple[Slice, int, int, slice, slice, slice]]:
-    """Yield (slice, batch entry, key head, its query heads, rows, keys) of each problem."""
-    kv_heads = block.k.shape[2]
-    group = block.q.shape[2] // kv_heads
-    for b in range(block.q.shape[0]):
-        for h in range(kv_heads):
-            own = slice(h * group, (h + 1) * group)
+class _Part(NamedTuple):
+    """A slice, with what is added to its scores."""
+
+    slice: Slice
+    bias: Callable[[np.ndarray, int], None] | None = None
+
+
+def _problems(block: KVBlock) -> Iterator[tuple[_Part, int, int, slice, slice, slice]]:
+    """Yield (part, batch entry, key head, its query heads, rows, keys) of each problem."""
+    (batch, _, heads, _), kv_heads = block.q.shape, block.k.shape[2]
+    group = heads // kv_heads
+    owners = [(b, h, slice(h * group, (h + 1) * group)) for b, h in product(range(batch), range(kv_heads))]
+    if block.bias is None:
+        for b, h, own in owners:
             for part in block.slices:
-                yield part, b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+                yield _Part(part), b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+        return
+    for part in (short for whole in block.slices for short in _one_tile_each(whole, group)):
+        bias = _SliceBias(block.bias, part, heads, block.q.dtype)  # the same for all of a batch
+        for b, h, own in owners:
+            biased = _Part(part, partial(bias.add, own))
+            yield biased, b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
 
 
 @upcast_forward
@@ -125,7 +140,7 @@ Keys: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _forward_head(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, part: Slice, poll: Callable[[], object]
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, part: _Part, poll: Callable[[], object]
 ) -> tuple[np.ndarray, np.ndarray]:
     """One key head and slice: q (seq, group, dim), k and v (keys, dim).
 
@@ -139,11 +154,13 @@ def _forward_head(
     np.negative(row_max, out=queries[:, dim:])
     acc, row_sum = np.empty((seq * group, width), q.dtype), np.empty((seq * group, 1), q.dtype)
     keys = _with_column(k[:, None], 1, 1), np.ascontiguousarray(v), np.ones((KEYS, 1), k.dtype)
-    attend = _bounded if 2 * row_max.max() < _SAFE[q.dtype] else _online
+    attend = _bounded if part.bias is None and 2 * row_max.max() < _SAFE[q.dtype] else _online
     for tile in _tiles(part, group, q.dtype):
         at = tile.rows
         attend((queries[at], acc[at], row_sum[at], row_max[at]), keys, tile)
         poll()
+    if part.bias is not None:
+        row_sum[row_sum == 0] = 1  # all keys of a row had a bias of -inf
     np.divide(acc, row_sum, out=acc)
     np.log(row_sum, out=row_sum)
     np.add(row_sum, row_max, out=row_sum)
@@ -151,7 +168,7 @@ def _forward_head(
 
 
 def _backward_head(
-    factors: Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
+    factors: Factors, part: _Part, scale: float, gradients: Gradients, poll: Callable[[], object]
 ) -> None:
     """One key head and slice: dq (seq, group, dim), dk (keys, dim), dv (keys, value_dim)."""
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
@@ -187,15 +204,45 @@ def _corner(group: int, dtype: np.dtype, upper: bool) -> np.ndarray:
     return square
 
 
+class _SliceBias:
+    """The bias of a slice of one tile of rows, evaluated once for each piece of keys, for all heads."""
+
+    def __init__(self, bias: Bias, part: Slice, heads: int, dtype: np.dtype) -> None:
+        self._bias, self._heads, self._dtype = bias, heads, dtype
+        self._queries, self._keys = bias.queries[part.q_start : part.q_stop, None], bias.keys[part.k_start :]
+        self._pieces: dict[int, np.ndarray] = {}
+
+    def add(self, own: slice, scores: np.ndarray, first: int) -> None:
+        """Add to the scores (rows, keys from `first` on) of some heads."""
+        if first not in self._pieces:
+            keys = self._keys[first : first + scores.shape[1]]
+            self._pieces[first] = evaluated(self._bias.function, self._heads, self._queries, keys, self._dtype)
+        numbers = self._pieces[first][own].swapaxes(0, 1)
+        rows = scores.reshape(numbers.shape)
+        np.add(rows, numbers, out=rows)
+
+
+def _one_tile_each(part: Slice, group: int) -> Iterator[Slice]:
+    """Cut a slice into slices of one tile of rows, with no more keys than they see."""
+    rows, keys, step = part.q_stop - part.q_start, part.k_stop - part.k_start, max(1, ROWS // group)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        first = 0 if part.low is None else max(0, start + part.low)
+        end = keys if part.high is None else min(keys, stop + part.high)
+        bounds = (None if bound is None else bound + start - first for bound in (part.low, part.high))
+        yield Slice(part.q_start + start, part.q_start + stop, part.k_start + first, part.k_start + end, *bounds)
+
+
 class _Tile:
     """Queries start ... stop - 1 of a slice, which see keys first ... end - 1 at most.
 
     rows : their rows, `group` for each query
     """
 
-    __slots__ = ("corners", "end", "first", "rows")
+    __slots__ = ("bias", "corners", "end", "first", "rows")
 
-    def __init__(self, part: Slice, group: int, start: int, stop: int, dtype: np.dtype) -> None:
+    def __init__(self, whole: _Part, group: int, start: int, stop: int, dtype: np.dtype) -> None:
+        part, self.bias = whole
         self.rows = slice(start * group, stop * group)
         keys = part.k_stop - part.k_start
         self.first = 0 if part.low is None else max(0, start + part.low)
@@ -208,11 +255,13 @@ class _Tile:
         for start in range(self.first, self.end, KEYS):
             yield slice(start, min(start + KEYS, self.end))
 
-    def hide(self, scores: np.ndarray, first: int) -> None:
-        """Add -inf to the scores (rows, keys from `first` on) of hidden keys.
+    def add_to(self, scores: np.ndarray, first: int) -> None:
+        """Add the bias to the scores (rows, keys from `first` on), and -inf to those of hidden keys.
 
         This comes before the exponential: the score of a hidden key may be anything, and its exponential overflow.
         """
+        if self.bias is not None:
+            self.bias(scores, first)
         end = first + scores.shape[1]
         for column, corner in self.corners:
             low, high = max(first, column), min(end, column + corner.shape[1])
@@ -221,8 +270,8 @@ class _Tile:
                 np.add(part, corner[: len(part), low - column : high - column], out=part)
 
 
-def _tiles(part: Slice, group: int, dtype: np.dtype) -> Iterator[_Tile]:
-    seq = part.q_stop - part.q_start
+def _tiles(part: _Part, group: int, dtype: np.dtype) -> Iterator[_Tile]:
+    seq = part.slice.q_stop - part.slice.q_start
     step = max(1, ROWS // group)
     for start in range(0, seq, step):
         yield _Tile(part, group, start, min(start + step, seq), dtype)
@@ -237,7 +286,7 @@ def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
     (queries, acc, row_sum, _), (keys, values, ones) = rows, block
     for at in tile.pieces():
         scores = np.matmul(queries, keys[at].T)
-        tile.hide(scores, at.start)
+        tile.add_to(scores, at.start)
         np.exp(scores, out=scores)
         if at.start == tile.first:
             np.matmul(scores, values[at], out=acc)
@@ -253,7 +302,7 @@ def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
     acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
     for at in tile.pieces():
         scores = np.matmul(queries[:, :-1], keys[at, :-1].T)
-        tile.hide(scores, at.start)
+        tile.add_to(scores, at.start)
         high = np.maximum(row_max, scores.max(1, keepdims=True))
         safe_max = np.where(np.isneginf(high), 0, high)  # a row may have seen no key up to here
         np.subtract(scores, safe_max, out=scores)
@@ -272,7 +321,7 @@ def _backward_tile(factors: Factors, tile: _Tile, sums: Gradients) -> None:
     dim, width = dqueries.shape[1], dvalues.shape[1]
     for at in tile.pieces():
         weights = np.matmul(queries, keys[at].T)
-        tile.hide(weights, at.start)
+        tile.add_to(weights, at.start)
         np.exp(weights, out=weights)
         slopes = np.matmul(gradients, values[at].T)
         np.multiply(slopes, weights, out=slopes)

@@ -14,7 +14,7 @@ from mpipipe.nn.checks import check_positive, check_sequence, rows
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
 from mpipipe.nn.layers.layer import Layer, Projection, stacked_projections
 from mpipipe.nn.parameters import matrix, ones, vector
-from mpipipe.nn.rope import RopeScaling
+from mpipipe.nn.rope import RopeScaling, checked_coordinates
 
 
 class SelfAttention(Layer):
@@ -46,6 +46,10 @@ class SelfAttention(Layer):
         Width of a head, even where heads are turned; by default dim / heads.
     rope_scaling : RopeScaling, optional
         Scaling of the rotary frequencies, such as `nn.Llama3Scaling`.
+    coordinates : array_like, optional
+        Numbers (positions of the whole sequence, axes), the same on all ranks: queries and keys are turned by row p of
+        them, in place of p itself, at position p. Each axis turns its share of a head, head_dim / axes wide, with the
+        frequencies of a head of that width; scores depend on differences along each axis alone.
     qkv_bias, out_bias : bool
         Whether there are parameters `qkv_bias` ((heads + 2 kv_heads) head_dim,) and `out_bias` (dim,), of zeros at the
         start.
@@ -85,6 +89,7 @@ class SelfAttention(Layer):
         *,
         head_dim: int | None = None,
         rope_scaling: RopeScaling | None = None,
+        coordinates: ArrayLike | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: bool = False,
@@ -125,6 +130,11 @@ class SelfAttention(Layer):
             as_attend(attend).check_positions(self.positions)
         self.rope_base = None if rope_base is None else float(rope_base)
         self.rope_scaling, self.eps = rope_scaling, eps
+        self.coordinates: np.ndarray | None = None
+        if coordinates is not None:
+            if rope_base is None:
+                raise ArgumentError("coordinates turn nothing where rope_base is None", remedy="leave one of them out")
+            self.coordinates = checked_coordinates(coordinates, head_dim, getattr(attend, "seq_len", None))
         self._width = (heads + 2 * kv_heads) * head_dim
         self.declared = {"qkv": matrix(self._width, dim), "out": matrix(dim, heads * head_dim, gain)}
         if qkv_bias:
@@ -241,6 +251,22 @@ class SelfAttention(Layer):
         positions = self.positions
         if positions is None:
             positions = self._attend.positions(seq)
+        if self.coordinates is not None:
+            positions = self._coordinates_of(positions, seq)
         return self.stage.tables.of(
             seq if positions is None else positions, self.head_dim, self.rope_base, self.rope_scaling
         )
+
+    def _coordinates_of(self, positions: np.ndarray | None, seq: int) -> np.ndarray:
+        whole = self.coordinates
+        assert whole is not None
+        own = np.arange(seq) if positions is None else positions
+        outside = own.size > 0 and not 0 <= own.min() <= own.max() < len(whole)
+        if outside or (positions is None and seq != len(whole)):
+            raise ArgumentError(
+                f"layer {self.name} (SelfAttention): the sequence is not that of the coordinates",
+                found=f"{seq} rows, at positions {own.min()} to {own.max()}",
+                expected=f"{len(whole)} positions, a row of coordinates for each",
+                remedy="hand in coordinates of the whole sequence, and attend=Ring(..., layout=Layout(...)) for shards",
+            )
+        return whole[own]
