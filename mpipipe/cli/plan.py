@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from mpipipe.train import (
     PLANNED,
     SafeStream,
     TaskConfig,
+    TaskFileConfig,
     TrainConfig,
     measured_ranks,
     on_paper,
@@ -57,8 +59,8 @@ def plan(
     def read() -> tuple[TaskConfig, dict[str, Any]]:
         """Return the configuration, and the keys that the user gave."""
         given = {**({} if config is None else read_keys(Path(config))), **flags}
-        named = {} if task is None else {"task": task}
-        return load_config(task, config, **{**flags, "plan": "auto"}), {**given, **named}
+        chosen = load_config(task, config, **{**flags, "plan": "auto"})
+        return chosen, {**given, **({"task": chosen.task} if isinstance(chosen, TaskFileConfig) else {})}
 
     if profile is not None:
         with refusing():
@@ -177,6 +179,8 @@ def check_new(path: Path) -> None:
 def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:
     """Write a configuration with the best plan, for `train --config`. Raises ConfigError if it cannot be."""
     keys = {name.rstrip("_"): value for name, value in given.items() if name not in (*NOT_WRITTEN, *PLANNED)}
+    if "task" in keys:  # the file of a configuration names it from its own folder
+        keys["task"] = os.path.relpath(keys["task"], path.parent)
     keys |= {name: getattr(choice, name) for name in ("schedule", "chunks", "microbatches")}
     keys["partition"] = ",".join(map(str, choice.partition))
     keys |= {"recompute": True} if choice.recompute else {}

@@ -38,16 +38,16 @@ def is_ours(name: str) -> bool:
     return OURS.fullmatch(name) is not None
 
 
-def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int, out: Path) -> dict[str, Any]:
+def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> dict[str, Any]:
     """Return the configuration as keys of a file, in which open options have the values of this training.
 
-    Paths are absolute, so that the file works in any working folder. A training with these keys begins anew: `out` is
-    left out, and so is `resume = "auto"`.
+    Paths are absolute, so that the file works in any working folder, but that of the task, which is next to the file: a
+    run folder can be moved. A training with these keys begins anew: `out` and `resume = "auto"` are left out.
     """
     given = {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
     values = task.resolve(written(config) | given)
     if task.file is not None:
-        values["task"] = f"{out / task.file.path.name}:{task.file.name}"
+        values["task"] = f"{task.file.path.name}:{task.file.name}"
         values.pop("changed_task", None)
     values["resume"] = None if values["resume"] in ("auto", "no") else absolute(values["resume"])
     return {name.rstrip("_"): value for name, value in values.items() if value is not None and name != "out"}

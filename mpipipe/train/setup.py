@@ -239,7 +239,7 @@ def _reporter(
         if surroundings is None:  # not on rank 0
             return NullReporter()
         reporter = make(task.unit, surroundings["oversubscribed"])
-        keys = provenance.resolved(config, task, plan, device, mesh.pipe.size, out)
+        keys = provenance.resolved(config, task, plan, device, mesh.pipe.size)
         try:
             provenance.write(out, keys, surroundings, task.handed_over, task.file)
         except OSError as error:

@@ -37,6 +37,14 @@ class TaskFileConfig(TaskConfig):
     )
     changed_task: bool = option(False, "resume, although the file of the task is not what it was at the checkpoint")
 
+    @classmethod
+    def load(cls, path: str | None = None, **flags: Any) -> TaskFileConfig:
+        """Read a configuration, as `TaskConfig.load` does. A file names its task from its own folder."""
+        config = super().load(path, **flags)
+        if path is None or config.task is None or flags.get("task") is not None:
+            return config
+        return dataclasses.replace(config, task=os.path.join(os.path.dirname(path), config.task))
+
 
 def divided(text: str) -> tuple[str, str | None]:
     """Return (file, class) of FILE.py or FILE.py:CLASS."""

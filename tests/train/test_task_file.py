@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.command_line import invoke
 
 from mpipipe.cli import train as command
+from mpipipe.cli.plan import write
 from mpipipe.cli.train import load_config
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
@@ -67,10 +70,22 @@ def test_the_run_folder_trains_the_same_bits_again(waves, tmp_path):
     facts = json.loads((out / "environment.json").read_text())["task"]
     assert facts["class"] == "Waves" and facts["file"] == str(waves) and len(facts["sha256"]) == 64
     waves.unlink()
-    again = load_config(None, str(out / "config.toml"), out=str(tmp_path / "again"))
+    moved = out.rename(tmp_path / "moved")
+    again = load_config(None, str(moved / "config.toml"), out=str(tmp_path / "again"))
     assert again.set == ("width=5",)
     train(again, 2)
-    assert last(tmp_path / "again") == last(out)
+    assert last(tmp_path / "again") == last(moved)
+
+
+def test_a_plan_in_another_folder_names_the_file_from_there(waves, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plans").mkdir()
+    choice = SimpleNamespace(
+        schedule="gpipe", chunks=1, microbatches=2, partition=(2, 1), recompute=0, recompute_limit=None
+    )
+    write(Path("plans/plan.toml"), {"task": "waves.py:Waves", "pipe": 2}, choice)
+    again = load_config(None, "plans/plan.toml")
+    assert again.schedule == "gpipe" and load(again.task).file.path.samefile(waves)
 
 
 def test_a_file_that_has_changed_is_refused_unless_that_is_meant(waves, tmp_path):
