@@ -9,6 +9,7 @@ the barotropic vorticity equation, in days, on a sphere of radius 1, as the earl
     mpiexec -n 4 python -m mpipipe train weather.py --set data=weather.h5 --pipe 2 --seq 2 --steps 400 --batch 16
 """
 
+import math
 import sys
 
 import h5py
@@ -16,15 +17,15 @@ import numpy as np
 
 import mpipipe
 from mpipipe import nn
+from mpipipe.errors import DataError
 
 WAVES = 10  # the highest degree of the harmonics
 LATITUDES, LONGITUDES = 16, 32  # enough for products of two fields of these
 HOURS = 6  # between two moments of the file
-SCALE = 1.0  # of the vorticity, so that numbers are about 1
-SINES, AREAS = np.polynomial.legendre.leggauss(LATITUDES)  # of the latitudes of Gauss, and how much of the sphere each is
+SINES, AREAS = np.polynomial.legendre.leggauss(LATITUDES)  # of latitudes, by Gauss: sines, and shares of the sphere
 
 
-# -- The solver: coefficients of vorticity (WAVES + 1 waves along a latitude, members, WAVES + 1 degrees) ---------------
+# -- The solver, on coefficients of vorticity (WAVES + 1 waves along a latitude, members, WAVES + 1 degrees) -----------
 
 
 def harmonics() -> tuple[np.ndarray, np.ndarray]:
@@ -84,85 +85,90 @@ class Weather(mpipipe.train.Task):
     data = "weather.h5"
     members, days = 64, 16  # of the file; the last eighth of the members is for validation
     lead = 12  # hours
-    patch = 2  # points along a side
-    width, heads, blocks = 48, 4, 3
+    patch, grid = (2, 4), (8, 8)  # points of a patch, and patches
+    width, heads, blocks = 48, 4, 2
     picture = ""  # file for a figure of the prediction beside the truth
 
-    def bands(self, shard):
-        """Return the rows of patches of this rank: ranks of `seq` have bands of latitude."""
-        return shard.positions(LATITUDES // self.patch)
-
     def layers(self, shard):
-        grid = LATITUDES // self.patch, LONGITUDES // self.patch
-        own, size = (len(self.bands(shard)), grid[1]), (self.patch, self.patch)
-        attend = shard.attend(grid[0] * grid[1])
-        lift = lambda: nn.Sequential([nn.Patches(size, own), nn.Linear(4 * self.patch**2, self.width)])
-        mix = lambda: nn.PreNormResidual(
-            nn.LayerNorm(self.width), nn.SelfAttention(self.width, self.heads, attend=attend)
-        )
-        think = lambda: nn.PreNormResidual(nn.LayerNorm(self.width), nn.FeedForward(self.width, 4 * self.width))
-        project = lambda: nn.Sequential(
-            [nn.LayerNorm(self.width), nn.Linear(self.width, self.patch**2), nn.Patches(size, own, back=True)]
-        )
+        bands = len(shard.positions(self.grid[0])), self.grid[1]  # ranks of `seq` have bands of latitude
+        attend = shard.attend(math.prod(self.grid))
+        south_and_east = np.stack(np.mgrid[: self.grid[0], : self.grid[1]], -1).reshape(-1, 2)
+        turns = 4 * south_and_east * (np.pi / self.grid[0], 2 * np.pi / self.grid[1])
+
+        def lift():
+            return nn.Sequential([nn.Patches(self.patch, bands), nn.Linear(4 * math.prod(self.patch), self.width)])
+
+        def mix():  # by the base 8 the pairs of a head turn 4, 2 and 1 times on the way around the sphere
+            attention = nn.SelfAttention(self.width, self.heads, attend=attend, coordinates=turns, rope_base=8.0)
+            return nn.PreNormResidual(nn.LayerNorm(self.width), attention)
+
+        def think():
+            return nn.PreNormResidual(nn.LayerNorm(self.width), nn.FeedForward(self.width, 4 * self.width))
+
+        def project():
+            last = nn.Linear(self.width, math.prod(self.patch))
+            return nn.Sequential([nn.LayerNorm(self.width), last, nn.Patches(self.patch, bands, back=True)])
+
         return [lift, *[mix, think] * self.blocks, project]
 
     def loss(self, output, target):
         error, area = output - target["change"], target["area"]
-        weight = error[..., 0, 0].size // error.shape[1] * 0 + float(area.sum()) * LONGITUDES
-        return float((area * error**2).sum()) / weight, 2 * area * error / weight, weight
+        weight = LONGITUDES * float(area.sum())  # of this rank's bands: those at a pole have little
+        return float((area * error**2).sum()) / weight, 2 / weight * area * error, weight
 
     def batch(self, step, rows, shard):
-        return self.read([self.drawn(np.random.default_rng([1, step, row]), False) for row in rows], rows, shard)
+        return self.read(np.random.default_rng([1, step]), False, rows, shard)
 
     def validation(self, index, rows, shard):
-        return self.read([self.drawn(np.random.default_rng([2, index, row]), True) for row in rows], rows, shard)
+        return self.read(np.random.default_rng([2, index]), True, rows, shard)
 
-    def drawn(self, generator, kept):
-        """Draw a member of the training or of those that are kept from it, and a moment."""
-        first = self.members - self.members // 8
-        member = generator.integers(first, self.members) if kept else generator.integers(first)
-        return member, generator.integers(4 * self.days + 1 - self.lead // HOURS)
-
-    def read(self, places, rows, shard):
-        """Return inputs and targets; of the file no more is read than this rank's bands of these moments."""
-        bands = self.bands(shard)
-        own = slice(bands[0] * self.patch, (bands[-1] + 1) * self.patch)
-        now, later = np.empty((2, len(places), own.stop - own.start, LONGITUDES), np.float32)
-        with h5py.File(self.data) as file:
-            for place, (member, moment) in enumerate(places):
-                series = file["vorticity"]
-                now[place], later[place] = (
-                    series[member, at, own] for at in (moment, moment + self.lead // HOURS)
-                )
-        east = 2 * np.pi * np.arange(LONGITUDES) / LONGITUDES
-        coordinates = np.stack(np.broadcast_arrays(SINES[own, None], np.sin(east), np.cos(east)), -1)
-        inputs = np.concatenate([now[..., None], np.broadcast_to(coordinates, (*now.shape, 3))], -1)
+    def read(self, generator, kept, rows, shard):
+        """Return inputs and targets: of the file no more is read than this rank's bands at these moments."""
+        bands, ahead, first = shard.positions(self.grid[0]), self.lead // HOURS, self.members - self.members // 8
+        own = slice(bands[0] * self.patch[0], (bands[-1] + 1) * self.patch[0])
+        low, high = (first, self.members) if kept else (0, first)
+        places = generator.integers((low, 0), (high, 4 * self.days + 1 - ahead), (rows.stop, 2))
+        now, later = np.empty((2, len(rows), own.stop - own.start, LONGITUDES), np.float32)
+        row = rows.start
+        try:
+            with h5py.File(self.data) as file:
+                for row in rows:
+                    member, moment = places[row]
+                    now[row - rows.start] = file["vorticity"][member, moment, own]
+                    later[row - rows.start] = file["vorticity"][member, moment + ahead, own]
+        except (OSError, IndexError, ValueError) as error:
+            raise DataError(
+                f"row {row} is not in {self.data}: {error}", remedy="`python weather.py FILE` makes it"
+            ) from error
+        east = 2 * np.pi / LONGITUDES * np.arange(LONGITUDES)
+        where = np.stack(np.broadcast_arrays(SINES[own, None], np.sin(east), np.cos(east)), -1)
+        inputs = np.concatenate([now[..., None], np.broadcast_to(where, (*now.shape, 3))], -1)
         area = np.broadcast_to(AREAS[own, None, None], (len(now), own.stop - own.start, 1, 1))
         return inputs, {"change": (later - now)[..., None], "area": area}
 
     def metrics(self, output, target):
-        error, change = (float((target["area"] * field**2).sum()) for field in (output - target["change"], target["change"]))
-        return {"of_persistence": np.sqrt(error / change)}
+        change = float((target["area"] * target["change"] ** 2).sum())
+        return {"persistence": change / (LONGITUDES * float(target["area"].sum()))}  # the loss of "nothing changes"
 
     def show(self, output, target, shard):
-        if self.picture:
-            fields = [shard.whole(field[:3, ..., 0]) for field in (output, target["change"])]
-            if shard.rank == 0:
-                draw(self.picture, *fields)
+        fields = [shard.whole(field[:3, ..., 0]) for field in (target["change"], output)]
+        if self.picture and shard.rank == 0:
+            draw(self.picture, *fields)
         return ""
 
 
-def draw(path: str, output: np.ndarray, target: np.ndarray) -> None:
-    """Draw predictions beside the truth, and their difference."""
+def draw(path: str, truth: np.ndarray, prediction: np.ndarray) -> None:
+    """Draw predictions of changes beside the truth, and the differences."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 5), layout="constrained")
-    rows = [("truth", target), ("prediction", output), ("difference", output - target)]
-    for place, axes in enumerate(figure.subplots(3, len(output)).flat):
-        name, fields = rows[place // len(output)]
-        most = abs(target).max()
-        axes.imshow(fields[place % len(output)][::-1], vmin=-most, vmax=most, cmap="RdBu_r", extent=(0, 360, -90, 90))
-        axes.set(xticks=[], yticks=[], ylabel=name if place % len(output) == 0 else "")
+    east, north = np.linspace(0, 360, LONGITUDES), np.degrees(np.arcsin(SINES))
+    rows = [("truth", truth), ("prediction", prediction), ("difference", prediction - truth)]
+    for place, axes in enumerate(figure.subplots(3, len(truth)).flat):
+        name, fields = rows[place // len(truth)]
+        levels = np.linspace(-1.05, 1.05, 16) * abs(truth).max()
+        axes.contourf(east, north, fields[place % len(truth)], levels, cmap="RdBu_r", extend="both")
+        axes.set(xticks=[], yticks=[], ylabel=name if place % len(truth) == 0 else "")
     figure.savefig(path, dpi=80)
 
 
