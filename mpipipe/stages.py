@@ -39,6 +39,7 @@ class UserStage(Protocol):
     refresh() : is called at the start of each call, before anything is computed
     index : is set to the number of the stage
     poll : is set to a function that lets messages move, to be called where the stage computes for long
+    takes : tuple of the names that it takes; the inputs must have those of the first stage
     takes_branches : False where its functions know nothing of Branches, so that it can have no skips; by default True
     """
 
@@ -74,6 +75,8 @@ class StageAdapter:
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
         self._storage: tuple[Any, list[dict]] = None, []  # of gradients and tied parameters, as the pipeline found them
         self._poll: Callable[[], object] | None = None
+        self._has_layers_alone = self.is_model and not getattr(given, "takes_branches", False)
+        self._gives: tuple[str, ...] = ()  # what a stage of layers hands on over skips
 
     @classmethod
     def of(cls, stages: Iterable[Any]) -> list[StageAdapter]:
@@ -206,16 +209,31 @@ class StageAdapter:
                 expected="an object with one contiguous array `flat` of all gradients, or None where there are none",
             )
 
-    def check_skips(self, names: Sequence[str]) -> None:
-        """Raise ArgumentError where the stage has skips, and says by `takes_branches` that it knows nothing of them."""
-        if names and not getattr(self.given, "takes_branches", True):
+    def check_skips(self, number: int, takes: Sequence[str], gives: Sequence[str]) -> None:
+        """Raise ArgumentError where the skips of the stage of this number are not those that it knows of.
+
+        A stage of the user's own says by `takes_branches` that it knows nothing of any; layers have their names.
+        """
+        names = [*takes, *gives]
+        if self._has_layers_alone and (self.given.names is not None or (number == 0 and gives)):
+            self._gives = tuple(dict.fromkeys(gives))
+            nn.check_links(self.given.names, number, takes, self._gives)
+        elif names and not getattr(self.given, "takes_branches", True):
             raise ArgumentError(
                 "a stage with skips whose forward knows nothing of them",
                 found=f"{self.name} at {', '.join(names)}",
                 expected="a stage of your own, which takes or returns mpipipe.Branches",
-                remedy="call an nn.Stage in the forward and backward of your own, and list it in inner_stages; give "
-                "torch_stage and jax_stage the names of the skips: gives=(...), takes=(...)",
+                remedy="let layers take and give names (nn.Keep, nn.Join); or call an nn.Stage in the forward and "
+                "backward of your own, and list it in inner_stages; give torch_stage and jax_stage their names",
             )
+
+    @property
+    def input_names(self) -> set[str] | None:
+        """The names that inputs of this stage, the first one, must have; None where that is not known."""
+        if self._has_layers_alone:
+            return set() if self.given.names is None else {*self.given.names.comes_in}
+        takes = None if self.is_model else getattr(self.given, "takes", None)
+        return {*takes} if type(takes) is tuple else None
 
     @property
     def shows_gradients(self) -> bool:
@@ -247,6 +265,8 @@ class StageAdapter:
         """Give the stage its number and the poll of its layers. `ends`: no stage before it wants a gradient."""
         if type(self.given) is nn.Stage:
             self.given.end_backward(ends or self.given.first_layer.uploads_integers)
+        if self._has_layers_alone:
+            self.given.hand_on(self._gives)
         self.number, self._poll = number, poll
         for model in self.models:
             model.index, model.poll = number, poll

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
 from mpipipe.adapters.layers import ForeignLayer as ForeignLayer
+from mpipipe.adapters.layers import WithSkips
 from mpipipe.adapters.layers import as_layer as as_layer
+from mpipipe.adapters.layers import names_of_entry as names_of_entry
 from mpipipe.adapters.layers import seeded as seeded
+from mpipipe.adapters.trees import skip_names
 from mpipipe.errors import BackendError
 from mpipipe.nn import ForwardAndBackward
 from mpipipe.text import how_to_install
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from mpipipe.adapters.pytorch.stage import TorchLoss, TorchStage
     from mpipipe.attention import Local, Ring
 
-__all__ = ["jax_attend", "jax_loss", "jax_stage", "torch_attend", "torch_loss", "torch_stage"]
+__all__ = ["jax_attend", "jax_loss", "jax_stage", "torch_attend", "torch_loss", "torch_stage", "with_skips"]
 
 
 def torch_stage(
@@ -144,6 +147,41 @@ def jax_loss(function: Callable[..., Any]) -> JaxLoss:
     """
     made: JaxLoss = _room("jax.stage", "jax", "JAX").JaxLoss(function)
     return made
+
+
+def with_skips(entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = ()) -> WithSkips:
+    """Make an entry of a list of layers that gives and takes named values: for skips and side inputs.
+
+    Parameters
+    ----------
+    entry : torch.nn.Module, (callable, tree of arrays), or callable
+        A module of PyTorch, a pair (function of JAX, its parameters), or a function without arguments that makes one of
+        them on the ranks that need it; or one that makes a layer of `nn` with just these names.
+    gives, takes : sequence of str
+        Names of what it gives, for which it returns (y, one tree for each), and of what it takes, for which it is
+        called with one argument more each, after x. A later layer takes what it gives; what it takes, an earlier layer
+        gives, or the inputs have it (`mpipipe.Branches`).
+
+    Returns
+    -------
+    WithSkips
+        An entry for `mpipipe.cut` and `Task.layers`.
+
+    Raises
+    ------
+    ArgumentError
+        The names are no tuple of identifiers.
+
+    Examples
+    --------
+    >>> from mpipipe import adapters, nn
+    >>> def scaled(parameters, x, lead_time):
+    ...     return x * (1 + parameters["gain"] * lead_time[:, None]), x
+    >>> entry = adapters.with_skips((scaled, {}), takes=("lead_time",), gives=("before",))
+    >>> entry.takes, entry.gives
+    (('lead_time',), ('before',))
+    """
+    return WithSkips(entry, skip_names(gives, "gives of with_skips"), skip_names(takes, "takes of with_skips"))
 
 
 def torch_attend(attend: ForwardAndBackward) -> TorchAttend:

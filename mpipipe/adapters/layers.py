@@ -8,14 +8,14 @@ import tracemalloc
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import Array, Shape
+from mpipipe.arrays import Array, Branches, Shape, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random_key
 
@@ -48,16 +48,45 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
     ArgumentError
         It is something else.
     """
+    entry, given = given, given.entry if isinstance(given, WithSkips) else given
     if not isinstance(given, (nn.Layer, tuple)) and not is_module(given) and callable(given):
         with seeded(seed, place):
             given = given()
     if isinstance(given, nn.Layer):
+        names = {*nn.names_within([given])}
+        if {*names_of_entry(entry)} != names:
+            raise ArgumentError(
+                f"layers[{place}] is made by a function, and takes or gives names, which each rank must know",
+                found=f"{type(given).__name__} with {', '.join(sorted(name for name, _ in names)) or 'no names'}",
+                expected="the layer itself in the list, which holds no arrays before a stage binds it",
+                remedy="or mpipipe.adapters.with_skips(function, takes=(...), gives=(...)) with its names",
+            )
         return given
-    if is_module(given):
-        return ForeignLayer("pytorch", given)
-    if isinstance(given, tuple) and len(given) == 2 and callable(given[0]):
-        return ForeignLayer("jax", given)
+    is_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[0])
+    if is_pair or is_module(given):
+        library = "jax" if is_pair else "pytorch"
+        return (
+            NamedForeignLayer(library, given, entry) if isinstance(entry, WithSkips) else ForeignLayer(library, given)
+        )
     raise ArgumentError(f"layers[{place}] is not a layer", found=type(given).__name__, expected=EXPECTED)
+
+
+@dataclass(frozen=True)
+class WithSkips:
+    """See `mpipipe.adapters.with_skips`, which makes it."""
+
+    entry: Any
+    gives: tuple[str, ...]
+    takes: tuple[str, ...]
+
+
+def names_of_entry(given: Any) -> Iterator[tuple[str, bool]]:
+    """Yield the names that an entry of a list of layers has to do with, and whether it gives them; makes nothing."""
+    if isinstance(given, WithSkips):
+        yield from ((name, False) for name in given.takes)
+        yield from ((name, True) for name in given.gives)
+    elif isinstance(given, nn.Layer):
+        yield from nn.names_within([given])
 
 
 def is_module(given: Any) -> bool:
@@ -143,6 +172,46 @@ class ForeignLayer(nn.Layer):
 
     def backward(self, dy: Array, saved: Any) -> Any:
         return self.inner.backward(dy, saved[0] if isinstance(saved, Traced) else saved)
+
+
+class NamedForeignLayer(ForeignLayer):
+    """One that is called with values which stand under names, and returns others."""
+
+    def __init__(self, library: str, given: Any, entry: WithSkips) -> None:
+        super().__init__(library, given)
+        self.gives, self.takes = entry.gives, entry.takes
+
+    def bound(self) -> None:
+        super().bound()
+        self.inner.gives, self.inner.takes = self.gives, self.takes
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        taken = {name: self.stage.taken(name) for name in self.takes}
+        y, saved = super().forward(Branches(x, **taken) if taken else x)
+        if not isinstance(y, Branches):
+            return y, (saved, {})
+        for name, tree in y.skips.items():
+            self.stage.give(name, tree)
+        return y.main, (saved, y.skips)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        dx, pending = super().backward_input(self._joined(dy, saved[1]), saved[0])
+        return self._parted(dx), pending
+
+    def backward(self, dy: Array, saved: Any) -> Any:
+        return self._parted(super().backward(self._joined(dy, saved[1]), saved[0]))
+
+    def _joined(self, dy: Tree, given: dict[str, Tree]) -> Tree:
+        """Return the gradient of the output with those of what was given, which are zeros where nobody has added."""
+        found = {name: nn.or_zeros(self.stage.gradient_of(name), tree) for name, tree in given.items()}
+        return Branches(dy, **found) if found else dy
+
+    def _parted(self, dx: Tree) -> Tree:
+        if not isinstance(dx, Branches):
+            return dx
+        for name, gradient in dx.skips.items():
+            self.stage.add_gradient(name, gradient)
+        return dx.main
 
 
 # -- Memory of PyTorch and JAX, for whoever asks Python's allocator: arrays as large that nobody writes to ------------

@@ -100,7 +100,7 @@ def flatten_parts(
 def unflatten_parts(leaves: Sequence[Any], structures: Structures) -> list[Tree]:
     """Return the parts with these arrays."""
     source = iter(leaves)
-    counts = [1 if each is None else each if isinstance(each, int) else len(each) for each in structures]
+    counts = [len(each) if isinstance(each, tuple) else each if isinstance(each, int) else 1 for each in structures]
     return [unflatten([next(source) for _ in range(n)], each) for n, each in zip(counts, structures)]
 
 

@@ -101,7 +101,7 @@ def facts(schedule: Schedule, costs: Costs, places: Mapping[int, tuple[int, int]
     return {
         "order": schedule.to_csv(),
         "trained_from": schedule.trained_from,
-        "skips": {skip.name: (skip.source, skip.target) for skip in schedule.skips},
+        "skips": {name: [ends for other, *ends in schedule.skips if other == name] for name, _, _ in schedule.skips},
         "costs": asdict(costs),
         "places": {rank: list(place) for rank, place in places.items()},
     }

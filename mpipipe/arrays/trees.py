@@ -1,7 +1,7 @@
 """Arrays, tuples and dicts of arrays ("trees"): taken apart into their arrays ("leaves"), and put together again.
 
 The structure of a tree is None for one array, the number of entries for a tuple, and the tuple of keys for a dict.
-A stage with skips has several trees, as Branches.
+Branches are several trees under names, and their structure is a Forked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import numpy as np
 from mpipipe.arrays.dtypes import Array, Tree, is_array, strip_subclass
 from mpipipe.errors import ArgumentError
 
-Structure: TypeAlias = "int | tuple[str, ...] | None"
+Structure: TypeAlias = "int | tuple[str, ...] | Forked | None"
+
+
+@dataclass(frozen=True)
+class Forked:
+    """The structure of Branches: (name, structure, number of leaves) of each tree, the main one under ""."""
+
+    parts: tuple[tuple[str, Structure, int], ...]
 
 
 def flatten(tree: Tree) -> tuple[list, Structure]:
@@ -28,6 +35,13 @@ def flatten(tree: Tree) -> tuple[list, Structure]:
         if not all(isinstance(key, str) for key in tree):
             raise ArgumentError("the keys of a dict of arrays", found=list(tree), expected="strings")
         return list(tree.values()), tuple(tree)
+    if isinstance(tree, Branches):  # of gradients, a tree without any is None
+        found = [
+            (name, *(([None], None) if each is None else flatten(each)))
+            for name, each in [("", tree.main), *tree.skips.items()]
+        ]
+        parts = tuple((name, structure, len(leaves)) for name, leaves, structure in found)
+        return [leaf for _, leaves, _ in found for leaf in leaves], Forked(parts)
     raise ArgumentError(
         "neither an array nor a tuple or dict of arrays",
         found=type(tree).__name__,
@@ -47,6 +61,8 @@ def read_only(tree: Any) -> Any:
         return view
     if isinstance(tree, dict):
         return {key: read_only(leaf) for key, leaf in tree.items()}
+    if isinstance(tree, Branches):
+        return Branches(read_only(tree.main), **{name: read_only(each) for name, each in tree.skips.items()})
     if isinstance(tree, tuple):
         leaves = map(read_only, tree)
         return tree._make(leaves) if hasattr(tree, "_make") else tuple(leaves)  # a loss may know its output as named
@@ -59,15 +75,20 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
         return leaves[0]
     if isinstance(structure, int):
         return tuple(leaves)
+    if isinstance(structure, Forked):
+        source = iter(leaves)
+        trees = {name: unflatten([next(source) for _ in range(count)], each) for name, each, count in structure.parts}
+        return Branches(trees.pop(""), **trees)
     return dict(zip(structure, leaves))
 
 
 @dataclass(init=False, slots=True, eq=False)
 class Branches:
-    """Several results, or several arguments, of a stage with skips (`schedules.with_skips`).
+    """Several results, or several arguments, of a stage with skips (`schedules.with_skips`); inputs with side inputs.
 
     The forward of a stage that gives over skips returns one, and its backward gets one, with the gradients. The forward
-    of a stage that takes over skips gets one, and its backward returns one.
+    of a stage that takes over skips gets one, and its backward returns one. The inputs of a pipeline may be one, for
+    layers that take what is in it by its name (see nn.Join).
 
     Parameters
     ----------

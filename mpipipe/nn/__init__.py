@@ -4,6 +4,7 @@ stage         consecutive layers of the model on one rank, bound to flat buffers
 parameters    what a layer says about an array before it exists, initial values, flat buffers, frozen parameters
 layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with
 layers/       for fields: convolution, spectral, and field, with norm, sampling and patches
+layers/       names, by which layers give and take values of a micro-batch
 rope          rotary positions: scalings of their frequencies, and tables
 lora          low-rank adapters
 loss          losses; one of them makes the product of the head itself
@@ -31,6 +32,13 @@ from mpipipe.nn.layers.layer import LORA_A as LORA_A
 from mpipipe.nn.layers.layer import LORA_B as LORA_B
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
+from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep
+from mpipipe.nn.layers.names import check_links as check_links
+from mpipipe.nn.layers.names import handed as handed
+from mpipipe.nn.layers.names import names_of as names_of
+from mpipipe.nn.layers.names import names_within as names_within
+from mpipipe.nn.layers.names import or_zeros as or_zeros
+from mpipipe.nn.layers.names import sum_of as sum_of
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
 from mpipipe.nn.layers.spectral import SpectralConv
 from mpipipe.nn.lora import LoRA
@@ -53,6 +61,7 @@ from mpipipe.nn.write_hooks import announce_write as announce_write
 from mpipipe.nn.write_hooks import gradient_ready as gradient_ready
 
 __all__ = [
+    "AdaptiveNorm",
     "Conv",
     "Downsample",
     "Dropout",
@@ -63,6 +72,8 @@ __all__ = [
     "GroupNorm",
     "Head",
     "HeadCrossEntropy",
+    "Join",
+    "Keep",
     "Layer",
     "LayerNorm",
     "LearnedPositions",

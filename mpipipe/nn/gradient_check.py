@@ -250,15 +250,11 @@ def _leaves(tree: Any, name: str) -> list[tuple[str, np.ndarray]]:
     leaves, structure = arrays.flatten(tree)
     if structure is None:
         return [(name, leaves[0])]
-    keys = range(len(leaves)) if isinstance(structure, int) else structure
+    keys = structure if isinstance(structure, tuple) else range(len(leaves))
     return [(f"{name}[{key!r}]", leaf) for key, leaf in zip(keys, leaves) if leaf is not None]
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, Branches):
-        return Branches(
-            _mapped(function, tree.main), **{key: _mapped(function, part) for key, part in tree.skips.items()}
-        )
     leaves, structure = arrays.flatten(tree)
     return arrays.unflatten([function(leaf) for leaf in leaves], structure)
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.faces import renamed
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf
+from mpipipe.nn.layers.names import NamedChain, names_within, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
 from mpipipe.nn.rope import RopeTables
@@ -88,7 +89,7 @@ class Stage(Differentiable):
     array([5., 5.], dtype=float32)
     """
 
-    takes_branches = False  # one tree in, one tree out: a stage with skips is another one around it, or a subclass
+    takes_branches = False  # unless its layers take or give names: a subclass that does so itself sets it to True
 
     def __init__(
         self,
@@ -115,7 +116,8 @@ class Stage(Differentiable):
                 raise ArgumentError(
                     f"layers[{place}] is not a layer", found=type(layer).__name__, expected="an instance of nn.Layer"
                 )
-        self._chain = Sequential(self.layers)
+        named = any(True for _ in names_within(self.layers))
+        self._chain: Sequential = NamedChain(self.layers) if named else Sequential(self.layers)
         self._chain.stage = self
         declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
         names = frozen_names(declared, tuple(frozen))
@@ -265,6 +267,99 @@ class Stage(Differentiable):
         trained = [place for place, layer in enumerate(self.layers) if not layer.frozen]
         self._chain.lowest = trained[0] if ends and trained and self.frozen else 0
 
+    # -- names that layers give and take
+
+    @property
+    def names(self) -> NamedChain | None:
+        """The chain of layers, where names come in, go out, or are handed from layer to layer."""
+        return self._chain if isinstance(self._chain, NamedChain) else None
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The names that its layers take from outside."""
+        return () if self.names is None else self.names.takes
+
+    def hand_on(self, names: Sequence[str]) -> None:
+        """Hand these names on to later stages, and no other; a pipeline says so.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Names that its layers give, or that its input has.
+        """
+        if self.names is None and names:
+            chain = NamedChain(self.layers)
+            chain.stage, chain.lowest, chain.on_layer_done = self, self._chain.lowest, self._chain.on_layer_done
+            self._chain = chain
+        if self.names is not None:
+            self.names.hand_on(names)
+
+    def taken(self, name: str) -> Tree:
+        """Return what stands under a name, in the forward of a layer that has it in `takes`.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Returns
+        -------
+        array, or tuple or dict of arrays
+            Not to be written to.
+
+        Raises
+        ------
+        ArgumentError
+            No layer of the stage has it in `takes`, or none before has given it.
+        """
+        values: dict[str, Tree] = getattr(self.position, "values", {})
+        if name not in values:
+            raise ArgumentError(
+                f"there is nothing under the name {name!r}",
+                found=", ".join(values) or "no names",
+                remedy="list it in `takes` of the layer; a layer before gives it, or the inputs have it",
+            )
+        return values[name]
+
+    def give(self, name: str, tree: Tree) -> None:
+        """Let later layers take something by a name, in the forward of a layer that has the name in `gives`.
+
+        Parameters
+        ----------
+        name, tree : str, array or tuple or dict of arrays
+            The name, and what stands for it; not to be written to any more.
+        """
+        if self.names is None or name not in self.names.given:
+            raise ArgumentError(f"a layer gives the name {name!r} without having it in `gives`")
+        self.position.values[name] = tree  # type: ignore[attr-defined]  # of a chain with names
+
+    def add_gradient(self, name: str, gradient: Tree) -> None:
+        """Add to the gradient of what was taken by a name, in `backward_input` of the layer that took it.
+
+        Parameters
+        ----------
+        name, gradient : str, array or tuple or dict of arrays
+            The name, and a gradient shaped as what was taken; None in place of an array of integers.
+        """
+        assert self.names is not None  # since the layer took something
+        self.names.gradients[name] = sum_of(self.names.gradients.get(name), gradient)
+
+    def gradient_of(self, name: str) -> Tree:
+        """Return the gradient of what was given under a name, in `backward_input` of the layer that gave it.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Returns
+        -------
+        array, or tuple or dict of arrays, or None
+            The sum of what all takers have added; None where none has.
+        """
+        assert self.names is not None  # since the layer gave something
+        return self.names.gradients.pop(name, None)
+
     # -- forward and backward
 
     def forward(self, x: Array, position: Position | None = None) -> tuple[Array, Any]:
@@ -320,7 +415,11 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
 
 def accepted_input(stage: Stage, x: Array) -> Array:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
-    if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
+    if isinstance(x, arrays.Branches) and stage.names is None:
+        raise ArgumentError(
+            "the input of a stage has names that none of its layers takes", stage=stage.index, found=", ".join(x.skips)
+        )
+    if isinstance(x, (tuple, dict, arrays.Branches)):  # for layers of PyTorch or JAX, or with names
         leaves, structure = arrays.flatten(x)
         return arrays.unflatten([accepted_input(stage, leaf) for leaf in leaves], structure)
     device = arrays.device_of(x)

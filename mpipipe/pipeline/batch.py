@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Download, Structure, Tree, flatten, read_only, unflatten
+from mpipipe.arrays import Array, Download, Forked, Structure, Tree, flatten, read_only, unflatten
 from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.even_split import even_split
@@ -68,15 +68,23 @@ class BatchReader:
     """Checks and cuts the batches of one rank.
 
     Where `loss.mean_over_entries` is true, targets count by their entries, else by their rows. `bare` is whether a
-    stage of this rank has a backward and does not show its gradients.
+    stage of this rank has a backward and does not show its gradients. `names` are those that inputs must have besides
+    the main array; None where the first stage does not say.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, loss: Callable[..., Any] | None, bare: bool = False):
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        loss: Callable[..., Any] | None,
+        bare: bool = False,
+        names: Collection[str] | None = None,
+    ):
         self.schedule, self.has_loss, self.rank = schedule, loss is not None, rank
         self.over_batch = bool(getattr(loss, "over_batch", False))
         said = getattr(loss, "mean_over_entries", None)
         self.mean_over = UNSAID if said is None else ENTRIES if said else ROWS
-        self.bare, self.trains = bare, trains(schedule)
+        self.bare, self.trains, self.names = bare, trains(schedule), names
         self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[-1]
         self.signatures: dict[Any, int] = {}
 
@@ -114,12 +122,31 @@ class BatchReader:
         if holds_inputs:
             cut_inputs, rows = self._cut(call, "inputs", inputs)
             listed = isinstance(inputs, list) or callable(inputs)
+            if self.names is not None and (self.names or type(inputs) is not np.ndarray):
+                self._check_names(cut_inputs, self.names)
             of_inputs = self._signature(cut_inputs if listed else inputs), sum(rows), len(rows), listed
         if holds_targets:
             cut_targets, rows = self._cut(call, "targets", targets)
             counts, entries, uneven = self._count(cut_targets if callable(targets) else targets, rows)
             of_targets = sum(rows), entries, self.mean_over, uneven
         return Batch(BatchFacts(*of_inputs, *of_targets, self.bare), cut_inputs, cut_targets, counts)
+
+    @staticmethod
+    def _check_names(inputs: list[Tree] | AskedBatch, names: Collection[str]) -> None:
+        """Raise ArgumentError unless each micro-batch has the names that layers take from the inputs."""
+        specs = inputs.specs[:1] if isinstance(inputs, AskedBatch) else map(MessageSpec.of, inputs)
+        for structure in (spec.structure for spec in specs):
+            there = {name for name, *_ in structure.parts if name} if isinstance(structure, Forked) else set()
+            if there != names:
+                missing, unused = sorted({*names} - there), sorted(there - {*names})
+                raise ArgumentError(
+                    f"the inputs lack {', '.join(missing)}, which a layer takes"
+                    if missing
+                    else f"no layer takes {', '.join(unused)}, which the inputs have",
+                    found=f"Branches with {', '.join(sorted(there))}" if there else "no Branches",
+                    expected=f"Branches with {', '.join(sorted(names))}" if names else "no names",
+                    remedy="mpipipe.Branches(x, name=...), with a name for each that layers take and none before gives",
+                )
 
     def _count(self, targets: Any, rows: list[int]) -> tuple[list[int], int, bool]:
         """Return (what each micro-batch counts, number of all entries, whether rows differ in how many they have)."""

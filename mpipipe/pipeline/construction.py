@@ -310,7 +310,8 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
     for number, stage in zip(numbers, adapters):
         try:
             stage.check(ops, arguments.has_replicas)
-            stage.check_skips([skip.name for skip in schedule.skips if number in (skip.source, skip.target)])
+            ends = ([skip.name for skip in schedule.skips if skip[end] == number] for end in (2, 1))
+            stage.check_skips(number, *ends)
             if not schedule.has_backward(number) and stage.has_parameters:
                 raise ArgumentError(
                     "a stage has parameters to train, and the schedule has no backward for it",

@@ -86,7 +86,8 @@ class Engine:
             elif device == "cuda" and settings.graphs():
                 use_graphs(stage, mailbox.waits_on_host)
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
-        self.batches = BatchReader(schedule, rank, loss, bare)
+        names = stages[0].input_names if numbers and numbers[0] == 0 else None
+        self.batches = BatchReader(schedule, rank, loss, bare, names)
         self.plans = Plans(schedule, recompute, rank, tags)
         self.halfway: Halfway | None = None  # between forward_train and backward
 

@@ -282,7 +282,7 @@ class Executor:
             state.pending[action.stage, microbatch] = pending, leases
         state.marks.append(self.now())
         skips: dict[str, Tree] | None = None
-        if action.gives or type(dx) is Branches:
+        if action.gives or (type(dx) is Branches and not action.first):  # else of the side inputs of the batch
             dx, skips = parted(dx, action.gives, NAMES[action.op])
         if leases:
             dx = copy_if_aliased(dx, leases)

@@ -18,6 +18,7 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Branches, Tree, flatten, read_only, unflatten
 from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import ArgumentError, StageError
+from mpipipe.nn import sum_of
 from mpipipe.pipeline.batch import MessageSpec
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
 
@@ -130,10 +131,11 @@ class StageMessages:
         skips: dict[str, Tree] = {}
         for port in action.takes:
             if port.message is None:
-                skips[port.name] = local.pop((port.edge, action.microbatch, way))
+                tree = local.pop((port.edge, action.microbatch, way))
             else:
-                skips[port.name], more = receive(port.message)
+                tree, more = receive(port.message)
                 lease = (*lease, *more)
+            skips[port.name] = sum_of(skips[port.name], tree) if port.name in skips else tree  # of several takers
         return Branches(main, **skips), lease
 
     def give(self, action: PlannedAction, local: Local, skips: dict[str, Tree], lease: Lease) -> None:

@@ -9,6 +9,7 @@ from mpipipe.planning.find import profile_of as profile_of
 from mpipipe.planning.find import shown_seconds as shown_seconds
 from mpipipe.planning.find import table as table
 from mpipipe.planning.layer_plan import LayerPlan as LayerPlan
+from mpipipe.planning.layer_plan import name_ends as name_ends
 from mpipipe.planning.links import TrialSteps as TrialSteps
 from mpipipe.planning.links import trial_steps as trial_steps
 from mpipipe.planning.memory import attentions as attentions

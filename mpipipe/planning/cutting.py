@@ -58,6 +58,9 @@ class Cut(list[nn.Stage]):
         What each of them is.
     is_first, is_last : bool
         Whether this rank has the stage where inputs enter, and the one where the loss is.
+    schedule : Schedule
+        That of `cut`, with a skip for each name that layers of one stage give and those of a later one take. Give this
+        one to `Pipeline`.
     layer_ranges, placement : tuple of (int, int), tuple of int
         Start and stop of the layers of every stage of the pipeline, and its rank. A pipeline refuses stages whose cut
         is not that of the other ranks, or that were cut for another placement.
@@ -66,6 +69,7 @@ class Cut(list[nn.Stage]):
     def __init__(self, plan: LayerPlan, rank: int, stages: Sequence[nn.Stage]) -> None:
         super().__init__(stages)
         self.layer_ranges, self.placement = tuple(plan.layer_ranges), plan.schedule.placement
+        self.schedule = plan.schedule
         last = len(plan.layer_ranges) - 1
         self.stages = tuple(
             CutStage(
@@ -108,7 +112,8 @@ def cut(
     layers : sequence
         The layers of the whole model, in order, the same on every rank: layers of `nn`, modules of PyTorch, pairs
         (function of JAX, its parameters), or functions without arguments that make one of these. Functions make the
-        layers of this rank alone.
+        layers of this rank alone. A layer of `nn` that takes or gives names stands in the list itself; others of that
+        kind within `adapters.with_skips`.
     schedule : Schedule
         That of the pipeline: it says how many stages there are, and on which ranks.
     rank : int
@@ -127,7 +132,8 @@ def cut(
     Raises
     ------
     ArgumentError
-        There are fewer layers than stages, costs that do not fit, no such rank, or something that is no layer.
+        There are fewer layers than stages, costs that do not fit, no such rank, or something that is no layer; a name
+        is given twice, after it is taken, or for no layer.
 
     Examples
     --------
@@ -149,7 +155,7 @@ def cut(
             found=f"{counted(len(each), 'cost')} for {counted(len(layers), 'layer')}",
             expected="one for each",
         )
-    plan = LayerPlan(schedule, schedules.partition(each, schedule.stages), rows=0)
+    plan = LayerPlan(schedule, schedules.partition(each, schedule.stages), rows=0).with_names(layers)
     return Cut(plan, rank, plan.stages(rank, layers, dtype, seed, device, frozen))
 
 
@@ -183,8 +189,10 @@ def measured_costs(
     with group.raise_together("measured_costs"):
         if group.rank == 0:
             seconds = []
+            values: dict[str, Tree] = {}
             for place, given in enumerate(layers):
                 stage = nn.Stage([as_layer(given, place)], dtype, device=device, first=place)
+                x = nn.handed(x, values, stage.takes)
                 turns = []
                 for _ in range(TURNS):
                     start = perf_counter()

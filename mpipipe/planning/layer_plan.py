@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpipipe import nn
-from mpipipe.adapters import as_layer
+from mpipipe.adapters import as_layer, names_of_entry
+from mpipipe.errors import ArgumentError
 from mpipipe.planning.predict import Choice
-from mpipipe.schedules import Schedule
+from mpipipe.schedules import Schedule, with_skips
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,23 @@ class LayerPlan:
     def of(cls, choice: Choice, ranks: int, rows: int, trained: Collection[int]) -> LayerPlan:
         """Return what `choice` decides for `ranks` ranks; `trained` are the layers with something to train."""
         return cls(choice.schedule_of(ranks, trained), choice.ranges, rows)
+
+    def with_names(self, layers: Sequence[Any]) -> LayerPlan:
+        """Return the plan with a skip of the schedule for each name that one stage gives and another one takes.
+
+        Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer.
+        """
+        ends = name_ends(layers)
+        if not ends:
+            return self
+        starts = [start for start, _ in self.layer_ranges]
+        skips = {}
+        for name, (giver, takers) in ends.items():
+            source = 0 if giver is None else bisect_right(starts, giver) - 1
+            targets = sorted({bisect_right(starts, place) - 1 for place in takers} - {source})
+            if targets:
+                skips[name] = [(source, target) for target in targets]
+        return replace(self, schedule=with_skips(self.schedule, skips))
 
     @property
     def microbatch_rows(self) -> int:
@@ -59,3 +78,33 @@ class LayerPlan:
             )
             for start, stop in self.ranges_of(rank)
         ]
+
+
+def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
+    """Return for each name the place of the layer that gives it, None for the inputs, and those of all that take it.
+
+    Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer.
+    """
+    ends: dict[str, tuple[int | None, list[int]]] = {}
+    for place, entry in enumerate(layers):
+        for name, gives in names_of_entry(entry):
+            if not gives:
+                ends.setdefault(name, (None, []))[1].append(place)
+            elif name in ends:
+                giver, takers = ends[name]
+                raise ArgumentError(
+                    f"layers[{place}] gives the name {name!r} "
+                    + (f"after layers[{takers[0]}] has taken it" if giver is None else "a second time"),
+                    found=f"given by layers[{place}]" + ("" if giver is None else f" and layers[{giver}]"),
+                    expected="one layer, or the inputs, that gives it before all layers that take it",
+                )
+            else:
+                ends[name] = place, []
+    for name, (giver, takers) in ends.items():
+        if not takers:
+            raise ArgumentError(
+                f"layers[{giver}] gives the name {name!r}, and no layer after it takes it",
+                expected="a layer that takes it, such as nn.Join",
+                remedy="an entry of PyTorch or JAX says what it takes by adapters.with_skips(entry, takes=(...))",
+            )
+    return ends

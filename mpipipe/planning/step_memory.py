@@ -91,7 +91,8 @@ def longest_run(kinds: Sequence[Any]) -> LayerRun:
 def kind_of(layer: nn.Layer) -> tuple:
     """Return what tells layers apart that compute in different ways or sizes."""
     return tuple(
-        (name, type(part).__qualname__, tuple((key, p.shape, p.frozen) for key, p in part.declared.items()),
+        (name, type(part).__qualname__, part.takes, part.gives,
+         tuple((key, p.shape, p.frozen) for key, p in part.declared.items()),
          getattr(getattr(part, "attend", None), "window", None))
         for name, part in layer.walk("")
     )  # fmt: skip
@@ -116,13 +117,16 @@ class StageMeter:
         self.kinds = [(kind_of(layer), *inputs[place : place + 1]) for place, layer in enumerate(self.build())]
         self._known: dict[tuple, tuple[StageBytes, Shapes]] = {}
 
-    def stage(self, start: int, stop: int, x: Tree, targets: Tree, ends: bool) -> tuple[StageBytes, Shapes]:
+    def stage(
+        self, start: int, stop: int, x: Tree, targets: Tree, ends: bool, gives: tuple[str, ...] = ()
+    ) -> tuple[StageBytes, Shapes]:
         """Return the bytes of the layers from `start` to before `stop`, and the shapes of the output.
 
-        `x` is the input of a micro-batch, and `ends` says whether no stage wants its gradient.
+        `x` is the input of a micro-batch, `ends` says whether no stage wants its gradient, and `gives` are the names
+        that later stages take.
         """
         kinds = self.kinds[start:stop]
-        key = tuple(kinds), shapes_of(x), ends, stop == len(self.kinds)
+        key = tuple(kinds), shapes_of(x), ends, gives, stop == len(self.kinds)
         if key in self._known:
             return self._known[key]
         run = longest_run(kinds)
@@ -130,8 +134,8 @@ class StageMeter:
         behind = start + run.start + run.period * run.times
         cuts = [[*range(start, start + run.start + run.period * count), *range(behind, stop)] for count in times]
         if not self._known:  # what the first use of anything leaves behind is no part of a stage
-            self._measure(cuts[0], x, targets, ends)
-        (short, shape), *more = [self._measure(cut, x, targets, ends) for cut in cuts]
+            self._measure(cuts[0], x, targets, ends, gives)
+        (short, shape), *more = [self._measure(cut, x, targets, ends, gives) for cut in cuts]
         self._known[key] = (short.longer(more[0][0], run.times - 1) if more else short), shape
         return self._known[key]
 
@@ -146,7 +150,9 @@ class StageMeter:
                 }
         return layers
 
-    def _measure(self, places: Sequence[int], x: Tree, targets: Tree, ends: bool) -> tuple[StageBytes, Shapes]:
+    def _measure(
+        self, places: Sequence[int], x: Tree, targets: Tree, ends: bool, gives: tuple[str, ...]
+    ) -> tuple[StageBytes, Shapes]:
         with _counting():
             layers = self.build()
             chosen = [layers[place] for place in places]
@@ -158,6 +164,7 @@ class StageMeter:
             drawing -= buffers
             stage.optimizer_writes_compute()
             stage.end_backward(ends or stage.first_layer.uploads_integers)
+            stage.hand_on(gives)
             loss = Loss(self.loss_for(stage)) if places[-1] == len(self.kinds) - 1 else None
             one = _MicroBatch(stage, loss, x, targets)
             one.whole()
@@ -331,9 +338,13 @@ def rank_bytes(
     inputs: list[int] = []
     x, targets = (zeros_of(shapes_of(tree)) for tree in example)
     first = arrays.flatten(example[0])[0][0]
+    values: dict[str, Tree] = {}
     for number, (start, stop) in enumerate(plan.layer_ranges):
+        names = {skip.name for skip in schedule.skips if skip.target == number}
+        x = nn.handed(x, values, names) if number else x
         inputs.append(bytes_of(x))
-        measured, shapes = meter.stage(start, stop, x, targets, ends=0 < number == schedule.trained_from)
+        gives = tuple(dict.fromkeys(skip.name for skip in schedule.skips if skip.source == number))
+        measured, shapes = meter.stage(start, stop, x, targets, 0 < number == schedule.trained_from, gives)
         if problem.seq > 1:
             positions = first.shape[0] * first.shape[1]
             measured = with_ring(measured, problem.layers[start:stop], positions, problem.dtype)

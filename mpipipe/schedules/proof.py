@@ -48,7 +48,7 @@ def check(schedule: Schedule) -> None:
       and one W; stages before `trained_from` have F alone;
     - every (stage, micro-batch) with a backward has one R at most; those of one stage may differ in that;
     - on its rank, F comes before B or I, and I before W; R comes after F, and before B or I;
-    - every skip has a name of its own, and leads past a stage at least;
+    - skips of one name have one source, and each leads to a later stage;
     - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
       the B or I of the stage after. An R and a W wait for nobody.
 

@@ -188,14 +188,14 @@ def _row(order: Iterable[Action]) -> str:
 
 
 class Skip(NamedTuple):
-    """An edge between two stages that do not follow each other.
+    """An edge between two stages, besides those of the chain.
 
     Attributes
     ----------
     name : str
-        What the stages at both ends call it.
+        What the stages at both ends call it; skips of one name have one source.
     source, target : int
-        The stage that gives, and the stage that takes, at least two stages later.
+        The stage that gives, and a later one that takes.
     """
 
     name: str
@@ -206,7 +206,7 @@ class Skip(NamedTuple):
 #     stage    0     1     2     3
 #     F        F --> F --> F --> F
 #               \______________/      "residual": (0, 3); its gradient comes back the same way
-def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Schedule:
+def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
     """Give a schedule the skips of a model, in place of those that it has; its orders stay.
 
     It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips, since they are sent
@@ -216,10 +216,10 @@ def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Sche
     ----------
     schedule : Schedule
         A schedule of any kind.
-    skips : mapping of str to (int, int)
+    skips : mapping of str to (int, int), or to a list of such
         For each name, an identifier of Python, the stage that gives and the later stage that takes. A stage may give
-        and take several; two stages may have several. What a stage gives to the next one needs no skip: it returns a
-        tuple or a dict.
+        and take several; two stages may have several. Where several stages take what one gives, ``[(0, 2), (0, 3)]``,
+        the same goes to each, and their gradients are summed.
 
     Returns
     -------
@@ -229,7 +229,7 @@ def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Sche
     Raises
     ------
     ScheduleError
-        A name is no identifier, there is no such stage, or a skip leads back, or to the next stage.
+        A name is no identifier, there is no such stage, or a skip leads back.
 
     Examples
     --------
@@ -243,30 +243,31 @@ def with_skips(schedule: Schedule, skips: Mapping[str, tuple[int, int]]) -> Sche
             "skips are not a mapping", found=type(skips).__name__, expected="a dict as in {'residual': (0, 3)}"
         )
     found = []
-    for name, ends in skips.items():
-        if not isinstance(ends, (tuple, list)) or len(ends) != 2:
-            raise ScheduleError(f"skip {name!r} has no two ends", found=repr(ends), expected="(source, target)")
-        found.append(Skip(name, *ends))
+    for name, given in skips.items():
+        for ends in given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]:
+            if not isinstance(ends, (tuple, list)) or len(ends) != 2:
+                raise ScheduleError(f"skip {name!r} has no two ends", found=repr(ends), expected="(source, target)")
+            found.append(Skip(name, *ends))
     check_skips(found, schedule.stages)
     return replace(schedule, skips=tuple(sorted(found)))
 
 
 def check_skips(skips: Any, stages: int) -> None:
     """Raise ScheduleError if skips do not fit a chain of `stages`."""
-    met = set()
+    met: dict[str, tuple[int, set[int]]] = {}  # name -> source and targets
     for skip in skips:
         if type(skip) is not Skip:
             raise ScheduleError("not a skip", found=repr(skip), expected="Skip(name, source, target)")
         name, source, target = skip
         if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
             raise ScheduleError("the name of a skip", found=repr(name), expected="an identifier, as in 'residual'")
-        if name in met:
+        if name in met and (met[name][0] != source or target in met[name][1]):
             raise ScheduleError(
                 f"two skips are called {name!r}",
                 found=", ".join(str((each.source, each.target)) for each in skips if each.name == name),
-                expected="a name for each",
+                expected="a name for each, or one source and other targets",
             )
-        met.add(name)
+        met.setdefault(name, (source, set()))[1].add(target)
         for end in (source, target):
             if type(end) is not int or not 0 <= end < stages:
                 raise ScheduleError(
@@ -274,11 +275,11 @@ def check_skips(skips: Any, stages: int) -> None:
                     found=str((source, target)),
                     expected=f"stages from 0 to {stages - 1}",
                 )
-        if target < source + 2:
+        if target <= source:
             raise ScheduleError(
-                f"skip {name!r} does not lead past a stage",
+                f"skip {name!r} does not lead to a later stage",
                 stage=source,
                 found=str((source, target)),
-                expected=f"a stage after {source + 1}",
-                remedy="to the next stage: return a tuple or dict of arrays; to an earlier one: there is no way",
+                expected=f"a stage after {source}",
+                remedy="within a stage, or to an earlier one, nothing is handed on",
             )

@@ -24,7 +24,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
 from mpipipe.job import Communicator, RankGroup, ThreadTask, group_of, wait_locally
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning import LayerPlan, PlanningProblem
+from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
 
@@ -66,6 +66,7 @@ def entries_of(task: Task, shard: Shard, seed: int) -> list[Any]:
             found=f"an empty {type(entries).__name__}" if entries in ([], ()) else type(entries).__name__,
             expected="a list with a layer at least",
         )
+    name_ends(entries)
     return list(entries)
 
 
@@ -88,8 +89,10 @@ def chain(task: Task, shard: Shard, seed: int) -> Iterator[tuple[nn.Stage, Tree]
     Raises ConfigError where a layer does not take what the one before it returns.
     """
     x = example(task, 1, 1, shard)[0]
+    values: dict[str, Tree] = {}
     for place, layer in enumerate(layers_of(task, shard, seed)):
         stage = nn.Stage([layer], shard.dtype, seed, first=place, frozen=tuple(task.freeze))
+        x = nn.handed(x, values, stage.takes)
         yield stage, x
         try:
             x = stage.forward(x, nn.Position(training=False))[0]

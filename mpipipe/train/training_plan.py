@@ -76,7 +76,7 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     task.check_stages(schedule.stages)
     ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
     schedule = planning.completed(schedule, ranges, planning.layers_with(task.trained()), config.recompute_limit)
-    return planning.LayerPlan(schedule, ranges, rows)
+    return planning.LayerPlan(schedule, ranges, rows).with_names(task.outline)
 
 
 def check_actions(name: str, ranks: int, chunks: int, microbatches: int) -> None:

@@ -272,6 +272,12 @@ LAYERS = {
     "Upsample": (lambda: nn.Upsample((2, 2)), FIELD),
     "Patches": (lambda: nn.Patches((2, 2), (4, 4)), FIELD),
     "Recompute": (lambda: nn.Recompute(nn.FeedForward(WIDTH, 7)), ROWS),
+    "Keep": (lambda: nn.Sequential([nn.Keep("arm"), nn.Linear(WIDTH, WIDTH), nn.Join("arm", axis=None)]), ROWS),
+    "Join": (lambda: nn.Join("arm", axis=-2), Branches(FIELD, arm=FIELD[:, :, :2])),
+    "AdaptiveNorm": (
+        lambda: nn.Recompute(nn.AdaptiveNorm(WIDTH, 3)),
+        Branches(FIELD, condition=numbers(len(FIELD), 3)),
+    ),
     "SpectralConv": (lambda: nn.SpectralConv(WIDTH, 4, (3, 2)), FIELD),
 }
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.kernels.interface import Kernels
 from mpipipe.nn.parameters import FlatBuffer, Parameter
@@ -43,6 +43,10 @@ class StageOfLayer(Protocol):
     kernels: Kernels
     tables: RopeTables
 
+    def taken(self, name: str) -> Tree: ...
+    def give(self, name: str, tree: Tree) -> None: ...
+    def gradient_of(self, name: str) -> Tree: ...
+    def add_gradient(self, name: str, gradient: Tree) -> None: ...
     @property
     def parameters(self) -> FlatBuffer: ...
     @property
@@ -170,6 +174,8 @@ class Layer(Differentiable):
         The arrays that the layer needs, and the layers that it contains.
     stage, name : Stage, str
         The stage that bound it, and its name in the model, such as `"3"` or `"3.layer"`.
+    takes, gives : tuple of str
+        Names of values that it asks the stage for by `taken`, and of those that it hands over by `give`; see nn.Stage.
     takes_integers : bool
         Whether it can be the first layer of a stage whose input is integers.
     uploads_integers : bool
@@ -210,6 +216,8 @@ class Layer(Differentiable):
     adapters: Mapping[str, list[Adapter]] = MappingProxyType({})
     stage: StageOfLayer = None  # type: ignore[assignment]  # set by bind, before anything asks for it
     name: str = ""
+    takes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
     takes_integers = True
     uploads_integers = False
     recordable = False

@@ -1,0 +1,367 @@
+"""Named values of a micro-batch: what one layer, or the input, gives under a name, and later layers take.
+
+    input     x --> Linear --> Keep("arm") --> ... --> Join("arm") --> AdaptiveNorm(..., "time") --> y
+              time        arm  `--------------------->'                      ^
+                `------------------------------------------------------------'
+
+A layer says in `takes` and `gives` which names it has to do with. In its forward it calls `stage.taken(name)` and
+`stage.give(name, tree)`, in its backward `stage.add_gradient(name, tree)` and `stage.gradient_of(name)`. Between stages
+names are skips of the schedule. The values stand with the position of the forward under way, so that `Recompute`, which
+goes back to that, finds them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from keyword import iskeyword
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array, Branches, Tree
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import kernels
+from mpipipe.nn.checks import check_features, check_positive
+from mpipipe.nn.layers.containers import Sequential
+from mpipipe.nn.layers.layer import Layer, Position
+from mpipipe.nn.layers.linear import Linear
+from mpipipe.nn.parameters import zeros
+
+
+def names_within(layers: Iterable[Layer]) -> Iterator[tuple[str, bool]]:
+    """Yield each name in the order in which layers meet it, and whether it is given there; else it is taken."""
+    for outer in layers:
+        for _, layer in outer.walk(""):
+            yield from ((name, False) for name in layer.takes)
+            yield from ((name, True) for name in layer.gives)
+
+
+def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the names that layers take from outside, those that they give, and those given that no layer takes.
+
+    Raises ArgumentError where a name is given twice, or by a layer after one that takes it.
+    """
+    outside: dict[str, None] = {}
+    given: dict[str, bool] = {}  # name -> whether a layer takes it
+    for name, gives in names_within(layers):
+        if not gives:
+            if name in given:
+                given[name] = True
+            else:
+                outside[name] = None
+        elif name in given or name in outside:
+            raise ArgumentError(
+                f"the name {name!r} is given {'twice' if name in given else 'after a layer has taken it'}",
+                expected="one layer, or the input, that gives it before all that take it",
+            )
+        else:
+            given[name] = False
+    return tuple(outside), tuple(given), tuple(name for name, taken in given.items() if not taken)
+
+
+def sum_of(some: Tree, more: Tree) -> Tree:
+    """Return the sum of two gradients of one tree; what has none, such as integers, is None in both."""
+    if some is None or more is None:
+        return more if some is None else some
+    (left, structure), (right, _) = arrays.flatten(some), arrays.flatten(more)
+    pairs = zip(left, right)
+    return arrays.unflatten([a if b is None else kernels.of_array(a).add(a, b) for a, b in pairs], structure)
+
+
+def handed(x: Tree, values: dict[str, Tree], names: Collection[str]) -> Tree:
+    """Return an input with what stands under these names, for layers that are run one after the other.
+
+    What x has under names goes to `values`, where it is found later. Raises ArgumentError where a name is not there.
+    """
+    if isinstance(x, Branches):
+        values.update(x.skips)
+        x = x.main
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise ArgumentError(
+            f"there is nothing under the name {missing[0]!r}, which a layer takes",
+            found=", ".join(values) or "no names",
+            remedy="a layer before gives it, or the inputs have it: mpipipe.Branches(x, name=...)",
+        )
+    return Branches(x, **{name: values[name] for name in names}) if names else x
+
+
+def check_links(chain: NamedChain | None, number: int, takes: Collection[str], gives: Collection[str]) -> None:
+    """Raise ArgumentError unless the skips that end and begin at a stage are those of the names of its layers.
+
+    The first stage takes its names from the inputs, and hands on others that are there.
+    """
+    taken, given, unclaimed = ((), (), ()) if chain is None else (chain.takes, chain.given, chain.unclaimed)
+    missing = {*unclaimed} - {*gives} | ({*taken} - {*takes} if number else set())
+    unknown = {*takes} - {*taken} | ({*gives} - {*given} if number else set())
+    if missing or unknown:
+        raise ArgumentError(
+            "the skips of the schedule are not those of the names that layers take and give",
+            found=", ".join([f"no skip {name}" for name in sorted(missing)] + [f"skip {name}" for name in unknown]),
+            expected="for each name a skip from the stage that gives it to each other one that takes it",
+            remedy="Pipeline(stages, stages.schedule, ...) of what mpipipe.cut returns",
+        )
+
+
+class PositionOfNames(Position):
+    """A position with the values of the forward that is under way there, by their names."""
+
+    values: dict[str, Tree]
+
+
+class NamedChain(Sequential):
+    """The layers of a stage with names: its input and output are Branches where names come in and go out.
+
+    `comes_in` are the names that the stage is handed, `goes_out` those that it hands on, for which it may have been
+    handed some that its layers do not take.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        super().__init__(layers)
+        self.takes, self.given, self.unclaimed = names_of(layers)
+        self.comes_in, self.goes_out = self.takes, self.unclaimed
+        self.gradients: dict[str, Tree] = {}  # of the backward under way
+
+    def hand_on(self, names: Collection[str]) -> None:
+        """Give these names to later stages."""
+        self.goes_out = tuple(names)
+        self.comes_in = (*self.takes, *(name for name in names if name not in (*self.given, *self.takes)))
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        main, handed = (x.main, x.skips) if type(x) is Branches else (x, {})
+        if handed.keys() != {*self.comes_in}:
+            raise ArgumentError(
+                "the layers of a stage take other names than it is handed",
+                found=", ".join(sorted(handed)) or "no names",
+                expected=", ".join(sorted(self.comes_in)) or "no names",
+                remedy="mpipipe.Branches(x, name=...) with each of them, and no other",
+            )
+        position = PositionOfNames(*self.stage.position)
+        position.values = values = dict(handed)
+        self.stage.position = position
+        y, saved = super().forward(main)
+        missing = [name for name in self.goes_out if name not in values]
+        if missing:
+            raise ArgumentError(f"a layer gives {missing[0]!r} by its attribute `gives`, and its forward did not")
+        return (Branches(y, **{name: values[name] for name in self.goes_out}) if self.goes_out else y), (saved, handed)
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        kept, handed = saved
+        dx, pending = super().backward_input(self._begin(dy), kept)
+        return self._with_gradients(dx, handed), pending
+
+    def backward(self, dy: Any, saved: Any) -> Any:
+        kept, handed = saved
+        return self._with_gradients(super().backward(self._begin(dy), kept), handed)
+
+    def _begin(self, dy: Any) -> Tree:
+        main, skips = (dy.main, dy.skips) if type(dy) is Branches else (dy, {})
+        self.gradients = dict(skips)
+        return main
+
+    def _with_gradients(self, dx: Any, handed: dict[str, Tree]) -> Any:
+        """Return the gradient of the input with those of what the stage was handed; None where backwards end early."""
+        found, self.gradients = self.gradients, {}
+        if not handed:
+            return dx
+        return Branches(
+            dx, **{name: None if self.lowest else or_zeros(found.get(name), value) for name, value in handed.items()}
+        )
+
+
+def or_zeros(gradient: Tree | None, value: Tree) -> Tree:
+    """Return a gradient, or zeros where no layer has added one."""
+    if gradient is not None:
+        return gradient
+    leaves, structure = arrays.flatten(value)
+    return arrays.unflatten(
+        [arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None for leaf in leaves], structure
+    )
+
+
+# -- Layers that give and take ----------------------------------------------------------------------------------------
+
+
+class Keep(Layer):
+    """The identity, which gives its input under a name, for layers further on.
+
+    Parameters
+    ----------
+    name : str
+        An identifier; those that take it, such as `Join`, may stand in any later stage.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> stage = nn.Stage([nn.Keep("arm"), nn.Linear(3, 4), nn.Join("arm")])
+    >>> stage.forward(np.ones((2, 3), np.float32))[0].shape
+    (2, 7)
+    """
+
+    def __init__(self, name: str):
+        self.gives = (checked_name(name),)
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        self.stage.give(self.gives[0], x)
+        return x, None
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        return sum_of(dy, self.stage.gradient_of(self.gives[0])), None
+
+
+class Join(Layer):
+    """Puts what stands under a name after its input, along an axis, or adds it.
+
+    Parameters
+    ----------
+    name : str
+        What `Keep` or another layer has given, or what the inputs have besides the main array (mpipipe.Branches).
+    axis : int or None
+        The axis along which both are put together, by default the last one; not 0, the rows. None adds them.
+
+    Raises
+    ------
+    ArgumentError
+        The name is no identifier, or the axis is 0; in a forward where the shapes or dtypes do not fit.
+    """
+
+    def __init__(self, name: str, axis: int | None = -1):
+        self.takes, self.axis = (checked_name(name),), axis
+        if axis == 0 or isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):
+            raise ArgumentError("axis of Join", found=repr(axis), expected="an axis after the first one, or None")
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        other: Any = self.stage.taken(self.takes[0])
+        axis = x.ndim if self.axis is None else self.axis % x.ndim  # the first of those that may differ
+        fits = arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype
+        if not axis or not fits or _without(axis, x.shape) != _without(axis, other.shape):
+            raise ArgumentError(
+                f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its input",
+                found=f"{other.dtype}{list(other.shape)}" if arrays.is_array(other) else type(other).__name__,
+                expected=f"{x.dtype}{list(x.shape)}" + ("" if self.axis is None else f", but for axis {self.axis}"),
+            )
+        if self.axis is None:
+            return self.stage.kernels.add(x, other), None
+        size, copy = x.shape[axis], self.stage.kernels.copy
+        y = arrays.empty((*x.shape[:axis], size + other.shape[axis], *x.shape[axis + 1 :]), x.dtype, self.stage.device)
+        whole = _three_axes(y, axis)
+        copy(_three_axes(x, axis), whole[:, :size])
+        copy(_three_axes(other, axis), whole[:, size:])
+        return y, size
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        if saved is None:
+            dx = dother = dy
+        else:
+            axis = (self.axis or 0) % dy.ndim
+            dx, dother = (self._part(dy, axis, part) for part in (slice(saved), slice(saved, None)))
+        self.stage.add_gradient(self.takes[0], dother)
+        return dx, None
+
+    def _part(self, dy: Array, axis: int, part: slice) -> Array:
+        source = _three_axes(dy, axis)[:, part]
+        target = arrays.empty(source.shape, dy.dtype, self.stage.device)
+        self.stage.kernels.copy(source, target)
+        return target.reshape(*dy.shape[:axis], -1, *dy.shape[axis + 1 :])
+
+
+def _without(axis: int, shape: arrays.Shape) -> arrays.Shape:
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _three_axes(x: Array, axis: int) -> Array:
+    """Return the array with all axes before this one as one, and all after it."""
+    return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], -1)
+
+
+class AdaptiveNorm(Layer):
+    """y = (1 + scale) * (x - mean) / sqrt(variance + eps) + shift, where scale and shift depend on a named condition.
+
+    The norm is over the last axis. Scale and shift are linear in the condition of a row, the same at all its positions.
+    It is 0 at the start. Peebles and Xie, "Scalable diffusion models with transformers" (2023), section 3.2.
+
+    Parameters
+    ----------
+    size, condition_size : int
+        Sizes of the last axis of x, (rows, ..., size), and of the condition, (rows, condition_size).
+    name : str
+        The name of the condition.
+    eps : float
+        As for `LayerNorm`.
+
+    Raises
+    ------
+    ArgumentError
+        In a forward, where x or the condition has another shape, or the condition is no array of the dtype of x.
+
+    Notes
+    -----
+    The parameters are those of a `Linear`, `modulation.weight` (2 size, condition_size), of zeros, and
+    `modulation.bias`, whose first half, 1 + scale without a condition, starts with ones.
+    """
+
+    takes_integers = False
+
+    def __init__(self, size: int, condition_size: int, name: str = "condition", eps: float = 1e-5):
+        check_positive(size=size, condition_size=condition_size)
+        self.size, self.condition_size, self.eps, self.takes = size, condition_size, eps, (checked_name(name),)
+        self.modulation = Linear(condition_size, 2 * size)
+        declared = self.modulation.declared
+        self.modulation.declared = {
+            "weight": replace(declared["weight"], draw=zeros),
+            "bias": replace(declared["bias"], draw=_ones_and_zeros),
+        }
+        self.children = {"modulation": self.modulation}
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        check_features(self, x, self.size)
+        condition: Any = self.stage.taken(self.takes[0])
+        shape = (len(x), self.condition_size)
+        if not arrays.is_array(condition) or condition.shape != shape or condition.dtype != x.dtype:
+            raise ArgumentError(
+                f"layer {self.name} (AdaptiveNorm): what it takes as {self.takes[0]!r} is no condition of its rows",
+                found=f"{condition.dtype}{list(condition.shape)}"
+                if arrays.is_array(condition)
+                else type(condition).__name__,
+                expected=f"{x.dtype}{list(shape)}",
+            )
+        (both, of_linear), points, saved = self.modulation.forward(condition), x.reshape(len(x), -1, self.size), []
+        y = arrays.empty(points.shape, x.dtype, self.stage.device)
+        for row, (gain, shift) in enumerate(both.reshape(len(x), 2, self.size)):
+            _, normal, scale = self.stage.kernels.layer_norm(points[row], gain, shift, self.eps)
+            self.stage.kernels.copy(normal, y[row])
+            saved.append(scale)
+        return y.reshape(x.shape), (points, both, saved, of_linear)
+
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+        (points, both, scales, of_linear), device = saved, self.stage.device
+        dpoints, dx = dy.reshape(points.shape), arrays.empty(points.shape, dy.dtype, device)
+        total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)
+        for row, (gain, _) in enumerate(both.reshape(len(dx), 2, self.size)):
+            result, *parts = self.stage.kernels.layer_norm_backward(dpoints[row], points[row], scales[row], gain)
+            self.stage.kernels.copy(result, dx[row])
+            for half, part in enumerate(parts):
+                self.stage.kernels.add_parts(part, total[row, half])
+        dboth = arrays.empty(both.shape, dy.dtype, device)
+        self.stage.kernels.cast(total.reshape(both.shape), dboth)
+        dcondition, pending = self.modulation.backward_input(dboth, of_linear)
+        self.stage.add_gradient(self.takes[0], dcondition)
+        return dx.reshape(dy.shape), pending
+
+    def backward_weight(self, pending: Any) -> None:
+        self.modulation.backward_weight(pending)
+
+
+def _ones_and_zeros(_generator: np.random.Generator, shape: arrays.Shape) -> np.ndarray:
+    return np.repeat([1.0, 0.0], shape[0] // 2)
+
+
+def checked_name(name: Any) -> str:
+    """Return the name that a layer takes or gives; raises ArgumentError unless it is an identifier of Python."""
+    if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
+        raise ArgumentError("the name of a value", found=repr(name), expected="an identifier, as in 'residual'")
+    return name
