@@ -221,7 +221,7 @@ class Layout:
         *,
         backward: bool = False,
     ) -> RingTable:
-        """Return what a rank does in each step of a ring.
+        """Return what a rank does in each step of a ring, as a list that prints as a table.
 
         Parameters
         ----------
@@ -231,11 +231,6 @@ class Layout:
             As for `needs`.
         backward : bool
             The steps of the backward in place of those of the forward.
-
-        Returns
-        -------
-        RingTable
-            A list of RingStep, which prints as a table.
 
         Examples
         --------

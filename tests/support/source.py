@@ -18,6 +18,12 @@ def trees() -> dict[str, ast.Module]:
     return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
+def nodes(tree) -> list[ast.AST]:
+    """Each node of a syntax tree; kept, since the walk takes longer than most searches."""
+    return list(ast.walk(tree))
+
+
 def sources():
     """(path in the package, syntax tree) of every file."""
     return trees().items()
