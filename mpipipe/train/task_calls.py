@@ -308,9 +308,7 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
             bad = [row for row, values in zip(rows, leaf) if not np.isfinite(values).all()]
             if bad:
                 raise DataError(f"{what} are not finite", found=f"NaN or infinity in row {bad[0]}", expected="numbers")
-    cast = [
-        leaf.astype(shard.dtype) if leaf.dtype.kind == "f" and leaf.dtype != shard.dtype else leaf for leaf in leaves
-    ]
+    cast = [leaf.astype(shard.dtype if leaf.dtype.kind == "f" else leaf.dtype, "C", copy=False) for leaf in leaves]
     return arrays.unflatten(cast, structure)
 
 
