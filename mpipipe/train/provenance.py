@@ -48,6 +48,7 @@ def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe:
     values = task.resolve(written(config) | given)
     if task.file is not None:
         values["task"] = f"{task.file.path.name}:{task.file.name}"
+        values["init"] = values.get("init") and absolute(values["init"])
         values.pop("changed_task", None)
     values["resume"] = None if values["resume"] in ("auto", "no") else absolute(values["resume"])
     return {name.rstrip("_"): value for name, value in values.items() if value is not None and name != "out"}

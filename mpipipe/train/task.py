@@ -385,15 +385,15 @@ class Task:
         """Return what the last line says besides, from the facts of the last record."""
         return ""
 
-    def save(self, out: Path, plan: LayerPlan, stages: Stages, mesh: Mesh) -> None:
+    def save(self, out: Path, plan: LayerPlan, stages: Stages, mesh: Mesh, step: int) -> None:
         """Write the model at the end; collective.
 
         Parameters
         ----------
-        out, plan, stages, mesh : Path, LayerPlan, sequence of Stage, Mesh
-            The output folder, the cut of the model, the stages of this rank, and all ranks.
+        out, plan, stages, mesh, step : Path, LayerPlan, sequence of Stage, Mesh, int
+            The output folder, the cut of the model, the stages of this rank, all ranks, and the steps that were made.
         """
-        checkpoint.save(out / "weights", mesh, stages, step=0, state={"fingerprint": self.fingerprint}, keep=1)
+        checkpoint.save(out / "weights", mesh, stages, step=step, state={"fingerprint": self.fingerprint}, keep=1)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Return what the trained model makes, as text to show, where that is not what `show` returns; collective.

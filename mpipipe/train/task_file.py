@@ -35,6 +35,7 @@ class TaskFileConfig(TaskConfig):
     set: tuple[str, ...] = option(
         (), "NAME=VALUE for an attribute of the task, such as width=64; repeatable", decides=True, metavar="NAME=VALUE"
     )
+    init: str | None = option(None, "checkpoint, or output folder, whose weights to begin with", metavar="PATH")
     changed_task: bool = option(False, "resume, although the file of the task is not what it was at the checkpoint")
 
     @classmethod

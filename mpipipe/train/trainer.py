@@ -13,7 +13,7 @@ import numpy as np
 from mpipipe import checkpoint, optim, schedules
 from mpipipe.checkpoint import check_owned
 from mpipipe.comm import Mesh
-from mpipipe.errors import NonFiniteError
+from mpipipe.errors import MpipipeError, NonFiniteError
 from mpipipe.job import Preemption, agreed_by, group_of
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
@@ -76,8 +76,8 @@ class Trainer:
         self.reporter.say(introduction(config, task, self.plan, self.mesh, place=place, out=self.out))
         if progress.step:
             self.reporter.say(f"mpipipe: goes on after step {progress.step}")
-        elif task.beginning():
-            self.reporter.say(f"mpipipe: begins with {task.beginning()}")
+        elif beginning := task.beginning() or resume.beginning(config):
+            self.reporter.say(f"mpipipe: begins with {beginning}")
         if progress.reported < 0:
             validation = self.validate()
             more = task.derived(None, validation)
@@ -88,10 +88,14 @@ class Trainer:
         elif self.checkpoints.owed:
             self.checkpoints.follow(leaves=False)
         for step in range(progress.step, config.steps):
-            progress.outcome = self.step(step)
-            progress.step = step + 1
-            self.tracing.end_step()
-            self._after_step()
+            try:
+                progress.outcome = self.step(step)
+                progress.step = step + 1
+                self.tracing.end_step()
+                self._after_step()
+            except MpipipeError as error:
+                error.message = f"step {step + 1} of {config.steps}: {error.message}"
+                raise
         return self._end()
 
     def _after_step(self) -> None:
@@ -133,7 +137,7 @@ class Trainer:
             validation = self.validate()
             more = task.derived(record.loss, validation)
             record = replace(record, step=self.progress.step, validation=validation, metrics=self.named, **more)
-        task.save(self.out, self.plan, pipeline.stages, self.mesh)
+        task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
         self.reporter.draw_losses()
         sample = task.sample(self.plan, pipeline, self.mesh, self.shard)
         sample = sample or shown(task, self.plan, pipeline, self.mesh, self.shard)
