@@ -66,7 +66,9 @@ def write(
     given: str | None = None,
     source: TaskSource | None = None,
 ) -> None:
-    """Write both files on rank 0, and copies of the file of the task and of its modules; `given` is the fingerprint of data without a key.
+    """Write both files on rank 0, and copies of the file of the task and of its modules.
+
+    `given` is the fingerprint of data without a key.
 
     Raises OSError.
     """
