@@ -36,4 +36,4 @@ from mpipipe.arrays.strided import THREADS, blocks_of, cast, copied, element_str
 from mpipipe.arrays.strided import strided_copy_views
 from mpipipe.arrays.transfer import Download, copy_to_device, copy_to_host, download, download_all, host_pieces, pinned
 from mpipipe.arrays.transfer import upload
-from mpipipe.arrays.trees import Branches, Forked, Structure, flatten, read_only, unflatten
+from mpipipe.arrays.trees import Branches, Forked, Structure, flatten, named_leaves, read_only, unflatten
