@@ -7,6 +7,7 @@ one action               executor, clock, messages, gradient_sums, graphs
 what went wrong          check, diagnostics
 """
 
+from mpipipe.pipeline.batch import merge
 from mpipipe.pipeline.construction import construct_on_paper
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
@@ -22,5 +23,6 @@ __all__ = [
     "PlannedAction",
     "StepResult",
     "construct_on_paper",
+    "merge",
     "receive_windows",
 ]

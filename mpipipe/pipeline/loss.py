@@ -67,6 +67,7 @@ class Loss:
                 "a loss returns (value, gradient of the output), or (value, gradient of the output, weight)",
                 found=f"a tuple of {len(result)}" if type(result) is tuple else type(result).__name__,
                 expected="a tuple of two or three",
+                remedy="adapters.torch_loss and adapters.jax_loss make such a loss of one that returns a number",
             )
         value, gradient, weight = result[0], result[1], None
         if len(result) == 3:

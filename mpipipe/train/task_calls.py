@@ -8,8 +8,9 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import signature
 from time import perf_counter
@@ -21,9 +22,9 @@ from mpipipe import arrays, nn
 from mpipipe.adapters import ForeignLayer, as_layer, seeded
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
-from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
-from mpipipe.job import Communicator, RankGroup, ThreadTask, group_of, wait_locally
-from mpipipe.pipeline import Pipeline
+from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, PeerError, StageError
+from mpipipe.job import Communicator, RankGroup, ThreadTask, found_by_all, group_of, wait_locally
+from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
@@ -35,15 +36,26 @@ def place_of(task: Task, method: str) -> str:
     return name if task.file is None else f"{name} in {task.file.path.name}"
 
 
-def call(task: Task, method: str, *arguments: Any, when: str = "", named: Mapping[str, Any] | None = None) -> Any:
-    """Call a method of a task. An error of it says where it is, and `when`: in which step, for which rows."""
+def call(
+    task: Task,
+    method: str,
+    *arguments: Any,
+    when: str = "",
+    named: Mapping[str, Any] | None = None,
+    by: Callable[..., Any] | None = None,
+) -> Any:
+    """Call a method of a task, or `by`, which does for it. An error says where it is: `when` is the step, and the rows.
+
+    An error that names a method of the task already stays as it is.
+    """
     try:
-        return getattr(task, method)(*arguments, **named or {})
+        return (by or getattr(task, method))(*arguments, **named or {})
     except MpipipeError as error:
-        if task.file is not None:
+        own = not type(task).__module__.startswith("mpipipe.") and f"{type(task).__name__}." not in error.message
+        if own and not isinstance(error, PeerError):
             error.message = f"{place_of(task, method)}{when}: {error.message}"
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         file = "" if task.file is None else str(task.file.path)
         last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1] if frames else None)
@@ -172,29 +184,63 @@ def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> N
 
 
 class TaskLoss:
-    """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true."""
+    """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true.
+
+    While it `rehearses`, a third value is checked: the weight of a micro-batch with each row twice is twice as large.
+    """
 
     def __init__(self, task: Task) -> None:
-        self.task, self.collects = task, False
-        self.mean_over_entries = getattr(task.loss, "mean_over_entries", True)  # else a weight says it
+        self.task, self.plain, self.collects, self.rehearses = task, Loss(task.loss), False, False
+        self.declared = getattr(task.loss, "mean_over_entries", None)
+        self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
+        self.over_batch = bool(getattr(task.loss, "over_batch", False))
         self.sums: dict[str, np.ndarray] = {}
+        self.entries: list[int] = []  # of each array of the targets, where these count
         self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
 
-    def __call__(self, output: Tree, target: Tree, **factor: float) -> Any:
+    def __call__(self, output: Any, target: Any, **factor: float) -> Any:
         """Return what the loss of the task returns."""
-        result = call(self.task, "loss", output, target, named=factor)
-        if not isinstance(result, tuple) or len(result) not in (2, 3):
-            raise ConfigError(
-                f"{place_of(self.task, 'loss')} returns no value with a gradient",
-                found=f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__,
-                expected="(value, gradient of the output), or (value, gradient of the output, weight)",
-                remedy="adapters.torch_loss and adapters.jax_loss make such a loss of one that returns a number",
-            )
+        if self.over_batch and not isinstance(output, list):  # of a measurement, which has one micro-batch
+            value, gradient, *weight = self([output], [target], **factor)
+            return value, gradient[0], *weight
+        result = call(self.task, "loss", output, target, named=factor, by=self._evaluate)
         if self.collects:
-            weight = result[2] if len(result) == 3 else sum(leaf.size for leaf in arrays.flatten(target)[0])
-            for name, value in call(self.task, "metrics", output, target).items():
-                self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([float(value) * weight, weight])
+            for y, goal in zip(output, target) if self.over_batch else [(output, target)]:
+                entries = sum(leaf.size for leaf in arrays.flatten(goal)[0])
+                weight = result[2] if len(result) == 3 and not self.over_batch else entries
+                for name, value in call(self.task, "metrics", y, goal, by=self._metrics).items():
+                    self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([value * weight, weight])
         return result
+
+    def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
+        return {name: float(value) for name, value in self.task.metrics(output, target).items()}
+
+    def _evaluate(self, output: Any, target: Any, **factor: float) -> Any:
+        result = self.task.loss(output, target, **factor)
+        weight = self.plain.checked(result)[2]
+        if self.rehearses and weight != 0:
+            Loss.scaled(result[1], 1.0, output)
+        if weight is None:
+            if self.rehearses and self.declared is None and not self.over_batch:
+                self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
+        elif self.rehearses or self.declared is not None:
+            self._check_weight(weight, output, target, factor)
+        return result
+
+    def _check_weight(self, weight: float, output: Any, target: Any, factor: Mapping[str, float]) -> None:
+        """Raise ConfigError for a third value that another attribute contradicts, or that counts nothing."""
+        found, doubled = "mean_over_entries, too", weight
+        if self.declared is None:
+            pair = ([*each, *each] if self.over_batch else merge([each, each]) for each in (output, target))
+            doubled = float(self.task.loss(*pair, **factor)[2])  # type: ignore[misc]
+            found = f"{weight}, and {doubled} with each row twice"
+        if self.declared is not None or not math.isclose(doubled, 2 * weight, rel_tol=1e-2):
+            raise ConfigError(
+                "the third value that a loss returns is not the weight of a micro-batch",
+                found=found,
+                expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
+                remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
+            )
 
     def means(self, group: RankGroup) -> dict[str, float]:
         """Return the means of all ranks since the last call; collective."""
@@ -214,9 +260,14 @@ def scores_of(task: Task, loss: Any) -> TaskLoss | None:
 # -- Batches ----------------------------------------------------------------------------------------------------------
 
 
+def where(method: str, number: int, rows: range) -> str:
+    """Return the arguments of `batch` or `validation` in words."""
+    return f"({'step' if method == 'batch' else 'index'}={number}, rows={rows.start}..{rows.stop - 1})"
+
+
 def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tuple[Any, Any, Any]:
     """Return inputs, targets, and what comes with them, from `batch` or `validation`; checks what this rank needs."""
-    when = f"({'step' if method == 'batch' else 'index'}={number}, rows={rows.start}..{rows.stop - 1})"
+    when = where(method, number, rows)
     found = call(task, method, number, rows, shard, when=when)
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
@@ -273,7 +324,7 @@ class Reader:
         self.reads = shard.reads_inputs or shard.reads_targets or task.everywhere
         self.number = -1  # the step that is being read
         self.ahead: ThreadTask[tuple[Any, Any, Any]] | None = None  # the thread that reads it
-        self.rank = mesh.rank
+        self.rank, self.kinds = mesh.rank, ""  # shapes and dtypes of the rows that this rank reads
 
     def batch(self, step: int) -> Pair:
         """Return the batch of a step, and begin to read that of the next one."""
@@ -292,21 +343,35 @@ class Reader:
             raise problem
         if step + 1 < self.steps:
             self.begin(step + 1)
-        return self._begun(task.result)
+        return self.begun(task.result)
 
     def begin(self, step: int) -> None:
         """Begin to read the batch of a step, unless that is done already."""
         if self.reads and (self.ahead is None or self.number != step):
             self.number = step
-            self.ahead = ThreadTask(partial(read, self.task, "batch", step, self.rows, self.shard), "mpipipe batches")
+            self.ahead = ThreadTask(partial(self._read, step), "mpipipe batches")
+
+    def _read(self, step: int) -> tuple[Any, Any, Any]:
+        found = read(self.task, "batch", step, self.rows, self.shard)
+        kinds = " and ".join(shapes_of(tree) for tree in found[:2] if tree is not None)
+        self.kinds = self.kinds or kinds
+        if kinds != self.kinds:
+            raise DataError(
+                f"{place_of(self.task, 'batch')}{where('batch', step, self.rows)} returns other shapes than before",
+                found=f"{kinds} in each row",
+                expected=self.kinds,
+                remedy="pad what varies to one length, and let the loss count what is valid",
+            )
+        return found
 
     def validation(self, index: int) -> Pair:
         """Return a batch of the validation."""
         if not self.reads:
             return None, None
-        return self._begun(read(self.task, "validation", index, self.rows, self.shard))
+        return self.begun(read(self.task, "validation", index, self.rows, self.shard))
 
-    def _begun(self, found: tuple[Any, Any, Any]) -> Pair:
+    def begun(self, found: tuple[Any, Any, Any]) -> Pair:
+        """Return inputs and targets of what was read, and give the task what came with them."""
         inputs, targets, more = found
         if more is not None:
             self.task.begin(more)
@@ -317,37 +382,46 @@ def validate(
     pipeline: Pipeline, reader: Reader, scores: TaskLoss | None, batches: int, group: RankGroup
 ) -> tuple[float, dict[str, float]]:
     """Return the mean loss over the batches of the validation and the means of the task's metrics; collective."""
+    values = []
+    if scores is not None:
+        scores.collects = True
+    for index in range(batches):
+        batch = reader.validation(index)
+        values.append(call(reader.task, "layers", *batch, when=" in the validation", by=pipeline.evaluate))
     if scores is None:
-        return sum(pipeline.evaluate(*reader.validation(index)) for index in range(batches)) / batches, {}
-    scores.collects = True
-    loss = sum(pipeline.evaluate(*reader.validation(index)) for index in range(batches)) / batches
+        return sum(values) / batches, {}
     scores.collects = False
-    return loss, scores.means(group)
+    return sum(values) / batches, scores.means(group)
 
 
 def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> list[str]:
-    """Read the first batches, and run one forward: what does not fit is found before anything is written.
+    """Read the first batches, and run them forward: what does not fit is found before anything is written.
 
     Returns the names of the task's metrics.
     """
-    group = group_of(mesh.comm)
-    inputs, targets = None, None
-    with group.raise_together("train: the first batch"):
-        if reader.reads:
-            inputs, targets, more = read(task, "batch", step, reader.rows, reader.shard)
-            if more is not None:
-                task.begin(more)
-    with group.raise_together("train: the first batch of the validation"):
-        if reader.reads:
-            read(task, "validation", 0, reader.rows, reader.shard)
-    scores = scores_of(task, loss)
-    if scores is None:
-        pipeline.evaluate(inputs, targets)
-        return []
-    scores.collects = True
-    pipeline.evaluate(inputs, targets)
-    scores.collects = False
-    return list(scores.means(group))
+    group, scores = group_of(mesh.comm), scores_of(task, loss)
+    own = loss if isinstance(loss, TaskLoss) else None
+    for method, number in (("batch", step), ("validation", 0)):
+        pair: Pair = None, None
+        with group.raise_together(f"train: the first {method}"):
+            if reader.reads:
+                pair = reader.begun(read(task, method, number, reader.rows, reader.shard))
+        if own is not None:
+            own.rehearses, own.collects = True, scores is not None
+        call(task, "layers", *pair, when=" in the validation" * (method == "validation"), by=pipeline.evaluate)
+        if own is not None:
+            own.rehearses = own.collects = False
+    parts = [part for part in group.gather("train: the entries of targets", own and own.entries) if part]
+    different = [part for part in parts if any(a * parts[0][0] != part[0] * b for a, b in zip(part, parts[0]))]
+    if different:
+        problem = ConfigError(
+            "targets of several arrays, of which ranks have parts that differ by other numbers",
+            found=" and ".join(", ".join(map(str, part)) for part in (parts[0], different[0])) + " entries",
+            expected="a loss that says how many things its value is a mean over",
+            remedy="return (value, doutput, weight), or set loss.mean_over_entries = True or False (rows)",
+        )
+        raise found_by_all(problem, [group])
+    return [] if scores is None else list(scores.means(group))
 
 
 def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from mpipipe import checkpoint, optim, schedules
 from mpipipe.checkpoint import check_owned
 from mpipipe.comm import Mesh
-from mpipipe.errors import NonFiniteError
+from mpipipe.errors import MpipipeError, NonFiniteError
 from mpipipe.job import Preemption, agreed_by, group_of
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
@@ -88,10 +88,14 @@ class Trainer:
         elif self.checkpoints.owed:
             self.checkpoints.follow(leaves=False)
         for step in range(progress.step, config.steps):
-            progress.outcome = self.step(step)
-            progress.step = step + 1
-            self.tracing.end_step()
-            self._after_step()
+            try:
+                progress.outcome = self.step(step)
+                progress.step = step + 1
+                self.tracing.end_step()
+                self._after_step()
+            except MpipipeError as error:
+                error.message = f"step {step + 1} of {config.steps}: {error.message}"
+                raise
         return self._end()
 
     def _after_step(self) -> None:

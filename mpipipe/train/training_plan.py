@@ -356,9 +356,11 @@ def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks
 
     def work(comm: Communicator) -> MemoryEstimate:
         config, task = make(comm)
-        own = process if task.file is None else planning.resident() + planning.SETTLED  # with what the file imports
         task.find_data(group_of(comm))
-        return estimate_memory(config, task, ranks, comm, own)
+        if task.file is None:
+            return estimate_memory(config, task, ranks, comm, process)
+        example(task, 1, 1, task.shard(comm, 1))  # what the file imports, and the data that it keeps, are there then
+        return estimate_memory(config, task, ranks, comm, planning.resident() + planning.SETTLED)
 
     return inprocess.run(1, work)[0]
 

@@ -52,11 +52,11 @@ from mpipipe.job import runtime
 from mpipipe.job.context import current_rank
 from mpipipe.job.exit import run_or_abort
 from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, survival, train
+from mpipipe.train import TaskFileConfig, TrainConfig, load_task, run, survival, train
 from mpipipe.train.trainer import Trainer
 
 comm, (text, out, *words) = runtime.world(), sys.argv[1:]
-rank, options = comm.rank, {}
+rank, options, task = comm.rank, {}, ""  # the file of a task; "" for text
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -68,6 +68,10 @@ def before(name, what):
         return original(self, *arguments)
     setattr(Trainer, name, call)
 BODY
+if task:
+    small = dict(batch=8, microbatches=2, log_every=1, eval_batches=1, device="cpu")
+    config = TaskFileConfig(task=task, out=out, **small, **options)
+    sys.exit(run_or_abort(lambda: run(load_task(task, (), comm), config, comm)))
 config = TrainConfig(**{**dict(
     data=[text], out=out, dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, log_every=1,
     eval_batches=1, sample_bytes=0, device="cpu",
@@ -76,9 +80,33 @@ sys.exit(run_or_abort(lambda: train(config, GPT)))
 """
 
 
+TASK = """
+import numpy as np
+from mpipipe import nn, train
+
+class Fields(train.Task):
+    def layers(self, shard):
+        return [nn.Linear(4, 16), nn.Gelu(), nn.Residual(nn.Linear(16, 16)), lambda: nn.Linear(16, 4)]
+
+    def loss(self, output, target):
+        return (*nn.mean_squared_error(output, target), target.size)
+
+    def batch(self, step, rows, shard):
+        fields = np.random.default_rng(step).normal(size=(8, 4))[rows]
+        return fields, np.roll(fields, 1, axis=1)
+
+    def validation(self, index, rows, shard):
+        return self.batch(10_000 + index, rows, shard)
+
+    def show(self, output, target, shard):
+        return f"--- sample\\n{output[0]}\\n---"
+"""
+
+
 def training_job(folder, body):
     """[script, text] of a job that trains; `body` sees its ranks and its `words`, and may set `options`."""
     script, text = folder / "script.py", folder / "text.txt"
     script.write_text(JOB.replace("BODY", body))
+    (folder / "fields.py").write_text(TASK)
     text.write_text("one two three four\n" * 200)
     return [str(script), str(text)]

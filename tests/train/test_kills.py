@@ -14,7 +14,7 @@ from mpipipe import checkpoint
 # a training of which one rank is killed: at its n-th call of something that changes a file or makes a step, or so many
 # milliseconds after its first step has begun, wherever it is then
 TRAINING = """
-(victim, how, moment, pipe, steps), left = words, [0]
+(victim, how, moment, pipe, steps, task), left = words, [0]
 left[0] = int(moment) if how == "call" else 0
 
 def watched(function):
@@ -32,8 +32,8 @@ Trainer.step = watched(Trainer.step)
 timer = threading.Timer(int(moment) / 1000, die)
 timer.daemon = True
 before("step", lambda *_: timer.start() if how == "time" and rank == int(victim) and timer.ident is None else None)
-options = dict(steps=int(steps), eval_every=4, sample_bytes=8, dropout=0.1, save_every=1, keep=2, resume="auto",
-               pipe=int(pipe))
+options = dict(steps=int(steps), eval_every=4, save_every=1, keep=2, resume="auto", pipe=int(pipe))
+options |= {} if task else dict(sample_bytes=8, dropout=0.1)
 """
 NEVER = "call", 10**9
 CALLS, MILLISECONDS = 40, 60  # within which a rank is killed
@@ -41,12 +41,13 @@ STEPS = 12  # for each kill: more than a life makes that is so short
 
 
 @pytest.fixture
-def train(launch, tmp_path):
-    """train(name, ranks, pipe, steps, victim, how, moment): a job in the folder `name`."""
+def train(launch, tmp_path, request):
+    """train(name, ranks, pipe, steps, victim, how, moment): a job in the folder `name`, of text or of a task."""
+    task = str(tmp_path / "fields.py") if request.param == "task" else ""
     job = training_job(tmp_path, TRAINING)
 
     def start(name, ranks, pipe, steps, victim=0, how=NEVER[0], moment=NEVER[1]):
-        words = [str(word) for word in (tmp_path / name, victim, how, moment, pipe, steps)]
+        words = [str(word) for word in (tmp_path / name, victim, how, moment, pipe, steps, task)]
         return launch(ranks, [*job, *words], timeout=60 + steps)
 
     return start
@@ -56,8 +57,9 @@ def outcome(run):
     """All that a training leaves, but for what was measured by the clock; and its sample."""
     lines = records(SimpleNamespace(out=run))
     newest = checkpoint.newest(run)
-    files = [*sorted(newest.glob("part-*")), *sorted((run / "weights").iterdir())]
-    return lines, newest.name, {path.name: path.read_bytes() for path in files}
+    weights = [path for path in (run / "weights").rglob("*") if path.is_file() and path.name != "manifest.json"]
+    files = {str(path.relative_to(run)): path.read_bytes() for path in [*newest.glob("part-*"), *weights]}
+    return lines, newest.name, files
 
 
 def sample(job):
@@ -65,7 +67,11 @@ def sample(job):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "pipe"), [(2, 1), (4, 2) if harness.AT_LENGTH else (2, 2)])
+@pytest.mark.parametrize(
+    ("train", "ranks", "pipe"),
+    [("text", 2, 1), ("text", 4, 2) if harness.AT_LENGTH else ("text", 2, 2), ("task", 2, 2)],
+    indirect=["train"],
+)
 def test_kills_change_nothing(train, tmp_path, ranks, pipe):
     """Kills in turn at a call, which may be one of the writer's, and at a time."""
     folder, kills = tmp_path, 50 if harness.AT_LENGTH else 3

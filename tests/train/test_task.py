@@ -13,7 +13,7 @@ import pytest
 from mpipipe import Branches, nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError, MpipipeError
 from mpipipe.job import inprocess
-from mpipipe.train import Shard, Task, TaskConfig, estimate_task, run
+from mpipipe.train import Shard, Task, TaskConfig, check_task, estimate_task, run
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
 KEYS = dict(batch=8, steps=6, lr=0.05, warmup=0, log_every=1, eval_every=3, eval_batches=1, device="cpu")
@@ -161,6 +161,24 @@ def test_a_loss_with_a_weight_counts_by_it(tmp_path, alone):
         assert found == pytest.approx(expected, rel=1e-10)
 
 
+class OverBatch(Field):
+    """A loss over all outputs of the batch: the mean of the means of its micro-batches."""
+
+    def loss(self, output, target):
+        values, gradients = zip(*map(super().loss, output, target))
+        return float(np.mean(values)), [gradient / len(output) for gradient in gradients]
+
+    loss.over_batch = True
+
+
+def test_a_loss_over_the_batch_trains_as_the_mean_of_its_parts(tmp_path, alone):
+    trained(2, replace(EXACT, schedule="gpipe", out=str(tmp_path / "run")), OverBatch)
+    for found, expected in zip(losses(tmp_path / "run"), alone):
+        assert found == pytest.approx(expected, rel=1e-10)
+    assert inprocess.run(1, lambda comm: check_task(OverBatch(), 0, comm))[0][1]
+    assert estimate_task(lambda comm: (replace(EXACT, schedule="gpipe"), OverBatch()), 2).ranks
+
+
 # -- mistakes of a user's: one error on all ranks, before anything is written ------------------------------------------
 
 
@@ -199,6 +217,40 @@ class Word(Field):
         return "low", output
 
 
+class Accurate(Field):
+    def loss(self, output, target):
+        return (*super().loss(output, target), float((np.abs(output - target) < 1).mean()))
+
+
+class Twofold(Field):
+    def loss(self, output, target):
+        return (*super().loss(output, target), target.size)
+
+    loss.mean_over_entries = False
+
+
+class Thin(Field):
+    def loss(self, output, target):
+        value, gradient = super().loss(output, target)
+        return value, gradient[:, :1]
+
+
+class Longer(Field):
+    def validation(self, index, rows, shard):
+        return tuple(np.tile(array, 2) for array in super().validation(index, rows, shard))
+
+
+class Counted(Field):
+    def loss(self, output, target):
+        return super().loss(output, target[0])
+
+    def batch(self, step, rows, shard):
+        inputs, targets = super().batch(step, rows, shard)
+        return inputs, (targets, np.zeros((len(rows), 10)))
+
+    metrics, show = Task.metrics, Task.show
+
+
 class Misfit(Field):
     def layers(self, shard):
         return [nn.Linear(1, WIDTH), nn.Linear(WIDTH + 1, WIDTH), nn.Linear(WIDTH, 1)]
@@ -221,27 +273,41 @@ class Tall(Field):
         (Holes, DataError, r"the inputs of Holes.batch\(step=0, rows=0..7\) are not finite(.|\n)*in row 2"),
         (Short, ConfigError, r"Short.batch\(step=0, rows=0..7\) raised IndexError(.|\n)*line \d+ of .*test_task.py"),
         (Other, MismatchError, r"different layers from Other.layers"),
-        (Bare, Exception, r"Bare.loss returns no value with a gradient(.|\n)*float"),
-        (Word, Exception, r"the value of a loss(.|\n)*str"),
-        (Misfit, Exception, r"stage"),
+        (Bare, Exception, r"Bare.loss: a loss returns (.|\n)*float"),
+        (Word, Exception, r"Word.loss: the value of a loss(.|\n)*str"),
+        (Accurate, Exception, r"Accurate.loss: the third value (.|\n)*with each row twice"),
+        (Twofold, Exception, r"Twofold.loss: the third value (.|\n)*mean_over_entries, too"),
+        (Thin, Exception, r"Thin.loss: the gradient of the loss does not match"),
+        (Longer, Exception, r"Longer.layers in the validation: layer 0 \(Linear\)"),
+        (Counted, ConfigError, r"targets of several arrays.* by other numbers(.|\n)*6, 20 and 4, 20 entries"),
+        (Misfit, Exception, r"stage 0(.|\n)*Misfit.layers: layer 1 "),
         (Empty, ConfigError, r"Empty.layers returns no list of layers"),
         (Tall, ArgumentError, r"layers\[1\] is not a layer"),
     ],
 )
 def test_mistakes_are_one_error_before_anything_is_written(tmp_path, task, kind, text):
     with pytest.raises(kind, match=text):
-        trained(2, replace(EXACT, out=str(tmp_path / "run")), task)
+        trained(2, replace(EXACT, seq=1 + (task is Counted), out=str(tmp_path / "run")), task)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_reader_that_fails_later_says_in_which_step(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (OSError, r"step 4 of 6: Late.batch\(step=3, rows=0..7\) raised OSError: the tape ends"),
+        (SystemExit, r"step 4 of 6: Late.batch\(step=3, rows=0..7\) raised SystemExit: the tape ends"),
+        (None, r"step 4 of 6: Late.batch\(step=3, rows=0..7\) returns other shapes than before(.|\n)*float64\[5, 2\]"),
+    ],
+)
+def test_a_reader_that_fails_later_says_in_which_step(tmp_path, kind, text):
     class Late(Field):
         def batch(self, step, rows, shard):
-            if step == 3:
-                raise OSError("the tape ends")
-            return super().batch(step, rows, shard)
+            if step == 3 and kind is not None:
+                raise kind("the tape ends")
+            inputs, targets = super().batch(step, rows, shard)
+            return (np.tile(inputs, 2) if step == 3 else inputs), targets
 
-    with pytest.raises(ConfigError, match=r"Late.batch\(step=3, rows=0..7\) raised OSError: the tape ends"):
+    with pytest.raises(ArgumentError, match=text):
         trained(2, replace(EXACT, out=str(tmp_path / "run")), Late)
 
 
