@@ -147,10 +147,12 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
         )
     if task.file is not None and fingerprint and fingerprint != now["fingerprint"]:
         if not getattr(config, "changed_task", False):
+            copies = found.path.parent.parent
+            changed = [name for name, code in task.file.copies.items() if not _holds(copies / name, code)]
             raise ConfigError(
-                f"{task.file.path.name} has changed since the checkpoint",
+                f"{' and '.join(changed) or task.file.path.name} has changed since the checkpoint",
                 found=f"{task.file.path} with SHA-256 {task.file.checksum[:12]}",
-                expected=f"{fingerprint[:12]}, as in {place}; a copy is in {place_of_copy(found, task)}",
+                expected=f"{fingerprint[:12]}, as in {place}; a copy is in {copies / task.file.path.name}",
                 remedy="resume with the file as it was, or say that it is meant with --changed-task",
             )
     elif fingerprint != now["fingerprint"]:
@@ -169,10 +171,12 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
         )
 
 
-def place_of_copy(found: Checkpoint, task: Task) -> Path:
-    """Return where a run folder has the copy of the file of its task."""
-    assert task.file is not None
-    return found.path.parent.parent / task.file.path.name
+def _holds(path: Path, code: bytes) -> bool:
+    """Whether this is what a file holds."""
+    try:
+        return path.read_bytes() == code
+    except OSError:
+        return False
 
 
 def _others(config: TaskConfig) -> list[str]:

@@ -20,6 +20,7 @@ Collective tests run first, so that all ranks have the same modules imported whi
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -174,6 +175,7 @@ class Collective:
         self._agree_on_collection(session)
         if session.testsfailed:
             return None  # pytest's own loop reports errors of the collection
+        gc.freeze()  # no search for garbage, of which tests make many, walks through what has been collected
         self._run(session, [item for item in session.items if is_collective(item)])
         self._stop_if_asked(session)
         self.own_reports = {}

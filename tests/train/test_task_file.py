@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,6 +80,37 @@ def test_the_run_folder_trains_the_same_bits_again(waves, tmp_path):
     assert again.set == ("width=5",)
     train(again, 2)
     assert last(tmp_path / "again") == last(moved)
+
+
+def test_modules_next_to_the_file_are_copied_compared_and_imported_from_the_copy(waves, tmp_path):
+    waves.write_text(
+        WAVES.replace("import numpy", "from tidal.gauge import LEVEL\nimport numpy").replace("1000 +", "LEVEL +")
+    )
+    (tmp_path / "tidal").mkdir()
+    (tmp_path / "tidal" / "__init__.py").write_text("")
+    gauge, environment = tmp_path / "tidal" / "gauge.py", tmp_path / "lib" / "site-packages"
+    gauge.write_text("import level_of_sea\nLEVEL = 1000\n")
+    environment.mkdir(parents=True)
+    (environment / "level_of_sea.py").write_text("")
+    keys = dict(KEYS, resume="auto", out=str(tmp_path / "run"))
+    sys.path.append(str(environment))
+    try:
+        train(load_config(str(waves), None, **keys), 2)
+        copies = load(tmp_path / "run" / "waves.py").file
+        assert sorted(copies.modules) == ["tidal/__init__.py", "tidal/gauge.py"]
+        assert sys.modules["tidal.gauge"].__file__ == str(tmp_path / "run" / "tidal" / "gauge.py")
+        assert load(waves).file.checksum == copies.checksum
+        gauge.write_text("LEVEL = 20000\n")
+        del sys.modules["tidal.gauge"]  # a new process
+        with pytest.raises(ConfigError, match=r"tidal/gauge.py has changed since the checkpoint"):
+            train(load_config(str(waves), None, **{**keys, "steps": 5}))
+        again = load_config(None, str(tmp_path / "run" / "config.toml"), out=str(tmp_path / "again"))
+        train(again, 2)
+        assert validations(tmp_path / "again") == validations(tmp_path / "run")
+        assert train(load_config(str(waves), None, **{**keys, "steps": 5}, changed_task=True)).step == 5
+        assert (tmp_path / "run" / "tidal" / "gauge.1.py").exists()
+    finally:
+        sys.path.remove(str(environment))
 
 
 def validations(folder):
