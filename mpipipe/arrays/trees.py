@@ -6,8 +6,8 @@ Branches are several trees under names, and their structure is a Forked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -114,3 +114,22 @@ class Branches:
 
     def __getitem__(self, name: str) -> Tree:
         return self.skips[name]
+
+
+def named_leaves(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as ("x['mask']", array)."""
+    if is_array(value):
+        yield name, value
+        return
+    inner: list[tuple[str, Any]] = []
+    if id(value) in above:
+        return
+    if isinstance(value, Mapping):
+        inner = [(f"{name}[{key!r}]", each) for key, each in value.items()]
+    elif isinstance(value, (tuple, list)):
+        keys = getattr(value, "_fields", None)
+        inner = [(f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)]
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [(f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)]
+    for key, each in inner:
+        yield from named_leaves(each, key, (*above, id(value)))

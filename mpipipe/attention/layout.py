@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -221,7 +221,7 @@ class Layout:
         *,
         backward: bool = False,
     ) -> RingTable:
-        """Return what a rank does in each step of a ring.
+        """Return what a rank does in each step of a ring, as a list that prints as a table.
 
         Parameters
         ----------
@@ -231,11 +231,6 @@ class Layout:
             As for `needs`.
         backward : bool
             The steps of the backward in place of those of the forward.
-
-        Returns
-        -------
-        RingTable
-            A list of RingStep, which prints as a table.
 
         Examples
         --------
@@ -296,9 +291,7 @@ class RingTable(list[RingStep]):
         return "\n".join(text_table([name.replace("_", " ") for name in RingStep._fields], rows, left=(4,)))
 
 
-def ring_hops(
-    rank: int, ranks: int, steps: int, backward: bool = False
-) -> Iterator[tuple[int, int | None, int | None, int]]:
+def ring_hops(rank: int, ranks: int, steps: int, backward: bool = False) -> Iterator[tuple[int, Any, Any, int]]:
     """Yield the step, the ranks to send to and to receive from, and the rank whose keys are there, as `ring_pass`."""
     way = -1 if backward else 1
     for step in range(steps):

@@ -91,8 +91,7 @@ class Local(Attend):
         mask.check_window(causal, window)
         mask.check_scale(scale)
         name_of(bias)
-        self.bias = bias
-        self.causal, self.scale, self.window, self.segments = causal, scale, window, segments
+        self.causal, self.scale, self.window, self.segments, self.bias = causal, scale, window, segments, bias
         self.poll: Callable[[], object] = no_poll
         self._planned: tuple[tuple[int, int], list[Slice]] | None = None  # lengths and slices of the last call
         self._others: dict[int, Local] = {}  # by their windows

@@ -89,8 +89,7 @@ class RingPass:
         dk, dv = packing.unpack_gradients(message, rank)
         return Gradients(*(cast(x, packing.dtype) for x in (dq, dk, dv)))
 
-    def _start(self, outgoing: Array, dest: int, incoming: Array, source: int | None) -> None:
-        assert source is not None
+    def _start(self, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
         self.bytes_sent += outgoing.nbytes
         self.exchange.start(self.rotation, outgoing, dest, incoming, source)
 

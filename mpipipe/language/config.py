@@ -152,12 +152,6 @@ class TrainConfig(TaskConfig, ModelOptions, DataOptions):
                 found=f"save_dtype {self.save_dtype}",
                 expected="none: mpipipe saves parameters as they are",
             )
-        if self.resume not in ("auto", "no") and self.init is not None:
-            raise ConfigError(
-                "resume and init are both given",
-                found=f"resume {self.resume}, init {self.init}",
-                expected="one of them: a checkpoint that is resumed has weights",
-            )
 
     @classmethod
     def _check_given(cls, values: dict[str, Any]) -> None:

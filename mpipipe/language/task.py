@@ -377,7 +377,7 @@ class TextTask(Task):
     def summary(self, record: Mapping[str, float]) -> str:
         return self.tokens.summary(record)
 
-    def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
+    def save(self, out: Path, plan: LayerPlan, stages: Sequence[nn.Stage], mesh: Mesh, step: int) -> None:
         """Write the model to weights/ or huggingface/, as --save-as says; its adapters, merged there, to adapter/."""
         lora, ours, theirs = self.tuning.lora, weights.folder_of(out), out / model_folder.INSIDE
         if lora is not None:

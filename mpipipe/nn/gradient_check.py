@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Branches
+from mpipipe.arrays import named_leaves
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.stage import Stage
@@ -91,12 +91,12 @@ class _Check:
         self.stage, self.random = stage, np.random.default_rng(seed)
         self.more = () if position is None else (position,)
         self.x = _copied(x)
-        self.inputs = {name: leaf for name, leaf in _leaves(self.x, "input") if leaf.dtype.kind in "fc"}
-        self.parameters = {
-            name.removeprefix(prefix): a for name, a in _named(getattr(stage, "parameters", None)).items()
-        }
-        self.gradients = {name.removeprefix(prefix): a for name, a in _named(getattr(stage, "gradients", None)).items()}
-        self.parameters = {name: self.parameters[name] for name in self.gradients if name in self.parameters}
+        self.inputs = {name: leaf for name, leaf in named_leaves(self.x, "input") if leaf.dtype.kind in "fc"}
+        parameters, self.gradients = (
+            {name.removeprefix(prefix): array for name, array in _named(getattr(stage, holder, None)).items()}
+            for holder in ("parameters", "gradients")
+        )
+        self.parameters = {name: parameters[name] for name in self.gradients if name in parameters}
         for name, array in {**self.inputs, **self.parameters}.items():
             if arrays.is_device(array) or array.dtype not in (np.float64, np.complex128):
                 raise ArgumentError(
@@ -113,14 +113,16 @@ class _Check:
     def run(self) -> dict[str, float]:
         given = _copied(self.x)
         outputs = [_copied(self.stage.forward(self.x, *self.more)[0]) for _ in range(2)]
-        if not all(np.array_equal(a, b, equal_nan=True) for (_, a), (_, b) in zip(*(_leaves(y, "y") for y in outputs))):
+        if not all(
+            np.array_equal(a, b, equal_nan=True) for (_, a), (_, b) in zip(*(named_leaves(y, "y") for y in outputs))
+        ):
             self.wrong.append("a second forward of the same input gives another output")
         y, saved = self.stage.forward(self.x, *self.more)
         self.dy = _random_like(outputs[0], self.random)
         before_backward = _copied(y), _copied(self.dy)
         expected = self._backward(saved)
         for name, now, old in zip(("input", "output", "dy"), (self.x, y, self.dy), (given, *before_backward)):
-            for (leaf, array), (_, before) in zip(_leaves(now, name), _leaves(old, name)):
+            for (leaf, array), (_, before) in zip(named_leaves(now, name), named_leaves(old, name)):
                 if not np.array_equal(array, before, equal_nan=True):
                     self.wrong.append(f"{leaf} was written to")
         if not self.wrong:
@@ -153,7 +155,7 @@ class _Check:
             gradient[...] = 0
 
     def _gradients(self, dx: Any) -> dict[str, np.ndarray]:
-        found = {} if dx is None else dict(_leaves(dx, "input"))
+        found = {} if dx is None else dict(named_leaves(dx, "input"))
         for name, array in self.inputs.items():
             shape = getattr(found.get(name), "shape", None)
             if shape != array.shape:
@@ -168,7 +170,7 @@ class _Check:
         y, _ = self.stage.forward(self.x, *self.more)
         terms = [
             _real(a) * _real(b)
-            for (_, a), (_, b) in zip(_leaves(y, "y"), _leaves(self.dy, "dy"))
+            for (_, a), (_, b) in zip(named_leaves(y, "y"), named_leaves(self.dy, "dy"))
             if a.dtype.kind in "fc"
         ]
         return sum(float(np.sum(part)) for part in terms), sum(float(np.sum(np.abs(part))) for part in terms)
@@ -240,18 +242,6 @@ class _Check:
                 self.wrong.append(
                     f"gradient of {name} {way}: differs by {difference:.3g}, where it is up to {size:.3g}"
                 )
-
-
-def _leaves(tree: Any, name: str) -> list[tuple[str, np.ndarray]]:
-    """Return the arrays of a tree with their names, such as "input", "input[1]" or "input of skip"."""
-    if isinstance(tree, Branches):
-        skips = [leaf for key, part in tree.skips.items() for leaf in _leaves(part, f"{name} of {key}")]
-        return _leaves(tree.main, name) + skips
-    leaves, structure = arrays.flatten(tree)
-    if structure is None:
-        return [(name, leaves[0])]
-    keys = structure if isinstance(structure, tuple) else range(len(leaves))
-    return [(f"{name}[{key!r}]", leaf) for key, leaf in zip(keys, leaves) if leaf is not None]
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -232,10 +232,7 @@ def _check_numbers(scaling: RopeScaling, low: str = "", high: str = "") -> None:
 def angles(
     positions: ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None
 ) -> tuple[np.ndarray, float]:
-    """Return the angle of each position and pair, float64 (seq, head_dim / 2), and the factor on cosine and sine.
-
-    Positions are (seq,), or (seq, axes).
-    """
+    """Return angles (seq, head_dim / 2) of positions (seq,) or (seq, axes), and the factor on cosine and sine."""
     numbers = np.asarray(positions, np.float64)
     width = head_dim if numbers.ndim == 1 else head_dim // numbers.shape[1]
     frequencies = base ** (-np.arange(0, width, 2) / width)
@@ -248,21 +245,14 @@ def angles(
 def checked_coordinates(coordinates: ArrayLike, head_dim: int, seq_len: int | None) -> np.ndarray:
     """Return positions of several axes as float64 (seq, axes); raises ArgumentError where they do not fit a head."""
     numbers = np.asarray(coordinates)
-    numeric = numbers.ndim == 2 and numbers.dtype.kind in "iuf"
-    wrong = numeric and not np.isfinite(numbers).all()
-    if wrong or not numeric or seq_len not in (None, len(numbers)):
+    real, pairs = numbers.ndim == 2 and numbers.dtype.kind in "iuf", head_dim // 2
+    wrong = real and not np.isfinite(numbers).all()
+    if wrong or not real or seq_len not in (None, len(numbers)) or 0 in numbers.shape or pairs % numbers.shape[1]:
         raise ArgumentError(
-            "the coordinates of a sequence do not fit it",
+            "the coordinates of a sequence do not fit it, or its heads",
             found=f"{numbers.dtype}{list(numbers.shape)}" + (" with NaN or infinity" if wrong else ""),
-            expected=f"finite numbers ({seq_len or 'seq'}, axes), a row for each position of the whole sequence",
-        )
-    axes, pairs = numbers.shape[1], head_dim // 2
-    if axes == 0 or pairs % axes:
-        raise ArgumentError(
-            "the axes of coordinates must divide the pairs of elements of a head",
-            found=f"{axes} axes, {pairs} pairs of head_dim={head_dim}",
-            expected="no remainder",
-            remedy="say another head_dim",
+            expected=f"finite numbers ({seq_len or 'seq'}, axes), a row for each position of the whole sequence, and "
+            f"axes that divide the {pairs} pairs of head_dim={head_dim}",
         )
     return numbers.astype(np.float64)
 

@@ -413,15 +413,20 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
             )
 
 
-def accepted_input(stage: Stage, x: Array) -> Array:
-    """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them."""
-    if isinstance(x, arrays.Branches) and stage.names is None:
-        raise ArgumentError(
-            "the input of a stage has names that none of its layers takes", stage=stage.index, found=", ".join(x.skips)
-        )
-    if isinstance(x, (tuple, dict, arrays.Branches)):  # for layers of PyTorch or JAX, or with names
+def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
+    """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them.
+
+    What is `named` comes next to the input, under a name, and may be of integers.
+    """
+    if isinstance(x, arrays.Branches):
+        if stage.names is None:
+            message = "the input of a stage has names that no layer takes"
+            raise ArgumentError(message, stage=stage.index, found=", ".join(x.skips))
+        skips = {name: accepted_input(stage, tree, named=True) for name, tree in x.skips.items()}
+        return arrays.Branches(accepted_input(stage, x.main), **skips)
+    if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
         leaves, structure = arrays.flatten(x)
-        return arrays.unflatten([accepted_input(stage, leaf) for leaf in leaves], structure)
+        return arrays.unflatten([accepted_input(stage, leaf, named) for leaf in leaves], structure)
     device = arrays.device_of(x)
     x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":
@@ -433,7 +438,7 @@ def accepted_input(stage: Stage, x: Array) -> Array:
             remedy="build the stage with device='cuda', or give a numpy array",
         )
     integers = x.dtype.kind in "iu"
-    if x.dtype != stage.dtype and not (integers and stage.first_layer.takes_integers):
+    if x.dtype != stage.dtype and not (integers and (named or stage.first_layer.takes_integers)):
         raise ArgumentError(
             "the input of a stage has the wrong dtype",
             stage=stage.index,
@@ -450,5 +455,5 @@ def accepted_input(stage: Stage, x: Array) -> Array:
             found=f"shape {x.shape}, strides {x.strides}",
             remedy="pass cupy.ascontiguousarray(x)",
         )
-    stays = device == stage.device or (integers and stage.first_layer.uploads_integers)
+    stays = device == stage.device or (integers and not named and stage.first_layer.uploads_integers)
     return x if stays else arrays.upload(x)

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Download, Forked, Structure, Tree, flatten, read_only, unflatten
-from mpipipe.comm import Lease, check_sendable, contiguous
+from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.even_split import even_split
 from mpipipe.nn import Position
@@ -199,20 +199,6 @@ def _entries(tree: Tree) -> int:
     return tree.size if type(tree) is np.ndarray else sum(leaf.size for leaf in flatten(tree)[0])
 
 
-def in_c_order(tree: Tree) -> Tree:
-    """Return `tree` with a copy of each array that cannot be sent as it lies: a layer may return any strides."""
-    leaves, structure = flatten(tree)
-    apart = [is_plain(leaf) and not leaf.flags.c_contiguous for leaf in leaves]
-    if not any(apart):
-        return tree
-    return unflatten([contiguous(leaf) if moved else leaf for leaf, moved in zip(leaves, apart)], structure)
-
-
-def is_plain(leaf: Any) -> bool:
-    """Whether this is an array and no masked one, or another subclass."""
-    return type(leaf) is np.ndarray or (arrays.is_array(leaf) and arrays.is_device(leaf))
-
-
 class MessageSpec:
     """The arrays of one micro-batch on one edge: structure, (shape, dtype) of each leaf and of those with gradients."""
 
@@ -277,7 +263,7 @@ class MessageSpec:
         """Return the arrays to send back for this activation; raises ArgumentError if shape or dtype differ."""
         if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
-        leaves, structure = ([tree], None) if tree is None else flatten(in_c_order(tree))
+        leaves, structure = ([tree], None) if tree is None else flatten(arrays.in_c_order(tree))
         if structure != self.structure:
             raise ArgumentError(
                 "an input gradient has another structure than the input", found=structure, expected=self.structure

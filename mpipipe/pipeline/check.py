@@ -28,7 +28,6 @@ from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import NonFiniteError, StageError
 from mpipipe.nn import Position
 from mpipipe.pipeline.batch import CallInputs
-from mpipipe.pipeline.diagnostics import named_leaves
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
@@ -49,7 +48,7 @@ Sources: TypeAlias = "Sequence[tuple[str, Any]]"  # (what it is, arrays) of all 
 
 def non_finite(value: Any, name: str) -> str | None:
     """Describe the first array in `value` that has entries which are NaN or infinite; None where all are finite."""
-    for leaf, array in named_leaves(value, name):
+    for leaf, array in arrays.named_leaves(value, name):
         if arrays.is_floating(array.dtype):
             host = _on_host(array)
             finite = np.isfinite(host)
@@ -88,10 +87,10 @@ class Watched(NamedTuple):
 
 def watched(stage: int | None, microbatch: int | None, value: Any, name: str, without: Any = ()) -> Watched:
     """Take the checksums of the arrays in `value`, except those that share memory with an array in `without`."""
-    others = [array for _, array in named_leaves(without, "")]
+    others = [array for _, array in arrays.named_leaves(without, "")]
     leaves = [
         (leaf, array)
-        for leaf, array in named_leaves(value, name)
+        for leaf, array in arrays.named_leaves(value, name)
         if not array.dtype.hasobject and not any(arrays.shares_memory(array, other) for other in others)
     ]
     return Watched(stage, microbatch, leaves, [_checksum(array) for _, array in leaves])

@@ -12,15 +12,13 @@ was skipped.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from time import perf_counter
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import Array
 from mpipipe.comm import Envelope, Lease
 from mpipipe.errors import StageError
 from mpipipe.job import Message, RankGroup, Snapshot
@@ -276,7 +274,7 @@ class ActivationMeter:
 
 def _spans(value: Any, on_host: bool = False) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of the device memory of each array in `value`, or of all memory."""
-    for _, array in named_leaves(value, ""):
+    for _, array in arrays.named_leaves(value, ""):
         if array.nbytes and (on_host or arrays.is_device(array)):
             start = arrays.address(array)
             extent = sum((count - 1) * step for count, step in zip(array.shape, array.strides))
@@ -290,22 +288,3 @@ def _covered(spans: Iterable[tuple[int, int]]) -> int:
         total += max(0, stop - max(start, end))
         end = max(end, stop)
     return total
-
-
-def named_leaves(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Array]]:
-    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as ("x['mask']", array)."""
-    if arrays.is_array(value):
-        yield name, value
-        return
-    inner: list[tuple[str, Any]] = []
-    if id(value) in above:
-        return
-    if isinstance(value, Mapping):
-        inner = [(f"{name}[{key!r}]", each) for key, each in value.items()]
-    elif isinstance(value, (tuple, list)):
-        keys = getattr(value, "_fields", None)
-        inner = [(f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)]
-    elif is_dataclass(value) and not isinstance(value, type):
-        inner = [(f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)]
-    for key, each in inner:
-        yield from named_leaves(each, key, (*above, id(value)))

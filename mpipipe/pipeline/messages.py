@@ -19,7 +19,7 @@ from mpipipe.arrays import Array, Branches, Tree, flatten, read_only, unflatten
 from mpipipe.comm import Envelope, Lease, Mailbox
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.nn import sum_of
-from mpipipe.pipeline.batch import MessageSpec, in_c_order
+from mpipipe.pipeline.batch import MessageSpec
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, Port
 
 Local: TypeAlias = "dict[tuple[int, int, str], Tree]"  # (edge, micro-batch, "F" or "B") -> data that stays on the rank
@@ -105,12 +105,12 @@ class StageMessages:
         """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the same inputs."""
         key = envelope.edge, envelope.microbatch
         if not self.known:
-            tree = in_c_order(tree)
+            tree = arrays.in_c_order(tree)
             self.specs[key] = spec = MessageSpec.of(tree)
             self.mailbox.put_header(envelope, spec.encode())
         else:
             spec = self.specs[key]
-            if not spec.matches(tree) and not spec.matches(tree := in_c_order(tree)):
+            if not spec.matches(tree) and not spec.matches(tree := arrays.in_c_order(tree)):
                 raise ArgumentError(
                     "a stage's output depends on more than the shapes of the pipeline's inputs",
                     found=MessageSpec.of(tree),

@@ -79,11 +79,6 @@ class PendingStep:
         No collective call: each rank asks when it likes, in any order of steps, as often as it likes, or never. What
         has arrived can be had after the end of the pipeline, too.
 
-        Returns
-        -------
-        StepResult
-            Losses on every rank, and gradients of the inputs on the rank of stage 0.
-
         Raises
         ------
         PeerError, ArgumentError

@@ -141,11 +141,6 @@ class Pipeline:
         -------
         StepResult
             Losses on every rank, and gradients of the inputs on the rank of stage 0.
-
-        Raises
-        ------
-        ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As the class says: on every rank for arguments; a failure inside the step ends the life of the pipeline.
         """
         return self.engine.train("step", inputs, targets, scale, accumulate).wait()
 
@@ -163,15 +158,10 @@ class Pipeline:
         scale, accumulate : float, bool
             As for `step`.
 
-        Returns
-        -------
-        PendingStep
-            Whose `wait()` waits for the loss.
-
         Raises
         ------
         ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As for `step`. An error in the arguments ends the life of the pipeline, too, except in its first step.
+            As the class says. An error in the arguments ends the life of the pipeline, too, except in its first step.
         """
         return self.engine.train("launch", inputs, targets, scale, accumulate)
 
@@ -194,7 +184,7 @@ class Pipeline:
         Raises
         ------
         ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As for `step`; also on every rank where the schedule has another order.
+            As the class says; also on every rank where the schedule has another order.
 
         Examples
         --------
@@ -235,7 +225,7 @@ class Pipeline:
         Raises
         ------
         ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As for `step`. After an ArgumentError on all ranks the step is as `forward_train` left it.
+            As the class says. After an ArgumentError on all ranks the step is as `forward_train` left it.
         """
         return self.engine.backward(gradients, scale, accumulate)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import nn, optim, schedules
-from mpipipe.arrays import Tree, flatten, unflatten
+from mpipipe.arrays import Branches, Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Loss, Pipeline
@@ -41,8 +41,8 @@ class Probe:
     def __init__(self, measured: MeasuredRanks, solo: Communicator, picked: Sequence[int], size: int) -> None:
         self.measured, self.group, self.solo = measured, group_of(measured.mesh.comm), solo
         self.picked, self.size = picked, size
-        skipped = [bool(measured.inputs) and place - 1 not in (-1, *picked) for place in picked]
-        self.at = [number + sum(skipped[: number + 1]) for number in range(len(picked))]  # in the stage
+        self.bridged = self._bridged()
+        self.at = [number + sum(map(bool, self.bridged[: number + 1])) for number in range(len(picked))]  # in the stage
         self.watches = {way: Stopwatch() for way in WAYS}
         self.optimizers: list[float] = []
         self.sums: list[float] = []
@@ -120,7 +120,7 @@ class Probe:
         name, recompute = WAYS[way]
         schedule = schedules.by_name(name, ranks=1, microbatches=UNDER_WAY)
         loss = measured.loss_for(stage, self.size)
-        batch = measured.example(UNDER_WAY * self.size, UNDER_WAY)
+        batch = self._example(UNDER_WAY)
         with Pipeline([stage], schedule, self.solo, loss, recompute, replicas) as pipeline:
             optimizer, scaler = measured.optimizer(pipeline), measured.scaler()
             stage.optimizer_writes_compute()
@@ -152,25 +152,43 @@ class Probe:
         cut = [(name.partition(".")[0], name.partition(".")[2]) for name in still]
         frozen = [f"{places[place]}.{rest}" for place, rest in cut if place in places]
         chosen: list[nn.Layer] = []
-        for place, at in zip(self.picked, self.at):
-            if at > len(chosen):
-                chosen.append(Bridge(self.measured.inputs[place], self.size))
+        for place, needs in zip(self.picked, self.bridged):
+            if needs:
+                chosen.append(Bridge(self.measured.inputs[place], self.size, needs))
             chosen.append(layers[place])
+        unclaimed = nn.names_of(chosen)[2]
+        if unclaimed:
+            chosen.append(Taker(unclaimed))
         return nn.Stage(chosen, problem.dtype, self.measured.seed, frozen=frozen)
+
+    def _bridged(self) -> list[set[str]]:
+        """Return for each picked layer what must be put in before it: "" for its input, and names that it takes."""
+        inputs, known, found = self.measured.inputs, set[str](), []
+        for place in self.picked:
+            takes, gives, _ = nn.names_of([self.measured.problem.layers[place]])
+            needs = {*takes} - known
+            found.append(needs | {""} if needs or (inputs and place - 1 not in (-1, *self.picked)) else needs)
+            known |= {*takes, *gives}
+        return found
+
+    def _example(self, microbatches: int) -> tuple[Tree, Tree]:
+        """Return inputs and targets; names that inputs have are put in before the layers that take them."""
+        inputs, targets = self.measured.example(microbatches * self.size, microbatches)
+        return inputs.main if isinstance(inputs, Branches) else inputs, targets
 
     def sizes(self) -> Sizes:
         """Count what one micro-batch of several keeps, but not what they share, such as parameters and tables."""
         measured, stage = self.measured, self._stage()
-        inputs, targets = measured.example(self.size, 1)
+        inputs, targets = self._example(1)
         loss = Loss(measured.loss_for(stage, self.size))
         with ExitStack() as stack:
             stack.enter_context(loss.taking_head())
             _, before = stage.forward(inputs)
-            output, saved = stage.forward(inputs)
+            output, kept = stage.forward(inputs)
             gradient = loss.call(output, targets, 1.0)[1]
         shared = {*array_bytes(before), *array_bytes((stage.parameters.flat, stage.compute.flat, inputs, targets))}
-        whole = _new_bytes(saved, shared)
-        _, pending = stage.backward_input(gradient, saved)
+        whole = _new_bytes(kept if stage.names is None else kept[0], shared)
+        _, pending = stage.backward_input(gradient, kept)
         split = _new_bytes(pending[::-1], shared)
         split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
         stage.backward_weight(pending)
@@ -189,18 +207,35 @@ class Probe:
 
 
 class Bridge(nn.Layer):
-    """Stands for layers that are left out: it returns the input of the next one, whatever comes."""
+    """Stands for layers that are left out: it returns the input of the next one, whatever comes, and gives names."""
 
-    def __init__(self, like: Tree, rows: int) -> None:
+    def __init__(self, like: Tree, rows: int, names: Collection[str]) -> None:
         leaves, structure = flatten(like)
-        self.output = unflatten([np.repeat(leaf, rows, axis=0) for leaf in leaves], structure)
+        output = unflatten([np.repeat(leaf, rows, axis=0) for leaf in leaves], structure)
+        self.output, self.values = (output.main, output.skips) if isinstance(output, Branches) else (output, {})
+        self.gives = tuple(name for name in self.values if name in names)
 
     def forward(self, x: Any) -> tuple[Any, Any]:
+        for name in self.gives:
+            self.stage.give(name, self.values[name])
         return self.output, x
 
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
         leaves, structure = flatten(saved)
         return unflatten([np.zeros_like(leaf) for leaf in leaves], structure), None
+
+
+class Taker(nn.Layer):
+    """The identity, which takes what layers that are left out would take."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.takes = names
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        return x, None
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        return dy, None
 
 
 def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:

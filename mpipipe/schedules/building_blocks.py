@@ -74,7 +74,7 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
         Two stages per rank, placed on a V.
     """
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    return _repeated("v_min", ranks, microbatches, costs, SHORT, _third)
+    return _repeated("v_min", ranks, microbatches, costs, SHORT, lambda p: 2 * ((p + 4) // 3))
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2 I3 W3
@@ -94,11 +94,6 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     costs : Costs, optional
         As for `v_min`.
 
-    Returns
-    -------
-    Schedule
-        As of `v_min`.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -106,15 +101,7 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     (10, 10)
     """
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    return _repeated("v_half", ranks, microbatches, costs, MIDDLE, _half)
-
-
-def _third(ranks: int) -> int:
-    return 2 * ((ranks + 4) // 3)
-
-
-def _half(ranks: int) -> int:
-    return 2 * ((ranks + 2) // 2)
+    return _repeated("v_half", ranks, microbatches, costs, MIDDLE, lambda p: 2 * ((p + 2) // 2))
 
 
 def _repeated(

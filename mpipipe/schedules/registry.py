@@ -168,10 +168,6 @@ def advise(ranks: int, chunks: int = 1, microbatches: int | None = None, costs: 
     costs : Costs, optional
         Times of the stages in the simulation; by default one unit for each of F, I and W.
 
-    Returns
-    -------
-    Advice
-
     Examples
     --------
     >>> from mpipipe.schedules import advise

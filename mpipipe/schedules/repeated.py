@@ -93,11 +93,6 @@ def simulate_repeated(
     message_bytes : float, optional
         Bytes of one micro-batch's activation between two stages, for `links`.
 
-    Returns
-    -------
-    Repetition
-        Makespan, bubble and peak memory.
-
     Raises
     ------
     ArgumentError

@@ -137,11 +137,6 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     costs : Costs, optional
         Times of the actions; by default one unit for each of F, I and W.
 
-    Returns
-    -------
-    Timeline
-        Makespan, bubble, peak memory and the time of every action.
-
     Raises
     ------
     ScheduleError, ArgumentError

@@ -141,11 +141,6 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     costs : Costs, optional
         Times of the 2P stages.
 
-    Returns
-    -------
-    Schedule
-        Two stages per rank, placed on a V.
-
     Examples
     --------
     >>> from mpipipe import schedules

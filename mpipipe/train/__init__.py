@@ -24,7 +24,7 @@ from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
 from mpipipe.train.setup import check_same_config as check_same_config
 from mpipipe.train.setup import evaluate as evaluate
-from mpipipe.train.setup import run
+from mpipipe.train.setup import load, run
 from mpipipe.train.shard import Shard
 from mpipipe.train.sinks import MOST_BYTES, NAME
 from mpipipe.train.task import Pair as Pair
@@ -51,7 +51,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.language import TrainConfig, train
 
-__all__ = ["Record", "Shard", "Task", "TaskConfig", "TrainConfig", "run", "train"]
+__all__ = ["Record", "Shard", "Task", "TaskConfig", "TrainConfig", "load", "run", "train"]
 
 
 def __getattr__(name: str) -> object:

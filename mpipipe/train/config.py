@@ -106,6 +106,13 @@ def _check_together(config: TaskConfig) -> None:
     if config.resume == "auto" and config.out is None:
         expected, remedy = "the folder in which to look", "name it with --out"
         raise ConfigError("resume = auto without out", expected=expected, remedy=remedy)
+    init = getattr(config, "init", None)
+    if config.resume not in ("auto", "no") and init is not None:
+        raise ConfigError(
+            "resume and init are both given",
+            found=f"resume {config.resume}, init {init}",
+            expected="one of them: a checkpoint that is resumed has weights",
+        )
     if config.recompute and config.recompute_limit is not None:
         raise ConfigError(
             "recompute and recompute_limit are both given",

@@ -48,6 +48,7 @@ def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe:
     values = task.resolve(written(config) | given)
     if task.file is not None:
         values["task"] = f"{task.file.path.name}:{task.file.name}"
+        values["init"] = values.get("init") and absolute(values["init"])
         values.pop("changed_task", None)
     values["resume"] = None if values["resume"] in ("auto", "no") else absolute(values["resume"])
     return {name.rstrip("_"): value for name, value in values.items() if value is not None and name != "out"}
@@ -65,7 +66,9 @@ def write(
     given: str | None = None,
     source: TaskSource | None = None,
 ) -> None:
-    """Write both files on rank 0, and a copy of the file of the task; `given` is the fingerprint of data without a key.
+    """Write both files on rank 0, and copies of the file of the task and of its modules.
+
+    `given` is the fingerprint of data without a key.
 
     Raises OSError.
     """
@@ -77,8 +80,10 @@ def write(
     _replace(out / CONFIG, content, lambda content: content)
     if source is not None:
         facts = {"file": str(source.path), "class": source.name, "sha256": source.checksum}
-        environment = {**environment, "task": facts}
-        _replace(out / source.path.name, source.content.decode(), lambda content: content)
+        environment = {**environment, "task": facts | {"modules": sorted(source.modules)}}
+        for name, code in source.copies.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            _replace(out / name, code.decode(errors="surrogateescape"), lambda content: content)
     _replace(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n", _lasting)
 
 

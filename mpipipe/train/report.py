@@ -142,7 +142,7 @@ def bubble_explained(record: Record, oversubscribed: str | None) -> str:
     text = f"mpipipe: bubble {bubble:.0%} (ranks idle)"
     if bubble <= predicted + SMALL:
         return f"{text}, by schedule and stages; more micro-batches or evener stages help"
-    why = "by waiting for messages" if oversubscribed is None else f"mostly since {oversubscribed}"
+    why = "by waiting for messages or batches" if oversubscribed is None else f"mostly since {oversubscribed}"
     return f"{text}: {predicted:.0%} by the schedule, {bubble - predicted:.0%} {why}"
 
 

@@ -6,7 +6,7 @@ What must stay the same over a resume decides which numbers come out (`Option.de
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -19,6 +19,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, StorageError
 from mpipipe.files import PARTIAL
 from mpipipe.job import Preemption, group_of
+from mpipipe.nn import Stage
 from mpipipe.options import option_of, written
 from mpipipe.train import output_folder, provenance, sinks
 from mpipipe.train.config import TaskConfig
@@ -27,6 +28,7 @@ from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
 from mpipipe.train.screen import warn
 from mpipipe.train.task import Task
+from mpipipe.train.task_file import TaskFileConfig
 
 
 def checkpoints_of(out: Path) -> Path:
@@ -83,6 +85,22 @@ def newest_state(run: Path) -> Checkpoint:
     return checkpoint.read(max(there, key=lambda path: path.stat().st_mtime))
 
 
+def beginning(config: TaskConfig) -> str:
+    """Return what a new training of a task in a file begins with; "" for values that are drawn."""
+    return f"the weights in {config.init}" if isinstance(config, TaskFileConfig) and config.init else ""
+
+
+def begin(config: TaskConfig, task: Task, mesh: Mesh, stages: Sequence[Stage]) -> None:
+    """Set the parameters with which a new training begins; collective."""
+    task.load(stages, mesh)
+    if isinstance(config, TaskFileConfig) and config.init is not None:
+        path = Path(config.init)
+        with group_of(mesh.comm).raise_together("train: the weights to begin with"):
+            if mesh.rank == 0 and any(place.is_dir() for place in (path / "weights", checkpoints_of(path))):
+                path = newest_state(path).path
+        checkpoint.load(path, mesh, stages)
+
+
 def _is_in(found: Checkpoint, out: Path) -> bool:
     return found.path.parent.resolve() == checkpoints_of(out).resolve()
 
@@ -129,10 +147,12 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
         )
     if task.file is not None and fingerprint and fingerprint != now["fingerprint"]:
         if not getattr(config, "changed_task", False):
+            copies = found.path.parent.parent
+            changed = [name for name, code in task.file.copies.items() if not _holds(copies / name, code)]
             raise ConfigError(
-                f"{task.file.path.name} has changed since the checkpoint",
+                f"{' and '.join(changed) or task.file.path.name} has changed since the checkpoint",
                 found=f"{task.file.path} with SHA-256 {task.file.checksum[:12]}",
-                expected=f"{fingerprint[:12]}, as in {place}; a copy is in {place_of_copy(found, task)}",
+                expected=f"{fingerprint[:12]}, as in {place}; a copy is in {copies / task.file.path.name}",
                 remedy="resume with the file as it was, or say that it is meant with --changed-task",
             )
     elif fingerprint != now["fingerprint"]:
@@ -151,10 +171,12 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
         )
 
 
-def place_of_copy(found: Checkpoint, task: Task) -> Path:
-    """Return where a run folder has the copy of the file of its task."""
-    assert task.file is not None
-    return found.path.parent.parent / task.file.path.name
+def _holds(path: Path, code: bytes) -> bool:
+    """Whether this is what a file holds."""
+    try:
+        return path.read_bytes() == code
+    except OSError:
+        return False
 
 
 def _others(config: TaskConfig) -> list[str]:
@@ -168,13 +190,14 @@ def plain(values: Any) -> Any:
 
 
 def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
-    """Rename the checkpoints in `out` after the one that is resumed: else they would be found as the newest.
+    """Rename checkpoints and weights in `out` after the one that is resumed: else they would be found as the newest.
 
     Returns what they are called now. Raises OSError.
     """
     if found is None or not _is_in(found, out):
         return []
-    later = [path for path in checkpoint.find(checkpoints_of(out)) if checkpoint.step_of(path) >= found.step]
+    there = [path for place in (checkpoints_of(out), out / "weights") for path in checkpoint.find(place)]
+    later = [path for path in there if checkpoint.step_of(path) >= found.step]
     return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 

@@ -8,21 +8,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpipipe import arrays, environment, nn, optim
+from mpipipe import arrays, checkpoint, environment, files, nn, optim
 from mpipipe.attention import kernels
-from mpipipe.checkpoint import Checkpoint, check_replicas, load, released_at_end
+from mpipipe.checkpoint import Checkpoint, check_replicas, released_at_end
 from mpipipe.comm import Mesh, select_device
-from mpipipe.job import Communicator, Preemption, RankGroup, group_of, runtime, watching
+from mpipipe.errors import ConfigError
+from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, check_training
 from mpipipe.train import output_folder, provenance, resume, sinks
-from mpipipe.train.config import TaskConfig
+from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.shard import Shard
 from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, TaskLoss, rehearse, scores_of, validate
+from mpipipe.train.task_calls import Reader, TaskLoss, layers_of, rehearse, scores_of, validate
+from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.tracing import Tracing, trace_folder
 from mpipipe.train.trainer import Trainer
 from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, with_order
@@ -113,7 +115,7 @@ def _train(
         elif start is not None:
             progress.load(start)
         else:
-            task.load(stages, mesh)
+            resume.begin(config, task, mesh, stages)
         named: Sequence[str] = ()  # metrics of the task
         reader = Reader(task, shard, plan, mesh, config.steps)
         if task.rehearses and survivor is None:
@@ -185,12 +187,59 @@ def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> t
                     found = resume.newest_state(run)
             found = group.broadcast("evaluate: the run folder", found)
             stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
-            load(found.path, mesh, stages)
+            checkpoint.load(found.path, mesh, stages)
             with Pipeline(stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas) as pipeline:
                 reader = Reader(task, shard, plan, mesh, 0)
                 value, named = validate(pipeline, reader, scores_of(task, loss), config.eval_batches, group)
     same = found.state.get("fingerprint") in (None, task.fingerprint)
     return {"loss": value, **named}, f"{found.path}{'' if same else ', which another version of the file has trained'}"
+
+
+def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
+    """Load a trained model from the run folder of a task in a file, to predict with; on each rank by itself.
+
+    Parameters
+    ----------
+    run : str or Path
+        The output folder of `mpipipe train FILE.py`, also where it was copied to.
+    device : str
+        Where the stage computes, as for `nn.Stage`.
+
+    Returns
+    -------
+    task, stage : Task, nn.Stage
+        The task of the copy of the file, with the attributes that `--set` gave it. The whole model in the dtype of the
+        training, with the weights of its end or its newest checkpoint, whichever was written last.
+
+    Raises
+    ------
+    ConfigError
+        The folder is not that of a task in a file, or has no weights.
+    ArgumentError
+        The weights are damaged.
+    """
+    path = Path(run, provenance.CONFIG)
+    if not files.exists(path) or "task" not in read_keys(path):
+        raise ConfigError(
+            "the folder is not that of a task in a file",
+            found=str(run),
+            expected="the --out folder of `mpipipe train FILE.py`",
+            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the folder weights",
+        )
+    config = TaskFileConfig.load(str(path))
+
+    def work(comm: Communicator) -> tuple[Task, nn.Stage]:
+        task = load_task(str(config.task), config.set, comm)
+        task.find_data(group_of(comm))
+        shard = task.shard(comm, 1)
+        shard.dtype = arrays.dtype(config.dtype)
+        layers = layers_of(task, shard, config.seed)
+        stage = nn.Stage(layers, config.dtype, config.seed, device, frozen=tuple(task.freeze))
+        with Mesh(comm) as mesh:
+            checkpoint.load(resume.newest_state(Path(run)).path, mesh, [stage])
+        return task, stage
+
+    return inprocess.run(1, work)[0]
 
 
 def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:

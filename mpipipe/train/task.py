@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,16 +36,28 @@ ASKED = ("layers", "loss", "batch", "validation")  # what a task has to have
 
 @dataclass(frozen=True)
 class TaskSource:
-    """The file that a task was loaded from, as it was then, and the name of its class."""
+    """The file that a task was loaded from, as it was then, the name of its class, and modules that the file imports.
+
+    `modules` are those from its own folder, by their paths in there.
+    """
 
     path: Path
     name: str
     content: bytes
+    modules: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> dict[str, bytes]:
+        """What a run folder has copies of, by name in there."""
+        return {self.path.name: self.content, **self.modules}
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of the file."""
-        return hashlib.sha256(self.content).hexdigest()
+        """SHA-256 of the file, and of its modules if it has some."""
+        total = hashlib.sha256(self.content)
+        for name, content in sorted(self.modules.items()):
+            total.update(f"\n{name} {hashlib.sha256(content).hexdigest()}".encode())
+        return total.hexdigest()
 
 
 class Task:
@@ -356,7 +368,11 @@ class Task:
         set of str
             Names within it.
         """
-        return set() if self.file is None else {path.name for path in out.glob(f"{self.file.path.stem}*.py*")}
+        if self.file is None:
+            return set()
+        tops = {name.partition("/")[0] for name in self.file.copies}
+        former = (out.glob(f"{top[:-3]}*.py*") for top in tops if top.endswith(".py"))
+        return {"__pycache__", *tops}.union(*({path.name for path in paths} for paths in former))
 
     def resolve(self, keys: Facts) -> Facts:
         """Return the options of a training with those of the task filled in, and its paths absolute."""
@@ -385,15 +401,15 @@ class Task:
         """Return what the last line says besides, from the facts of the last record."""
         return ""
 
-    def save(self, out: Path, plan: LayerPlan, stages: Stages, mesh: Mesh) -> None:
+    def save(self, out: Path, plan: LayerPlan, stages: Stages, mesh: Mesh, step: int) -> None:
         """Write the model at the end; collective.
 
         Parameters
         ----------
-        out, plan, stages, mesh : Path, LayerPlan, sequence of Stage, Mesh
-            The output folder, the cut of the model, the stages of this rank, and all ranks.
+        out, plan, stages, mesh, step : Path, LayerPlan, sequence of Stage, Mesh, int
+            The output folder, the cut of the model, the stages of this rank, all ranks, and the steps that were made.
         """
-        checkpoint.save(out / "weights", mesh, stages, step=0, state={"fingerprint": self.fingerprint}, keep=1)
+        checkpoint.save(out / "weights", mesh, stages, step=step, state={"fingerprint": self.fingerprint}, keep=1)
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Return what the trained model makes, as text to show, where that is not what `show` returns; collective.

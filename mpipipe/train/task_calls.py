@@ -97,7 +97,7 @@ def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
 
 
 def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree]]:
-    """Yield each layer by itself, bound, and an input of it for so many rows; collective over the ranks of the shard.
+    """Yield each layer by itself, bound, and an input of it with these rows; collective over the ranks of the shard.
 
     Raises ConfigError where a layer does not take what the one before it returns.
     """
@@ -121,7 +121,7 @@ def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int
     """Look for what goes wrong without a word: gradients of layers and loss, rows that are not the same twice.
 
     Return lines of what was found, and whether all is right. `comm` is one rank, and `again` the task loaded once more.
-    Gradients are compared with differences in float64, for so many `rows`.
+    Gradients are compared with differences in float64, for a batch of `rows`.
     """
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
@@ -350,9 +350,7 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
             bad = [row for row, values in zip(rows, leaf) if not np.isfinite(values).all()]
             if bad:
                 raise DataError(f"{what} are not finite", found=f"NaN or infinity in row {bad[0]}", expected="numbers")
-    cast = [
-        leaf.astype(shard.dtype) if leaf.dtype.kind == "f" and leaf.dtype != shard.dtype else leaf for leaf in leaves
-    ]
+    cast = [leaf.astype(shard.dtype if leaf.dtype.kind == "f" else leaf.dtype, "C", copy=False) for leaf in leaves]
     return arrays.unflatten(cast, structure)
 
 

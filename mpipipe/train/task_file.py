@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import linecache
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from mpipipe.train.config import TaskConfig
 from mpipipe.train.task import ASKED, Task, TaskSource
 
 MOST_BYTES = 1 << 24
+STANDARD = sysconfig.get_path("stdlib") + os.sep
 REMEDY = "`python -m mpipipe train FILE.py` takes a file with one class that is derived from mpipipe.train.Task"
 
 
@@ -35,6 +38,7 @@ class TaskFileConfig(TaskConfig):
     set: tuple[str, ...] = option(
         (), "NAME=VALUE for an attribute of the task, such as width=64; repeatable", decides=True, metavar="NAME=VALUE"
     )
+    init: str | None = option(None, "checkpoint, or output folder, whose weights to begin with", metavar="PATH")
     changed_task: bool = option(False, "resume, although the file of the task is not what it was at the checkpoint")
 
     @classmethod
@@ -83,7 +87,9 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
                 content = Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
     path, code = group.broadcast("train: the file of the task", content)
     with group.raise_together("train: loading the task"):
-        kind = task_class(imported(path, code), path, wanted)
+        module = imported(path, code)
+        modules = neighbours(path.parent)
+        kind = task_class(module, path, wanted)
         lacking = [method for method in ASKED if getattr(kind, method) is getattr(Task, method)]
         if lacking:
             raise ConfigError(
@@ -92,7 +98,13 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
                 expected=f"a task with {', '.join(ASKED)}",
             )
         task = made(kind, path, values)
-        task.file = TaskSource(path, kind.__name__, code.encode())
+        task.file = TaskSource(path, kind.__name__, code.encode(), modules)
+    group.agree(
+        "train: the modules of the task",
+        (("SHA-256", task.file.checksum),),
+        message=f"the ranks import different modules from the folder of {path.name}",
+        remedy="put them on a file system that all hosts share, or copy them to each host",
+    )
     return task
 
 
@@ -101,8 +113,9 @@ def imported(path: Path, code: str) -> ModuleType:
     module = ModuleType(f"task_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    sys.path[:] = [str(path.parent), *(entry for entry in sys.path if entry != str(path.parent))]
+    importlib.invalidate_caches()
+    forget_others(path.parent)
     linecache.checkcache(str(path))
     try:
         exec(compile(code, str(path), "exec"), vars(module))
@@ -117,6 +130,46 @@ def imported(path: Path, code: str) -> ModuleType:
             else f"`python {path.name}` shows the same",
         ) from error
     return module
+
+
+def neighbours(folder: Path) -> dict[str, bytes]:
+    """Return the modules that were imported from a folder, with their content, by their paths in there.
+
+    What is installed below it, as in an environment, is imported from another folder.
+    """
+    content = {}
+    for name, file in not_installed():
+        for inside in places_of(name):
+            if os.path.realpath(file) == os.path.realpath(folder / inside):
+                content[inside] = Path(file).read_bytes()
+    return content
+
+
+def forget_others(folder: Path) -> None:
+    """Forget modules that were imported elsewhere and are in this folder, too: a copy imports its own copies."""
+    own = {name.partition(".")[0] for name in os.listdir(folder)} if folder.is_dir() else ()
+    for name, file in not_installed():
+        if name.partition(".")[0] in own:
+            there = [folder / inside for inside in places_of(name) if (folder / inside).is_file()]
+            if there and os.path.realpath(there[0]) != os.path.realpath(file):
+                sys.modules.pop(name, None)
+
+
+def not_installed() -> list[tuple[str, str]]:
+    """Return names and files of imported modules, but for those of Python, of this package, and installed ones."""
+    named = [(name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())]
+    return [
+        (name, file)
+        for name, file in named
+        if file and name.partition(".")[0] not in ("mpipipe", "__main__")
+        if not file.startswith(STANDARD) and not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+    ]
+
+
+def places_of(name: str) -> tuple[str, str]:
+    """Return where in a folder a module of this name may be."""
+    path = name.replace(".", "/")
+    return f"{path}.py", f"{path}/__init__.py"
 
 
 def task_class(module: ModuleType, path: Path, wanted: str | None) -> type[Task]:

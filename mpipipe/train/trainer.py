@@ -76,8 +76,8 @@ class Trainer:
         self.reporter.say(introduction(config, task, self.plan, self.mesh, place=place, out=self.out))
         if progress.step:
             self.reporter.say(f"mpipipe: goes on after step {progress.step}")
-        elif task.beginning():
-            self.reporter.say(f"mpipipe: begins with {task.beginning()}")
+        elif beginning := task.beginning() or resume.beginning(config):
+            self.reporter.say(f"mpipipe: begins with {beginning}")
         if progress.reported < 0:
             validation = self.validate()
             more = task.derived(None, validation)
@@ -137,7 +137,7 @@ class Trainer:
             validation = self.validate()
             more = task.derived(record.loss, validation)
             record = replace(record, step=self.progress.step, validation=validation, metrics=self.named, **more)
-        task.save(self.out, self.plan, pipeline.stages, self.mesh)
+        task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
         self.reporter.draw_losses()
         sample = task.sample(self.plan, pipeline, self.mesh, self.shard)
         sample = sample or shown(task, self.plan, pipeline, self.mesh, self.shard)

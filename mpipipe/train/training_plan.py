@@ -60,7 +60,7 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     order = fitting(table, pipe, config.chunks, config.microbatches) if is_table(table) else None
     microbatches = config.microbatches if order is None else order.microbatches
     if microbatches is None:
-        microbatches = min(rows, schedules.advise(pipe, config.chunks).microbatches)
+        microbatches = min(rows, schedules.advise(pipe).microbatches)
     if rows < microbatches:
         raise ConfigError(
             "fewer sequences than micro-batches",
@@ -356,9 +356,11 @@ def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks
 
     def work(comm: Communicator) -> MemoryEstimate:
         config, task = make(comm)
-        own = process if task.file is None else planning.resident() + planning.SETTLED  # with what the file imports
         task.find_data(group_of(comm))
-        return estimate_memory(config, task, ranks, comm, own)
+        if task.file is None:
+            return estimate_memory(config, task, ranks, comm, process)
+        example(task, 1, 1, task.shard(comm, 1))  # what the file imports, and the data that it keeps, are there then
+        return estimate_memory(config, task, ranks, comm, planning.resident() + planning.SETTLED)
 
     return inprocess.run(1, work)[0]
 

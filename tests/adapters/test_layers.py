@@ -10,7 +10,7 @@ import pytest
 
 torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
 
-from mpipipe import adapters, nn  # noqa: E402
+from mpipipe import Branches, Pipeline, adapters, cut, nn, schedules  # noqa: E402
 from mpipipe.adapters import as_layer  # noqa: E402
 from mpipipe.errors import ArgumentError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
@@ -115,3 +115,63 @@ def test_what_they_keep_is_seen_by_a_dry_run(place):
 def test_what_is_no_layer_is_refused(entry):
     with pytest.raises(ArgumentError, match=r"layers\[7\] is not a layer"):
         as_layer(entry, 7)
+
+
+class Down(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, lead_time):
+        y = torch.tanh(self.inner(x) * lead_time[:, None])
+        return y, (y, 2 * y)  # a name stands for a tree
+
+
+class Up(torch.nn.Module):
+    def forward(self, x, arm):
+        return x * arm[0] + arm[1]
+
+
+def stretched(parameters, x, lead_time):
+    return x * (1 + parameters["gain"] * lead_time[:, None]), x
+
+
+def named_entries():
+    return [
+        adapters.with_skips(Down, gives=("arm",), takes=("lead_time",)),
+        lambda: torch.nn.Linear(WIDTH, WIDTH),
+        adapters.with_skips((stretched, {"gain": np.ones(WIDTH)}), takes=("lead_time",), gives=("before",)),
+        adapters.with_skips(Up, takes=("arm",)),
+        adapters.with_skips(
+            lambda: nn.Sequential([nn.Linear(WIDTH, WIDTH), nn.Join("before", axis=None)]), takes=("before",)
+        ),
+    ]
+
+
+def test_entries_with_skips_have_right_gradients_and_the_same_on_any_ranks():
+    x, lead, targets = (np.random.default_rng(n).normal(size=(8, WIDTH)[: 2 - n % 2]) for n in (0, 1, 2))
+    whole = nn.Stage([as_layer(entry, place) for place, entry in enumerate(named_entries())], "float64")
+    assert max(nn.check_gradients(whole, Branches(x, lead_time=lead)).values()) < 1e-7
+
+    def job(comm, schedule):
+        stages = cut(named_entries(), schedule, comm.rank, dtype="float64")
+        inputs = Branches(x, lead_time=lead) if stages.is_first else None
+        target = targets if stages.is_last else None
+        with Pipeline(stages, stages.schedule, comm, loss=nn.mean_squared_error, recompute=True) as pipeline:
+            result = pipeline.step(inputs, target)
+        found = {name: array.copy() for stage in stages for name, array in stage.gradients.items()}
+        return found | {"loss": result.loss} | {"lead": [each["lead_time"] for each in result.input_grads or ()]}
+
+    (one,) = inprocess.run(1, lambda comm: job(comm, schedules.gpipe(1, 4)))
+    for schedule in (schedules.zero_bubble_h1(2, 4), schedules.interleaved_1f1b(5, 1, 4)):
+        for found in inprocess.run(schedule.ranks, lambda comm: job(comm, schedule)):  # noqa: B023
+            for name, value in found.items():
+                if name != "lead" or value:
+                    np.testing.assert_allclose(value, one[name], rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_made_with_other_names_is_refused():
+    with pytest.raises(ArgumentError, match="which each rank must know"):
+        as_layer(adapters.with_skips(lambda: nn.Keep("arm"), gives=("leg",)), 0)
+    with pytest.raises(ArgumentError, match="gives of with_skips"):
+        adapters.with_skips(Up, gives="arm")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from support.launch import ROOT
-from support.source import cycles, findings, import_graph, refuse, sources
+from support.source import cycles, findings, import_graph, nodes, refuse, sources
 
 pytestmark = pytest.mark.together  # all of them walk through one set of syntax trees
 
@@ -30,7 +30,7 @@ BY_POSITION = {"gemmEx", "gemmStridedBatchedEx", "matmul", "matmul_algo_get_heur
 
 def blocking_calls(tree):
     """(line, name) of each use of a blocking call; also of one that is stored to be called later."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr in BLOCKING:
             yield node.lineno, node.attr
 
@@ -54,8 +54,8 @@ def test_the_search_for_blocking_calls_finds_them():
 
 def test_mpi_is_imported_by_job_and_comm_alone():
     for name, tree in sources():
-        modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        modules = [node.module or "" for node in nodes(tree) if isinstance(node, ast.ImportFrom)]
+        modules += [alias.name for node in nodes(tree) if isinstance(node, ast.Import) for alias in node.names]
         if any(module.split(".")[0] == "mpi4py" for module in modules):
             assert name.startswith(("comm/", "job/")), name
 
@@ -67,24 +67,24 @@ def test_requests_of_mpi_have_an_owner():
         if name in ("job/inprocess.py", "bench/pipeline.py"):
             continue
         owned = set()
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "own":
                 owned |= {id(part) for part in ast.walk(node)}
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in starts and id(node) not in owned:
                 assert (name, node.func.attr) == ("job/communicators.py", "Idup"), f"{name}:{node.lineno}"
 
 
 def positional_calls(tree, most=7):
     """(line, count) of each call with more than so many positional arguments; a starred one counts once."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and len(node.args) > most and getattr(node.func, "attr", "") not in BY_POSITION:
             yield node.lineno, len(node.args)
 
 
 def asks(tree, function, word):
     """Lines of calls like function(x, ...) where the name or attribute x is `word` or ends in _`word`."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == function and node.args:
             name = getattr(node.args[0], "id", getattr(node.args[0], "attr", ""))
             if name == word or name.endswith("_" + word):
@@ -93,7 +93,7 @@ def asks(tree, function, word):
 
 def class_checks(tree, name):
     """Lines of isinstance(x, ...) with a class of this name."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2:
             if any(name in (getattr(part, "id", ""), getattr(part, "attr", "")) for part in ast.walk(node.args[1])):
                 yield node.lineno
@@ -103,12 +103,12 @@ def assignments(tree, attribute):
     """Lines where an attribute of this name is set, but for the `self.attribute` that a constructor declares."""
     declared = {
         id(node)
-        for function in ast.walk(tree)
+        for function in nodes(tree)
         if isinstance(function, ast.FunctionDef) and function.name == "__init__"
         for node in ast.walk(function)
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"
     }
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and id(node) not in declared
         if stored and node.attr == attribute:
             yield node.lineno

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.source import PACKAGE, import_graph, refuse, trees
+from support.source import PACKAGE, import_graph, nodes, refuse, trees
 
 pytestmark = pytest.mark.together
 
@@ -67,7 +67,7 @@ def past_the_face(of: dict[str, ast.Module]) -> list[str]:
     return [
         f"{path}:{node.lineno} -> {node.module}"
         for path, tree in of.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ImportFrom)
         and node.module
         and node.module.startswith("mpipipe.")
@@ -90,7 +90,7 @@ def class_names(of: dict[str, ast.Module]) -> dict[str, list[str]]:
 
 def docstrings(tree: ast.Module):
     """(line, text) of every docstring."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             text = ast.get_docstring(node, clean=False)
             if text is not None:

@@ -326,8 +326,15 @@ class Own:
 
 def test_a_stage_of_ones_own_with_trees_and_skips():
     x = Branches({"u": X, "v": numbers(5, WIDTH)}, given=X)
-    assert sorted(check_gradients(Own(), x)) == ["input of given", "input['u']", "input['v']", "parameters"]
-    with pytest.raises(StageError, match=r"gradient of input of given: .*, 0.5 of(.|\n)*gradient of parameters"):
+    assert sorted(check_gradients(Own(), x)) == [
+        "input.main['u']",
+        "input.main['v']",
+        "input.skips['given']",
+        "parameters",
+    ]
+    with pytest.raises(
+        StageError, match=r"gradient of input.skips\['given'\]: .*, 0.5 of(.|\n)*gradient of parameters"
+    ):
         check_gradients(Own(0.5), x)
 
 

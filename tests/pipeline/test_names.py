@@ -10,7 +10,8 @@ from support import dense
 from support.random_schedules import runnable_schedules
 from support.skip_nets import near
 
-from mpipipe import Branches, Pipeline, cut, nn, schedules
+from mpipipe import Branches, Mesh, Pipeline, cut, nn, schedules
+from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 
 WIDTH = 4
@@ -179,3 +180,147 @@ def test_every_list_of_layers_runs_by_every_schedule_and_cut(schedule, data, syn
 
     for found in inprocess.run(schedule.ranks, job, synchronous=synchronous):
         check_all(found, expected)
+
+
+TABLE = schedules.with_frozen(CASES["interleaved_zero_bubble"], {0})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule, frozen", [(TABLE, "01"), (CASES["one_f_one_b"], "47"), (CASES["gpipe"], "0")])
+def test_frozen_layers_hand_gradients_on_where_something_before_them_is_trained(comm, schedule, frozen):
+    if comm.size != 2:
+        return
+    inputs, targets = batch(12)
+    found = run(comm, schedule, NET, inputs, targets, frozen=[f"{place}.*" for place in frozen])
+    expected = reference(NET, inputs, targets)
+    check_all(found, expected if schedule.has_backward(0) else (*expected[:2], {}), frozen)
+
+
+@pytest.mark.ranks(4)
+def test_replicas_sum_and_check_mode_looks_at_named_values(comm):
+    if comm.size != 4:
+        return
+    inputs, targets = batch(16)
+    with Mesh(comm, pipe=2) as mesh:
+        rows = slice(8 * mesh.data.rank, 8 * mesh.data.rank + 8)
+        own = Branches(inputs.main[rows], **{name: each[rows] for name, each in inputs.skips.items()})
+        found = run(
+            mesh.pipe, CASES["zero_bubble_v"], NET, own, targets[rows], replicas=mesh.replicas, check=True, steps=1
+        )
+    loss, gradients, _ = reference(NET, inputs, targets)
+    check_all(found, (loss, gradients, {}))
+
+
+def test_a_function_of_the_microbatch_may_give_branches():
+    inputs, targets = batch(12)
+    pieces = [
+        Branches(*(each[at : at + 3] for each in [inputs.main]), **{n: e[at : at + 3] for n, e in inputs.skips.items()})
+        for at in range(0, 12, 3)
+    ]
+    whole = reference(NET, inputs, targets)
+    for given_as in (pieces, pieces.__getitem__):
+        for found in inprocess.run(2, lambda comm: run(comm, CASES["one_f_one_b"], NET, given_as, targets)):  # noqa: B023
+            check_all(found, whole)
+
+
+def test_integers_under_names_reach_layers_and_have_no_gradient():
+    class Pick(nn.Layer):
+        takes = ("kind",)
+
+        def forward(self, x):
+            return x * self.stage.taken("kind")[:, None], self.stage.taken("kind")
+
+        def backward_input(self, dy, saved):
+            return dy * saved[:, None], None
+
+    kind, (inputs, targets) = np.arange(8) % 3, batch(8)
+
+    def job(comm):
+        stages = cut([nn.Linear(4, 4), Pick()], CASES["one_f_one_b"], comm.rank, dtype="float64")
+        own = dense.placed(stages.schedule, comm.rank, Branches(inputs.main, kind=kind), targets)
+        with Pipeline(stages, stages.schedule, comm, loss=dense.mean_squared) as pipeline:
+            result = pipeline.step(*own)
+        return result.input_grads, {name: array.copy() for name, array in stages[0].parameters.items()}, result.loss
+
+    (grads, parameters, loss), _ = inprocess.run(2, job)
+    output = (inputs.main @ parameters["0.weight"].T + parameters["0.bias"]) * kind[:, None]
+    near(loss, dense.mean_squared(output, targets)[0])
+    assert all(each["kind"] is None for each in grads) and all(each.main.shape == (2, 4) for each in grads)
+
+
+# -- Mistakes: one error on all ranks, which says where -------------------------------------------------------------
+
+
+LISTS = {
+    "no layer after it takes it": lambda: [nn.Linear(4, 4), nn.Keep("a"), nn.Linear(4, 4)],
+    "a second time": lambda: [nn.Keep("a"), nn.Keep("a"), nn.Join("a")],
+    r"layers\[2\] gives the name 'a' after layers\[0\] has taken it": lambda: [nn.Join("a"), nn.Gelu(), nn.Keep("a")],
+    "which each rank must know": lambda: [lambda: nn.Keep("a"), lambda: nn.Keep("a"), nn.Join("a")],
+}
+
+
+@pytest.mark.parametrize("match", LISTS)
+def test_lists_that_cannot_be_are_refused(match):
+    with pytest.raises(ArgumentError, match=match):
+        cut(LISTS[match](), schedules.one_f_one_b(2, 2), 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "wrong, match",
+    [
+        (lambda x, stages: (x.main, stages.schedule), "the inputs lack time, which a layer takes"),
+        (lambda x, stages: (Branches(x.main, lead=x["time"]), stages.schedule), "the inputs lack time"),
+        (lambda x, stages: (Branches(x.main, more=x.main, **x.skips), stages.schedule), "no layer takes more"),
+        (lambda x, stages: (x, CASES["one_f_one_b"]), "the skips of the schedule are not those of the names"),
+        (
+            lambda x, stages: (x, schedules.with_skips(stages.schedule, {"a": (0, 1), "b": (0, 1), "time": (0, 1)})),
+            "skip b",
+        ),
+    ],
+)
+def test_names_that_do_not_fit_are_one_error_on_all_ranks(comm, wrong, match):
+    if comm.size != 2:
+        return
+    layers = [Mixed(0, (), ("a",)), nn.Linear(4, 4), nn.Join("a"), nn.Linear(8, 4), nn.AdaptiveNorm(4, 4, "time")]
+    stages = cut(layers, CASES["one_f_one_b"], comm.rank, dtype="float64")
+    inputs, targets = batch(8, ("time",))
+    inputs, schedule = wrong(inputs, stages)
+    with (
+        pytest.raises(ArgumentError, match=match),
+        Pipeline(stages, schedule, comm, loss=dense.mean_squared) as pipeline,
+    ):
+        pipeline.step(*dense.placed(schedule, comm.rank, inputs, targets))
+
+
+def test_a_stage_without_names_refuses_branches_and_layers_what_does_not_fit():
+    x = np.ones((2, 3, 4))
+    for layer, named, match in [
+        (nn.Linear(4, 4), {"a": x}, "names that no layer takes"),
+        (nn.Join("a"), {}, "take other names"),
+        (nn.Join("a"), {"a": x[:1]}, "does not fit"),
+        (nn.Join("a", None), {"a": x[..., :2]}, "does not fit"),
+        (nn.Join("a", 1), {"a": x[..., :2]}, "does not fit"),
+        (nn.AdaptiveNorm(4, 2, "a"), {"a": np.ones((2, 3))}, "no condition of its rows"),
+        (nn.AdaptiveNorm(4, 2, "a"), {"a": np.ones((2, 2), np.int64)}, "no condition of its rows"),
+    ]:
+        with pytest.raises(ArgumentError, match=match):
+            nn.Stage([layer], "float64").forward(Branches(x, **named))
+    with pytest.raises(ArgumentError, match="wrong dtype"):
+        nn.Stage([nn.Join("a")], "float64").forward(Branches(x, a=x.astype(np.float32)))
+    for wrong in (lambda: nn.Join("a", 0), lambda: nn.Keep("a b"), lambda: nn.Keep("from")):
+        with pytest.raises(ArgumentError):
+            wrong()
+
+
+def test_an_adaptive_norm_is_its_formula_and_begins_as_a_norm_alone():
+    draw = np.random.default_rng(5).normal
+    x, condition = draw(size=(3, 2, 5, 4)), draw(size=(3, 2))
+    stage = nn.Stage([nn.AdaptiveNorm(4, 2, eps=1e-3)], "float64")
+    normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-3)
+    near(stage.forward(Branches(x, condition=condition))[0], normal)
+    weight, bias = draw(size=(8, 2)), draw(size=8)
+    stage.parameters["0.modulation.weight"][...] = weight
+    stage.parameters["0.modulation.bias"][...] = bias
+    scale, shift = np.split((condition @ weight.T + bias)[:, None, None], 2, axis=-1)
+    near(stage.forward(Branches(x, condition=condition))[0], scale * normal + shift)

@@ -15,15 +15,18 @@ keep it free of hangs:
 - whoever gives up prints its own text and the stacks of its peers, and aborts the job.
 
 Collective tests run first, so that all ranks have the same modules imported while hypothesis draws their examples
-(it takes constants from the modules it sees).
+(it takes constants from the modules it sees). Of the others a rank takes the next ones that nobody has begun.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +43,7 @@ ALIKE = {*SHARED, "collective", "request", "monkeypatch", "capfd", "capsys", "ca
 JOBS = {"launch", "allow_seconds"}
 DIRTY = pytest.StashKey[bool]()  # a test failed: messages may be left in its communicators
 ROW = 512  # bytes of an exchange of one step: a label, and that all is well
+BUNDLE = 3.0  # seconds of tests of a file that a rank takes at once: they share imports, caches and fixtures
 POLLS = 8  # between two pauses: with MPICH an exchange of four ranks completes at the tenth poll
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")  # differs from rank to rank where nothing else does
 NOT_A_FAILURE = (StopTest, UnsatisfiedAssumption, pytest.skip.Exception)
@@ -59,23 +63,25 @@ def starts_jobs(item) -> bool:
     return bool(JOBS & set(getattr(item, "fixturenames", ())))
 
 
-def dealt(items, ranks, cores) -> list[list]:
-    """The tests of each rank, in the order of `items`, for about equal times.
+def bundles(items) -> tuple[list, list]:
+    """Tests that one rank runs in a row, the longest bundles first: those that start jobs, and the others.
 
-    Tests that start jobs go to one rank more than there are cores, so that no more jobs run at once: half of their time
-    is that of jobs which wait for a limit.
+    A bundle is one test that starts jobs, the tests of a folder that share what they read, or neighbours in a file.
     """
-    hands, load = [[] for _ in range(ranks)], [0.0] * ranks
-    known, bundles = ledger.seconds(), {}
-    for index, item in enumerate(items):
-        bundles.setdefault(item.path.parent if item.get_closest_marker("together") else index, []).append(index)
-    seconds = {key: sum(_estimate(items[index], known) for index in bundle) for key, bundle in bundles.items()}
-    for key in sorted(bundles, key=lambda key: -seconds[key]):
-        able = range(min(ranks, cores + 1)) if starts_jobs(items[bundles[key][0]]) else range(ranks)
-        rank = min(able, key=load.__getitem__)
-        hands[rank] += bundles[key]
-        load[rank] += seconds[key]
-    return [[items[index] for index in sorted(hand)] for hand in hands]
+    known, jobs, others, latest = ledger.seconds(), [], [], {}
+    for item in items:
+        seconds, together = _estimate(item, known), item.get_closest_marker("together") is not None
+        key = item.path.parent if together else item.path
+        if starts_jobs(item):
+            jobs.append([seconds, [item]])
+            continue
+        if key not in latest or (not together and latest[key][0] + seconds > BUNDLE):
+            latest[key] = [0.0, []]
+            others.append(latest[key])
+        latest[key][0] += seconds
+        latest[key][1].append(item)
+    longest_first = [sorted(part, key=lambda bundle: -bundle[0]) for part in (jobs, others)]
+    return [bundle for _, bundle in longest_first[0]], [bundle for _, bundle in longest_first[1]]
 
 
 # more turns of what a shorter test shows, for those who have the time
@@ -169,16 +175,32 @@ class Collective:
         self._agree_on_collection(session)
         if session.testsfailed:
             return None  # pytest's own loop reports errors of the collection
-        shared = [item for item in session.items if is_collective(item)]
-        pure = [item for item in session.items if not is_collective(item)]
-        own = dealt(pure, self.size, os.cpu_count() or 1)[self.rank]
-        self._run(session, shared, own[0] if own else None)
+        gc.freeze()  # no search for garbage, of which tests make many, walks through what has been collected
+        self._run(session, [item for item in session.items if is_collective(item)])
         self._stop_if_asked(session)
         self.own_reports = {}
-        self._run(session, own, None)
-        self._share_reports()
+        pure = [item for item in session.items if not is_collective(item)]
+        with tempfile.TemporaryDirectory(prefix="mpipipe-claims-") as folder:  # of rank 0 in the end
+            claims = Path(self.exchange("claims", folder)[0][1])
+            self._run(session, self._own(pure, claims) if self.size > 1 else pure)
+            self._share_reports()
         self._stop_if_asked(session)
         return True
+
+    def _own(self, items, claims):
+        """The tests of this rank, one after another: whoever is free takes the next bundle, by making its folder.
+
+        Tests that start jobs go to one rank more than there are cores, so that no more jobs run at once: half of their
+        time is that of jobs which wait for a limit.
+        """
+        jobs, others = bundles(items)
+        first = 0 if self.rank <= (os.cpu_count() or 1) else len(jobs)
+        for number, bundle in list(enumerate(jobs + others))[first:]:
+            try:
+                (claims / str(number)).mkdir()
+            except FileExistsError:  # another rank has it
+                continue
+            yield from bundle
 
     def _agree_on_collection(self, session):
         mine = ([item.nodeid for item in session.items], self.collect_errors)
@@ -193,11 +215,13 @@ class Collective:
             session.shouldfail = "\n".join([f"{listed(different)} collected other tests than rank 0", *texts])
             raise session.Failed(session.shouldfail)
 
-    def _run(self, session, items, following):
-        for item, nextitem in zip(items, [*items[1:], following], strict=False):
-            self.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
-            if session.shouldfail or session.shouldstop:
-                break
+    def _run(self, session, items):
+        items = iter(items)
+        item = next(items, None)
+        while item is not None and not (session.shouldfail or session.shouldstop):
+            following = next(items, None)
+            self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
 
     def _share_reports(self):
         """Log on every rank what the other ranks found in their pure tests."""

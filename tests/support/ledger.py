@@ -1,9 +1,9 @@
 """What a run of the tests leaves for later ones: how long each test took, and a verdict on what was skipped.
 
-`tests/durations.json` has the seconds of every test that took a second or more; the ranks are dealt their tests by
-it. MPIPIPE_TEST_DURATIONS=1 brings it up to date, as .ci/run does. MPIPIPE_TEST_SKIPS=strict lets a run fail in which
-a test was skipped for a reason that is not in `EXPECTED`: where everything is installed, a library that is not must not
-turn its tests off unseen.
+`tests/durations.json` has the seconds of every test that took a second or more; the ranks begin with the longest.
+MPIPIPE_TEST_DURATIONS=1 brings it up to date. MPIPIPE_TEST_SKIPS=strict lets a run fail in which a test was skipped for
+a reason that is not in `EXPECTED`: where everything is installed, a library that is not must not turn its tests off
+unseen.
 """
 
 from __future__ import annotations

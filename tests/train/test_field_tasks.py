@@ -3,37 +3,114 @@
 from __future__ import annotations
 
 import json
+import runpy
 
 import pytest
 from support.launch import ROOT
 
+from mpipipe.errors import DataError
 from mpipipe.job import inprocess
-from mpipipe.train import run
+from mpipipe.train import estimate_task, run
 from mpipipe.train.task_file import TaskFileConfig, load_task
 
 TASKS = ROOT / "docs" / "tasks"
 KEYS = dict(steps=3, batch=8, microbatches=2, warmup=0, log_every=1, eval_batches=1, device="cpu")
-SMALL = {"darcy": ("samples=48", "blocks=2", "width=8", "modes=4")}
+SMALL = {
+    "darcy": ("samples=48", "blocks=2", "width=8", "modes=4"),
+    "weather": ("members=8", "days=2", "blocks=1", "width=24", "heads=2"),
+}
+INPROCESS = {
+    "darcy": [(2, {"pipe": 2}), (4, {"pipe": 2, "schedule": "zero_bubble_h1"})],
+    "weather": [(4, {"pipe": 1, "seq": 4})],
+}
+MESHES = {  # by the number of ranks
+    2: [{"pipe": 2}, {"pipe": 1, "seq": 2}],
+    4: [{"pipe": 2, "schedule": "zero_bubble_h1"}, {"pipe": 2, "seq": 2}, {"pipe": 1, "seq": 2}],
+}
+
+
+@pytest.fixture(scope="module")
+def weather(tmp_path_factory):
+    """A file with the weather of eight members on two days."""
+    pytest.importorskip("h5py")
+    path = tmp_path_factory.mktemp("data") / "weather.h5"
+    runpy.run_path(str(TASKS / "weather.py"))["write"](str(path), members=8, days=2)
+    return path
+
+
+@pytest.fixture
+def small(request, name):
+    """The values with which a task is small."""
+    return (*SMALL[name], f"data={request.getfixturevalue('weather')}") if name == "weather" else SMALL[name]
+
+
+def train_on(comm, name, out, values, **keys):
+    task = load_task(str(TASKS / f"{name}.py"), values, comm)
+    return run(task, TaskFileConfig(**(KEYS | keys), out=str(out)), comm)
 
 
 def trained(name, ranks, out, values, **keys):
-    def on_each_rank(comm):
-        task = load_task(str(TASKS / f"{name}.py"), values, comm)
-        return run(task, TaskFileConfig(**(KEYS | keys), out=str(out)), comm)
+    inprocess.run(ranks, lambda comm: train_on(comm, name, out, values, **keys))
+    return records(out)
 
-    inprocess.run(ranks, on_each_rank)
+
+def records(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def numbers(found):
+    names = ("loss", "validation", "relative_error", "persistence")
+    return [record[name] for record in found for name in names if name in record]
+
+
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_any_mesh_gives_the_numbers_of_one_rank(tmp_path, name):
-    meshes = {"alone": (1, {}), "pipe": (2, {"pipe": 2}), "both": (4, {"pipe": 2, "schedule": "zero_bubble_h1"})}
-    losses = {}
-    for mesh, (ranks, keys) in meshes.items():
-        records = trained(name, ranks, tmp_path / mesh, SMALL[name], dtype="float64", **keys)
-        losses[mesh] = [record.get("loss", record.get("validation")) for record in records]
-    assert losses["pipe"] == pytest.approx(losses["alone"], rel=1e-10)
-    assert losses["both"] == pytest.approx(losses["alone"], rel=1e-10)
+def test_any_mesh_gives_the_numbers_of_one_rank(tmp_path, name, small):
+    alone = numbers(trained(name, 1, tmp_path / "alone", small, dtype="float64"))
+    for mesh, (ranks, keys) in enumerate(INPROCESS[name]):
+        found = numbers(trained(name, ranks, tmp_path / f"{mesh}", small, dtype="float64", **keys))
+        assert found == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("place", range(3))
+def test_ranks_of_mpi_forecast_what_one_rank_does(comm, mpi_tmp_path, tmp_path, weather, place):
+    meshes = MESHES.get(comm.size, [])
+    if place >= len(meshes):
+        pytest.skip("no such mesh of so many ranks")
+    values = (*SMALL["weather"], f"data={weather}")
+    alone = numbers(trained("weather", 1, tmp_path / "alone", values, dtype="float64"))
+    train_on(comm, "weather", mpi_tmp_path / "run", values, dtype="float64", **meshes[place])
+    assert numbers(records(mpi_tmp_path / "run")) == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("values", "damaged", "error"),
+    [
+        ((), lambda content: content[:-100], r"row 0 is not in \S*weather.h5: .*truncated"),
+        ((), lambda content: b"", r"row 0 is not in \S*weather.h5: "),
+        (("members=64",), bytes, r"row \d is not in \S*weather.h5: .*out of range"),
+    ],
+    ids=["cut off", "empty", "too few members"],
+)
+def test_a_file_that_ends_early_is_one_error_on_all_ranks(tmp_path, weather, values, damaged, error):
+    (tmp_path / "weather.h5").write_bytes(damaged(weather.read_bytes()))
+    given = (*SMALL["weather"], *values, f"data={tmp_path / 'weather.h5'}")
+
+    def on_each_rank(comm):
+        with pytest.raises(DataError, match=rf"Weather.batch in weather.py\(step=0, rows=\d..\d\): {error}") as caught:
+            train_on(comm, "weather", tmp_path / "run", given, pipe=2, seq=2)
+        return str(caught.value)
+
+    assert len(set(inprocess.run(4, on_each_rank))) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_memory_is_found_on_paper_for_a_loss_that_divides_by_what_is_in_its_targets(weather):
+    def made(comm):
+        task = load_task(str(TASKS / "weather.py"), (*SMALL["weather"], f"data={weather}"), comm)
+        return TaskFileConfig(**KEYS, pipe=2), task
+
+    assert all(rank.activations > 0 for rank in estimate_task(made, 2).ranks)
 
 
 @pytest.mark.long
@@ -41,3 +118,14 @@ def test_pressures_are_better_than_half_as_wrong_as_their_mean(tmp_path):
     """The mean of all pressures has a relative error of 0.23."""
     records = trained("darcy", 2, tmp_path / "run", (), pipe=2, steps=300, batch=16, lr=4e-3, warmup=10, eval_batches=2)
     assert records[-1]["relative_error"] < 0.115
+
+
+@pytest.mark.long
+def test_forecasts_are_better_than_half_as_wrong_as_no_change(tmp_path):
+    pytest.importorskip("h5py")
+    path = tmp_path / "weather.h5"
+    runpy.run_path(str(TASKS / "weather.py"))["write"](str(path), members=64, days=16)
+    keys = dict(pipe=1, seq=2, steps=120, batch=16, lr=4e-3, warmup=10, eval_batches=2)
+    last = trained("weather", 2, tmp_path / "run", (f"data={path}",), **keys)[-1]
+    assert last["validation"] < 0.14
+    assert last["validation"] < 0.5**2 * last["persistence"]

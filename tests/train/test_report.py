@@ -74,7 +74,7 @@ def test_no_line_of_a_record_wraps_the_clock_is_always_there_and_only_what_does_
     [
         (0.64, 0.3, "4 ranks share 2 cores", ": 30% by the schedule, 34% mostly since 4 ranks share 2 cores"),
         (0.2, 0.19, "4 ranks share 2 cores", ", by schedule and stages; more micro-batches or evener stages help"),
-        (0.3, 0.19, None, ": 19% by the schedule, 11% by waiting for messages"),
+        (0.3, 0.19, None, ": 19% by the schedule, 11% by waiting for messages or batches"),
         (0.3, 0.0, None, None),  # one stage: what makes it is not the pipeline
         (0.01, 0.005, "4 ranks share 2 cores", None),
     ],

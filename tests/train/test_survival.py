@@ -77,17 +77,21 @@ if "--blind" in words:  # rank 0 does not see the end of an agreement behind whi
 
 Trainer.step, survival.write = step, lambda message: (say("named"), written(message))
 options = {**dict(steps=10, eval_every=4, dropout=0.1, save_every=3, keep=1000, pipe=2), **json.loads(words[1])}
+if "--task" in words:
+    task = str(Path(__file__).with_name("fields.py"))
+    del options["dropout"]
 """
 STEPS, RANKS = 10, 4
 
 
 @pytest.fixture
-def train(launch, tmp_path):
+def train(launch, tmp_path, request):
     """train(name, ranks, kills, **options): a job in the folder `name`, with kills as (rank, step, event)."""
+    which = ["--task"] if getattr(request, "param", "text") == "task" else []
     script = training_job(tmp_path, TRAINING)
 
     def start(name, ranks, kills=(), flags=FT, blind=False, **options):
-        words = [str(tmp_path / name), json.dumps(kills), json.dumps(options), *["--blind"] * blind]
+        words = [str(tmp_path / name), json.dumps(kills), json.dumps(options), *["--blind"] * blind, *which]
         return launch(ranks, [*script, *words], timeout=60, options=flags)
 
     return start
@@ -132,6 +136,7 @@ def check_one_kill(train, folder, name, random):
 
 @pytest.mark.long
 @has_ulfm
+@pytest.mark.parametrize("train", ["text", "task"], indirect=True)
 def test_kills_lose_a_step_each_and_nothing_else(train, tmp_path):
     count = 20 if harness.AT_LENGTH else 2
     whole = train("whole", RANKS, flags=(), save_every=1)

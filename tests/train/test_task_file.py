@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.command_line import invoke
 
+from mpipipe import nn
+from mpipipe import train as train_room
 from mpipipe.cli import train as command
 from mpipipe.cli.plan import write
 from mpipipe.cli.train import load_config
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import inprocess
 from mpipipe.train import TaskFileConfig, load_task, run
 
@@ -75,6 +80,88 @@ def test_the_run_folder_trains_the_same_bits_again(waves, tmp_path):
     assert again.set == ("width=5",)
     train(again, 2)
     assert last(tmp_path / "again") == last(moved)
+
+
+def test_modules_next_to_the_file_are_copied_compared_and_imported_from_the_copy(waves, tmp_path):
+    waves.write_text(
+        WAVES.replace("import numpy", "from tidal.gauge import LEVEL\nimport numpy").replace("1000 +", "LEVEL +")
+    )
+    (tmp_path / "tidal").mkdir()
+    (tmp_path / "tidal" / "__init__.py").write_text("")
+    gauge, environment = tmp_path / "tidal" / "gauge.py", tmp_path / "lib" / "site-packages"
+    gauge.write_text("import level_of_sea\nLEVEL = 1000\n")
+    environment.mkdir(parents=True)
+    (environment / "level_of_sea.py").write_text("")
+    keys = dict(KEYS, resume="auto", out=str(tmp_path / "run"))
+    sys.path.append(str(environment))
+    try:
+        train(load_config(str(waves), None, **keys), 2)
+        copies = load(tmp_path / "run" / "waves.py").file
+        assert sorted(copies.modules) == ["tidal/__init__.py", "tidal/gauge.py"]
+        assert sys.modules["tidal.gauge"].__file__ == str(tmp_path / "run" / "tidal" / "gauge.py")
+        assert load(waves).file.checksum == copies.checksum
+        gauge.write_text("LEVEL = 20000\n")
+        del sys.modules["tidal.gauge"]  # a new process
+        with pytest.raises(ConfigError, match=r"tidal/gauge.py has changed since the checkpoint"):
+            train(load_config(str(waves), None, **{**keys, "steps": 5}))
+        again = load_config(None, str(tmp_path / "run" / "config.toml"), out=str(tmp_path / "again"))
+        train(again, 2)
+        assert validations(tmp_path / "again") == validations(tmp_path / "run")
+        assert train(load_config(str(waves), None, **{**keys, "steps": 5}, changed_task=True)).step == 5
+        assert (tmp_path / "run" / "tidal" / "gauge.1.py").exists()
+    finally:
+        sys.path.remove(str(environment))
+
+
+def validations(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["validation"] for record in records if "validation" in record]
+
+
+@pytest.mark.parametrize("save_every", [0, 3])
+def test_the_model_of_a_run_folder_predicts_what_its_training_validated(waves, tmp_path, save_every):
+    keys = dict(KEYS, steps=3, save_every=save_every, eval_batches=1, set=["width=5"])
+    train(load_config(str(waves), None, **keys, out=str(tmp_path / "run")), 2)
+    waves.write_text("the file is another one now")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    assert [path.name for path in (moved / "weights").iterdir()] == ["step-00000003"]
+    if save_every:
+        shutil.rmtree(moved / "weights")
+    task, stage = train_room.load(moved)
+    assert (task.width, stage.dtype, len(stage.layers)) == (5, np.float64, 3)
+    fields, later = task.validation(0, range(4), None)
+    forecast = stage.forward(fields, nn.Position(training=False))[0]
+    assert task.loss(forecast, later)[0] == pytest.approx(validations(moved)[-1], rel=1e-12)
+
+
+def test_a_folder_that_has_no_task_in_a_file_is_not_loaded(tmp_path):
+    with pytest.raises(ConfigError, match=r"not that of a task in a file(.|\n)*checkpoint.load"):
+        train_room.load(tmp_path)
+    (tmp_path / "config.toml").write_text("dim = 8\n")
+    with pytest.raises(ConfigError, match="not that of a task in a file"):
+        train_room.load(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["", "weights", "weights/step-00000004", "checkpoints"])
+def test_a_training_begins_with_the_weights_of_another_one(waves, tmp_path, place, capsys):
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
+    keys = dict(KEYS, lr=1e-6, init=str(tmp_path / "run" / place), out=str(tmp_path / "second"))
+    train(load_config(str(waves), None, **keys), 2)
+    assert validations(tmp_path / "second")[0] == pytest.approx(validations(tmp_path / "run")[-1], rel=1e-12)
+    assert f"begins with the weights in {tmp_path / 'run' / place}" in capsys.readouterr().out
+    assert train(load_config(str(waves), None, **{**keys, "steps": 6, "resume": "auto"})).step == 6
+    with pytest.raises(ArgumentError, match="no checkpoint is here"):
+        train(load_config(str(waves), None, **{**keys, "init": str(tmp_path), "out": str(tmp_path / "third")}))
+    assert not (tmp_path / "third" / "metrics.jsonl").exists()
+
+
+def test_weights_after_the_checkpoint_that_is_resumed_are_not_taken_for_those_of_its_end(waves, tmp_path):
+    keys = dict(KEYS, steps=6, keep=3, eval_batches=1, out=str(tmp_path / "run"))
+    train(load_config(str(waves), None, **keys))
+    begin = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    train(load_config(str(waves), None, **{**keys, "steps": 4, "save_every": 0, "resume": begin}))
+    there = sorted(path.name for path in (tmp_path / "run" / "weights").iterdir())
+    assert there == ["aside-step-00000006", "step-00000004"]
 
 
 def test_a_plan_in_another_folder_names_the_file_from_there(waves, tmp_path, monkeypatch):

@@ -29,18 +29,23 @@ MODULES = {  # name -> (module, where its arrays are)
 def chosen(
     q: Array | None = None, k: Array | None = None, v: Array | None = None, bias: object = None
 ) -> AttentionKernel:
-    """Return the kernel for these arrays, and a bias if there is one; without arrays, the one for host arrays.
+    """Return the kernel for these arrays; without arrays, the one for host arrays.
 
-    Raises ArgumentError if the variable names no kernel, or one that does not do such arrays. Raises BackendError if
-    the library that it names is not installed.
+    Raises ArgumentError if the variable names no kernel, or one that does not do such arrays, or there is a bias that
+    it does not add. Raises BackendError if the library that it names is not installed.
     """
     name = _named()
     device = MODULES[name][1] if name else ""
-    if q is not None and k is not None and v is not None and arrays.is_device(q):
-        return load(_device_kernel(name if device == "cuda" else "", q, k, v, bias))
+    on_gpu = q is not None and arrays.is_device(q)
+    if bias is not None and (on_gpu or name == "torch"):
+        raise ArgumentError(
+            "a bias of the scores is added by the numpy kernel alone",
+            found="arrays of a GPU" if on_gpu else f"{VARIABLE}={name}",
+            remedy="leave bias out, or " + ("compute with device='cpu'" if on_gpu else f"unset {VARIABLE}"),
+        )
+    if q is not None and k is not None and v is not None and on_gpu:
+        return load(_device_kernel(name if device == "cuda" else "", q, k, v))
     name = name if device == "cpu" else "host"
-    if bias is not None and name != "host":
-        raise _bias_error(f"{VARIABLE}={name}", f"unset {VARIABLE}")
     try:
         return load(name)
     except ModuleNotFoundError as missing:
@@ -80,14 +85,7 @@ def load(name: str) -> AttentionKernel:
     return cast(AttentionKernel, import_module(MODULES[name][0]))
 
 
-def _bias_error(found: str, remedy: str) -> ArgumentError:
-    message = "a bias of the scores is added by the numpy kernel alone"
-    return ArgumentError(message, found=found, expected="host arrays, and that kernel", remedy=remedy)
-
-
-def _device_kernel(name: str, q: Array, k: Array, v: Array, bias: object) -> str:
-    if bias is not None:
-        raise _bias_error("arrays of a GPU", "leave bias out, or compute on the CPU (device='cpu')")
+def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
     if name == "cupy":
         return name
     verdict = cudnn_graph.available()

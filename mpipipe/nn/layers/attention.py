@@ -252,14 +252,12 @@ class SelfAttention(Layer):
         if positions is None:
             positions = self._attend.positions(seq)
         if self.coordinates is not None:
-            positions = self._coordinates_of(positions, seq)
+            positions = self._coordinates_of(self.coordinates, positions, seq)
         return self.stage.tables.of(
             seq if positions is None else positions, self.head_dim, self.rope_base, self.rope_scaling
         )
 
-    def _coordinates_of(self, positions: np.ndarray | None, seq: int) -> np.ndarray:
-        whole = self.coordinates
-        assert whole is not None
+    def _coordinates_of(self, whole: np.ndarray, positions: np.ndarray | None, seq: int) -> np.ndarray:
         own = np.arange(seq) if positions is None else positions
         outside = own.size > 0 and not 0 <= own.min() <= own.max() < len(whole)
         if outside or (positions is None and seq != len(whole)):

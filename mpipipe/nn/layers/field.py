@@ -257,16 +257,16 @@ class Patches(Layer):
         if len(size) != len(grid):
             raise ArgumentError("a patch has as many axes as the grid", found=f"size {size}, grid {grid}")
         self.size, self.grid, self.back = size, grid, back
+        self.space = tuple(points * count for points, count in zip(size, grid))
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        space = tuple(points * count for points, count in zip(self.size, self.grid))
         if self.back:
             points, patches = math.prod(self.size), math.prod(self.grid)
             fits = x.ndim == 3 and x.shape[1] == patches and x.shape[2] % points == 0
             expected = f"(batch, {patches}, {points} * channels)"
         else:
-            fits = x.ndim == len(space) + 2 and x.shape[1:-1] == space
-            expected = f"(batch, {', '.join(map(str, space))}, channels)"
+            fits = x.ndim == len(self.space) + 2 and x.shape[1:-1] == self.space
+            expected = f"(batch, {', '.join(map(str, self.space))}, channels)"
         if not fits:
             raise ArgumentError(
                 f"layer {self.name} (Patches): the input has the wrong shape", found=str(x.shape), expected=expected
@@ -278,12 +278,10 @@ class Patches(Layer):
 
     def _move(self, x: Array, back: bool) -> Array:
         """Return the field of a sequence of patches, or the sequence of a field."""
-        space = tuple(points * count for points, count in zip(self.size, self.grid))
         points, patches, batch = math.prod(self.size), math.prod(self.grid), len(x)
         channels = x.shape[-1] // points if back else x.shape[-1]
-        y = arrays.empty(
-            (batch, *space, channels) if back else (batch, patches, points * channels), x.dtype, self.stage.device
-        )
+        shape = (batch, *self.space, channels) if back else (batch, patches, points * channels)
+        y = arrays.empty(shape, x.dtype, self.stage.device)
         field, sequence = (y, x) if back else (x, y)
         *outer, last = self.size
         lines = sequence.reshape(batch, *self.grid, math.prod(outer), last * channels)

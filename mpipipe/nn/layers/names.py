@@ -331,7 +331,8 @@ class AdaptiveNorm(Layer):
             )
         (both, of_linear), points, saved = self.modulation.forward(condition), x.reshape(len(x), -1, self.size), []
         y = arrays.empty(points.shape, x.dtype, self.stage.device)
-        for row, (gain, shift) in enumerate(both.reshape(len(x), 2, self.size)):
+        for row in range(len(x)):
+            gain, shift = both[row, : self.size], both[row, self.size :]
             _, normal, scale = self.stage.kernels.layer_norm(points[row], gain, shift, self.eps)
             self.stage.kernels.copy(normal, y[row])
             saved.append(scale)
@@ -341,8 +342,9 @@ class AdaptiveNorm(Layer):
         (points, both, scales, of_linear), device = saved, self.stage.device
         dpoints, dx = dy.reshape(points.shape), arrays.empty(points.shape, dy.dtype, device)
         total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)
-        for row, (gain, _) in enumerate(both.reshape(len(dx), 2, self.size)):
-            result, *parts = self.stage.kernels.layer_norm_backward(dpoints[row], points[row], scales[row], gain)
+        for row, scale in enumerate(scales):
+            gain = both[row, : self.size]
+            result, *parts = self.stage.kernels.layer_norm_backward(dpoints[row], points[row], scale, gain)
             self.stage.kernels.copy(result, dx[row])
             for half, part in enumerate(parts):
                 self.stage.kernels.add_parts(part, total[row, half])

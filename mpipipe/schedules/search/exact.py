@@ -57,11 +57,6 @@ def optimum(
     seconds : float, optional
         When the search is given up; the result is then the best so far, at worst that of `search`.
 
-    Returns
-    -------
-    Optimum
-        Schedule, makespan and bound.
-
     Raises
     ------
     BackendError, ArgumentError

@@ -63,11 +63,6 @@ def search_with_recompute(
     seconds, steps, seed : as for `search`
         What `with_recompute` takes is not counted.
 
-    Returns
-    -------
-    Schedule
-        As of `search`.
-
     Raises
     ------
     ArgumentError
