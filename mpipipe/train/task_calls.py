@@ -24,11 +24,11 @@ from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, PeerError, StageError
 from mpipipe.job import Communicator, RankGroup, ThreadTask, found_by_all, group_of, wait_locally
-from mpipipe.pipeline import Loss, Pipeline, merge
+from mpipipe.pipeline import Loss, Pipeline
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-from mpipipe.train.task_check import alike, check_mean, check_metric, check_ranks, check_row, misnamed, traits
+from mpipipe.train.task_check import alike, check_mean, check_metric, check_ranks, check_row, misnamed, rows_twice, traits
 
 
 def place_of(task: Task, method: str) -> str:
@@ -105,6 +105,7 @@ def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[
     values: dict[str, Tree] = {}
     for place, layer in enumerate(layers_of(task, shard, seed)):
         stage = nn.Stage([layer], shard.dtype, seed, first=place, frozen=tuple(task.freeze))
+        stage.hand_on(stage.gives)  # also what a layer further on in the same entry takes
         x = nn.handed(x, values, stage.takes)
         yield stage, x
         try:
@@ -230,6 +231,8 @@ class TaskLoss:
             for y, goal in zip(output, target) if self.over_batch else [(output, target)]:
                 entries = sum(leaf.size for leaf in arrays.flatten(goal)[0])
                 weight = result[2] if len(result) == 3 and not self.over_batch else entries
+                if not weight:  # nothing is valid here
+                    continue
                 for name, value in call(self.task, "metrics", y, goal, by=self._metrics).items():
                     self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([value * weight, weight])
         return result
@@ -237,14 +240,15 @@ class TaskLoss:
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
         if self.rehearses:
-            twice = self.task.metrics(*(merge([each, each]) for each in (output, target)))
+            twice = self.task.metrics(rows_twice(output), rows_twice(target))
             for name, value in found.items():
                 check_metric(place_of(self.task, "metrics"), name, value, twice[name])
         return found
 
     def _evaluate(self, output: Any, target: Any, **factor: float) -> Any:
         result = self.task.loss(output, target, **factor)
-        weight = self.plain.checked(result)[2]
+        checked = self.plain.checked(result)
+        weight = checked[2]
         if self.rehearses and weight != 0:
             Loss.scaled(result[1], 1.0, output)
         if weight is None:
@@ -252,15 +256,18 @@ class TaskLoss:
                 self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
         elif self.rehearses or self.declared is not None:
             self._check_weight(weight, output, target, factor)
-        if self.rehearses and not self.over_batch:
-            check_mean(place_of(self.task, "loss"), result, partial(self.task.loss, **factor), output, target)
+        if self.rehearses and not self.over_batch and weight != 0:
+            check_mean(place_of(self.task, "loss"), checked, partial(self._again, factor), output, target)
         return result
+
+    def _again(self, factor: Mapping[str, float], output: Any, target: Any) -> Any:
+        return self.plain.checked(self.task.loss(output, target, **factor))
 
     def _check_weight(self, weight: float, output: Any, target: Any, factor: Mapping[str, float]) -> None:
         """Raise ConfigError for a third value that another attribute contradicts, or that counts nothing."""
         found, doubled = "mean_over_entries, too", weight
         if self.declared is None:
-            pair = ([*each, *each] if self.over_batch else merge([each, each]) for each in (output, target))
+            pair = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
             doubled = float(self.task.loss(*pair, **factor)[2])  # type: ignore[misc]
             found = f"{weight}, and {doubled} with each row twice"
         if self.declared is not None or not math.isclose(doubled, 2 * weight, rel_tol=1e-2):
