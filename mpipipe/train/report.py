@@ -56,13 +56,13 @@ class Record:
     lr: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
-    samples_per_second: float | None = None
     bubble: float | None = None
     predicted: float | None = None
     loss_scale: float | None = None
     skipped: int | None = None
     bits_per_byte: float | None = None
     validation_bits_per_byte: float | None = None
+    samples_per_second: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
