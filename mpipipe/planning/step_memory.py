@@ -336,7 +336,7 @@ def rank_bytes(
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
     stages: list[StageBytes] = []
     inputs: list[int] = []
-    x, targets = (zeros_of(shapes_of(tree)) for tree in example)
+    x, targets = zeros_of(shapes_of(example[0])), example[1]  # a loss may divide by what is in its targets
     first = arrays.flatten(example[0])[0][0]
     values: dict[str, Tree] = {}
     for number, (start, stop) in enumerate(plan.layer_ranges):

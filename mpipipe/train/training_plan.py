@@ -60,7 +60,7 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     order = fitting(table, pipe, config.chunks, config.microbatches) if is_table(table) else None
     microbatches = config.microbatches if order is None else order.microbatches
     if microbatches is None:
-        microbatches = min(rows, schedules.advise(pipe, config.chunks).microbatches)
+        microbatches = min(rows, schedules.advise(pipe).microbatches)
     if rows < microbatches:
         raise ConfigError(
             "fewer sequences than micro-batches",

@@ -10,7 +10,7 @@ from support.launch import ROOT
 
 from mpipipe.errors import DataError
 from mpipipe.job import inprocess
-from mpipipe.train import run
+from mpipipe.train import estimate_task, run
 from mpipipe.train.task_file import TaskFileConfig, load_task
 
 TASKS = ROOT / "docs" / "tasks"
@@ -103,6 +103,14 @@ def test_a_file_that_ends_early_is_one_error_on_all_ranks(tmp_path, weather, val
 
     assert len(set(inprocess.run(4, on_each_rank))) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_memory_is_found_on_paper_for_a_loss_that_divides_by_what_is_in_its_targets(weather):
+    def made(comm):
+        task = load_task(str(TASKS / "weather.py"), (*SMALL["weather"], f"data={weather}"), comm)
+        return TaskFileConfig(**KEYS, pipe=2), task
+
+    assert all(rank.activations > 0 for rank in estimate_task(made, 2).ranks)
 
 
 @pytest.mark.long

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
 
-from mpipipe import nn, optim
-from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
+from mpipipe import Branches, nn, optim
+from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError, MpipipeError
 from mpipipe.job import inprocess
 from mpipipe.train import Shard, Task, TaskConfig, check_task, estimate_task, run
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
+SEEDS = count()
 KEYS = dict(batch=8, steps=6, lr=0.05, warmup=0, log_every=1, eval_every=3, eval_batches=1, device="cpu")
 EXACT = TaskConfig(**KEYS, dtype="float64")
 
@@ -175,7 +177,7 @@ def test_a_loss_over_the_batch_trains_as_the_mean_of_its_parts(tmp_path, alone):
     trained(2, replace(EXACT, schedule="gpipe", out=str(tmp_path / "run")), OverBatch)
     for found, expected in zip(losses(tmp_path / "run"), alone):
         assert found == pytest.approx(expected, rel=1e-10)
-    assert inprocess.run(1, lambda comm: check_task(OverBatch(), 0, comm))[0][1]
+    assert inprocess.run(1, lambda comm: check_task(OverBatch(), OverBatch(), 0, comm))[0][1]
     assert estimate_task(lambda comm: (replace(EXACT, schedule="gpipe"), OverBatch()), 2).ranks
 
 
@@ -249,6 +251,38 @@ class Counted(Field):
         return inputs, (targets, np.zeros((len(rows), 10)))
 
     metrics, show = Task.metrics, Task.show
+
+
+class Unseeded(Field):
+    def batch(self, step, rows, shard):
+        return super().batch(next(SEEDS), rows, shard)
+
+
+class Renumbered(Field):
+    def validation(self, index, rows, shard):
+        return super().validation(index, range(len(rows)), shard)
+
+
+class Elsewhere(Field):  # each rank has drawn data of its own
+    def batch(self, step, rows, shard):
+        return super().batch(threading.get_ident() % 1000003, rows, shard)
+
+
+class Summed(Field):
+    def loss(self, output, target):
+        value, gradient = super().loss(output, target)
+        return value * len(target), gradient * len(target)
+
+
+class Undivided(Field):
+    def loss(self, output, target):
+        value, gradient = super().loss(output, target)
+        return value, gradient * len(target)
+
+
+class Hits(Field):
+    def metrics(self, output, target):
+        return {"hits": float((np.abs(output - target) < 1).sum())}
 
 
 class Misfit(Field):
@@ -361,3 +395,46 @@ def test_memory_on_paper_counts_trees_and_the_batch_that_is_read_ahead():
     assert [rank.batch for rank in trees] == [rank.batch for rank in plain]
     assert sum(rank.batch for rank in plain) == 2 * (2 * 8 * POINTS * 8) * 2  # both ranks count inputs and targets
     assert [rank.activations for rank in trees] == pytest.approx([rank.activations for rank in plain], rel=0.1)
+
+
+class Lead(Field):
+    """Fields move by a lead time, which the norms of two stages know; the input of the first layer is joined later."""
+
+    def layers(self, shard):
+        return [
+            lambda: nn.Linear(1, WIDTH),
+            nn.Keep("arm"),
+            nn.Residual(nn.Recompute(nn.Sequential([nn.AdaptiveNorm(WIDTH, 2, "lead"), nn.Linear(WIDTH, WIDTH)]))),
+            nn.AdaptiveNorm(WIDTH, 2, "lead"),
+            nn.Join("arm"),
+            lambda: nn.Linear(2 * WIDTH, 1),
+        ]
+
+    def batch(self, step, rows, shard):
+        fields, targets = super().batch(step, rows, shard)
+        lead = np.random.default_rng(step).uniform(size=(8, 2))[rows.start : rows.stop]
+        return Branches(fields, lead=lead), targets * (1 + lead[:, :1, None])
+
+
+class Lacking(Lead):
+    def batch(self, step, rows, shard):
+        inputs, targets = super().batch(step, rows, shard)
+        return Branches(inputs.main, led=inputs["lead"]), targets
+
+
+@pytest.mark.long
+def test_side_inputs_and_skips_are_trained_planned_and_counted_on_any_mesh(tmp_path):
+    trained(1, replace(EXACT, out=str(tmp_path / "alone")), Lead)
+    for number, (ranks, keys) in enumerate([(2, {}), (4, {"pipe": 2, "chunks": 2, "schedule": "interleaved_1f1b"})]):
+        trained(ranks, replace(EXACT, **keys, out=str(tmp_path / f"{number}")), Lead)
+        for found, expected in zip(losses(tmp_path / f"{number}"), losses(tmp_path / "alone")):
+            assert found == pytest.approx(expected, rel=1e-10)
+    trained(2, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "planned")), Lead)
+    ranks = estimate_task(lambda comm: (EXACT, Lead()), 2).ranks
+    assert all(rank.activations > 0 and rank.messages > 0 for rank in ranks)
+
+
+def test_inputs_that_lack_a_name_are_one_error_on_all_ranks(tmp_path):
+    with pytest.raises(MpipipeError, match=r"the inputs lack lead"):
+        trained(2, replace(EXACT, out=str(tmp_path / "run")), Lacking)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

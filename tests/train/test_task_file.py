@@ -267,6 +267,15 @@ def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsy
     assert invoke("train", f"{waves}:Waves", "--check").code == 1
     lines = capsys.readouterr().out.splitlines()
     assert "layers[1] Doubled: gradient of input: " in lines[1] and ", 2 of the difference" in lines[1]
-    assert "right to" in lines[2] and "loss: gradient of input: " in lines[3] and ", 1.5 of" in lines[3]
+    assert "right to" in lines[2] and "loss: gradient of input: " in lines[3] and ", 3 of" in lines[3]
     assert lines[-1] == "mpipipe: check failed in float64"
+    waves.write_text(WAVES.replace("1000 + index", "index") + "\n    def metric(self, output, target): return {}\n")
+    assert invoke("train", str(waves), "--check").code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "note: validation(0) has the same first row as batch(0)"
+    assert lines[1] == "note: Waves has `metric`, which nothing here calls, and no `metrics`"
+    waves.write_text(
+        WAVES.replace("default_rng(step)", "default_rng(step + SALT)") + "\n\nSALT = np.random.randint(9**9)\n"
+    )
+    assert "with the file loaded twice, gives other inputs of row 0" in invoke("train", str(waves), "--check").report
     assert "--check is for a task of your own" in invoke("train", "--check").report
