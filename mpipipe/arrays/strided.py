@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipipe.arrays.cuda import Launch, Packed, bitwise_or, cuda_function, over, vector_width
-from mpipipe.arrays.dtypes import Array, DeviceArray, Shape
+from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, Tree, is_device
 from mpipipe.arrays.memory import copy_into, empty
+from mpipipe.arrays.trees import flatten, unflatten
 
 STRIDED, FILL = (Path(__file__).with_name(f"{name}.cu") for name in ("strided", "fill"))
 THREADS = 256
@@ -109,6 +110,17 @@ def copied(x: DeviceArray, dtype: DTypeLike | None = None) -> DeviceArray:
     new = empty(x.shape, x.dtype if dtype is None else dtype, "cuda")
     strided_copy(x, new)
     return new
+
+
+def in_c_order(tree: Tree) -> Tree:
+    """Return `tree` with a copy in place of each array that has other strides, as a layer may return it."""
+    leaves, structure = flatten(tree)
+    plain = [type(leaf) is np.ndarray or is_device(leaf) for leaf in leaves]  # others are refused where they are sent
+    if all(leaf.flags.c_contiguous for leaf, known in zip(leaves, plain) if known):
+        return tree
+    ordered = [np.ascontiguousarray(leaf) if type(leaf) is np.ndarray else copied(leaf) if known else leaf
+               for leaf, known in zip(leaves, plain)]  # fmt: skip
+    return unflatten(ordered, structure)
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:

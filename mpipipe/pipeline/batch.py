@@ -263,7 +263,7 @@ class MessageSpec:
         """Return the arrays to send back for this activation; raises ArgumentError if shape or dtype differ."""
         if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
-        leaves, structure = ([tree], None) if tree is None else flatten(tree)
+        leaves, structure = ([tree], None) if tree is None else flatten(arrays.in_c_order(tree))
         if structure != self.structure:
             raise ArgumentError(
                 "an input gradient has another structure than the input", found=structure, expected=self.structure

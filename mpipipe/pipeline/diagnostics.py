@@ -15,9 +15,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from time import perf_counter
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
-from mpipipe import arrays
+from mpipipe import arrays, nn
 from mpipipe.comm import Envelope, Lease
 from mpipipe.errors import StageError
 from mpipipe.job import Message, RankGroup, Snapshot
@@ -140,6 +141,16 @@ class HeldBytes(NamedTuple):
     def freed_by_recomputation(self) -> int:
         """Bytes that recomputation would free now, with one activation computed anew at a time."""
         return max(0, self.saved - self.inputs - self.saved // max(1, self.activations))
+
+
+def layer_of(error: Exception) -> str:
+    """Return " of layer 3 (Conv)" for the innermost layer that an error has come through; "" for none."""
+    found = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Layer) and owner.name:
+            found = f" of layer {owner.name} ({type(owner).__name__})"
+    return found
 
 
 def memory_error(

@@ -15,7 +15,7 @@ from mpipipe.comm import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.pipeline.batch import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
-from mpipipe.pipeline.diagnostics import NAMES, ActivationBytes, ActivationMeter, Function, memory_error
+from mpipipe.pipeline.diagnostics import NAMES, ActivationBytes, ActivationMeter, Function, layer_of, memory_error
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
@@ -142,7 +142,9 @@ class Executor:
     def _stage_error(self, what: str, action: PlannedAction, error: Exception) -> StageError:
         found = self.memory_error(what, error)
         if found is None:
-            found = StageError(f"{what} raised {type(error).__name__}: {error}", remedy=remedy_of(error))
+            found = StageError(
+                f"{what}{layer_of(error)} raised {type(error).__name__}: {error}", remedy=remedy_of(error)
+            )
         self._locate(found, action)
         return found
 

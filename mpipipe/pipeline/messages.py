@@ -105,11 +105,12 @@ class StageMessages:
         """Start sending; raises ArgumentError if the shapes are not those of earlier calls with the same inputs."""
         key = envelope.edge, envelope.microbatch
         if not self.known:
+            tree = arrays.in_c_order(tree)
             self.specs[key] = spec = MessageSpec.of(tree)
             self.mailbox.put_header(envelope, spec.encode())
         else:
             spec = self.specs[key]
-            if not spec.matches(tree):
+            if not spec.matches(tree) and not spec.matches(tree := arrays.in_c_order(tree)):
                 raise ArgumentError(
                     "a stage's output depends on more than the shapes of the pipeline's inputs",
                     found=MessageSpec.of(tree),

@@ -37,8 +37,8 @@ class Record:
         data are no tokens.
     lr, grad_norm : float, optional
         Learning rate of the last step, and the norm of all its gradients before clipping, if they were finite.
-    tokens_per_second : float, optional
-        Tokens trained on per second since the last record, over all replicas.
+    tokens_per_second, samples_per_second : float, optional
+        Tokens, or samples of a task of your own, trained on per second since the last record, over all replicas.
     bubble, predicted : float, optional
         Idle share of the ranks' time, measured since the last record, and as a simulation with the measured durations
         of the stages gives it.
@@ -62,6 +62,7 @@ class Record:
     skipped: int | None = None
     bits_per_byte: float | None = None
     validation_bits_per_byte: float | None = None
+    samples_per_second: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -94,13 +95,15 @@ FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics"
 # How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a line that would be
 # too long leaves fields out; metrics.jsonl has all of them.
 CELLS = {"loss": "loss {:.4f}", "bits_per_byte": "bits/byte {:.4f}", "lr": "lr {:.1e}", "grad_norm": "norm {:.3f}",
-         "tokens_per_second": "{:.0f} {unit}/s", "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
+         "tokens_per_second": "{:.0f} {unit}/s", "samples_per_second": "{:.0f} {unit}/s",
+         "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
 LEFT_OUT = ("lr", "skipped", "grad_norm", "loss_scale", "bits_per_byte")
 VALIDATION = {"validation": "validation {:.4f}", "validation_bits_per_byte": "bits/byte {:.4f}"}
 
 # How the last line of a training writes them.
 LAST = {"loss": "loss={:.4f}", "validation": "validation={:.4f}", "tokens_per_second": "{unit}/s={:.0f}",
-        "bubble": "bubble={:.4f}", "predicted": "predicted={:.4f}"}  # fmt: skip
+        "samples_per_second": "{unit}/s={:.0f}", "bubble": "bubble={:.4f}",
+        "predicted": "predicted={:.4f}"}  # fmt: skip
 
 
 def summary(record: Record, unit: str = "tokens") -> str:

@@ -54,7 +54,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
             if found is not None:
                 _check_same(found, config, task)
             if config.resume == "no" or (found is not None and not _is_in(found, out)):
-                output_folder.check_vacant(out)
+                output_folder.check_vacant(out, checkpoint.newest(checkpoints_of(out)) is not None)
             else:
                 sinks.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
                 if found is None:

@@ -28,6 +28,7 @@ from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
+from mpipipe.train.task_check import alike, check_mean, check_metric, check_ranks, check_row, misnamed, traits
 
 
 def place_of(task: Task, method: str) -> str:
@@ -95,12 +96,12 @@ def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
     return entries
 
 
-def chain(task: Task, shard: Shard, seed: int) -> Iterator[tuple[nn.Stage, Tree]]:
-    """Yield each layer by itself, bound, and an input of it for one row; collective over the ranks of the shard.
+def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree]]:
+    """Yield each layer by itself, bound, and an input of it with these rows; collective over the ranks of the shard.
 
     Raises ConfigError where a layer does not take what the one before it returns.
     """
-    x = example(task, 1, 1, shard)[0]
+    x = example(task, rows, 1, shard)[0]
     values: dict[str, Tree] = {}
     for place, layer in enumerate(layers_of(task, shard, seed)):
         stage = nn.Stage([layer], shard.dtype, seed, first=place, frozen=tuple(task.freeze))
@@ -116,24 +117,45 @@ def chain(task: Task, shard: Shard, seed: int) -> Iterator[tuple[nn.Stage, Tree]
             ) from error
 
 
-def check_task(task: Task, seed: int, comm: Communicator) -> tuple[list[str], bool]:
-    """Compare the backward of each layer of a task, and of its loss, with the forward, for a row in float64.
+def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int = 2) -> tuple[list[str], bool]:
+    """Look for what goes wrong without a word: gradients of layers and loss, rows that are not the same twice.
 
-    Return lines of what was found, and whether all is right. `comm` is one rank.
+    Return lines of what was found, and whether all is right. `comm` is one rank, and `again` the task loaded once more.
+    Gradients are compared with differences in float64, for a batch of `rows`.
     """
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
-    lines, right, output = [], True, None
-    for place, (stage, x) in enumerate(chain(task, shard, seed)):
+    lines, right, output = _check_rows(task, again, range(rows), shard), True, None
+    for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
         name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
         line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
         lines.append(line)
         right, output = right and fine, (stage, x)
     assert output is not None  # a task has a layer at least
-    y, target = output[0].forward(output[1], nn.Position(training=False))[0], example(task, 1, 1, shard)[1]
-    line, fine = _checked("loss", _LossStage(TaskLoss(task), target), y, None)
+    y, target = output[0].forward(output[1], nn.Position(training=False))[0], example(task, rows, 1, shard)[1]
+    loss = TaskLoss(task)
+    line, fine = _checked("loss", _LossStage(loss, target), y, None)
+    if fine:
+        loss.rehearses = loss.collects = True
+        loss(y, target)
     return [*lines, line], right and fine
+
+
+def _check_rows(task: Task, again: Task, rows: range, shard: Shard) -> list[str]:
+    """Return lines about the rows of a task; raises DataError where they are not the same twice."""
+    lines, seen = [], {}
+    for method, number in (("batch", 0), ("batch", 1), ("validation", 0)):
+        found = read(task, method, number, rows, shard)[:2]
+        check_batch(task, method, number, rows, shard, found)
+        both = [(0, row_traits(each, method, number, shard)) for each in (task, again)]
+        check_ranks(f"{place_of(task, method)}, with the file loaded twice,", both)
+        seen[method, number] = both[0][1]["inputs"]
+    first = seen["batch", 0]
+    for (method, number), more in seen.items():
+        if (method, number) != ("batch", 0) and first is not None and more is not None and alike(first, more):
+            lines.append(f"note: {method}({number}) has the same first row as batch(0)")
+    return [*lines, *(f"note: {line}" for line in misnamed(type(task), Task))]
 
 
 def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:
@@ -213,7 +235,12 @@ class TaskLoss:
         return result
 
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
-        return {name: float(value) for name, value in self.task.metrics(output, target).items()}
+        found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
+        if self.rehearses:
+            twice = self.task.metrics(*(merge([each, each]) for each in (output, target)))
+            for name, value in found.items():
+                check_metric(place_of(self.task, "metrics"), name, value, twice[name])
+        return found
 
     def _evaluate(self, output: Any, target: Any, **factor: float) -> Any:
         result = self.task.loss(output, target, **factor)
@@ -225,6 +252,8 @@ class TaskLoss:
                 self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
         elif self.rehearses or self.declared is not None:
             self._check_weight(weight, output, target, factor)
+        if self.rehearses and not self.over_batch:
+            check_mean(place_of(self.task, "loss"), result, partial(self.task.loss, **factor), output, target)
         return result
 
     def _check_weight(self, weight: float, output: Any, target: Any, factor: Mapping[str, float]) -> None:
@@ -278,6 +307,19 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tup
     inputs = as_batch(found[0], rows, f"the inputs{whose}", shard) if shard.reads_inputs else None
     targets = as_batch(found[1], rows, f"the targets{whose}", shard) if shard.reads_targets else None
     return inputs, targets, found[2] if len(found) == 3 else None
+
+
+def check_batch(task: Task, method: str, number: int, rows: range, shard: Shard, found: Pair) -> None:
+    """Raise DataError where the last row of a batch, asked for alone, is another one."""
+    last = rows[-1:]
+    for whole, alone in zip(found, read(task, method, number, last, shard)):
+        check_row(f"{place_of(task, method)}", last[0], whole, alone)
+
+
+def row_traits(task: Task, method: str, number: int, shard: Shard) -> dict[str, Any]:
+    """Return the traits of the inputs and targets of row 0, as far as a task gives them on this rank."""
+    found = call(task, method, number, range(1), shard, when=f" for row 0 of {number}")
+    return dict(zip(("inputs", "targets"), map(traits, found)))
 
 
 def example(task: Task, rows: int, microbatches: int, shard: Shard) -> Pair:
@@ -406,6 +448,13 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
         with group.raise_together(f"train: the first {method}"):
             if reader.reads:
                 pair = reader.begun(read(task, method, number, reader.rows, reader.shard))
+                check_batch(task, method, number, reader.rows, reader.shard, pair)
+        facts: dict[str, Any] = {}
+        with group.raise_together(f"train: the first row of {method}"):
+            facts = row_traits(task, method, number, reader.shard) if reader.reads else {}
+        seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts))
+        with group.raise_together(f"train: the first row of {method} on all ranks"):
+            check_ranks(place_of(task, method), seen)
         if own is not None:
             own.rehearses, own.collects = True, scores is not None
         call(task, "layers", *pair, when=" in the validation" * (method == "validation"), by=pipeline.evaluate)

@@ -8,8 +8,8 @@ from support import dense
 from support.device_pipelines import check_weight_gradients_from_received_inputs
 from support.tolerance import close, within
 
-from mpipipe import Pipeline, analysis
-from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe import Pipeline, analysis, nn
+from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
 
 
@@ -338,3 +338,40 @@ def test_what_a_stage_or_a_loss_returns_is_looked_at(comm, stage, loss, match):
 
 def test_a_weight_gradient_reads_the_input_that_was_received(comm):
     check_weight_gradients_from_received_inputs(comm, "cpu")
+
+
+class Turned(nn.Layer):
+    """The identity with its output and its gradient in Fortran order; it raises on zeros."""
+
+    def forward(self, x):
+        if not x.any():
+            raise ValueError("wet paint")
+        return np.asfortranarray(x), None
+
+    def backward_input(self, dy, saved):
+        return np.asfortranarray(dy), None
+
+    def backward_weight(self, pending):
+        pass
+
+
+def test_layers_may_return_arrays_in_any_order(comm):
+    schedule, found = one_f_one_b(comm.size, 3), []
+    x, t = np.random.default_rng(3).normal(size=(2, 6, 5, 4))
+    for more in ([], [Turned()]):
+        stages = [nn.Stage([*more, nn.Linear(4, 4), *(Turned() for _ in more)], "float64")]
+        stages[0].parameters.flat[:] = np.random.default_rng(comm.rank).normal(size=24)
+        with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            for _ in range(2):  # shapes are new in the first step
+                loss = pipeline.step(*dense.placed(schedule, comm.rank, x, t)).loss
+        found.append((loss, stages[0].gradients.flat.copy()))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-13)
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-12, atol=1e-13)
+
+
+def test_an_error_names_the_layer_that_it_came_through(comm):
+    stage = nn.Stage([nn.Gelu(), nn.Residual(Turned())], "float64", first=2 * comm.rank)
+    x = np.zeros((3, 4))
+    pipeline = Pipeline([stage], gpipe(comm.size, 1), comm, loss=nn.mean_squared_error)
+    with pytest.raises((StageError, PeerError), match=r"forward of layer 1.layer \(Turned\) raised ValueError: wet"):
+        pipeline.step(*dense.placed(pipeline.schedule, comm.rank, x, x))

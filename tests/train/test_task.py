@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import replace
 from itertools import count
 
@@ -16,6 +17,7 @@ from mpipipe.job import inprocess
 from mpipipe.train import Shard, Task, TaskConfig, check_task, estimate_task, run
 
 POINTS, WIDTH = 5, 8  # of which a rank of two has 3, and the other 2
+SEEDS = count()
 KEYS = dict(batch=8, steps=6, lr=0.05, warmup=0, log_every=1, eval_every=3, eval_batches=1, device="cpu")
 EXACT = TaskConfig(**KEYS, dtype="float64")
 
@@ -175,7 +177,7 @@ def test_a_loss_over_the_batch_trains_as_the_mean_of_its_parts(tmp_path, alone):
     trained(2, replace(EXACT, schedule="gpipe", out=str(tmp_path / "run")), OverBatch)
     for found, expected in zip(losses(tmp_path / "run"), alone):
         assert found == pytest.approx(expected, rel=1e-10)
-    assert inprocess.run(1, lambda comm: check_task(OverBatch(), 0, comm))[0][1]
+    assert inprocess.run(1, lambda comm: check_task(OverBatch(), OverBatch(), 0, comm))[0][1]
     assert estimate_task(lambda comm: (replace(EXACT, schedule="gpipe"), OverBatch()), 2).ranks
 
 
@@ -249,6 +251,38 @@ class Counted(Field):
         return inputs, (targets, np.zeros((len(rows), 10)))
 
     metrics, show = Task.metrics, Task.show
+
+
+class Unseeded(Field):
+    def batch(self, step, rows, shard):
+        return super().batch(next(SEEDS), rows, shard)
+
+
+class Renumbered(Field):
+    def validation(self, index, rows, shard):
+        return super().validation(index, range(len(rows)), shard)
+
+
+class Elsewhere(Field):  # each rank has drawn data of its own
+    def batch(self, step, rows, shard):
+        return super().batch(threading.get_ident() % 1000003, rows, shard)
+
+
+class Summed(Field):
+    def loss(self, output, target):
+        value, gradient = super().loss(output, target)
+        return value * len(target), gradient * len(target)
+
+
+class Undivided(Field):
+    def loss(self, output, target):
+        value, gradient = super().loss(output, target)
+        return value, gradient * len(target)
+
+
+class Hits(Field):
+    def metrics(self, output, target):
+        return {"hits": float((np.abs(output - target) < 1).sum())}
 
 
 class Misfit(Field):

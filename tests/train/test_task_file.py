@@ -113,6 +113,24 @@ def test_modules_next_to_the_file_are_copied_compared_and_imported_from_the_copy
         sys.path.remove(str(environment))
 
 
+def test_a_rate_of_ones_own_is_stepped_with_and_written_and_a_folder_with_checkpoints_says_how_to_go_on(
+    waves, tmp_path
+):
+    constant = "\n    def rate_at(self, step, config):\n        return config.lr\n"
+    out = {}
+    for name, more in (("constant", constant), ("frozen", constant.replace("config.lr", "0"))):
+        waves.write_text(WAVES + more)
+        out[name] = tmp_path / name
+        train(load_config(str(waves), None, **KEYS, lr=0.5, log_every=1, out=str(out[name])))
+    records = [json.loads(line) for line in (out["constant"] / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [record["lr"] for record in records] == [0.5] * 4
+    assert all(record["samples_per_second"] > 0 and "tokens_per_second" not in record for record in records)
+    first, *_, last = validations(out["frozen"])
+    assert first == last and validations(out["constant"])[-1] != first
+    with pytest.raises(ConfigError, match=r"is not empty(.|\n)*with --resume auto"):
+        train(load_config(str(waves), None, **KEYS, out=str(out["frozen"])))
+
+
 def validations(folder):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["validation"] for record in records if "validation" in record]
@@ -249,6 +267,15 @@ def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsy
     assert invoke("train", f"{waves}:Waves", "--check").code == 1
     lines = capsys.readouterr().out.splitlines()
     assert "layers[1] Doubled: gradient of input: " in lines[1] and ", 2 of the difference" in lines[1]
-    assert "right to" in lines[2] and "loss: gradient of input: " in lines[3] and ", 1.5 of" in lines[3]
-    assert lines[-1] == "mpipipe: check failed"
+    assert "right to" in lines[2] and "loss: gradient of input: " in lines[3] and ", 3 of" in lines[3]
+    assert lines[-1] == "mpipipe: check failed in float64"
+    waves.write_text(WAVES.replace("1000 + index", "index") + "\n    def metric(self, output, target): return {}\n")
+    assert invoke("train", str(waves), "--check").code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "note: validation(0) has the same first row as batch(0)"
+    assert lines[1] == "note: Waves has `metric`, which nothing here calls, and no `metrics`"
+    waves.write_text(
+        WAVES.replace("default_rng(step)", "default_rng(step + SALT)") + "\n\nSALT = np.random.randint(9**9)\n"
+    )
+    assert "with the file loaded twice, gives other inputs of row 0" in invoke("train", str(waves), "--check").report
     assert "--check is for a task of your own" in invoke("train", "--check").report
