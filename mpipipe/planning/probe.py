@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -183,12 +184,15 @@ class Probe:
         loss = Loss(measured.loss_for(stage, self.size))
         with ExitStack() as stack:
             stack.enter_context(loss.taking_head())
+            if not tracemalloc.is_tracing():  # then layers of PyTorch and JAX show what these keep
+                tracemalloc.start()
+                stack.callback(tracemalloc.stop)
             _, before = stage.forward(inputs)
             output, kept = stage.forward(inputs)
             gradient = loss.call(output, targets, 1.0)[1]
+            _, pending = stage.backward_input(gradient, kept)
         shared = {*array_bytes(before), *array_bytes((stage.parameters.flat, stage.compute.flat, inputs, targets))}
         whole = _new_bytes(kept if stage.names is None else kept[0], shared)
-        _, pending = stage.backward_input(gradient, kept)
         split = _new_bytes(pending[::-1], shared)
         split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
         stage.backward_weight(pending)
