@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.command_line import invoke
 
-from mpipipe import nn
+from mpipipe import arrays, nn
 from mpipipe import train as train_room
 from mpipipe.cli import train as command
 from mpipipe.cli.plan import write
@@ -150,6 +150,14 @@ def test_the_model_of_a_run_folder_predicts_what_its_training_validated(waves, t
     fields, later = task.validation(0, range(4), None)
     forecast = stage.forward(fields, nn.Position(training=False))[0]
     assert task.loss(forecast, later)[0] == pytest.approx(validations(moved)[-1], rel=1e-12)
+
+
+def test_the_model_of_a_run_folder_predicts_the_same_on_a_gpu(gpu, waves, tmp_path):
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
+    (task, host), (_, device) = (train_room.load(tmp_path / "run", place) for place in ("cpu", "cuda"))
+    found, expected = (stage.forward(task.batch(9, range(4), None)[0])[0] for stage in (device, host))
+    assert arrays.is_device(found)
+    np.testing.assert_allclose(arrays.download(found), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_folder_that_has_no_task_in_a_file_is_not_loaded(tmp_path):
