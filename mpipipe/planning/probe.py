@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import nn, optim, schedules
+from mpipipe.adapters import counting
 from mpipipe.arrays import Branches, Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
@@ -184,9 +184,7 @@ class Probe:
         loss = Loss(measured.loss_for(stage, self.size))
         with ExitStack() as stack:
             stack.enter_context(loss.taking_head())
-            if not tracemalloc.is_tracing():  # then layers of PyTorch and JAX show what these keep
-                tracemalloc.start()
-                stack.callback(tracemalloc.stop)
+            stack.enter_context(counting())
             _, before = stage.forward(inputs)
             output, kept = stage.forward(inputs)
             gradient = loss.call(output, targets, 1.0)[1]
