@@ -62,14 +62,15 @@ def train(
         str | None, Option("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
     ] = None,
     check: Annotated[
-        bool, Option("train nothing: compare the backward of each layer of the task, and of its loss, with the forward")
+        bool,
+        Option("train nothing: compare each backward of the task with its forward, in float64 whatever --dtype is"),
     ] = False,
     **flags: Any,
 ) -> int:
     """Train a GPT on text or tokens (mpiexec -n 4 python -m mpipipe train --out runs/first), or the task in FILE.py.
 
     The keys of the file given by --config are the flags without leading dashes, and with _ for -. Flags win over keys.
-    The options of data and model are for text; a task in a file has its own.
+    The options of data and model are for text, but for --init; a task in a file has its own.
     """
     check_task_file(task)
     load = partial(load_config, task, config, **flags)
@@ -110,7 +111,7 @@ def print_check(load: Callable[[], TaskConfig]) -> int:
             return check_task(task, again, config.seed, comm, rows=min(2, config.batch))
 
         lines, right = inprocess.run(1, work)[0]
-    show("".join(f"{line}\n" for line in [*lines, f"mpipipe: check {'ok' if right else 'failed'}"]))
+    show("".join(f"{line}\n" for line in [*lines, f"mpipipe: check {'ok' if right else 'failed'} in float64"]))
     return 0 if right else 1
 
 
@@ -161,6 +162,8 @@ def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
 
 FIELDS = fields_of(TrainConfig)
 FIELDS += [entry for entry in fields_of(TaskFileConfig) if entry.name in ("set", "changed_task")]
+GENERAL = {entry.name for entry in fields(TaskFileConfig)} - {"init"}  # which the help lists before those of text
+FIELDS.sort(key=lambda entry: entry.name not in GENERAL)
 train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
 train.other_names, train.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]
 

@@ -126,6 +126,7 @@ class TextTask(Task):
     """The training of a model on windows of text; `base` is the model that it begins from, if it does."""
 
     rehearses = False
+    per_second = "tokens_per_second"
 
     def __init__(
         self,

@@ -87,8 +87,8 @@ def is_ours(name: str) -> bool:
     return is_owner_file(name) or name.startswith(MARKER)
 
 
-def check_vacant(out: Path) -> None:
-    """Raise ConfigError for a folder that holds anything: no run overwrites another."""
+def check_vacant(out: Path, resumable: bool) -> None:
+    """Raise ConfigError for a folder that holds anything, such as a `resumable` training: none is overwritten."""
     with using(out):
         vacant = not out.exists() or all(is_ours(path.name) for path in out.iterdir())
     if not vacant:
@@ -96,7 +96,8 @@ def check_vacant(out: Path) -> None:
             "the folder for metrics is not empty",
             found=str(out),
             expected="a new or empty folder",
-            remedy="choose another one with --out, or move the old run away",
+            remedy=f"{'go on from its checkpoints with --resume auto, ' if resumable else ''}choose another one with "
+            "--out, or move the old run away",
         )
 
 

@@ -46,6 +46,8 @@ class Record:
         Where the loss scale is dynamic: the factor on the gradients of the next step, and steps skipped so far.
     bits_per_byte, validation_bits_per_byte : float, optional
         The two losses in bits per byte of text, where it is known how many bytes the tokens stand for.
+    samples_per_second : float, optional
+        The same of samples, where a task is trained from a file.
     metrics : mapping of str to float
         Further numbers of the validation, by name, where the task has some.
     """
@@ -62,6 +64,7 @@ class Record:
     skipped: int | None = None
     bits_per_byte: float | None = None
     validation_bits_per_byte: float | None = None
+    samples_per_second: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -94,13 +97,15 @@ FIELDS = tuple(entry.name for entry in fields(Record) if entry.name != "metrics"
 # How a line of progress names and writes the fields of a Record. LEFT_OUT is the order in which a line that would be
 # too long leaves fields out; metrics.jsonl has all of them.
 CELLS = {"loss": "loss {:.4f}", "bits_per_byte": "bits/byte {:.4f}", "lr": "lr {:.1e}", "grad_norm": "norm {:.3f}",
-         "tokens_per_second": "{:.0f} {unit}/s", "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
+         "tokens_per_second": "{:.0f} {unit}/s", "samples_per_second": "{:.0f} {unit}/s",
+         "loss_scale": "scale {:g}", "skipped": "skipped {}"}  # fmt: skip
 LEFT_OUT = ("lr", "skipped", "grad_norm", "loss_scale", "bits_per_byte")
 VALIDATION = {"validation": "validation {:.4f}", "validation_bits_per_byte": "bits/byte {:.4f}"}
 
 # How the last line of a training writes them.
 LAST = {"loss": "loss={:.4f}", "validation": "validation={:.4f}", "tokens_per_second": "{unit}/s={:.0f}",
-        "bubble": "bubble={:.4f}", "predicted": "predicted={:.4f}"}  # fmt: skip
+        "samples_per_second": "{unit}/s={:.0f}", "bubble": "bubble={:.4f}",
+        "predicted": "predicted={:.4f}"}  # fmt: skip
 
 
 def summary(record: Record, unit: str = "tokens") -> str:

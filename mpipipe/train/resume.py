@@ -54,7 +54,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
             if found is not None:
                 _check_same(found, config, task)
             if config.resume == "no" or (found is not None and not _is_in(found, out)):
-                output_folder.check_vacant(out)
+                output_folder.check_vacant(out, checkpoint.newest(checkpoints_of(out)) is not None)
             else:
                 sinks.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
                 if found is None:
@@ -149,10 +149,11 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
         if not getattr(config, "changed_task", False):
             copies = found.path.parent.parent
             changed = [name for name, code in task.file.copies.items() if not _holds(copies / name, code)]
+            changed = changed or [task.file.path.name]
             raise ConfigError(
-                f"{' and '.join(changed) or task.file.path.name} has changed since the checkpoint",
-                found=f"{task.file.path} with SHA-256 {task.file.checksum[:12]}",
-                expected=f"{fingerprint[:12]}, as in {place}; a copy is in {copies / task.file.path.name}",
+                f"{' and '.join(changed)} has changed since the checkpoint",
+                found=f"{task.file.path.parent / changed[0]}, SHA-256 of all {task.file.checksum[:12]}",
+                expected=f"{fingerprint[:12]}, as in {place}; a copy is in {copies / changed[0]}",
                 remedy="resume with the file as it was, or say that it is meant with --changed-task",
             )
     elif fingerprint != now["fingerprint"]:

@@ -72,6 +72,8 @@ class Task:
         Which positions of a sample a rank of `seq` holds: "contiguous", "zigzag" or "striped".
     unit, units : str, int
         What the samples are counted in, and how many of these one sample has.
+    per_second : str
+        What metrics call the number of these in a second.
     freeze : sequence of str
         Patterns of names of parameters that stay as they are, as for `nn.Stage`.
     groups : sequence of optim.Group
@@ -111,6 +113,7 @@ class Task:
     layout = "contiguous"
     unit = "samples"
     units = 1
+    per_second = "samples_per_second"
     freeze: Sequence[str] = ()
     groups: Sequence[optim.Group] = ()
     everywhere = False
@@ -225,9 +228,25 @@ class Task:
         Returns
         -------
         object or None
-            With `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as `optim.AdamW`.
+            With `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as `optim.AdamW`. It
+            steps with the `lr` that it is called with, which is that of `rate_at`.
         """
         return None
+
+    def rate_at(self, step: int, config: Any) -> float:
+        """Return the learning rate of a step, the same on all ranks; by default the options' warm-up and cosine.
+
+        Parameters
+        ----------
+        step, config : int, TaskConfig
+            Number of the step, from 0, and the configuration of the training: `return config.lr` is a constant rate.
+
+        Returns
+        -------
+        float
+            What the optimizer is called with, and what is shown and written.
+        """
+        return optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
 
     def costs(self) -> Numbers:
         """Return the operations of each layer, in any unit, by which stages are cut; by default all are alike."""

@@ -329,11 +329,17 @@ def row_traits(task: Task, method: str, number: int, shard: Shard) -> dict[str, 
     return dict(zip(("inputs", "targets"), map(traits, found)))
 
 
-def example(task: Task, rows: int, microbatches: int, shard: Shard) -> Pair:
-    """Return inputs and targets as they may come, for measurements."""
+def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | None = None) -> Pair:
+    """Return inputs and targets as they may come, for measurements: those of step 0, again where it has `most` rows."""
     if type(task).example is not Task.example:
         return task.example(rows, microbatches, shard)
-    return read(task, "batch", 0, range(rows), shard)[:2]
+    pair = read(task, "batch", 0, range(min(rows, most or rows)), shard)[:2]
+    return (_repeated(pair[0], rows), _repeated(pair[1], rows)) if most is not None and rows > most else pair
+
+
+def _repeated(tree: Tree, rows: int) -> Tree:
+    leaves, structure = arrays.flatten(tree)
+    return arrays.unflatten([leaf[np.arange(rows) % len(leaf)] for leaf in leaves], structure)
 
 
 def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from mpipipe.train.config import TaskConfig
 from mpipipe.train.task import ASKED, Task, TaskSource
 
 MOST_BYTES = 1 << 24
+IMPORTING = Lock()  # ranks that are threads have the same modules
 STANDARD = sysconfig.get_path("stdlib") + os.sep
 REMEDY = "`python -m mpipipe train FILE.py` takes a file with one class that is derived from mpipipe.train.Task"
 
@@ -87,8 +89,9 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
                 content = Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
     path, code = group.broadcast("train: the file of the task", content)
     with group.raise_together("train: loading the task"):
-        module = imported(path, code)
-        modules = neighbours(path.parent)
+        with IMPORTING:
+            module = imported(path, code)
+            modules = neighbours(path.parent)
         kind = task_class(module, path, wanted)
         lacking = [method for method in ASKED if getattr(kind, method) is getattr(Task, method)]
         if lacking:

@@ -24,7 +24,7 @@ from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, scores_of, shown, validate
+from mpipipe.train.task_calls import Reader, call, scores_of, shown, validate
 from mpipipe.train.tracing import Tracing
 
 
@@ -168,7 +168,7 @@ class Trainer:
         with self.tracing.reading():
             batch = self.reader.batch(step)
         pending = pipeline.launch(*batch, scale=self.progress.scaler.scale)
-        lr = optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
+        lr = float(call(self.task, "rate_at", step, config))
         with self.tracing.optimizer():
             norm = self._optimize(lr)
         loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
@@ -206,7 +206,7 @@ class Trainer:
         costs = pipeline.durations()
         steps, seconds, busy, elapsed = zip(*self.group.gather("train: the time of all ranks", times.tolist()))
         return {
-            "tokens_per_second": steps[0] * self.config.batch * self.task.units / max(seconds),
+            self.task.per_second: steps[0] * self.config.batch * self.task.units / max(seconds),
             "bubble": 1 - sum(busy) / sum(elapsed),
             "predicted": schedules.simulate(pipeline.schedule, costs).bubble_fraction,
         }

@@ -143,8 +143,8 @@ def test_the_flags_of_a_training_are_listed_under_headings():
 
     lines = parser_of("x", train).format_help().splitlines()
     headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
-    of_text = ["data:", "model:", "parallel:", "training:", "output:", "cluster:"]
-    assert headings == ["options:", "arguments:", *of_text, "task:", "general:"]
+    of_any = ["parallel:", "training:", "output:", "cluster:", "task:"]
+    assert headings == ["options:", "arguments:", *of_any, "data:", "model:", "general:"]
     for flag, heading in (("--dim", "model:"), ("--chunks", "parallel:"), ("--lr", "training:"), ("--out", "output:")):
         place = next(number for number, line in enumerate(lines) if line.startswith(f"  {flag} "))
         assert next(line for line in reversed(lines[:place]) if line in headings) == heading

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.command_line import invoke
 
-from mpipipe import nn
+from mpipipe import arrays, nn
 from mpipipe import train as train_room
 from mpipipe.cli import train as command
 from mpipipe.cli.plan import write
@@ -113,6 +113,24 @@ def test_modules_next_to_the_file_are_copied_compared_and_imported_from_the_copy
         sys.path.remove(str(environment))
 
 
+def test_a_rate_of_ones_own_is_stepped_with_and_written_and_a_folder_with_checkpoints_says_how_to_go_on(
+    waves, tmp_path
+):
+    constant = "\n    def rate_at(self, step, config):\n        return config.lr\n"
+    out = {}
+    for name, more in (("constant", constant), ("frozen", constant.replace("config.lr", "0"))):
+        waves.write_text(WAVES + more)
+        out[name] = tmp_path / name
+        train(load_config(str(waves), None, **KEYS, lr=0.5, log_every=1, out=str(out[name])))
+    records = [json.loads(line) for line in (out["constant"] / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [record["lr"] for record in records] == [0.5] * 4
+    assert all(record["samples_per_second"] > 0 and "tokens_per_second" not in record for record in records)
+    first, *_, last = validations(out["frozen"])
+    assert first == last and validations(out["constant"])[-1] != first
+    with pytest.raises(ConfigError, match=r"is not empty(.|\n)*with --resume auto"):
+        train(load_config(str(waves), None, **KEYS, out=str(out["frozen"])))
+
+
 def validations(folder):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["validation"] for record in records if "validation" in record]
@@ -132,6 +150,14 @@ def test_the_model_of_a_run_folder_predicts_what_its_training_validated(waves, t
     fields, later = task.validation(0, range(4), None)
     forecast = stage.forward(fields, nn.Position(training=False))[0]
     assert task.loss(forecast, later)[0] == pytest.approx(validations(moved)[-1], rel=1e-12)
+
+
+def test_the_model_of_a_run_folder_predicts_the_same_on_a_gpu(gpu, waves, tmp_path):
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
+    (task, host), (_, device) = (train_room.load(tmp_path / "run", place) for place in ("cpu", "cuda"))
+    found, expected = (stage.forward(task.batch(9, range(4), None)[0])[0] for stage in (device, host))
+    assert arrays.is_device(found)
+    np.testing.assert_allclose(arrays.download(found), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_folder_that_has_no_task_in_a_file_is_not_loaded(tmp_path):
@@ -250,7 +276,7 @@ def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsy
     lines = capsys.readouterr().out.splitlines()
     assert "layers[1] Doubled: gradient of input: " in lines[1] and ", 2 of the difference" in lines[1]
     assert "right to" in lines[2] and "loss: gradient of input: " in lines[3] and ", 3 of" in lines[3]
-    assert lines[-1] == "mpipipe: check failed"
+    assert lines[-1] == "mpipipe: check failed in float64"
     waves.write_text(WAVES.replace("1000 + index", "index") + "\n    def metric(self, output, target): return {}\n")
     assert invoke("train", str(waves), "--check").code == 0
     lines = capsys.readouterr().out.splitlines()
