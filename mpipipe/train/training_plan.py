@@ -23,7 +23,8 @@ from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import TaskLoss, agree_on_layers, chain, example, layers_of, outline, shapes_of
+from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
+from mpipipe.train.task_check import TaskLoss
 
 logger = logging.getLogger("mpipipe")
 
