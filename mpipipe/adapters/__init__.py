@@ -3,7 +3,7 @@
 trees     what stages of both have in common: trees of arrays, skips, random numbers of a place
 pytorch   tensors: arrays as tensors, parameters as one flat array    stage: a module, its backward in two halves
 jax       functions: compiled, with arrays as JAX's and back          stage: a function with its parameters
-          attend, of both: attention over a ring of ranks within a module or a function of one's own
+attend    of both: attention over a ring of ranks within a module or a function of one's own
 layers    either as a layer of an nn.Stage, and all else that may stand in a list of layers
 """
 
