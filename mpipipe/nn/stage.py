@@ -347,7 +347,8 @@ class Stage(Differentiable):
             The name, and a gradient shaped as what was taken; None in place of an array of integers.
         """
         assert self.names is not None  # since the layer took something
-        self.names.gradients[name] = sum_of(self.names.gradients.get(name), gradient)
+        gradients = self.names.gradients_for(name, (*self.names.takes, *self.names.given), "takes")
+        gradients[name] = sum_of(gradients.get(name), gradient)
 
     def gradient_of(self, name: str) -> Tree:
         """Return the gradient of what was given under a name, in `backward_input` of the layer that gave it.
@@ -363,7 +364,7 @@ class Stage(Differentiable):
             The sum of what all takers have added; None where none has.
         """
         assert self.names is not None  # since the layer gave something
-        return self.names.gradients.pop(name, None)
+        return self.names.gradients_for(name, self.names.given, "gives").pop(name, None)
 
     # -- forward and backward
 

@@ -324,3 +324,48 @@ def test_an_adaptive_norm_is_its_formula_and_begins_as_a_norm_alone():
     stage.parameters["0.modulation.bias"][...] = bias
     scale, shift = np.split((condition @ weight.T + bias)[:, None, None], 2, axis=-1)
     near(stage.forward(Branches(x, condition=condition))[0], scale * normal + shift)
+
+
+class Careless(nn.Layer):
+    """y = x s, with a mistake in how it uses the name."""
+
+    takes = ("s",)
+
+    def __init__(self, mistake):
+        self.mistake = mistake
+
+    def forward(self, x):
+        s = self.stage.taken("s")
+        return x * s, (x, s)
+
+    def backward_input(self, dy, saved):
+        x, s = saved
+        if self.mistake == "taken late":
+            s = self.stage.taken("s")
+        if self.mistake == "asked":
+            self.stage.gradient_of("s")
+        if self.mistake != "added late":
+            self.stage.add_gradient("z" if self.mistake == "mistyped" else "s", dy * x)
+        return dy * s, dy * x
+
+    def backward_weight(self, pending):
+        if self.mistake == "added late":
+            self.stage.add_gradient("s", pending)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        ("taken late", "nothing under the name 's'"),
+        ("mistyped", "not in `takes`"),
+        ("asked", "not in `gives`"),
+        ("added late", "no backward_input under way"),
+    ],
+)
+def test_a_layer_that_uses_a_name_wrongly_is_an_error_in_a_split_backward(mistake, text):
+    stage = nn.Stage([Careless(mistake)], "float64")
+    x, s = np.ones((2, 3, 4))
+    y, saved = stage.forward(Branches(x, s=s))
+    with pytest.raises(ArgumentError, match=text):
+        _, pending = stage.backward_input(y, saved)
+        stage.backward_weight(pending)

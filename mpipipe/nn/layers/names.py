@@ -123,7 +123,7 @@ class NamedChain(Sequential):
         super().__init__(layers)
         self.takes, self.given, self.unclaimed = names_of(layers)
         self.comes_in, self.goes_out = self.takes, self.unclaimed
-        self.gradients: dict[str, Tree] = {}  # of the backward under way
+        self.gradients: dict[str, Tree] | None = None  # of the backward under way
 
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""
@@ -139,10 +139,14 @@ class NamedChain(Sequential):
                 expected=", ".join(sorted(self.comes_in)) or "no names",
                 remedy="mpipipe.Branches(x, name=...) with each of them, and no other",
             )
-        position = PositionOfNames(*self.stage.position)
+        before = self.stage.position
+        position = PositionOfNames(*before)
         position.values = values = dict(handed)
         self.stage.position = position
-        y, saved = super().forward(main)
+        try:
+            y, saved = super().forward(main)
+        finally:
+            self.stage.position = before  # so that nobody takes values of another micro-batch in a backward
         missing = [name for name in self.goes_out if name not in values]
         if missing:
             raise ArgumentError(f"a layer gives {missing[0]!r} by its attribute `gives`, and its forward did not")
@@ -157,6 +161,16 @@ class NamedChain(Sequential):
         kept, handed = saved
         return self._with_gradients(super().backward(self._begin(dy), kept), handed)
 
+    def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
+        """Return the gradients of the backward under way; raises ArgumentError outside of one, and for other names."""
+        if self.gradients is None or name not in names:
+            raise ArgumentError(
+                f"a layer asks for the gradient of {name!r}, or adds to it",
+                found="no backward_input under way" if self.gradients is None else f"a name that is not in `{which}`",
+                expected=f"a call in backward_input, for a name of {', '.join(names) or 'which there is none'}",
+            )
+        return self.gradients
+
     def _begin(self, dy: Any) -> Tree:
         main, skips = (dy.main, dy.skips) if type(dy) is Branches else (dy, {})
         self.gradients = dict(skips)
@@ -164,7 +178,7 @@ class NamedChain(Sequential):
 
     def _with_gradients(self, dx: Any, handed: dict[str, Tree]) -> Any:
         """Return the gradient of the input with those of what the stage was handed; None where backwards end early."""
-        found, self.gradients = self.gradients, {}
+        found, self.gradients = self.gradients or {}, None
         if not handed:
             return dx
         return Branches(
