@@ -202,7 +202,7 @@ class NamedForeignLayer(ForeignLayer):
         return self._parted(super().backward(self._joined(dy, saved[1]), saved[0]))
 
     def _joined(self, dy: Tree, given: dict[str, Tree]) -> Tree:
-        """Return the gradient of the output with those of what was given, which are zeros where nobody has added."""
+        """Return the gradient of the output with those of what was given, zeros where no layer has added."""
         found = {name: nn.or_zeros(self.stage.gradient_of(name), tree) for name, tree in given.items()}
         return Branches(dy, **found) if found else dy
 
@@ -214,7 +214,7 @@ class NamedForeignLayer(ForeignLayer):
         return dx.main
 
 
-# -- Memory of PyTorch and JAX, for whoever asks Python's allocator: arrays as large that nobody writes to ------------
+# -- Memory of PyTorch and JAX as Python's allocator would count it: arrays as large, which stay empty ----------------
 
 
 COUNTED = threading.local()  # `on`: layers show what PyTorch and JAX keep, to whoever looks at what a forward saved

@@ -37,7 +37,7 @@ Written: TypeAlias = "dict[str, tensor_files.Content]"  # file -> what it holds
 
 
 class GivenUp(Exception):
-    """Ends the thread of a save that nobody wants any more."""
+    """Ends the thread of a save that is not wanted any more."""
 
 
 class SaveFacts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Tagged messages of one rank's pipeline: receives posted ahead, sends that nobody waits for, buffers used again.
+"""Tagged messages of one rank's pipeline: receives posted ahead, sends that no action waits for, buffers used again.
 
 The name of a message, not its order, decides what arrives where. There are two ways to receive. Where the shapes of
 all messages are known (`begin_call`), buffers are posted ahead of their data, at most `window` of them. Where they are

@@ -86,7 +86,7 @@ def flush() -> None:
 
 
 def _unread(descriptor: int) -> int:
-    """Return how many bytes of this pipe nobody has read yet; 0 for all that is not a pipe."""
+    """Return how many bytes of this pipe are not read yet; 0 for all that is not a pipe."""
     count = array.array("i", [0])
     with suppress(OSError):  # closed
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):

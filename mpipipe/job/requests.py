@@ -50,7 +50,7 @@ def _make_types() -> tuple[type, type]:
     from mpi4py import MPI
 
     class Owned(MPI.Request):
-        """A request that nobody can drop too early."""
+        """A request that cannot be dropped too early."""
 
         __slots__ = ("buffers",)
 

@@ -219,7 +219,7 @@ class Stage(Differentiable):
         merge(self, self.buffers.merged, anew=True)
 
     def optimizer_writes_compute(self) -> None:
-        """From now on let optimizers write `compute`, and `refresh` do nothing: nobody else may write parameters."""
+        """From now on let optimizers write `compute`, and `refresh` do nothing: nothing else may write parameters."""
         self.refresh()
         self.buffers.optimizer_writes = self.compute is not self.parameters or bool(self.adapted)
 
@@ -257,12 +257,12 @@ class Stage(Differentiable):
         self._chain.on_layer_done = done
 
     def end_backward(self, ends: bool) -> None:
-        """Let backwards end with the lowest layer that is trained, if nobody asks for the gradient of the input.
+        """Let backwards end with the lowest layer that is trained, if no stage asks for the gradient of the input.
 
         Parameters
         ----------
         ends : bool
-            Whether nobody asks. From then on backwards return None for that gradient where they end early.
+            Whether none asks. From then on backwards return None for that gradient where they end early.
         """
         trained = [place for place, layer in enumerate(self.layers) if not layer.frozen]
         self._chain.lowest = trained[0] if ends and trained and self.frozen else 0

@@ -1,4 +1,4 @@
-"""Schedules with a split backward: the stage before waits for I, and nobody waits for W, which fills the bubble.
+"""Schedules with a split backward: the stage before waits for I, and no rank waits for W, which fills the bubble.
 
 In the pictures time runs to the right, each action takes one cell, and dots are idle time. Small letters are a rank's
 second chunk. P is `ranks`, V `chunks` and M `microbatches`; a count below 1 raises ArgumentError.

@@ -123,12 +123,11 @@ def check_mean(
     With each row twice a mean stays as it is, and the gradient for each of the rows is half of what it was. Nothing can
     be said of a loss that draws random numbers.
     """
-    twice = again(rows_twice(output), rows_twice(target))
+    same, twice = again(output, target), again(rows_twice(output), rows_twice(target))  # as many calls on every rank
     right, (old, new) = _halved(result, twice), (_number(each[0]) for each in (result, twice))
     is_mean = bool(np.isclose(old, new, rtol=1e-2, atol=1e-7))
     if is_mean and right is None:
         return
-    same = again(output, target)
     if not np.isclose(old, _number(same[0]), rtol=1e-5, atol=1e-7) or _halved(result, same, 1) is not None:
         return
     if not is_mean:
@@ -176,15 +175,29 @@ def check_metric(where: str, name: str, once: float, twice: float) -> None:
         )
 
 
-def misnamed(kind: type, known: type) -> list[str]:
+def misnamed(task: Task) -> list[str]:
     """Return lines about what a task has and nothing calls, where it is named nearly as something that would be."""
-    own = {name for each in kind.__mro__ if issubclass(each, known) and each is not known for name in vars(each)}
-    found = []
-    for name in sorted(own - {*dir(known)}):
+    kind, found = type(task), []
+    own = {name for each in kind.__mro__ if issubclass(each, Task) and each is not Task for name in vars(each)}
+    for name in sorted(own - {*dir(Task)}):
         meant = get_close_matches(name, OPTIONAL - own, n=1, cutoff=0.85)
         if meant:
             found.append(f"{kind.__name__} has `{name}`, which nothing here calls, and no `{meant[0]}`")
     return found
+
+
+def doubts(task: Task) -> list[str]:
+    """Return lines for the start of a training from a file: what of it has not been looked at."""
+    if task.file is None:
+        return []
+    inner = [type(layer) for outer in task.outline for _, layer in outer.walk("")]
+    own = sorted({kind.__name__ for kind in inner if not kind.__module__.startswith("mpipipe.")})
+    lines = [*misnamed(task)]
+    if own:
+        lines.append(
+            f"`train {task.file.path.name} --check` compares the gradients of {', '.join(own)}; a training does not"
+        )
+    return [f"mpipipe: note: {line}" for line in lines]
 
 
 # -- The loss ---------------------------------------------------------------------------------------------------------
@@ -404,7 +417,7 @@ def _check_rows(task: Task, again: Task, rows: range, shard: Shard) -> list[str]
     for (method, number), more in seen.items():
         if (method, number) != ("batch", 0) and first is not None and more is not None and alike(first, more):
             lines.append(f"note: {method}({number}) has the same first row as batch(0)")
-    return [*lines, *(f"note: {line}" for line in misnamed(type(task), Task))]
+    return [*lines, *(f"note: {line}" for line in misnamed(task))]
 
 
 def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:

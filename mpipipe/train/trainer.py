@@ -25,7 +25,7 @@ from mpipipe.train.resume import Checkpoints
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call
-from mpipipe.train.task_check import scores_of, shown, validate
+from mpipipe.train.task_check import doubts, scores_of, shown, validate
 from mpipipe.train.tracing import Tracing
 
 
@@ -80,6 +80,8 @@ class Trainer:
         elif beginning := task.beginning() or resume.beginning(config):
             self.reporter.say(f"mpipipe: begins with {beginning}")
         if progress.reported < 0:
+            for line in doubts(task):
+                self.reporter.say(line)
             validation = self.validate()
             more = task.derived(None, validation)
             self._report(Record(0, validation=validation, metrics=self.named, **more))

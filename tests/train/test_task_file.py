@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -261,6 +262,18 @@ class Doubled(nn.Gelu):
         dx, pending = super().backward_input(dy, saved)
         return 2 * dx, pending
 """
+
+
+def test_a_new_training_says_what_it_has_not_looked_at(waves, tmp_path, capsys):
+    waves.write_text(WAVES.replace("nn.Gelu()", "Doubled()") + "\n    cost = ()\n" + DOUBLED)
+    config = TaskFileConfig(**KEYS, task=f"{waves}:Waves", out=str(tmp_path / "run"), resume="auto")
+    notes = [
+        "mpipipe: note: Waves has `cost`, which nothing here calls, and no `costs`",
+        "mpipipe: note: `train waves.py --check` compares the gradients of Doubled; a training does not",
+    ]
+    for steps, expected in ((4, notes), (6, [])):  # then it goes on
+        train(dataclasses.replace(config, steps=steps))
+        assert [line for line in capsys.readouterr().out.splitlines() if "note: " in line] == expected
 
 
 def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsys, monkeypatch):

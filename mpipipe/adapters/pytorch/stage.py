@@ -86,7 +86,7 @@ class TorchStage(TreeStage):
             self._trained = TorchParameters(module, prefix, self.device, storage)
         self._parameters = [piece.parameter for piece in self._trained.pieces]
         self._buffers = ModuleBuffers(module)
-        self._looked = False  # whether a graph has been looked at for tensors that nobody would sum up
+        self._looked = False  # whether a graph has been looked at for tensors whose gradients are summed nowhere
         for each in modules_for_hooks(module):
             each.register_forward_hook(self._move_messages)
         for each in module.modules():
@@ -195,7 +195,7 @@ class TorchStage(TreeStage):
             self.poll()
 
     def _look(self, saved: TorchSaved) -> None:
-        """Raise ArgumentError if the output depends on a tensor whose gradient nobody would sum up or use."""
+        """Raise ArgumentError if the output depends on a tensor whose gradient is summed and used nowhere."""
         outputs = [each for each in saved.outputs if each.requires_grad]
         strange = AutogradGraph(outputs, saved.differentiable, self._parameters).strange
         if strange:

@@ -205,5 +205,5 @@ class PinnedPool:
         self.free[buffer.size].append(buffer)
 
     def drop_buffers(self) -> None:
-        """Free the buffers that nobody uses."""
+        """Free the buffers that are not in use."""
         self.free.clear()

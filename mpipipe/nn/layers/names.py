@@ -146,7 +146,7 @@ class NamedChain(Sequential):
         try:
             y, saved = super().forward(main)
         finally:
-            self.stage.position = before  # so that nobody takes values of another micro-batch in a backward
+            self.stage.position = before  # a backward finds no values of another micro-batch
         missing = [name for name in self.goes_out if name not in values]
         if missing:
             raise ArgumentError(f"a layer gives {missing[0]!r} by its attribute `gives`, and its forward did not")

@@ -100,6 +100,6 @@ class Options:
             self.left.pop(key, None)
 
     def finish(self, known_as: str) -> None:
-        """Refuse the first option that nobody has asked for."""
+        """Refuse the first option that was not asked for."""
         for key in self.left:
             raise self.error(key, f"an option of {known_as} that is known here", "is not known")
