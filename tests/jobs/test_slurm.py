@@ -13,6 +13,7 @@ import time
 import pytest
 from mpi4py import MPI
 from support.launch import ROOT, job_environment
+from support.small_training import TASK
 from train.test_kills import outcome
 
 pytestmark = [
@@ -65,9 +66,9 @@ class Cluster:
         assert result.returncode == 0, result
         return result.stdout
 
-    def submit(self, script, *sbatch, options=(), flags=FITTING, **variables):
+    def submit(self, script, *sbatch, options=(), flags=FITTING, model=TINY, **variables):
         """The number of the job."""
-        command = ["sbatch", "--parsable", *sbatch, f"jobs/{script}", *TINY, *options]
+        command = ["sbatch", "--parsable", *sbatch, f"jobs/{script}", *model, *options]
         return self.ask(*command, MPIPIPE_SRUN_FLAGS=flags, **variables).strip()
 
     def end_of(self, job):
@@ -175,9 +176,11 @@ def test_a_killed_task_ends_the_job(slurm):
     assert not (slurm.folder / "runs" / f"slurm-{job}" / "finished").exists()
 
 
-def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with_the_same_bits(slurm):
+@pytest.mark.parametrize("model", [[*TINY, "--dropout", "0.1"], ["fields.py", "--batch", "8"]], ids=["text", "fields"])
+def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with_the_same_bits(slurm, model):
     """SIGUSR2 to all ranks; a task killed by SIGKILL, which leaves its node dirty; a time limit, seen by rank 0."""
-    options = "--steps 300 --log-every 10 --save-every 40 --dropout 0.1".split()
+    options = "--steps 300 --log-every 10 --save-every 40".split()
+    (slurm.folder / "fields.py").write_text(TASK)
     limit = slurm.folder / "limit.toml"
     limit.write_text('time_limit = "4"')
     disturbances = {
@@ -188,10 +191,10 @@ def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with
     jobs, codes = {}, {"USR2": "75", "KILL": "1(37|43)", "limit": "75"}  # srun returns the highest one of the tasks
     for how, disturb in disturbances.items():
         more = ["--config", "limit.toml"] if how == "limit" else []
-        jobs[how] = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=[*options, *more])
+        jobs[how] = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=[*options, *more], model=model)
         slurm.until(jobs[how], r"^step +\d*[1-9]0/" if how != "limit" else r"^step +1/")
         disturb(jobs[how])  # the job waits for its turn while the next one runs
-    whole = slurm.submit("train.sbatch", "--ntasks=2", options=options)
+    whole = slurm.submit("train.sbatch", "--ntasks=2", options=options, model=model)
     assert slurm.end_of(whole) == "COMPLETED 0", slurm.printed(whole)
     for how, job in jobs.items():
         assert slurm.end_of(job) == "COMPLETED 0", slurm.printed(job)
