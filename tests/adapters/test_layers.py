@@ -107,7 +107,7 @@ def test_what_they_keep_is_seen_by_a_dry_run(place):
         kept = tracemalloc.get_traced_memory()[0] - before
         dx = stage.backward(np.ones_like(y), saved)
         del y, saved, dx
-        gc.collect()  # what JAX has in circles
+        gc.collect()  # JAX has arrays in reference cycles
         left = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
