@@ -146,7 +146,7 @@ SCRIPT = """
 import numpy, threadpoolctl
 from mpipipe import processor
 from mpipipe.job import runtime
-processor.limit_blas_threads()
+processor.set_threads()
 print({pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"})
 """
 UNSET = {"OPENBLAS_NUM_THREADS": "", "MKL_NUM_THREADS": "", "BLIS_NUM_THREADS": ""}

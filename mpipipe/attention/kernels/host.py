@@ -30,6 +30,7 @@ from mpipipe.attention.bias import Bias, evaluated
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
+from mpipipe.processor import each, on_this_thread
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
@@ -84,41 +85,58 @@ class _Part(NamedTuple):
     bias: Callable[[np.ndarray, int], None] | None = None
 
 
-def _problems(block: KVBlock) -> Iterator[tuple[_Part, int, int, slice, slice, slice]]:
-    """Yield (part, batch entry, key head, its query heads, rows, keys) of each problem."""
+# called with (part, batch entry, key head, its query heads, rows, keys), which are one problem
+Problem: TypeAlias = Callable[[_Part, int, int, slice, slice, slice], object]
+
+
+def _each_problem(block: KVBlock, solve: Problem) -> None:
+    """Solve all problems: those of one key head in their order, since they add to the same sums.
+
+    The threads of the rank share the key heads. A bias is a function of the user's, which the calling thread alone
+    calls.
+    """
     (batch, _, heads, _), kv_heads = block.q.shape, block.k.shape[2]
     group = heads // kv_heads
     owners = [(b, h, slice(h * group, (h + 1) * group)) for b, h in product(range(batch), range(kv_heads))]
     if block.bias is None:
-        for b, h, own in owners:
+
+        def work(owner: tuple[int, int, slice]) -> None:
             for part in block.slices:
-                yield _Part(part), b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+                solve(_Part(part), *owner, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop))
+
+        each(work, owners, block.poll)
         return
     for part in (short for whole in block.slices for short in _one_tile_each(whole, group)):
         bias = _SliceBias(block.bias, part, heads, block.q.dtype)  # the same for all of a batch
         for b, h, own in owners:
             biased = _Part(part, partial(bias.add, own))
-            yield biased, b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+            solve(biased, b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop))
 
 
 @upcast_forward
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`."""
     (q, k, v), (out, lse) = (block.q, block.k, block.v), result
-    for part, b, h, own, rows, keys in _problems(block):
+    poll = on_this_thread(block.poll)
+
+    def solve(part: _Part, b: int, h: int, own: slice, rows: slice, keys: slice) -> None:
         arrays = q[b, rows, own], k[b, keys, h], v[b, keys, h]
-        head_out, head_lse = _forward_head(*arrays, block.scale, part, block.poll)
+        head_out, head_lse = _forward_head(*arrays, block.scale, part, poll)
         if overwrite:
             out[b, rows, own], lse[b, own, rows] = head_out, head_lse.T
         else:
             merge(out[b, rows, own], lse[b, own, rows].T, head_out, head_lse)
+
+    _each_problem(block, solve)
 
 
 @upcast_backward
 def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients) -> None:
     """As `AttentionKernel.backward`."""
     (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
-    for part, b, h, own, rows, keys in _problems(block):
+    poll = on_this_thread(block.poll)
+
+    def solve(part: _Part, b: int, h: int, own: slice, rows: slice, keys: slice) -> None:
         delta, row_lse = np.vecdot(dout[b, rows, own], out[b, rows, own]), lse[b, own, rows]
         hidden = np.where(np.isneginf(row_lse), row_lse, -row_lse)  # a row that sees nothing has probabilities of 0
         factors = (
@@ -128,7 +146,9 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
             _with_column(v[b, keys, h, None], 1, 1),
         )
         head = Gradients(dq[b, rows, own], dk[b, keys, h], dv[b, keys, h])
-        _backward_head(factors, part, block.scale, head, block.poll)
+        _backward_head(factors, part, block.scale, head, poll)
+
+    _each_problem(block, solve)
 
 
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
@@ -155,10 +175,17 @@ def _forward_head(
     acc, row_sum = np.empty((seq * group, width), q.dtype), np.empty((seq * group, 1), q.dtype)
     keys = _with_column(k[:, None], 1, 1), np.ascontiguousarray(v), np.ones((KEYS, 1), k.dtype)
     attend = _bounded if part.bias is None and 2 * row_max.max() < _SAFE[q.dtype] else _online
-    for tile in _tiles(part, group, q.dtype):
+
+    def work(tile: _Tile) -> None:
         at = tile.rows
         attend((queries[at], acc[at], row_sum[at], row_max[at]), keys, tile)
         poll()
+
+    if part.bias is None:
+        each(work, list(_tiles(part, group, q.dtype)), poll)  # shared where there is but one key head
+    else:
+        for tile in _tiles(part, group, q.dtype):
+            work(tile)
     if part.bias is not None:
         row_sum[row_sum == 0] = 1  # all keys of a row had a bias of -inf
     np.divide(acc, row_sum, out=acc)
