@@ -26,10 +26,11 @@ def blocks(count: int, width: int = 1) -> list[slice]:
 
     There are a power of two of them, but for rounding.
     """
-    if count * width <= ELEMENTS:
+    size = count * width or count
+    if size <= ELEMENTS:
         return [slice(0, count)] if count else []
-    step = -(-count // (1 << ((count * width - 1) // ELEMENTS).bit_length()))
-    if width == 1:
+    step = -(-count // (1 << ((size - 1) // ELEMENTS).bit_length()))
+    if width <= 1:
         step += -step % LINE
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
