@@ -24,7 +24,7 @@ def set_sizes(monkeypatch, values):
     for module, named in values.items():
         for name, value in named.items():
             monkeypatch.setattr(module, name, value)
-    attention._corner.cache_clear()
+    monkeypatch.setattr(attention, "_corner", getattr(attention._corner, "__wrapped__", attention._corner))
 
 
 def new_pool(monkeypatch, threads):

@@ -12,7 +12,6 @@ from mpipipe.nn.kernels.host.flat import sgd as sgd
 from mpipipe.nn.kernels.host.flat import sum_of_squares, summed
 from mpipipe.nn.kernels.host.flat import sums_of_squares as sums_of_squares
 from mpipipe.nn.kernels.host.products import add_parts as add_parts
-from mpipipe.nn.kernels.host.products import columns_of
 from mpipipe.nn.kernels.host.products import linear as linear
 from mpipipe.nn.kernels.host.products import linear_backward_input as linear_backward_input
 from mpipipe.nn.kernels.host.products import linear_backward_weight as linear_backward_weight
@@ -135,12 +134,8 @@ def embed_backward(dy: np.ndarray, ids: np.ndarray, grad: np.ndarray) -> None:
     order = np.argsort(ids, kind="stable")  # equal ids side by side, in the order of their rows
     ids = ids[order]
     starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
-    rows, named = dy.reshape(-1, dy.shape[-1]), ids[starts]
-
-    def work(at: slice) -> None:
-        grad[named, at] += np.add.reduceat(rows[order, at], starts, axis=0)
-
-    each(work, columns_of(rows))
+    rows = embed(dy.reshape(-1, dy.shape[-1]), order)
+    grad[ids[starts]] += np.add.reduceat(rows, starts, axis=0)  # which keeps the interpreter: threads would not help
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------
