@@ -17,6 +17,7 @@ import os
 from _thread import LockType, allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -56,6 +57,16 @@ def thread_count() -> int:
         if _POOL.threads > 1:
             _limit_libraries()
     return _POOL.threads
+
+
+@contextmanager
+def threads_set_to(threads: int) -> Iterator[None]:
+    """Let `each` use so many threads within, whatever the user set: for measurements."""
+    before, _POOL.threads = thread_count(), threads
+    try:
+        yield
+    finally:
+        _POOL.threads = before
 
 
 def _limit_libraries() -> None:
