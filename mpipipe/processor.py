@@ -45,7 +45,7 @@ def set_threads(threads: int = 1) -> None:
     where MPIPIPE_THREADS=1 leaves it alone. BLAS libraries ignore what is no number, such as an empty text, and take
     all cores: so there is a limit then, too.
     """
-    _POOL.threads = chosen_threads() or threads
+    _POOL.threads = _POOL.given = chosen_threads() or threads
     if _POOL.threads > 1 or blas_threads() is None:
         _limit_libraries()
 
@@ -57,6 +57,11 @@ def thread_count() -> int:
         if _POOL.threads > 1:
             _limit_libraries()
     return _POOL.threads
+
+
+def given_threads() -> int | None:
+    """Return the number that the user or `set_threads` has set, None if neither has."""
+    return _POOL.given or chosen_threads()
 
 
 @contextmanager
@@ -199,6 +204,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self.threads: int | None = None  # with the caller's; None until somebody asks
+        self.given: int | None = None  # by `set_threads`
         self.free = allocate_lock()
         self.job: _Job | None = None
         self.wakes: list[LockType] = []  # one for each helper, which goes on when it gets it
@@ -238,9 +244,9 @@ _POOL = _Pool()
 
 def _forget_threads() -> None:
     """In the child of a fork, which has the calling thread alone."""
-    threads = _POOL.threads
+    threads, given = _POOL.threads, _POOL.given
     _POOL.__init__()  # type: ignore[misc]
-    _POOL.threads = threads
+    _POOL.threads, _POOL.given = threads, given
 
 
 os.register_at_fork(after_in_child=_forget_threads)

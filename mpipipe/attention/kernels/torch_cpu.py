@@ -5,13 +5,14 @@ PyTorch's kernel knows two masks and one head size, so some work stays with the 
 than keys.
 
 One call takes one slice of one batch entry, for as many key heads as make up some milliseconds of work; then it polls.
-Query heads that share a key head see it through a stride of 0. The threads of the rank share the calls of a slice where
-PyTorch uses one thread (torch.set_num_threads); else one call follows the other.
+Query heads that share a key head see it through a stride of 0. PyTorch uses as many threads as the rank, where this
+number is known when this module is imported; it computes while the pool of the rank waits. Else the caller decides
+(torch.set_num_threads): one, if there is a rank for each core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -24,12 +25,14 @@ from mpipipe.attention.kernels.host import upcast_backward, upcast_forward
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import BAND, CAUSAL, Slice
 from mpipipe.attention.merge import merge
-from mpipipe.processor import each, on_this_thread
+from mpipipe.processor import given_threads
 
 COPY_ROWS = 1024  # with more queries, keys and values are first laid out head by head, since they are read so often
 PAIRS = 1 << 22  # of queries and keys in one call, unless a single key head has more
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+if (_THREADS := given_threads()) is not None:
+    torch.set_num_threads(_THREADS)
 
 
 @upcast_forward
@@ -39,10 +42,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     ours, theirs = _divide(block)
     if theirs:
         host.forward(replace(block, slices=theirs), result, overwrite)
-    poll = on_this_thread(block.poll)
-
-    def work(call: _FlashCall) -> None:
-        of_q, of_k, of_lse, groups, causal = call
+    for of_q, of_k, of_lse, groups, causal in _calls(q, k, ours):
         queries = _queries(q[of_q], groups)
         operands = queries, _keys(k[of_k], queries), _keys(v[of_k], queries)
         found, found_lse = _show_nan(queries, *flash(*operands, 0.0, causal, scale=block.scale))
@@ -51,9 +51,7 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
             place[...], lse_place[...] = found.numpy(), found_lse.numpy()
         else:
             merge(place, lse_place, found.numpy(), found_lse.numpy())
-        poll()
-
-    _each_call(block, ours, work)
+        block.poll()
 
 
 @upcast_backward
@@ -63,10 +61,7 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
     ours, theirs = _divide(block)
     if theirs:
         host.backward(replace(block, slices=theirs), dout, result, gradients)
-    poll = on_this_thread(block.poll)
-
-    def work(call: _FlashCall) -> None:
-        of_q, of_k, of_lse, groups, causal = call
+    for of_q, of_k, of_lse, groups, causal in _calls(q, k, ours):
         queries, slope = _queries(q[of_q], groups), _queries(dout[of_q], groups)
         operands = queries, _keys(k[of_k], queries), _keys(v[of_k], queries)
         given = _queries(out[of_q], groups), _tensor(_grouped_rows(lse[of_lse], groups))
@@ -76,9 +71,7 @@ def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradie
         for whole, repeated in zip((dk, dv), found[1:]):
             place = whole[of_k].transpose(1, 0, 2)
             np.add(place, repeated.sum(1).numpy(), out=place)
-        poll()
-
-    _each_call(block, ours, work)
+        block.poll()
 
 
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
@@ -110,29 +103,19 @@ class _FlashCall(NamedTuple):
     causal: bool
 
 
-def _each_call(block: KVBlock, slices: Sequence[Slice], work: Callable[[_FlashCall], None]) -> None:
-    """Work on all calls of one slice after the other: calls of two slices may add to the same sums."""
-    for part in slices:
-        calls = list(_calls(block.q, block.k, part))
-        if torch.get_num_threads() == 1:
-            each(work, calls, block.poll)
-        else:
-            for call in calls:
-                work(call)
-
-
-def _calls(q: np.ndarray, k: np.ndarray, part: Slice) -> Iterator[_FlashCall]:
+def _calls(q: np.ndarray, k: np.ndarray, slices: Sequence[Slice]) -> Iterator[_FlashCall]:
     kv_heads = k.shape[2]
     group = q.shape[2] // kv_heads
-    rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
-    pairs = group * (part.q_stop - part.q_start) * (part.k_stop - part.k_start)
-    at_once = max(1, PAIRS // pairs)
-    for b in range(q.shape[0]):
-        for first in range(0, kv_heads, at_once):
-            last = min(first + at_once, kv_heads)
-            heads, causal = slice(first * group, last * group), part.kind == CAUSAL
-            kv = slice(first, last)
-            yield _FlashCall((b, rows, heads), (b, keys, kv), (b, heads, rows), last - first, causal)
+    for part in slices:
+        rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+        pairs = group * (part.q_stop - part.q_start) * (part.k_stop - part.k_start)
+        at_once = max(1, PAIRS // pairs)
+        for b in range(q.shape[0]):
+            for first in range(0, kv_heads, at_once):
+                last = min(first + at_once, kv_heads)
+                heads, causal = slice(first * group, last * group), part.kind == CAUSAL
+                kv = slice(first, last)
+                yield _FlashCall((b, rows, heads), (b, keys, kv), (b, heads, rows), last - first, causal)
 
 
 def _grouped(x: np.ndarray, count: int) -> np.ndarray:
