@@ -5,9 +5,8 @@ know nothing of it. Pieces depend on the sizes of arrays alone, and what is summ
 so a kernel has the same bits for any number of threads.
 
 Products use the pool, too: BLAS with one thread on pieces of rows. Threads of BLAS itself wait in loops that keep their
-core busy, so two of them beside another busy process are slower than one, and their sums may have other bits. On two
-cores of an EPYC 9004, with 1024 rows and OpenBLAS, pieces of 512 rows take 0 to 4 % more of one core than whole
-products, and both cores are as fast with pieces as with BLAS's threads.
+core busy, so two of them beside another busy process are slower than one, and their sums may have other bits. On idle
+cores pieces are as fast (see nn/kernels/host/products.py).
 """
 
 from __future__ import annotations

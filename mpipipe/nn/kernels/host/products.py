@@ -1,6 +1,8 @@
 """Products of matrices on the host, in float32 and float64, and sums of rows: BLAS on pieces, with one thread for each.
 
-A piece is large enough that BLAS's copies of the factors, made anew for each piece, take a few percent at most.
+BLAS copies its factors for each piece anew. With one thread pieces of 1024 rows take 1 to 3 % longer than whole products,
+pieces of 512 rows 2 to 6 %: so these are taken only where there would be one piece. Two threads of OpenBLAS, which wait in
+loops that keep their cores busy, are as fast as the pool on two idle cores: both 1.8 to 2.0 times as fast as one.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import numpy as np
 from mpipipe.processor import each
 
 WORK = 1 << 22  # multiplications of a product that is cut
-ROWS = 512  # of a piece at least
+ROWS = 512  # of a piece at least, and twice as many where this gives two pieces
 COLUMNS = 1024  # of a piece at least, where there are too few rows
 PIECE = 1 << 17  # elements of one piece of a weight gradient: half a MiB of float32, which stays in cache
 WIDTH = 256  # columns that one thread sums at least
@@ -30,7 +32,7 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Return a b + bias, in pieces of rows; of columns where there are many columns, and few rows."""
     count, (depth, width) = len(a), b.shape
-    pieces = even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
+    pieces = even_pieces(count, 2 * ROWS) or even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
     if not pieces or count * depth * width < WORK:
         y = np.matmul(a, b)
         return y if bias is None else np.add(y, bias, out=y)
