@@ -1,8 +1,9 @@
 """Products of matrices on the host, in float32 and float64, and sums of rows: BLAS on pieces, with one thread for each.
 
-BLAS copies its factors for each piece anew. With one thread pieces of 1024 rows take 1 to 3 % longer than whole products,
-pieces of 512 rows 2 to 6 %: so these are taken only where there would be one piece. Two threads of OpenBLAS, which wait in
-loops that keep their cores busy, are as fast as the pool on two idle cores: both 1.8 to 2.0 times as fast as one.
+BLAS copies its factors for each piece anew. With one thread pieces of 1024 rows take 1 to 3 % longer than whole
+products, and pieces of 512 rows 2 to 6 %: so these are taken only where there would be one piece. Two threads of
+OpenBLAS, which wait in loops that keep their cores busy, are as fast as the pool on two idle cores: both 1.8 to 2.0
+times as fast as one.
 """
 
 from __future__ import annotations
