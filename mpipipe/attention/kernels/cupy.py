@@ -58,12 +58,11 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
                 columns, first = piece.stop - piece.start, piece is tile.pieces[0]
                 tile_scores, factors = _front(scores, count, columns), _front(weights, count, columns)
                 batched_gemm(queries[:, rows], keys[:, at], tile_scores, transpose_b=True)
-                place = problem.group, tile.start, piece.start, part.low, part.high
-                options = *place, block.scale, first, result.out.dtype
-                _online_softmax((tile_scores, factors, tile_sums), state, options)
+                options = tile.start, piece.start, part.low, part.high, block.scale, first, result.out.dtype
+                _online_softmax((tile_scores, factors, tile_sums), state, (problem.group, *options))
                 batched_gemm(factors, values[:, at], tile_sums, add=not first)
-            options = problem.group, problem.kv_heads, part.q_start + tile.start, overwrite, q.dtype
-            _normalise((tile_sums, *state, *result), (), options)
+            place = problem.group, problem.kv_heads, part.q_start + tile.start
+            _normalise((tile_sums, *state, *result), (), (*place, overwrite, q.dtype))
             block.poll()
 
 
