@@ -67,11 +67,6 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
         A rank holds at most 2 floor((P+4)/3) chunk activations, half as many of a whole stage.
     costs : Costs, optional
         Times of the 2P stages, for the places of the W's.
-
-    Returns
-    -------
-    Schedule
-        Two stages per rank, placed on a V.
     """
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     return _repeated("v_min", ranks, microbatches, costs, SHORT, lambda p: 2 * ((p + 4) // 3))

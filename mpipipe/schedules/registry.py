@@ -43,7 +43,7 @@ def by_name(
     costs: Costs = EQUAL_COSTS,
     memory_limit: float | None = None,
 ) -> Schedule:
-    """Build the schedule that the function called `name` builds.
+    """Build the schedule that the function called `name` builds; it is not yet checked.
 
     Parameters
     ----------
@@ -56,11 +56,6 @@ def by_name(
         Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not depend on them.
     memory_limit : float, optional
         Activations that a rank may hold at once, for zero_bubble_2p; the memory of the others is their own.
-
-    Returns
-    -------
-    Schedule
-        The schedule, not yet checked.
 
     Raises
     ------
