@@ -122,12 +122,11 @@ def _action(rank: int, column: int, cell: str) -> Action:
     if match:
         stage, op, microbatch = match.groups()
         return Action(int(stage), op, int(microbatch))
+    what, remedy = "not an action", "correct the cell"
     if TRANSPORT.fullmatch(cell):
         what, remedy = "sends and receives are not written down", "leave it out: messages follow from the actions"
     elif SHARDING.fullmatch(cell):
         what, remedy = "parameters are not sharded by the schedule", "leave it out"
-    else:
-        what, remedy = "not an action", "correct the cell"
     raise ScheduleError(
         f"row {rank + 1}, column {column}: {what}", rank=rank, found=f"{cell!r:.80}", expected=EXPECTED, remedy=remedy
     )

@@ -72,7 +72,9 @@ def with_recompute(
     check(schedule)
     checks.limit(memory_limit)
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
-    plain = without_recompute(schedule)
+    plain = schedule
+    if schedule.recomputed:
+        plain = replace(schedule, orders=changed(schedule.orders, _without_recompute))
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
@@ -90,13 +92,6 @@ def with_recompute(
         chosen = set().union(*of_ranks)
         found.append(hidden_in_waits(before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, kept))
     return min(found, key=lambda each: (each[1], len(each[0].recomputed)))[0]
-
-
-def without_recompute(schedule: Schedule) -> Schedule:
-    """Take all R's out."""
-    if not schedule.recomputed:
-        return schedule
-    return replace(schedule, orders=changed(schedule.orders, _without_recompute))
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:

@@ -11,7 +11,7 @@ from keyword import iskeyword
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, Order, OrdersOnDemand, changed
+from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, OrdersOnDemand, changed
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.text import counted
 
@@ -83,11 +83,6 @@ class Schedule:
     def chunks(self) -> int:
         """The largest number of stages on one rank."""
         return max(Counter(self.placement).values(), default=0)
-
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Whether any backward is split into I and W."""
-        return any(action.op in (INPUT_GRAD, WEIGHT_GRAD) for order in self.orders for action in order)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:

@@ -186,11 +186,8 @@ def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
     recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     alive = peak = 0
     for stage, op, microbatch in order:
-        if op == FORWARD:
-            alive += stage >= trained_from and (stage, microbatch) not in recomputed
-            peak = max(peak, alive)
-        elif op == RECOMPUTE:
-            alive += 1
+        if op == FORWARD or op == RECOMPUTE:
+            alive += op == RECOMPUTE or (stage >= trained_from and (stage, microbatch) not in recomputed)
             peak = max(peak, alive)
         elif op != INPUT_GRAD:
             alive -= 1

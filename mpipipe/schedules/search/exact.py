@@ -103,7 +103,7 @@ class _Model:
         self.model = model = cp_model.CpModel()
         times = [*problem.seconds, *problem.lag]
         self.unit = next((unit for unit in UNITS if all(_is_whole(time * unit) for time in times)), UNITS[-1])
-        self.seconds, lag = ([self._scaled(time) for time in row] for row in (problem.seconds, problem.lag))
+        self.seconds, lag = ([_floor(time * self.unit) for time in row] for row in (problem.seconds, problem.lag))
         self.horizon = horizon = math.ceil(known.makespan * self.unit)
         count = range(problem.microbatches)
         self.starts = [
@@ -157,9 +157,9 @@ class _Model:
             orders.append([task for *_, task in began])
         return orders, solver.best_objective_bound / self.unit
 
-    def _scaled(self, time: float) -> int:
-        whole = round(time * self.unit)
-        return whole if _is_whole(time * self.unit) else math.floor(time * self.unit)
+
+def _floor(time: float) -> int:
+    return round(time) if _is_whole(time) else math.floor(time)
 
 
 def _is_whole(time: float) -> bool:
