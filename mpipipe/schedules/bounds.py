@@ -117,6 +117,8 @@ class Gap(NamedTuple):
 def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> Gap:
     """Tell how far `schedule` is at most from the best one with the same stages on the same ranks.
 
+    ScheduleError or ArgumentError is raised where it cannot run, a cost does not fit, or it does not keep the limit.
+
     Parameters
     ----------
     schedule : Schedule
@@ -126,11 +128,6 @@ def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | No
     memory_limit : float, optional
         Chunk activations that a rank may hold at once, here and in the best one; by default there is no limit.
         ``max(simulate(schedule).peak_activations)`` compares with schedules that need no more memory.
-
-    Raises
-    ------
-    ScheduleError, ArgumentError
-        The schedule cannot run, a cost does not fit, or the schedule does not keep the limit.
 
     Examples
     --------

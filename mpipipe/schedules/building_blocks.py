@@ -189,7 +189,7 @@ class OrderRule(NamedTuple):
     """How the orders of F's and I's are made.
 
     `rule` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
-    slope / 2, or "I" or "F": whatever comes of preferring these. `patience` and `prompt` are those of `fill_waits`.
+    slope / 2, or "I" or "F": whatever comes of preferring these.
     """
 
     rule: str

@@ -40,7 +40,8 @@ def with_recompute(
     """Put R actions into a schedule, where memory asks for them, and leave the order of all else.
 
     An R stands just before its backward, or further ahead where its rank would idle, as far as memory allows. The
-    result is never slower than with each of its R's just before the backward.
+    result is never slower than with each of its R's just before the backward. ScheduleError or ArgumentError is raised
+    where the schedule cannot run, no choice keeps the limit, or a cost or size does not fit.
 
     Parameters
     ----------
@@ -54,11 +55,6 @@ def with_recompute(
         is moved ahead as long as its rank holds no more than one activation more than it must.
     activation, kept_input : float or sequence of float, optional
         As for `peak_memory`: by default the unit is one activation, and inputs are free.
-
-    Raises
-    ------
-    ScheduleError, ArgumentError
-        The schedule cannot run, no choice keeps the limit, or a cost or size does not fit.
 
     Examples
     --------
@@ -83,7 +79,14 @@ def with_recompute(
         more = [max(whole[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
         limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
         return hidden_in_waits(everything, costs, limits, whole, kept)[0]
-    limit = _checked(memory_limit, least)
+    limit, most = memory_limit * (1 + ROUNDING), max(least)
+    if not limit >= most:
+        raise ArgumentError(
+            "no choice of forwards to run again keeps this memory limit",
+            found=f"memory_limit={memory_limit!r}",
+            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all of them again",
+            remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
+        )
     timeline = simulate(plain, costs)
     lives = [_lives(timeline, rank, whole, kept) for rank in range(schedule.ranks)]
     found = []
@@ -111,19 +114,6 @@ def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -
         if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in there:
             yield Action(stage, RECOMPUTE, microbatch)
         yield action
-
-
-def _checked(memory_limit: float, least: Sequence[float]) -> float:
-    limit = memory_limit * (1 + ROUNDING)
-    most = max(least)
-    if not limit >= most:
-        raise ArgumentError(
-            "no choice of forwards to run again keeps this memory limit",
-            found=f"memory_limit={memory_limit!r}",
-            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all of them again",
-            remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
-        )
-    return limit
 
 
 class _Life(NamedTuple):

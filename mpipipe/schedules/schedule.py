@@ -190,6 +190,7 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
 
     It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips, since they are sent
     some stages before they are needed, and `peak_memory` no bytes: add what they hold to `activation` of both ends.
+    ScheduleError is raised where a name is no identifier, there is no such stage, or a skip leads back.
 
     Parameters
     ----------
@@ -199,11 +200,6 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
         For each name, an identifier of Python, the stage that gives and the later stage that takes. A stage may give
         and take several; two stages may have several. Where several stages take what one gives, ``[(0, 2), (0, 3)]``,
         the same goes to each, and their gradients are summed.
-
-    Raises
-    ------
-    ScheduleError
-        A name is no identifier, there is no such stage, or a skip leads back.
 
     Examples
     --------

@@ -202,7 +202,7 @@ def _dualpipe(rank: int, ranks: int, full: int) -> str:
 
 
 def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
-    """Write out an order: each letter is of its chain's next micro-batch, a small one on the way up; W of the oldest I."""
+    """Write out an order: a letter is of its chain's next micro-batch, small ones on the way up; W of the oldest I."""
     count: Counter[str] = Counter()
     owed: deque[Action] = deque()
     order = []

@@ -47,7 +47,8 @@ def optimum(
     """Find the fastest schedule with a split backward, by OR-Tools CP-SAT on all cores.
 
     Some ten actions per rank take less than a second, a hundred may take minutes. Costs with more than six digits
-    after the point are rounded down for the search, so that the bound holds.
+    after the point are rounded down for the search, so that the bound holds. Without OR-Tools BackendError is raised,
+    and ArgumentError where an argument does not fit.
 
     Parameters
     ----------
@@ -56,11 +57,6 @@ def optimum(
     microbatches, costs, memory_limit : as for `search`
     seconds : float, optional
         When the search is given up; the result is then the best so far, at worst that of `search`.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        OR-Tools is not installed, or an argument does not fit.
 
     Examples
     --------
