@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -19,6 +19,7 @@ from mpipipe.arrays import Branches, Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Loss, Pipeline
+from mpipipe.planning.memory import array_bytes, new_bytes, peak, resident
 from mpipipe.planning.problem import MeasuredRanks, declared
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
 
@@ -186,14 +187,16 @@ class Probe:
             stack.enter_context(loss.taking_head())
             stack.enter_context(counting())
             _, before = stage.forward(inputs)
+            start = resident()
             output, kept = stage.forward(inputs)
             gradient = loss.call(output, targets, 1.0)[1]
             _, pending = stage.backward_input(gradient, kept)
         shared = {*array_bytes(before), *array_bytes((stage.parameters.flat, stage.compute.flat, inputs, targets))}
-        whole = _new_bytes(kept if stage.names is None else kept[0], shared)
-        split = _new_bytes(pending[::-1], shared)
+        whole = new_bytes(kept if stage.names is None else kept[0], shared)
+        split = new_bytes(pending[::-1], shared)
         split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
         stage.backward_weight(pending)
+        scratch = max(0, peak() - start - sum(max(pair) for pair in zip(whole, split)))
         kinds = self.measured.problem.kinds
         activation: dict[int, int] = {}
         waiting: dict[int, int] = {}
@@ -204,7 +207,11 @@ class Probe:
         each = range(len(activation))
         message = math.prod(measured.message_shape(self.size)) * dtype_of(measured.problem.dtype).itemsize
         return Sizes(
-            tuple(activation[kind] for kind in each), tuple(waiting[kind] for kind in each), message, gradient.nbytes
+            tuple(activation[kind] for kind in each),
+            tuple(waiting[kind] for kind in each),
+            message,
+            gradient.nbytes,
+            scratch,
         )
 
 
@@ -238,58 +245,6 @@ class Taker(nn.Layer):
 
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
         return dy, None
-
-
-def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
-    """Return the bytes that each thing holds and neither `shared` nor one before it has."""
-    seen, found = set(shared), []
-    for thing in things:
-        own = array_bytes(thing)
-        found.append(sum(size for key, size in own.items() if key not in seen))
-        seen |= set(own)
-    return found
-
-
-# -- How many bytes objects hold in arrays ----------------------------------------------------------------------------
-
-
-def array_bytes(thing: Any) -> dict[int, int]:
-    """Return the bytes of each memory that arrays in `thing` lie in, by its identity; layers and stages are left out.
-
-    Arrays are looked for in tuples, lists, mappings, and attributes of objects.
-    """
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    waiting = [thing]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, np.ndarray):
-            owner = _owner(each)
-            found[id(owner)] = owner.nbytes
-        elif id(each) not in seen:
-            seen.add(id(each))
-            waiting.extend(_parts(each))
-    return found
-
-
-def _owner(array: np.ndarray) -> np.ndarray:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
-OPAQUE = (nn.Layer, nn.Stage, type, str, bytes, int, float)  # what holds no arrays of a micro-batch
-
-
-def _parts(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, Mapping):
-        yield from thing.values()
-    elif isinstance(thing, (tuple, list, set)):
-        yield from thing
-    elif not isinstance(thing, OPAQUE) and not callable(thing):
-        yield from getattr(thing, "__dict__", {}).values()
-        slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
-        yield from (getattr(thing, name) for name in slots if hasattr(thing, name))
 
 
 # -- Times the calls of layers inside a stage that runs ---------------------------------------------------------------
