@@ -8,7 +8,6 @@ from statistics import median
 
 from mpipipe.job import group_of
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_steps
-from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.predict import Choice
 from mpipipe.planning.probe import MeasuredLayers, measure_layers
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem
@@ -72,10 +71,10 @@ def measure(measured: MeasuredRanks) -> Profile:
     mine = measure_layers(measured)
     costs = {size: replace(of_size, action=of_size.action + action) for size, of_size in mine.costs.items()}
     everyone = group_of(mesh.comm).gather(
-        "plan: what all ranks have measured", (mesh.pipe.rank, replace(mine, costs=costs), step, process_bytes())
+        "plan: what all ranks have measured", (mesh.pipe.rank, replace(mine, costs=costs), step)
     )
     slowest: dict[int, MeasuredLayers] = {}
-    for rank, layers, *_ in everyone:  # of the replicas, which wait for each other
+    for rank, layers, _ in everyone:  # of the replicas, which wait for each other
         if rank not in slowest or layers.seconds > slowest[rank].seconds:
             slowest[rank] = layers
     ranks = [slowest[rank] for rank in range(mesh.pipe.size)]
@@ -88,9 +87,9 @@ def measure(measured: MeasuredRanks) -> Profile:
         trained=problem.trained_counts,
         optimizer=tuple(rank.optimizer for rank in ranks),
         sums=tuple(rank.sums for rank in ranks),
-        step=max(step for _, _, step, _ in everyone),
+        step=max(step for _, _, step in everyone),
         alone=mine.alone,
-        process=max(process for *_, process in everyone),
+        process=max(layers.process for _, layers, _ in everyone),
     )
 
 

@@ -19,7 +19,7 @@ from mpipipe.arrays import Branches, Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Loss, Pipeline
-from mpipipe.planning.memory import array_bytes, new_bytes, peak, resident
+from mpipipe.planning.memory import array_bytes, new_bytes, peak, process_bytes, resident
 from mpipipe.planning.problem import MeasuredRanks, declared
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
 
@@ -186,17 +186,19 @@ class Probe:
         with ExitStack() as stack:
             stack.enter_context(loss.taking_head())
             stack.enter_context(counting())
-            _, before = stage.forward(inputs)
-            start = resident()
-            output, kept = stage.forward(inputs)
-            gradient = loss.call(output, targets, 1.0)[1]
-            _, pending = stage.backward_input(gradient, kept)
-        shared = {*array_bytes(before), *array_bytes((stage.parameters.flat, stage.compute.flat, inputs, targets))}
+            before, kept = (), ()
+            for _ in range(2):  # what is made once, by the first one, is shared by all
+                before, start = kept, resident()
+                output, kept = stage.forward(inputs)
+                gradient = loss.call(output, targets, 1.0)[1]
+                _, pending = stage.backward_input(gradient, kept)
+                stage.backward_weight(pending)
+        most = peak() - start
+        shared = {*array_bytes((before, stage.parameters.flat, stage.compute.flat, inputs, targets))}
         whole = new_bytes(kept if stage.names is None else kept[0], shared)
         split = new_bytes(pending[::-1], shared)
         split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
-        stage.backward_weight(pending)
-        scratch = max(0, peak() - start - sum(max(pair) for pair in zip(whole, split)))
+        scratch = max(0, most - sum(max(pair) for pair in zip(whole, split)))
         kinds = self.measured.problem.kinds
         activation: dict[int, int] = {}
         waiting: dict[int, int] = {}
@@ -311,11 +313,13 @@ ALIKE = 2  # layers of a kind that are measured
 class MeasuredLayers:
     """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one parameter.
 
-    `alone` is the time of a step while no other rank computes, as a share of what it is while all do.
+    `alone` is the time of a step while no other rank computes, as a share of what it is while all do; `process` are the
+    bytes of a process that trains, without arrays.
     """
 
     costs: dict[int, RankCosts]
     sizes: dict[int, Sizes]
+    process: int
     optimizer: float
     sums: float
     alone: float
@@ -333,12 +337,17 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
     probes = {
         size: Probe(measured, solo, _picked(measured.problem.kinds), size) for size in measured.problem.space.sizes
     }
+    sizes, process = {}, 0
+    for size, probe in probes.items():
+        sizes[size] = probe.sizes()
+        process = process or process_bytes()  # a training has one size, and libraries keep something for each
     for _ in range(ROUNDS):
         for probe in probes.values():
             probe.run()
     found = MeasuredLayers(
         costs={size: probe.costs() for size, probe in probes.items()},
-        sizes={size: probe.sizes() for size, probe in probes.items()},
+        sizes=sizes,
+        process=process,
         optimizer=median(seconds for probe in probes.values() for seconds in probe.optimizers),
         sums=median(seconds for probe in probes.values() for seconds in probe.sums),
         alone=probes[measured.problem.space.sizes[len(probes) // 2]].alone(),
