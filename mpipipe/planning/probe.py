@@ -186,7 +186,7 @@ class Probe:
         with ExitStack() as stack:
             stack.enter_context(loss.taking_head())
             stack.enter_context(counting())
-            before, kept = (), ()
+            kept: Any = ()
             for _ in range(2):  # what is made once, by the first one, is shared by all
                 before, start = kept, resident()
                 output, kept = stage.forward(inputs)
