@@ -53,67 +53,31 @@ class Attend(Protocol):
         return self.backward(dout, saved)
 
     def positions(self, rows: int) -> np.ndarray | None:
-        """Return the positions of the next rows in the whole sequence.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-
-        Returns
-        -------
-        numpy.ndarray or None
-            (rows,), integers; None for 0 ... rows - 1.
-        """
+        """Return the positions of the next rows in the whole sequence, (rows,) integers; None for 0 ... rows - 1."""
         return None
 
     def advance(self, rows: int) -> None:
-        """Count rows as done, without their keys and values; called by a layer that asks for positions alone.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-        """
+        """Count rows as done, without their keys and values; called by a layer that asks for positions alone."""
         return None
 
     def check_positions(self, positions: np.ndarray) -> None:
-        """Compare the positions of a layer with those of the rows here; a layer calls it before each forward.
+        """Raise ArgumentError where the positions of a layer are not those of the rows here, as far as known.
 
         Parameters
         ----------
         positions : numpy.ndarray
-            (rows,), integers.
-
-        Raises
-        ------
-        ArgumentError
-            They are known to be others.
+            (rows,), integers. A layer calls this before each forward.
         """
         return None
 
     def begin(self, position: Position) -> None:
-        """Note what the next forward is; called by the layer before each.
-
-        Parameters
-        ----------
-        position : Position
-            Step and micro-batch.
-        """
+        """Note step and micro-batch of the next forward; called by the layer before each."""
         return None
 
     def with_window(self, window: int) -> Attend:
         """Return what attends as this object does, but with another window; the same object for the same window.
 
-        Parameters
-        ----------
-        window : int
-            A query sees itself and the window - 1 positions before it.
-
-        Returns
-        -------
-        Attend
-            The object; ArgumentError is raised where there is none.
+        A query sees itself and the window - 1 positions before it. Raises ArgumentError where there is no such object.
         """
         raise _windowless_error(self, window)
 
@@ -133,17 +97,9 @@ class AttendAdapter(Attend):
 
     def __init__(self, inner: ForwardAndBackward) -> None:
         self.inner: Any = inner
-        for name in ("positions", "advance", "begin"):
+        for name in ("forward", "backward", "positions", "advance", "begin"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
-
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        result: tuple[Array, Any] = self.inner.forward(q, k, v)
-        return result
-
-    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        gradients: tuple[Array, Array, Array] = self.inner.backward(dout, saved)
-        return gradients
 
     def with_window(self, window: int) -> Attend:
         if not hasattr(self.inner, "with_window"):
