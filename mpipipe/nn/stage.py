@@ -71,8 +71,6 @@ class Stage(Differentiable):
 
     Raises
     ------
-    ArgumentError
-        Something is no layer, a layer has a stage already, or the dtype is another one.
     BackendError
         The device is not there.
 
@@ -293,10 +291,7 @@ class Stage(Differentiable):
     def taken(self, name: str) -> Tree:
         """Return what stands under a name, not to be written to, in the forward of a layer that has it in `takes`.
 
-        Raises
-        ------
-        ArgumentError
-            No layer of the stage has it in `takes`, or none before has given it.
+        A layer before has given it, or the input has it.
         """
         values: dict[str, Tree] = getattr(self.position, "values", {})
         if name not in values:
@@ -341,7 +336,8 @@ class Stage(Differentiable):
         Parameters
         ----------
         x : array
-            Of the dtype of the stage, or integers for an Embedding. An array on the host is uploaded for a GPU.
+            Of the dtype of the stage, or integers for an Embedding. An array on the host is uploaded for a GPU, not
+            the other way round.
         position : Position, optional
             By default that of the last forward.
 
@@ -349,11 +345,6 @@ class Stage(Differentiable):
         -------
         y, saved : array, object
             The output, and all that the backward of this micro-batch needs.
-
-        Raises
-        ------
-        ArgumentError
-            The input has another dtype, does not fit the layers, or is on a GPU and the stage is not.
         """
         if position is not None:
             self.position = position

@@ -79,7 +79,13 @@ class Attend(Protocol):
 
         A query sees itself and the window - 1 positions before it. Raises ArgumentError where there is no such object.
         """
-        raise _windowless_error(self, window)
+        raise ArgumentError(
+            f"{type(getattr(self, 'inner', self)).__name__} cannot be given a window for each layer",
+            found=f"window {window}",
+            expected="an object that has with_window, such as attention.Local or attention.Ring",
+            remedy="give the model a function that makes one for each layer, such as "
+            "lambda window=None: attention.Cached(capacity, window=window)",
+        )
 
 
 class ForwardAndBackward(Protocol):
@@ -97,14 +103,17 @@ class AttendAdapter(Attend):
 
     def __init__(self, inner: ForwardAndBackward) -> None:
         self.inner: Any = inner
-        for name in ("forward", "backward", "positions", "advance", "begin"):
+        for name in ("positions", "advance", "begin", "with_window"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
-    def with_window(self, window: int) -> Attend:
-        if not hasattr(self.inner, "with_window"):
-            raise _windowless_error(self.inner, window)
-        return as_attend(self.inner.with_window(window))
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        result: tuple[Array, Any] = self.inner.forward(q, k, v)
+        return result
+
+    def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
+        gradients: tuple[Array, Array, Array] = self.inner.backward(dout, saved)
+        return gradients
 
     @property
     def poll(self) -> Callable[[], object]:
@@ -125,13 +134,3 @@ def why_unrecordable(attend: ForwardAndBackward) -> str:
     """Return why CUDA graphs cannot record a layer that attends with this object, or ""."""
     kind = type(attend)
     return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
-
-
-def _windowless_error(attend: ForwardAndBackward, window: int) -> ArgumentError:
-    return ArgumentError(
-        f"{type(attend).__name__} cannot be given a window for each layer",
-        found=f"window {window}",
-        expected="an object that has with_window, such as attention.Local or attention.Ring",
-        remedy="give the model a function that makes one for each layer, such as "
-        "lambda window=None: attention.Cached(capacity, window=window)",
-    )

@@ -96,28 +96,16 @@ class SelfAttention(Layer):
         eps: float = 1e-6,
     ):
         kv_heads = heads if kv_heads is None else kv_heads
-        check_positive(dim=dim, heads=heads, kv_heads=kv_heads)
-        if head_dim is None:
-            if dim % heads:
-                raise ArgumentError(
-                    "dim must be a multiple of heads where no head_dim is given",
-                    found=f"dim={dim}, heads={heads}",
-                    expected="no remainder",
-                    remedy="say head_dim",
-                )
-            head_dim = dim // heads
-        check_positive(head_dim=head_dim)
-        if rope_base is not None and head_dim % 2:
+        check_positive(dim=dim, heads=heads, kv_heads=kv_heads, head_dim=1 if head_dim is None else head_dim)
+        fits = heads % kv_heads == 0 and (head_dim is not None or dim % heads == 0)
+        head_dim = dim // heads if head_dim is None else head_dim
+        if not fits or (rope_base is not None and head_dim % 2):
             raise ArgumentError(
-                "the width of a head must be even (rotary positions turn pairs of elements)",
-                found=f"head_dim={head_dim}",
-                expected="head_dim even; without an own one, dim an even multiple of heads",
-            )
-        if heads % kv_heads:
-            raise ArgumentError(
-                "heads must be a multiple of kv_heads",
-                found=f"heads={heads}, kv_heads={kv_heads}",
-                expected="no remainder",
+                "the heads of SelfAttention do not fit",
+                found=f"dim={dim}, heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}",
+                expected="heads a multiple of kv_heads, and dim one of heads unless head_dim is given; head_dim even, "
+                "since rotary positions turn pairs of elements",
+                remedy="choose other sizes, or rope_base=None",
             )
         if attend is None:
             raise ArgumentError(

@@ -92,12 +92,7 @@ class Differentiable(ABC):
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:
-        """Compute the output of one micro-batch.
-
-        Parameters
-        ----------
-        x : array
-            The input, of the stage's dtype and device, or integers.
+        """Compute the output of one micro-batch, from an input of the stage's dtype and device, or of integers.
 
         Returns
         -------
@@ -109,12 +104,7 @@ class Differentiable(ABC):
 
     @abstractmethod
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
-        """Compute the gradient of the input of one micro-batch.
-
-        Parameters
-        ----------
-        dy, saved : array, object
-            Gradient of the output, and what `forward` saved.
+        """Compute the gradient of the input of one micro-batch, from that of the output and what `forward` saved.
 
         Returns
         -------
@@ -239,13 +229,7 @@ class Layer(Differentiable):
         """
 
     def bind(self, stage: StageOfLayer, name: str) -> None:
-        """Become part of a stage, which calls this with the name of the layer in the model.
-
-        Raises
-        ------
-        ArgumentError
-            The layer belongs to a stage already.
-        """
+        """Become part of a stage, of one alone, which calls this with the name of the layer in the model."""
         if self.stage is not None:
             raise ArgumentError(
                 f"layer {name} ({type(self).__name__}) already belongs to a stage, as {self.name}",

@@ -12,7 +12,6 @@ goes back to that, finds them again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -238,11 +237,6 @@ class Join(Layer):
         What `Keep` or another layer has given, or what the inputs have besides the main array (mpipipe.Branches).
     axis : int or None
         The axis along which both are put together, by default the last one; not 0, the rows. None adds them.
-
-    Raises
-    ------
-    ArgumentError
-        The name is no identifier, or the axis is 0; in a forward where the shapes or dtypes do not fit.
     """
 
     def __init__(self, name: str, axis: int | None = -1):
@@ -254,7 +248,11 @@ class Join(Layer):
         other: Any = self.stage.taken(self.takes[0])
         axis = x.ndim if self.axis is None else self.axis % x.ndim  # the first of those that may differ
         fits = arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype
-        if not axis or not fits or _without(axis, x.shape) != _without(axis, other.shape):
+        if (
+            not axis
+            or not fits
+            or any(one != two for place, (one, two) in enumerate(zip(x.shape, other.shape)) if place != axis)
+        ):
             raise ArgumentError(
                 f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its input",
                 found=f"{other.dtype}{list(other.shape)}" if arrays.is_array(other) else type(other).__name__,
@@ -262,36 +260,27 @@ class Join(Layer):
             )
         if self.axis is None:
             return self.stage.kernels.add(x, other), None
-        size, copy = x.shape[axis], self.stage.kernels.copy
+        size = x.shape[axis]
         y = arrays.empty((*x.shape[:axis], size + other.shape[axis], *x.shape[axis + 1 :]), x.dtype, self.stage.device)
-        whole = _three_axes(y, axis)
-        copy(_three_axes(x, axis), whole[:, :size])
-        copy(_three_axes(other, axis), whole[:, size:])
+        for part, target in zip((x, other), _cut(y, axis, size)):
+            self.stage.kernels.copy(part, target)
         return y, size
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        if saved is None:
-            dx = dother = dy
-        else:
-            axis = (self.axis or 0) % dy.ndim
-            dx, dother = (self._part(dy, axis, part) for part in (slice(saved), slice(saved, None)))
-        self.stage.add_gradient(self.takes[0], dother)
-        return dx, None
-
-    def _part(self, dy: Array, axis: int, part: slice) -> Array:
-        source = _three_axes(dy, axis)[:, part]
-        target = arrays.empty(source.shape, dy.dtype, self.stage.device)
-        self.stage.kernels.copy(source, target)
-        return target.reshape(*dy.shape[:axis], -1, *dy.shape[axis + 1 :])
+        parts = [dy, dy]
+        if saved is not None:
+            for place, part in enumerate(_cut(dy, (self.axis or 0) % dy.ndim, saved)):
+                parts[place] = arrays.empty(part.shape, dy.dtype, self.stage.device)
+                self.stage.kernels.copy(part, parts[place])
+        self.stage.add_gradient(self.takes[0], parts[1])
+        return parts[0], None
 
 
-def _without(axis: int, shape: arrays.Shape) -> arrays.Shape:
-    return shape[:axis] + shape[axis + 1 :]
-
-
-def _three_axes(x: Array, axis: int) -> Array:
-    """Return the array with all axes before this one as one, and all after it."""
-    return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], -1)
+def _cut(x: Array, axis: int, size: int) -> tuple[Array, Array]:
+    """Return views of the first `size` places along an axis, and of the others."""
+    before = (slice(None),) * axis
+    first, rest = (*before, slice(size)), (*before, slice(size, None))
+    return x[first], x[rest]
 
 
 class AdaptiveNorm(Layer):
@@ -308,11 +297,6 @@ class AdaptiveNorm(Layer):
         The name of the condition.
     eps : float
         As for `LayerNorm`.
-
-    Raises
-    ------
-    ArgumentError
-        In a forward, where x or the condition has another shape, or the condition is no array of the dtype of x.
 
     Notes
     -----

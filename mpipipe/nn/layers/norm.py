@@ -125,11 +125,6 @@ class Dropout(Layer):
     probability : float
         At least 0 and below 1; rounded to a multiple of 2^-16.
 
-    Raises
-    ------
-    ArgumentError
-        The probability is out of its range.
-
     Examples
     --------
     >>> import numpy as np
