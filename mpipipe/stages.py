@@ -213,11 +213,6 @@ class StageAdapter:
         return bool(self.models) or hasattr(self.given, "gradients")
 
     @property
-    def has_parameters(self) -> bool:
-        """Whether there is something to train in the stage, as far as known."""
-        return bool(self.gradient_arrays)
-
-    @property
     def shown_gradients(self) -> list[Array]:
         """One-dimensional arrays with the gradients that the stage shows after a step, also of inner stages."""
         holder = getattr(self.given, "gradients", None)

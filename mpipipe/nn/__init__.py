@@ -17,6 +17,8 @@ What does not fit what a docstring here says of it raises ArgumentError.
 
 from __future__ import annotations
 
+# several lines for one file, where its names need them
+# isort: off
 from mpipipe.nn.gradient_check import check_gradients
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor, rescale
 from mpipipe.nn.layers.attend import Attend, ForwardAndBackward, as_attend
@@ -27,17 +29,8 @@ from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
 from mpipipe.nn.layers.field import Downsample, GroupNorm, Patches, Upsample
 from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Position
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
-from mpipipe.nn.layers.names import (
-    AdaptiveNorm,
-    Join,
-    Keep,
-    check_links,
-    handed,
-    names_of,
-    names_within,
-    or_zeros,
-    sum_of,
-)
+from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep, check_links, handed, names_of, names_within, or_zeros
+from mpipipe.nn.layers.names import sum_of
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
 from mpipipe.nn.layers.spectral import SpectralConv
 from mpipipe.nn.lora import LoRA, is_adapter, without_adapters
@@ -47,6 +40,7 @@ from mpipipe.nn.random import random_key
 from mpipipe.nn.rope import ROPE_SCALINGS, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, scaling_of
 from mpipipe.nn.stage import Stage, accepted_input
 from mpipipe.nn.write_hooks import GradientReady, announce_write, gradient_ready
+# isort: on
 
 __all__ = [  # the rest is for other rooms of the package
     "AdaptiveNorm",

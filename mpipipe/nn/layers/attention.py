@@ -56,14 +56,6 @@ class SelfAttention(Layer):
     qk_norm, eps : bool, float
         Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is turned, and the epsilon
         of these norms; the parameters `q_norm` and `k_norm`, (head_dim,), are their gains.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import attention, nn
-    >>> stage = nn.Stage([nn.SelfAttention(16, heads=4, kv_heads=2, attend=attention.Local())])
-    >>> stage.forward(np.ones((2, 5, 16), np.float32))[0].shape
-    (2, 5, 16)
     """
 
     takes_integers = False

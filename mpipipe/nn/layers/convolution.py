@@ -87,14 +87,6 @@ class Conv(Layer):
     gain : float
         The weight starts normal with standard deviation gain / sqrt(terms of a sum), as in LeCun et al., "Efficient
         backprop" (1998). With 2**0.5 it is that of He et al., "Delving deep into rectifiers" (2015).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Conv(3, 8, (3, 3), padding="periodic")])
-    >>> stage.forward(np.ones((2, 16, 32, 3), np.float32))[0].shape
-    (2, 16, 32, 8)
     """
 
     takes_integers = False

@@ -255,7 +255,7 @@ class Join(Layer):
         ):
             raise ArgumentError(
                 f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its input",
-                found=f"{other.dtype}{list(other.shape)}" if arrays.is_array(other) else type(other).__name__,
+                found=_described(other),
                 expected=f"{x.dtype}{list(x.shape)}" + ("" if self.axis is None else f", but for axis {self.axis}"),
             )
         if self.axis is None:
@@ -276,6 +276,10 @@ class Join(Layer):
         return parts[0], None
 
 
+def _described(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if arrays.is_array(value) else type(value).__name__
+
+
 def _cut(x: Array, axis: int, size: int) -> tuple[Array, Array]:
     """Return views of the first `size` places along an axis, and of the others."""
     before = (slice(None),) * axis
@@ -287,7 +291,10 @@ class AdaptiveNorm(Layer):
     """y = (1 + scale) * (x - mean) / sqrt(variance + eps) + shift, where scale and shift depend on a named condition.
 
     The norm is over the last axis. Scale and shift are linear in the condition of a row, the same at all its positions.
-    It is 0 at the start. Peebles and Xie, "Scalable diffusion models with transformers" (2023), section 3.2.
+    The parameters are those of a `Linear`: `modulation.weight` (2 size, condition_size), of zeros at the start, and
+    `modulation.bias`, whose first half, 1 + scale without a condition, starts with ones.
+
+    Peebles and Xie, "Scalable diffusion models with transformers" (2023), section 3.2.
 
     Parameters
     ----------
@@ -298,10 +305,6 @@ class AdaptiveNorm(Layer):
     eps : float
         As for `LayerNorm`.
 
-    Notes
-    -----
-    The parameters are those of a `Linear`, `modulation.weight` (2 size, condition_size), of zeros, and
-    `modulation.bias`, whose first half, 1 + scale without a condition, starts with ones.
     """
 
     takes_integers = False
@@ -324,9 +327,7 @@ class AdaptiveNorm(Layer):
         if not arrays.is_array(condition) or condition.shape != shape or condition.dtype != x.dtype:
             raise ArgumentError(
                 f"layer {self.name} (AdaptiveNorm): what it takes as {self.takes[0]!r} is no condition of its rows",
-                found=f"{condition.dtype}{list(condition.shape)}"
-                if arrays.is_array(condition)
-                else type(condition).__name__,
+                found=_described(condition),
                 expected=f"{x.dtype}{list(shape)}",
             )
         (both, of_linear), points, scales = self.modulation.forward(condition), x.reshape(len(x), -1, self.size), []
