@@ -25,7 +25,7 @@ from mpipipe.arrays import Array, Branches, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive
-from mpipipe.nn.kernels.host import blocks
+from mpipipe.nn.kernels.host import ELEMENTS, blocks
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.layers.linear import Linear
@@ -304,7 +304,6 @@ class AdaptiveNorm(Layer):
         The name of the condition.
     eps : float
         As for `LayerNorm`.
-
     """
 
     takes_integers = False
@@ -332,7 +331,7 @@ class AdaptiveNorm(Layer):
             )
         (both, of_linear), points, scales = self.modulation.forward(condition), x.reshape(len(x), -1, self.size), []
         y, kernels = arrays.empty(points.shape, x.dtype, self.stage.device), self.stage.kernels
-        if self.stage.device == "cpu":
+        if self.stage.device == "cpu" and 2 * points[:1].size <= ELEMENTS:  # several rows at once
             for at in blocks(len(x), points[:1].size):
                 y[at] = _modulated(points[at], both[at], self.eps)
         else:
@@ -346,7 +345,7 @@ class AdaptiveNorm(Layer):
         (points, both, scales, of_linear), device, kernels = saved, self.stage.device, self.stage.kernels
         dpoints, dx = dy.reshape(points.shape), arrays.empty(points.shape, dy.dtype, device)
         total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)
-        if device == "cpu":
+        if not scales:
             for at in blocks(len(dx), points[:1].size):
                 dx[at], total[at] = _modulated_backward(dpoints[at], points[at], both[at], self.eps)
         else:
@@ -378,18 +377,19 @@ def _modulated(x: np.ndarray, both: np.ndarray, eps: float) -> np.ndarray:
 def _modulated_backward(dy: np.ndarray, x: np.ndarray, both: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
     """Return dx, and the gradients (rows, 2, size) of gain and shift; the formula of dx is that of `LayerNorm`."""
     (normal, scale), gain = _normalised(x, eps), both[:, None, : x.shape[2]]
-    product = dy * normal
-    total = np.stack([product.sum(1), dy.sum(1)], 1)
-    dx = np.multiply(dy, gain)
-    normal *= np.vecdot(product, gain)[..., None] / x.shape[2]
-    dx -= dx.mean(2, keepdims=True)
-    dx -= normal
+    dx = np.multiply(dy, normal)
+    total = np.stack([np.add.reduce(dx, 1), np.add.reduce(dy, 1)], 1)
+    turned, shifted = (np.matmul(each, gain.swapaxes(1, 2)) / x.shape[2] for each in (dx, dy))
+    np.multiply(normal, turned, out=normal)
+    np.multiply(dy, gain, out=dx)
+    np.subtract(dx, normal, out=dx)
+    np.subtract(dx, shifted, out=dx)
     return np.multiply(dx, scale, out=dx), total
 
 
 def _normalised(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
     """Return (x - mean) * scale over the last axis, and scale = 1 / sqrt(variance + eps)."""
-    normal = x - x.mean(-1, keepdims=True)
+    normal = x - np.add.reduce(x, -1, keepdims=True) / x.shape[-1]
     scale = 1 / np.sqrt(np.vecdot(normal, normal)[..., None] / x.shape[-1] + eps)
     return np.multiply(normal, scale, out=normal), scale
 
