@@ -102,18 +102,20 @@ class AttendAdapter(Attend):
     """An object with forward and backward, and perhaps positions, advance, begin, with_window or poll."""
 
     def __init__(self, inner: ForwardAndBackward) -> None:
-        self.inner: Any = inner
-        for name in ("positions", "advance", "begin", "with_window"):
+        self.inner = inner
+        for name in ("positions", "advance", "begin"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        result: tuple[Array, Any] = self.inner.forward(q, k, v)
-        return result
+        return self.inner.forward(q, k, v)
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        gradients: tuple[Array, Array, Array] = self.inner.backward(dout, saved)
-        return gradients
+        return self.inner.backward(dout, saved)
+
+    def with_window(self, window: int) -> Attend:
+        make = getattr(self.inner, "with_window", super().with_window)
+        return as_attend(make(window))
 
     @property
     def poll(self) -> Callable[[], object]:

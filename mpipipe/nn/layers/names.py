@@ -248,11 +248,8 @@ class Join(Layer):
         other: Any = self.stage.taken(self.takes[0])
         axis = x.ndim if self.axis is None else self.axis % x.ndim  # the first of those that may differ
         fits = arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype
-        if (
-            not axis
-            or not fits
-            or any(one != two for place, (one, two) in enumerate(zip(x.shape, other.shape)) if place != axis)
-        ):
+        fits = fits and all(one == two for place, (one, two) in enumerate(zip(x.shape, other.shape)) if place != axis)
+        if not axis or not fits:
             raise ArgumentError(
                 f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its input",
                 found=_described(other),
@@ -335,8 +332,9 @@ class AdaptiveNorm(Layer):
             for at in blocks(len(x), points[:1].size):
                 y[at] = _modulated(points[at], both[at], self.eps)
         else:
-            for row, own in enumerate(both):
-                _, normal, scale = kernels.layer_norm(points[row], own[: self.size], own[self.size :], self.eps)
+            for row in range(len(x)):
+                gain, shift = both[row, : self.size], both[row, self.size :]
+                _, normal, scale = kernels.layer_norm(points[row], gain, shift, self.eps)
                 kernels.copy(normal, y[row])
                 scales.append(scale)
         return y.reshape(x.shape), (points, both, scales, of_linear)
