@@ -65,23 +65,11 @@ class Recording:
         pipeline.engine.record(self._recorder)
 
     def optimizer(self) -> AbstractContextManager[None]:
-        """Mark the optimizer: the block belongs to the last step, and counts as part "optimizer".
-
-        Returns
-        -------
-        context manager
-            Around the block.
-        """
+        """Mark the optimizer: the block belongs to the last step, and counts as part "optimizer"."""
         return self._recorder.optimizer()
 
     def reading(self) -> AbstractContextManager[None]:
-        """Mark the wait for a batch: the block belongs to the step that comes, and counts as part "reading".
-
-        Returns
-        -------
-        context manager
-            Around the block.
-        """
+        """Mark the wait for a batch: the block belongs to the step that comes, and counts as part "reading"."""
         return self._recorder.reading()
 
     @property

@@ -99,33 +99,15 @@ class Trace:
         return {record.rank: steps for record, steps in zip(self.records, self._parts)}
 
     def efficiencies(self) -> Efficiencies:
-        """Compute the efficiencies of the POP project.
-
-        Returns
-        -------
-        Efficiencies
-            parallel = load_balance * serialisation * transfer.
-        """
+        """Compute the efficiencies of the POP project: parallel = load_balance * serialisation * transfer."""
         return efficiency.efficiencies(self.parts())
 
     def advice(self) -> str:
-        """Say what to change first.
-
-        Returns
-        -------
-        str
-            One sentence.
-        """
+        """Say in one sentence what to change first."""
         return efficiency.advice(self.parts(), self.schedule, self.costs)
 
     def table(self) -> str:
-        """Draw a table of the parts, with the efficiencies and the advice below it.
-
-        Returns
-        -------
-        str
-            Lines without a final newline.
-        """
+        """Draw a table of the parts, with the efficiencies and the advice below it; without a final newline."""
         found = self.efficiencies()
         below = (
             f"parallel efficiency {found.parallel:.3f} = load balance {found.load_balance:.3f} x serialisation "
@@ -169,19 +151,10 @@ class Trace:
         summary.json has what `summary` gives, trace.json is for Perfetto, and otf2/traces.otf2 for Vampir, Scalasca and
         otf2-print.
 
-        Parameters
-        ----------
-        folder : str or Path
-            A folder that does not exist.
-
         Raises
         ------
-        ArgumentError
-            The folder exists.
-        BackendError
-            The library otf2 is missing (extra ``[trace]``).
-        OSError
-            The folder cannot be written.
+        ArgumentError, BackendError, OSError
+            The folder exists. The library otf2 is missing (extra ``[trace]``). The folder cannot be written.
         """
         check_new(folder)
         exports.library()

@@ -54,35 +54,17 @@ class WrittenTrace:
         return len(next(iter(self.parts_of_steps.values())))
 
     def middle_step(self) -> int:
-        """Find the step that took neither long nor short.
-
-        Returns
-        -------
-        int
-            The number of the step of median time on the first rank.
-        """
+        """Return the number of the step of median time on the first rank."""
         times = [sum(parts.values()) for parts in next(iter(self.parts_of_steps.values()))]
         return times.index(median_low(times))
 
     def pipeline(self, step: int, replica: int = 0) -> list[Sequence[Span]]:
-        """Look at one step of one pipeline.
-
-        Parameters
-        ----------
-        step : int
-            Its number, from 0.
-        replica : int, optional
-            The number of the pipeline.
+        """Look at one step of the pipeline of one replica. Raises ArgumentError if there is no such step or replica.
 
         Returns
         -------
         list
             For each rank of the pipeline what it computed.
-
-        Raises
-        ------
-        ArgumentError
-            There is no such step or replica.
         """
         number_in("step", step, self.steps)
         number_in("replica", replica, 1 + max(number for number, _ in self.places.values()))
@@ -108,17 +90,7 @@ def facts(schedule: Schedule, costs: Costs, places: Mapping[int, tuple[int, int]
 
 
 def read_trace(folder: str | Path) -> WrittenTrace:
-    """Read what `Trace.write` and `train --trace DIR` have written.
-
-    Parameters
-    ----------
-    folder : str or Path
-        With summary.json and trace.json.
-
-    Returns
-    -------
-    WrittenTrace
-        The schedule, its measured costs, and where the time of each rank went.
+    """Read what `Trace.write` and `train --trace DIR` have written: summary.json and trace.json of a folder.
 
     Raises
     ------

@@ -40,18 +40,7 @@ def find(root: Path) -> list[Path]:
 
 
 def newest(root: str | Path) -> Path | None:
-    """Return the newest checkpoint in a folder.
-
-    Parameters
-    ----------
-    root : str or Path
-        What was given to `save`, or the output folder of a training.
-
-    Returns
-    -------
-    Path or None
-        None if none was saved to its end.
-    """
+    """Return the newest whole checkpoint in a folder that was given to `save`, or in the output folder of a training."""
     root = Path(root)
     return next(reversed(find(root) or find(root / INSIDE)), None)
 

@@ -39,11 +39,6 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     optimizer : AdamW, SGD or alike, optional
         Its state and its `steps` are set. None reads parameters alone.
 
-    Returns
-    -------
-    Checkpoint
-        With `step`, `state`, `path`, the same on all ranks.
-
     Raises
     ------
     ArgumentError
@@ -78,17 +73,9 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Read what a checkpoint is, without its arrays; one rank calls this.
+    """Read what a checkpoint is, without its arrays; of a folder with several, the newest. One rank calls this.
 
-    Parameters
-    ----------
-    path : str or Path
-        A checkpoint, or a folder with some: then the newest is taken.
-
-    Returns
-    -------
-    Checkpoint
-        Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
+    Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
     """
     path = Path(path).absolute()
     folder = path if files.exists(path / MANIFEST) else folders.newest(path)

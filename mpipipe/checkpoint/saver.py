@@ -82,9 +82,9 @@ class Saver:
     def save(
         self, step: int, state: Mapping[str, Any] | None = None, *, beforehand: Callable[[], object] | None = None
     ) -> Path:
-        """Begin to save the training as it is now; collective over the mesh.
+        """Begin to save the training as it is now, and return the folder; collective over the mesh.
 
-        It waits for the files of an earlier save that is still in flight, and for the manifest of the one before that.
+        The folder is a checkpoint only once `poll`, `wait` or `close` has said so. The call waits for the files of an earlier save that is still in flight, and for the manifest of the one before that.
 
         Parameters
         ----------
@@ -94,10 +94,6 @@ class Saver:
             Called on rank 0, in a thread, before the manifest is written: to force to the disk what must not be older
             than the checkpoint.
 
-        Returns
-        -------
-        Path
-            The folder of the checkpoint. It is one only once `poll`, `wait` or `close` has said so.
         """
         self.wait(room_for=step)
         wait_for_given_up()
@@ -137,13 +133,10 @@ class Saver:
         self._compared = True
 
     def poll(self) -> Path | None:
-        """Look how far all ranks are, without waiting for a disk; collective over the mesh, and cheap.
+        """Return the checkpoint that is whole from now on, without waiting for a disk; collective, and cheap.
 
-        Returns
-        -------
-        Path or None
-            The checkpoint that is whole from now on; None if none is in flight, or it is not whole yet. Raises
-            StorageError on every rank where one of them cannot write: its files are removed, and older ones stay.
+        None is returned if none is in flight, or it is not whole yet. StorageError is raised on every rank where one of
+        them cannot write: its files are removed, and older ones stay.
         """
         if not self.in_flight:
             return None
@@ -189,17 +182,9 @@ class Saver:
         saving.write_manifest(written, max(seconds for _, seconds in parts))
 
     def wait(self, *, room_for: int | None = None) -> Path | None:
-        """Wait until every checkpoint in flight is whole; collective over the mesh.
+        """Wait until every checkpoint in flight is whole, or until a save of step `room_for` could begin; collective.
 
-        Parameters
-        ----------
-        room_for : int, optional
-            Wait only until a save of this step could begin.
-
-        Returns
-        -------
-        Path or None
-            The newest of those that have become whole meanwhile; None if none has. Raises as `poll` does.
+        The newest of those that have become whole meanwhile is returned. Raises as `poll` does.
         """
         whole = None
         while (oldest := self._sealing or self._saving) is not None:
@@ -297,11 +282,6 @@ def save(
     keep : int, optional
         How many of the newest checkpoints in `root` stay, all by default. Old ones that cannot be removed are named in
         a warning.
-
-    Returns
-    -------
-    Path
-        The folder of the checkpoint.
 
     Raises
     ------

@@ -212,17 +212,7 @@ def draw(path: str | os.PathLike[str], make: Callable[[], Sheet]) -> None:
 
 
 def check_can_draw(path: str | os.PathLike[str]) -> None:
-    """Check that a picture can be written there, before anything is computed for it.
-
-    Parameters
-    ----------
-    path : str or path
-        Where the picture shall be.
-
-    Raises
-    ------
-    ArgumentError, BackendError, StorageError
-        As for `draw_timeline`.
+    """Check that a picture can be written there, before anything is computed for it; raises as `draw_timeline` does.
 
     Examples
     --------

@@ -239,14 +239,7 @@ def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
     An activation is that of one chunk and one micro-batch, and is counted as in `Timeline.peak_activations`: from its
     forward until its backward, or until its weight gradient where the backward is split; one that is recomputed (``R``)
-    from then on. All rows have one scale.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        What `schedules.simulate` returns.
-    path : str or path
-        As for `draw_timeline`, and the same errors.
+    from then on. All rows have one scale. Files and errors are as for `draw_timeline`.
     """
     check_boxes(sum(map(len, timeline.spans)))
     draw(path, lambda: _memory_sheet(timeline))

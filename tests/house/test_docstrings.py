@@ -48,7 +48,8 @@ CODES = {  # of numpydoc.validate
     "RT01": "no section Returns",
     "YD01": "no section Yields",
 }
-PLAIN = re.compile(r"(int|str|bool|float|Path|None|[A-Z][A-Za-z]*)( \| None)?")  # annotations that say all of a type
+KIND = r"(int|str|bool|float|None|os\.PathLike\[str\]|[A-Z][A-Za-z]*(\[None\])?)"
+PLAIN = re.compile(rf"{KIND}( \| {KIND})*")  # annotations that say all of a type
 NOUNS = set("A An The This These It Its What Which Who Whose Whether How Where There".split())
 
 

@@ -14,13 +14,7 @@ from mpipipe.errors import DataError
 
 
 class Tokens(Protocol):
-    """Tokens one after the other; any part is read by position.
-
-    Attributes
-    ----------
-    nbytes : int or None
-        Bytes of the text that they stand for; None if that is not known.
-    """
+    """Tokens one after the other; any part is read by position."""
 
     @property
     def nbytes(self) -> int | None:
@@ -29,32 +23,10 @@ class Tokens(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Read some tokens.
-
-        Parameters
-        ----------
-        start, count : int
-            Position of the first, and how many.
-
-        Returns
-        -------
-        numpy.ndarray
-            (count,), integers of any dtype.
-        """
+        """Return `count` tokens from the position `start` on: (count,), integers of any dtype."""
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
-        """Find the documents that begin in a part.
-
-        Parameters
-        ----------
-        start, stop : int
-            The part: positions start ... stop - 1.
-
-        Returns
-        -------
-        numpy.ndarray or None
-            Positions of their first tokens, int64, rising; None if nothing is known of documents.
-        """
+        """Return the positions start ... stop - 1 at which documents begin: int64, rising; None if they are not known."""
 
 
 @dataclass(frozen=True)
@@ -93,24 +65,14 @@ class Source:
 
     @classmethod
     def of_arrays(cls, train: ArrayLike, validation: ArrayLike, vocab: int) -> Source:
-        """Make a source of two arrays of token ids.
+        """Make a source of two arrays of token ids; its fingerprint is a hash of all of them.
 
         Parameters
         ----------
         train, validation : array_like
-            One axis of integers, at least 0 and below `vocab`.
+            One axis of integers, at least 0 and below `vocab`; DataError is raised for others.
         vocab : int
             Number of token ids.
-
-        Returns
-        -------
-        Source
-            Whose fingerprint is a hash of all tokens.
-
-        Raises
-        ------
-        DataError
-            For another kind of array, or a token id out of range.
         """
         parts: list[Array] = []
         content = blake2b(digest_size=16)
@@ -130,21 +92,11 @@ class Array(Tokens):
     Parameters
     ----------
     array : array_like
-        One axis of integers.
+        One axis of integers; DataError is raised for others.
     documents : sequence of int, optional
         Positions at which documents begin, rising.
     nbytes : int, optional
         Bytes of the text that the tokens stand for.
-
-    Attributes
-    ----------
-    array : numpy.ndarray
-        The tokens.
-
-    Raises
-    ------
-    DataError
-        For another kind of array.
     """
 
     def __init__(self, array: ArrayLike, documents: Sequence[int] | None = None, nbytes: int | None = None) -> None:

@@ -61,23 +61,10 @@ class Folder:
 
 
 def open_folder(path: str | Path) -> Folder:
-    """Open a folder: read its description and the names of its tensors, but no tensor.
+    """Open a folder: read its config.json and the names in its files of tensors, but no tensor.
 
-    Parameters
-    ----------
-    path : str or Path
-        The folder, with config.json and files of the safetensors format.
-
-    Returns
-    -------
-    Folder
-        With the description of the model.
-
-    Raises
-    ------
-    ConfigError, ArgumentError
-        For an option of config.json that is not supported, and for a file or tensor that is missing, damaged or
-        unknown.
+    Raises ConfigError for an option of config.json that is not supported, and ArgumentError for a file or tensor that
+    is missing, damaged or unknown.
     """
     folder = Path(path)
     config = read_json(folder / CONFIG, "a model folder has a config.json beside its tensors; " + COPY_AGAIN)
@@ -214,23 +201,7 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Origin:
-        """Look into a folder, of Hugging Face or of this package.
-
-        Parameters
-        ----------
-        path : Path
-            The folder.
-
-        Returns
-        -------
-        Origin
-            With the config.json there, if there is one.
-
-        Raises
-        ------
-        ConfigError
-            A config.json that is none.
-        """
+        """Look into a folder, of Hugging Face or of this package. Raises ConfigError for a config.json that is none."""
         for name in (CONFIG, KEPT_CONFIG):
             if (path / name).exists():
                 return cls(path, read_json(path / name, "remove it, if the model was not made from a model folder"))
@@ -249,17 +220,7 @@ class Origin:
     def copy(self, target: Path, keep_config: bool = False) -> None:
         """Copy what belongs to the model into a folder: the files of its tokenizer, and settings of generation.
 
-        Parameters
-        ----------
-        target : Path
-            The folder.
-        keep_config : bool
-            Whether config.json is copied too, under a name of its own.
-
-        Raises
-        ------
-        OSError
-            A file cannot be read or written.
+        To keep config.json is to copy it too, under a name of its own. Raises OSError.
         """
         if self.path is None:
             return

@@ -20,7 +20,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
-    """Set parameters of a model from the tensors that they are made of.
+    """Set parameters of a model from the tensors that they are made of; return how many bytes were read.
 
     Parameters
     ----------
@@ -28,11 +28,6 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
         What `open_folder` returns.
     parameters : mapping of str to array
         Arrays by their names in the model, such as `Stage.parameters`, on the host or on a GPU, of any dtype.
-
-    Returns
-    -------
-    int
-        Number of bytes of the files that were read.
 
     Raises
     ------
