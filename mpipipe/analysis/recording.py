@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
@@ -10,16 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.analysis.records import Interval, RankRecord, StepRecord, Waited
+from mpipipe.analysis.records import RankRecord, StepRecord, Waited, action_of
 from mpipipe.analysis.trace import Trace, check_places
 from mpipipe.comm import Envelope
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, RankGroup, collect, group_of, own
 from mpipipe.pipeline import Pipeline, PlannedAction
 from mpipipe.schedules import Action
-from mpipipe.trace import Recorder, Span, Wait
-
-ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
+from mpipipe.trace import Recorder, Wait
 
 
 class Recording:
@@ -171,36 +168,17 @@ def steps_of(
     """
     found = []
     for step in recorder.steps:
-        inside = [span for span in recorder.spans if step.start <= span.start <= step.end]
-        actions = [(parsed, span.start, span.end) for span in inside if (parsed := _action(span)) is not None]
+        inside = [(action_of(span.name), span) for span in recorder.spans if step.start <= span.start <= step.end]
+        actions = [(action, span.start, span.end) for action, span in inside if action is not None]
         waits = [_waited(wait, sums) for wait in recorder.waits if step.start <= wait.start <= step.end]
         sent = [each for each in recorder.sent if step.start <= each.time <= step.end]
         if planned is not None:
             waits = [wait for wait in waits if wait.message is None] + _gaps(actions, planned)
             ends = {sent.name: end for each, (_, _, end) in zip(planned, actions) for sent in each.sends}
             sent = [each._replace(time=ends.get(each.message, each.time)) for each in sent]
-        found.append(
-            StepRecord(
-                step.start,
-                step.end,
-                actions,
-                waits,
-                _named("all-reduce", inside),
-                _named("optimizer", inside),
-                sent,
-                read=_named("read", inside),
-            )
-        )
+        spans = [span for action, span in inside if action is None]
+        found.append(StepRecord(step.start, step.end, actions, waits, sent, spans))
     return found
-
-
-def _action(span: Span) -> Action | None:
-    match = ACTION.fullmatch(span.name)
-    return None if match is None else Action(int(match[1]), match[2], int(match[3]))
-
-
-def _named(start: str, spans: Sequence[Span]) -> list[Interval]:
-    return [(span.start, span.end) for span in spans if span.name.startswith(start)]
 
 
 def _waited(wait: Wait, sums: tuple[int, ...] | None) -> Waited:

@@ -12,7 +12,7 @@ from mpipipe import files
 from mpipipe.analysis import efficiency, exports, written
 from mpipipe.analysis.efficiency import Efficiencies
 from mpipipe.analysis.records import RankRecord, on_one_clock
-from mpipipe.analysis.segments import mean_parts, measured_costs, parts_of_steps, segments
+from mpipipe.analysis.segments import PARTS, measured_costs, parts_of_steps, segments
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, Schedule, simulate
 from mpipipe.text import counted
@@ -86,7 +86,11 @@ class Trace:
             For each rank the seconds of each part, which add up to the time of the mean step: compute, bubble,
             imbalance, late sender, transfer, sums, optimizer, overhead, reading.
         """
-        return {record.rank: mean_parts(steps) for record, steps in zip(self.records, self._parts)}
+        count = len(self.records[0].steps)
+        return {
+            rank: {part: sum(step[part] for step in steps) / count for part in PARTS}
+            for rank, steps in self.parts_of_steps().items()
+        }
 
     def parts_of_steps(self) -> dict[int, list[dict[str, float]]]:
         """Divide the time of each step.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,12 +10,12 @@ from statistics import median_low
 from typing import Any
 
 from mpipipe import files
+from mpipipe.analysis.records import action_of
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Action, Costs, Schedule, check, from_csv, with_skips
 
 SUMMARY, EVENTS = "summary.json", "trace.json"
 MOST_BYTES = 1 << 30  # of a file
-ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
 MICRO = 1e6  # times of events are in microseconds
 Span = tuple[Action, float, float]  # with its start and end, in seconds
 
@@ -153,9 +152,8 @@ def _actions(
     found: dict[int, list[list[Span]]] = {rank: [[] for _ in range(steps)] for rank in places}
     for event in events:
         if event["ph"] == "X" and event["tid"] == 0 and event["cat"] == "compute":
-            match = ACTION.fullmatch(event["name"])
-            if match is not None:
+            action = action_of(event["name"])
+            if action is not None:
                 start, lasted = float(event["ts"]) / MICRO, float(event["dur"]) / MICRO
-                action = Action(int(match[1]), match[2], int(match[3]))
                 found[event["pid"]][event["args"]["step"]].append((action, start, start + lasted))
     return found

@@ -40,7 +40,7 @@ def find(root: Path) -> list[Path]:
 
 
 def newest(root: str | Path) -> Path | None:
-    """Return the newest whole checkpoint in a folder that was given to `save`, or in the output folder of a training."""
+    """Return the newest whole checkpoint in a folder given to `save`, or in the output folder of a training."""
     root = Path(root)
     return next(reversed(find(root) or find(root / INSIDE)), None)
 

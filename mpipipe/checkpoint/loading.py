@@ -46,16 +46,14 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
         damaged or of a newer format, or its arrays are not those of the model or of the optimizer. After an error the
         stages hold values of no use.
     """
-    group, adapters, saved = group_of(mesh.comm), StageAdapter.of(stages), None
-    with group.raise_together("checkpoint.load: the manifest"):
+    group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
+    with group.raise_together("checkpoint.load: the arrays to set"):
         # a new array where a stage hands out what nobody may write to
         wanted = {
             name: array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
             for name, array in contents_of(adapters, optimizer).items()
         }
-        if mesh.rank == 0:
-            saved = read(path)
-    saved = group.broadcast("checkpoint.load: the manifest", saved)
+    saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(wanted) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}

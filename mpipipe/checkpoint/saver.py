@@ -84,7 +84,8 @@ class Saver:
     ) -> Path:
         """Begin to save the training as it is now, and return the folder; collective over the mesh.
 
-        The folder is a checkpoint only once `poll`, `wait` or `close` has said so. The call waits for the files of an earlier save that is still in flight, and for the manifest of the one before that.
+        The folder is a checkpoint only once `poll`, `wait` or `close` has said so. The call waits for the files of an
+        earlier save that is still in flight, and for the manifest of the one before that.
 
         Parameters
         ----------
@@ -107,11 +108,7 @@ class Saver:
         self._compare_names(held)
         if not self._owners:
             self._owners.append(owner.share_folder(self.root, group, folders.explained))
-        folder = None
-        with group.raise_together("checkpoint.save: its folder"):
-            if rank == 0:
-                folder = folders.open_folder(self.root.absolute(), step)
-        path: Path = group.broadcast("checkpoint.save: the folder", folder)
+        path = group.from_one("checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step))
         share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
         self._saving = SaveTask(SaveFacts(path, rank, step, plain, steps), share, self.keep, beforehand)
         if not self._announced:

@@ -24,18 +24,15 @@ def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> Data
 
     Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share is slow.
     """
-    listing = None
+    if own is None:
+        return group.from_one("train: the list of data", lambda: find(config.data, config.vocab))
     with group.raise_together("train: the data"):
-        if own is not None and config.data:
+        if config.data:
             raise ConfigError(
                 "the data are given twice",
                 found=f"data = {', '.join(config.data)}, and a source of your own",
                 remedy="leave one of them out",
             )
-        if own is None and group.rank == 0:
-            listing = find(config.data, config.vocab)
-    if own is None:
-        return group.broadcast("train: the list of data", listing)
     facts = tuple((name, getattr(own, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer"))
     lengths = ("tokens", (len(own.train), len(own.validation)))
     group.agree("train: the source of data", (*facts, lengths), message=DIFFERENT, remedy="give all ranks the same")

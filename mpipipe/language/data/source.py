@@ -26,7 +26,7 @@ class Tokens(Protocol):
         """Return `count` tokens from the position `start` on: (count,), integers of any dtype."""
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
-        """Return the positions start ... stop - 1 at which documents begin: int64, rising; None if they are not known."""
+        """Return at which positions from start to stop - 1 documents begin: int64, rising; None if not known."""
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,7 @@ def tokenize(
         with group.raise_together("tokenize: the parts"):
             shard.flush()
         counts = group.gather("tokenize: the parts", shard.counts)
-        facts = None
-        with group.raise_together("tokenize: the file of tokens"):
-            if group.rank == 0:
-                facts = join_shards(path, counts, encoder.tokenizer)
-        facts = group.broadcast("tokenize: the header", facts)
+        facts = group.from_one("tokenize: the file of tokens", lambda: join_shards(path, counts, encoder.tokenizer))
     return Tokenized(facts, path, len(entries), perf_counter() - start)
 
 
@@ -169,12 +165,12 @@ def batches_of(chunks: Sequence[TextChunk]) -> list[list[TextChunk]]:
 
 def list_texts(texts: Sequence[str], group: RankGroup) -> list[tuple[Path, int]]:
     """Return (file, bytes) of all texts, as rank 0 sees them; collective."""
-    entries: list[tuple[Path, int]] = []
-    with group.raise_together("tokenize: listing the texts"):
-        if group.rank == 0:
-            forget_files()
-            entries = [entry for text in texts for entry in find_files(Path(text).absolute())]
-    return group.broadcast("tokenize: the list of texts", entries)
+
+    def find() -> list[tuple[Path, int]]:
+        forget_files()
+        return [entry for text in texts for entry in find_files(Path(text).absolute())]
+
+    return group.from_one("tokenize: the list of texts", find)
 
 
 def share_threads(group: RankGroup) -> None:

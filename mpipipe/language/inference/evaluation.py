@@ -210,13 +210,11 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     Files of tokens are read by position. Text is tokenized by all ranks together; each then has all tokens in memory.
     """
     group = group_of(mesh.comm)
-    listing, tokenizer = None, None
     with group.raise_together("evaluate: the data"):
-        if mesh.rank == 0:
-            if not paths:
-                raise ConfigError("there is nothing to evaluate on", expected="files with --data")
-            listing = find([Path(path).absolute() for path in paths], folder.model.vocab)
-    listing = group.broadcast("evaluate: the list of data", listing)
+        if not paths:
+            raise ConfigError("there is nothing to evaluate on", expected="files with --data")
+    places = [Path(path).absolute() for path in paths]
+    listing = group.from_one("evaluate: the list of data", lambda: find(places, folder.model.vocab))
     with group.raise_together("evaluate: the tokenizer"):
         tokenizer, first = folder.tokenizer(), listing.files[0][0]
         if listing.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:

@@ -100,18 +100,15 @@ def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
     freeze, text = config.freeze, config.lora
     if text is None:
         return FineTuning(freeze)
-    group, found = group_of(comm), None
-    path = shared_path(comm, text)
-    with group.raise_together("train: the adapters"):
-        if comm.rank == 0:
-            folder = standing_folder(Path(path))
-            if is_adapter_folder(folder):
-                start = open_adapter(folder)
-                found = FineTuning(freeze, start.lora, start)
-            else:
-                found = FineTuning(freeze, parse_lora(text))
-    tuning: FineTuning = group.broadcast("train: the adapters", found)
-    return tuning
+    folder = Path(shared_path(comm, text))
+
+    def find() -> FineTuning:
+        if not is_adapter_folder(standing_folder(folder)):
+            return FineTuning(freeze, parse_lora(text))
+        start = open_adapter(standing_folder(folder))
+        return FineTuning(freeze, start.lora, start)
+
+    return group_of(comm).from_one("train: the adapters", find)
 
 
 def parse_lora(text: str) -> nn.LoRA:
@@ -146,12 +143,9 @@ def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfi
     """Open the folder to begin from, if there is one, and return the configuration with the sizes in it; collective."""
     if config.from_ is None:
         return config, None
-    folder, origin = model_folder.open_on_all(comm, config.from_), None
-    with group_of(comm).raise_together("train: the model to begin from"):
-        if comm.rank == 0:
-            origin = huggingface.Origin.of(folder.path)
-    origin = group_of(comm).broadcast("train: the model to begin from", origin)
-    with group_of(comm).raise_together("train: the model to begin from"):
+    folder, call = model_folder.open_on_all(comm, config.from_), "train: the model to begin from"
+    origin = group_of(comm).from_one(call, lambda: huggingface.Origin.of(folder.path))
+    with group_of(comm).raise_together(call):
         model = folder.model
         defaults = {entry.name: entry.default for entry in fields(config)}
         for name in FROM_FOLDER:

@@ -282,12 +282,8 @@ def open_model(path: str | Path) -> ModelFolder:
 
 def open_on_all(comm: Communicator, path: str) -> ModelFolder:
     """Return on every rank the model that rank 0 finds at `path`, seen from its working folder; collective."""
-    group, absolute = group_of(comm), shared_path(comm, path)
-    folder: ModelFolder | None = None
-    with group.raise_together("opening the model"):
-        if comm.rank == 0:
-            folder = open_model(absolute)
-    return group.broadcast("opening the model", folder)
+    absolute = shared_path(comm, path)
+    return group_of(comm).from_one("opening the model", lambda: open_model(absolute))
 
 
 # -- A folder turned into one of another kind, by one process and without MPI: layer groups one after the other --------
