@@ -32,9 +32,9 @@ from mpipipe.language.models.fine_tuning import (
 )
 from mpipipe.language.models.gpt import GPT, Architecture, Model, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
-from mpipipe.language.shard import Packing, TextShard
+from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.language.token_units import find_data, open_data
-from mpipipe.nn import Parameter, without_adapters
+from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
@@ -42,6 +42,7 @@ from mpipipe.train import (
     MemoryEstimate,
     Pair,
     Record,
+    Shard,
     Task,
     absolute,
     check_same_config,
@@ -184,15 +185,16 @@ class TextTask(Task):
             )
         return model
 
-    def layers(self, shard: Any) -> list[nn.Layer]:
-        attend, positions = (Local(), None) if shard is None else (shard.attention, shard.rotary)
+    def layers(self, shard: Shard) -> list[nn.Layer]:
+        length = self.config.seq_len
+        attend = shard.attend(length, causal=True)
+        if self.packing is not None:
+            attend = PackedAttend(attend, self.packing)
+        positions = None if shard.comm.size == 1 else shard.positions(length)
         return self.tuning.layers(self.model.build(attend, positions))
 
     def costs(self) -> Sequence[float]:
-        return self.tuning.costs(self.model)
-
-    def trained(self) -> Mapping[str, Parameter]:
-        return self.tuning.trained(self.model)
+        return self.tuning.costs(self.model, self.trained())
 
     def check_stages(self, stages: int) -> None:
         pieces, layers = len(self.model.costs()), asdict(self.model).get("layers")
@@ -246,20 +248,17 @@ class TextTask(Task):
         if self.everywhere and mesh.rank == 0 and self.source is not None and self.source.train.starts(0, 1) is None:
             warn("mpipipe: packing = segments changes nothing: the data do not say where documents begin")
 
-    def shard(self, comm: Communicator, size: int) -> TextShard:
-        return TextShard(comm, self.layout, self.config.seq_len, self.packing, size)
-
-    def example(self, rows: int, microbatches: int, shard: Any) -> Pair:
+    def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:
         """Draw token ids at random. Documents, where they count, are as long as sequences."""
         shape = (2, rows, self.config.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
         if self.packing is not None:
             self.packing.microbatches = microbatches
-            length = shard.layout.length(shard.rank) if shard.comm.size == 1 else shape[2]
+            length = self._length(shard) if shard.comm.size == 1 else shape[2]
             self.packing.begin(np.zeros((rows, length), np.int64))
         return shard.part(inputs), shard.part(targets)
 
-    def batch(self, step: int, rows: range, shard: Any) -> Pair:
+    def batch(self, step: int, rows: range, shard: Shard) -> Pair:
         config, source = self.config, self.source
         assert source is not None
         starts = training_starts(
@@ -268,7 +267,7 @@ class TextTask(Task):
         )  # fmt: skip
         return self._windows(source.train, starts, shard)
 
-    def validation(self, index: int, rows: range, shard: Any) -> Pair:
+    def validation(self, index: int, rows: range, shard: Shard) -> Pair:
         config, source = self.config, self.source
         assert source is not None
         starts = validation_starts(
@@ -277,7 +276,7 @@ class TextTask(Task):
         )  # fmt: skip
         return self._windows(source.validation, starts, shard)
 
-    def _windows(self, text: Tokens, starts: list[int], shard: TextShard) -> Any:
+    def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
         more = () if self.packing is None else (segments(text, starts, self.config.seq_len),)
         return shard.part(inputs), shard.part(targets), *more
@@ -305,11 +304,17 @@ class TextTask(Task):
     def loss(self, output: Any, target: Any, factor: float = 1.0) -> tuple[Any, Any]:
         return nn.softmax_cross_entropy(output, target, factor)
 
-    def loss_for(self, stage: nn.Stage, rows: int, shard: Any) -> Callable[..., Any]:
-        return shard.loss_for(stage, rows)
+    def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
+        """Return the loss after a stage: with its head, in tiles, where the logits of all rows are large."""
+        tiles = worth_tiles(stage, rows * self._length(shard))
+        return nn.HeadCrossEntropy(stage) if tiles else nn.softmax_cross_entropy
 
-    def message_shape(self, rows: int, shard: Any) -> tuple[int, ...]:
-        return rows, shard.layout.length(shard.rank), getattr(self.model, "dim", self.config.dim)
+    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...]:
+        return rows, self._length(shard), getattr(self.model, "dim", self.config.dim)
+
+    def _length(self, shard: Shard) -> int:
+        """Return how many positions of a sequence this rank has."""
+        return shard.divide(self.config.seq_len).length(shard.rank)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         config, base = self.config, self.base
@@ -395,7 +400,7 @@ class TextTask(Task):
             if mesh.rank == 0:  # what the training left there before it was resumed would be taken for the newest
                 shutil.rmtree(theirs if self.config.save_as == "mpipipe" else ours, ignore_errors=True)
 
-    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Any) -> str:
+    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""
         config, placement = self.config, plan.schedule.placement
         if config.sample_bytes == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -34,7 +34,7 @@ def declared(layers: Sequence[nn.Layer]) -> dict[str, Parameter]:
     }
 
 
-def layers_with(names: Mapping[str, Any]) -> frozenset[int]:
+def layers_with(names: Iterable[str]) -> frozenset[int]:
     """Return the places of the layers that have parameters of these names."""
     return frozenset(int(name.partition(".")[0]) for name in names)
 

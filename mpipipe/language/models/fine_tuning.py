@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from mpipipe import nn
-from mpipipe.attention import Local
 from mpipipe.checkpoint import standing_folder
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import Communicator, group_of
 from mpipipe.language.config import FROM_FOLDER, ModelOptions, TrainConfig
 from mpipipe.language.models import huggingface, model_folder
-from mpipipe.language.models.gpt import GPT, Model, declared_in
+from mpipipe.language.models.gpt import GPT, Model
 from mpipipe.language.models.huggingface.adapter import (
     AdapterFolder,
     adapter_parts,
@@ -25,7 +24,8 @@ from mpipipe.language.models.huggingface.adapter import (
 )
 from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.weights import own_arrays
-from mpipipe.nn import Parameter, announce_write, frozen_names, is_adapter, is_frozen
+from mpipipe.nn import announce_write, is_adapter
+from mpipipe.planning import layers_with
 from mpipipe.train import shared_path
 
 INSIDE = "adapter"  # the folder in which a training leaves its adapters
@@ -44,32 +44,14 @@ class FineTuning:
         """Return the layers of a model, with adapters where there are to be any."""
         return list(layers) if self.lora is None else self.lora.apply(layers)
 
-    def trained(self, model: Model) -> dict[str, Parameter]:
-        """Return the parameters that are trained. Raises ConfigError if there are none or a pattern fits no name."""
-        declared = declared_in(self.layers(model.build(Local())))
-        names = [name for name in declared if self.lora is None or is_adapter(name)]  # all else is frozen anyway
-        for pattern in self.freeze:
-            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
-                raise ConfigError(
-                    "a pattern of freeze fits no parameter" + ("" if self.lora is None else " of an adapter"),
-                    found=pattern,
-                    expected=f"one that fits names such as {', '.join(names[:4])}",
-                    remedy="docs/finetuning.md has the names",
-                )
-        frozen = frozen_names(declared, self.freeze)
-        if len(frozen) == len(declared):
-            raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")
-        return {name: parameter for name, parameter in declared.items() if name not in frozen}
-
-    def costs(self, model: Model) -> list[float]:
-        """Return the costs of a model's layers, for the cut into stages.
+    def costs(self, model: Model, trained: Iterable[str]) -> list[float]:
+        """Return the costs of a model's layers, for the cut into stages, where the parameters `trained` are.
 
         A layer that is trained costs its forward and two products as large; one that is not, or that has adapters, one
         of these; and one below everything that is trained its forward alone.
         """
-        trained = self.trained(model)
-        whole = layers_of(name for name in trained if not is_adapter(name))
-        lowest = min(layers_of(trained))
+        whole = layers_with(name for name in trained if not is_adapter(name))
+        lowest = min(layers_with(trained))
         products = [3 if place in whole else 1 if place < lowest else 2 for place, _ in enumerate(model.costs())]
         return [cost if count == 3 else cost * count / 3 for cost, count in zip(model.costs(), products)]
 
@@ -88,11 +70,6 @@ class FineTuning:
             read_adapter(self.start, family, cast(GPT, model), own_arrays(stages))
             for stage in stages:
                 stage.sync_compute()
-
-
-def layers_of(names: Iterable[str]) -> set[int]:
-    """Return the places in the model of the layers of these parameters."""
-    return {int(name.partition(".")[0]) for name in names}
 
 
 def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
