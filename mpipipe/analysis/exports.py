@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from mpipipe.analysis.records import RankRecord, StepRecord, deliveries
 from mpipipe.analysis.segments import Segment
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Timeline
-from mpipipe.text import how_to_install
+from mpipipe.text import optional_library
 
 RESOLUTION = 1_000_000_000  # ticks in a second
 NAME = "traces"
@@ -25,15 +25,7 @@ Event: TypeAlias = "tuple[float, int, str, tuple]"  # time, order of those at on
 
 def library() -> Any:
     """Return the package otf2; raises BackendError if it is missing."""
-    try:
-        import otf2
-    except ImportError as error:
-        raise BackendError(
-            f"the library otf2 cannot be imported: {error}",
-            expected="it, to write a trace",
-            remedy=how_to_install("trace"),
-        ) from error
-    return otf2
+    return optional_library("otf2", "write a trace", "trace")
 
 
 def name_of(folder: str | Path) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpipipe import files
-from mpipipe.errors import ArgumentError, BackendError, StorageError
+from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.schedules import Schedule
-from mpipipe.text import counted, how_to_install
+from mpipipe.text import counted, optional_library
 
 # -- Colours that readers who are colour-blind tell apart, and that differ in lightness on paper ----------------------
 #
@@ -254,15 +254,8 @@ def is_number(value: object) -> bool:
 
 
 def _library() -> Any:
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise BackendError(
-            f"the library matplotlib cannot be imported: {error}",
-            expected="it, to draw pictures",
-            remedy=f"{how_to_install('plot')}; schedules.timeline draws a schedule as text without it",
-        ) from error
-    return style
+    otherwise = "; schedules.timeline draws a schedule as text without it"
+    return optional_library("matplotlib.style", "draw pictures", "plot", otherwise)
 
 
 def _unwritable(path: Path, why: str) -> StorageError:

@@ -24,11 +24,11 @@ from mpipipe.planning.search import Space
 Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
 
 
-def declared(layers: Sequence[nn.Layer]) -> dict[str, Parameter]:
-    """Return all parameters of the layers of a model by name, such as 3.norm.weight."""
+def declared(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
+    """Return all parameters of the layers of a model from its layer `first` on, by names such as 3.norm.weight."""
     return {
         f"{name}.{key}": parameter
-        for place, top in enumerate(layers)
+        for place, top in enumerate(layers, first)
         for name, layer in top.walk(str(place))
         for key, parameter in layer.declared.items()
     }

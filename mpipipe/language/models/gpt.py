@@ -7,7 +7,7 @@ head -> logits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, Parameter, RopeScaling, as_attend, scaling_of
+from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, RopeScaling, as_attend, scaling_of
+from mpipipe.planning import declared
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
@@ -235,20 +236,8 @@ class GPT:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        declared = declared_in(self.build(Local()))
-        return sum({parameter.tie or name: parameter.size for name, parameter in declared.items()}.values())
-
-
-def layers_in(layers: Sequence[nn.Layer], first: int = 0) -> Iterator[tuple[str, nn.Layer]]:
-    """Yield all layers of a model from its layer `first` on, those within others too, by their names."""
-    for place, top in enumerate(layers, first):
-        yield from top.walk(str(place))
-
-
-def declared_in(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
-    """Return all parameters of the layers of a model from its layer `first` on, by their names."""
-    found = layers_in(layers, first)
-    return {f"{name}.{key}": parameter for name, layer in found for key, parameter in layer.declared.items()}
+        every = declared(self.build(Local()))
+        return sum({parameter.tie or name: parameter.size for name, parameter in every.items()}.values())
 
 
 # -- What a training asks of a model: sizes from which layers are made, and their costs -------------------------------

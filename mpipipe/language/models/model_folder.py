@@ -38,7 +38,7 @@ from mpipipe.even_split import consecutive_bins
 from mpipipe.job import Communicator, group_of
 from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
 from mpipipe.language.models import huggingface, weights
-from mpipipe.language.models.gpt import GPT, declared_in
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import writing
 from mpipipe.language.models.huggingface.adapter import (
     ADAPTER_CONFIG,
@@ -51,6 +51,7 @@ from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn import announce_write, is_adapter
+from mpipipe.planning import declared
 from mpipipe.train import shared_path
 
 INSIDE = "huggingface"  # the folder in which a training leaves one
@@ -327,7 +328,7 @@ def read_group(folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]) -> 
 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of the parameters, in groups of whole layers of at most `most` bytes."""
-    layers = [declared_in([top], place) for place, top in enumerate(model.build(Local()))]
+    layers = [declared([top], place) for place, top in enumerate(model.build(Local()))]
     sized = ((layer, sum(entry.size for entry in layer.values()) * itemsize) for layer in layers)
     return [
         {name: entry.shape for layer in group for name, entry in layer.items()}

@@ -24,10 +24,10 @@ from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_tensors
 from mpipipe.comm import Mesh
-from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import Model
-from mpipipe.language.models.huggingface.folder import Origin, count_not_finite
+from mpipipe.language.models.huggingface.folder import Origin, check_finite
 from mpipipe.nn import FlatBuffer, announce_write
 from mpipipe.schedules import Schedule
 
@@ -36,6 +36,7 @@ MOST_BYTES = 64 << 20  # of it
 OURS = re.compile(r"(stage-\d+\.safetensors|model\.json)(\.partial)?")
 FLOATS = ("float32", "float64")  # in which parameters are kept
 REMEDY = "build the model with the sizes and dtype of model.json"
+TRAIN_AGAIN = "train again, with a lower learning rate or clipped gradients"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 
 
@@ -208,13 +209,7 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
             expected=f"{expected}, as in {DESCRIPTION}",
             remedy=COPY_AGAIN,
         )
-    if count := count_not_finite(values):
-        raise NonFiniteError(
-            f"parameter {name} is not finite",
-            found=f"{count} of {values.size} values are NaN or infinite in {file.path}",
-            expected="finite numbers",
-            remedy="train again, with a lower learning rate or clipped gradients",
-        )
+    check_finite(values, f"parameter {name}", file.path, TRAIN_AGAIN)
     return values.astype(like.dtype, copy=False)
 
 

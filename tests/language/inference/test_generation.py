@@ -266,7 +266,7 @@ def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
     plan = forward_plan(model, comm.size)
     with Mesh(comm, pipe=comm.size) as mesh:
         with pytest.raises(ConfigError, match="learned positions") as caught:
-            build_decoder(model, plan, mesh, "float64", 22, fill)
+            build_decoder(model, plan, mesh, "float64", 22, fill).__enter__()
         assert "at most 21" in caught.value.expected
         with build_decoder(model, plan, mesh, "float64", 21, fill) as decoder:
             assert len(list(answers(decoder, [[1] * 18], 3, Sampling(0)))) == 3
@@ -278,7 +278,7 @@ def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
             raise ArgumentError("not there")
 
     with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match="not there"):
-        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse)
+        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse).__enter__()
 
 
 def test_generated_bytes_cannot_harm_a_terminal():

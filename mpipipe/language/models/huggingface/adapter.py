@@ -21,16 +21,17 @@ from mpipipe.arrays import Array
 from mpipipe.attention import Local
 from mpipipe.checkpoint import Planned, TensorFile, header_of, replacing
 from mpipipe.comm import Mesh
-from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
+from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import group_of
-from mpipipe.language.models.gpt import GPT, declared_in, layers_in
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, count_not_finite, opened
+from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, check_finite, opened
 from mpipipe.language.models.huggingface.names import parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS
 from mpipipe.language.models.huggingface.writing import METADATA, explained
 from mpipipe.nn import LORA_A, LORA_B
+from mpipipe.planning import declared
 from mpipipe.text import counted
 
 ADAPTER_CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -124,7 +125,7 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]
 
 def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart]:
     """Return all tensors of an adapter of this model. Raises ConfigError for a target that the family does not have."""
-    declared, missing = declared_in(lora.apply(model.build(Local()))), set(lora.targets)
+    tensors, missing = declared(lora.apply(model.build(Local()))), set(lora.targets)
     found: list[AdapterPart] = []
     for theirs, matrix, tensor in parts_of(family.table, model):
         module, _, kind = theirs.rpartition(".")
@@ -133,7 +134,7 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart
             missing.discard(target)
             ours = f"{matrix.rpartition('.')[0]}.{target}"
             for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
-                rows, columns = declared[f"{ours}.{name}"].shape
+                rows, columns = tensors[f"{ours}.{name}"].shape
                 found.append(AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned))
     if missing:
         raise ConfigError(
@@ -175,13 +176,7 @@ def _set(target: Array, part: AdapterPart, file: TensorFile, model: GPT) -> None
     values = np.empty(part.shape, file.arrays[part.theirs].kind)
     file.read_into(part.theirs, values)
     wide = values.astype(target.dtype)
-    if count := count_not_finite(wide):
-        raise NonFiniteError(
-            f"the tensor {part.theirs} of an adapter is not finite",
-            found=f"{count} of {wide.size} values are NaN or infinite in {file.path}",
-            expected="finite numbers",
-            remedy=COPY_AGAIN,
-        )
+    check_finite(wide, f"the tensor {part.theirs} of an adapter", file.path, COPY_AGAIN)
     ours = np.empty_like(wide)
     rows = part.view(ours, model)
     rows[...] = wide.reshape(rows.shape)
@@ -223,11 +218,9 @@ def save_adapter(
 
 
 def _planned(part: AdapterPart, parameters: Mapping[str, Array], dtype: np.dtype, model: GPT) -> Planned:
-    def make() -> np.ndarray:
-        array = parameters[part.ours]
-        return np.ascontiguousarray(part.view(arrays.download(array) if arrays.is_device(array) else array, model))
-
-    return Planned(dtype, part.shape, make)
+    return Planned(
+        dtype, part.shape, lambda: np.ascontiguousarray(part.view(arrays.download(parameters[part.ours]), model))
+    )
 
 
 def _write(path: Path, tensors: Mapping[str, tuple[Planned, int]]) -> None:
@@ -235,8 +228,7 @@ def _write(path: Path, tensors: Mapping[str, tuple[Planned, int]]) -> None:
     with path.open("r+b") as file:
         for name, (planned, start) in tensors.items():
             values = planned.make()
-            if count_not_finite(values):
-                raise NonFiniteError(f"parameter {name} is not finite", found=str(path), expected="finite numbers")
+            check_finite(values, f"parameter {name}", path, "train again, with a lower learning rate")
             file.seek(start)
             file.write(values.reshape(-1).view(np.uint8).data)
         file.flush()
@@ -250,7 +242,8 @@ def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters:
     """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU."""
     projections = {
         f"{name}.{target}": (f"{name}.{place.key}", place)
-        for name, layer in layers_in(model.build(Local()))
+        for number, top in enumerate(model.build(Local()))
+        for name, layer in top.walk(str(number))
         for target, place in layer.projections().items()
         if target in folder.lora.targets and f"{name}.{place.key}" in parameters
     }

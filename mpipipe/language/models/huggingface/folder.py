@@ -17,7 +17,7 @@ import numpy as np
 
 from mpipipe import files
 from mpipipe.checkpoint import TensorFile, open_tensors
-from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import families
 from mpipipe.language.models.huggingface.families import FAMILIES, Family, read_config
@@ -168,6 +168,17 @@ def count_not_finite(values: np.ndarray) -> int:
     if not values.size or (np.isfinite(values.min()) and np.isfinite(values.max())):
         return 0
     return int(np.count_nonzero(~np.isfinite(values)))
+
+
+def check_finite(values: np.ndarray, what: str, place: Path, remedy: str) -> None:
+    """Raise NonFiniteError unless all values are finite; `place` has them, or is to get them."""
+    if count := count_not_finite(values):
+        raise NonFiniteError(
+            f"{what} is not finite",
+            found=f"{count} of {values.size} values are NaN or infinite in {place}",
+            expected="finite numbers",
+            remedy=remedy,
+        )
 
 
 # -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorEntry, TensorFile
-from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, count_not_finite, opened
+from mpipipe.errors import ArgumentError
+from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, check_finite, opened
 from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
 
 PIECE_BYTES = 1 << 20  # of a tensor that are read at once: they are still in the cache when they are converted
@@ -34,64 +34,41 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
     ArgumentError, NonFiniteError
         For a tensor of another shape or dtype, a damaged file, and an unknown parameter; for NaN and infinity.
     """
-    targets = _Targets(folder, parameters)
-    wanted = [part for part in parts_of(folder.family.table, folder.model) if part.ours in targets.names]
-    targets.expect(wanted)
-    done = 0
+    names: dict[str, list[str]] = {}  # by the name that the table has: an embedding may be a head, too
+    for name in parameters:
+        names.setdefault(tied_to(name, folder.model), []).append(name)
+    wanted = [part for part in parts_of(folder.family.table, folder.model) if part.ours in names]
+    left = Counter(part.ours for part in wanted)  # tensors of each that have not been read
+    missing = sorted(set(names) - set(left))
+    if missing:
+        raise ArgumentError(
+            f"{folder.family.architecture} has no tensor for the parameter {missing[0]}",
+            found=f"{len(missing)} such parameters",
+            expected="parameters of models.GPT as config.json describes it",
+            remedy="build the model from the description in the folder",
+        )
+    done, on_host = (
+        0,
+        dict[str, list[np.ndarray]](),
+    )  # what is being read; an array of a GPU is uploaded when it is whole
     for place in dict.fromkeys(folder.places[part.theirs][0] for part in wanted):
         with opened(folder.path / place) as file:
             for part in wanted:
-                if folder.places[part.theirs][0] == place:
-                    _read_part(folder, file, part, targets.arrays_of(part))
-                    targets.has_read(part)
+                if folder.places[part.theirs][0] != place:
+                    continue
+                targets = [parameters[name] for name in names[part.ours]]
+                if part.ours not in on_host:
+                    on_host[part.ours] = [np.empty(t.shape, t.dtype) if arrays.is_device(t) else t for t in targets]
+                _read_part(folder, file, part, on_host[part.ours])
+                left[part.ours] -= 1
+                for target, host in zip(targets, on_host.pop(part.ours)) if not left[part.ours] else ():
+                    if host is not target:
+                        arrays.upload(host, out=target)
             done += file.bytes_read
     head = head_of(folder.model)
     if folder.spare_head is not None and head in parameters:
         done += _compare_head(folder, arrays.download(parameters[head]))
     return done
-
-
-class _Targets:
-    """The arrays to be set. One on a GPU is set on the host first, and uploaded when all its tensors have been read."""
-
-    def __init__(self, folder: Folder, parameters: Mapping[str, Array]) -> None:
-        self.folder, self.parameters = folder, parameters
-        self.names: dict[str, list[str]] = {}  # by the name that the table has: an embedding may be a head, too
-        for name in parameters:
-            self.names.setdefault(tied_to(name, folder.model), []).append(name)
-        self.left: Counter[str] = Counter()  # tensors of each that have not been read
-        self.on_host: dict[str, np.ndarray] = {}
-
-    def expect(self, wanted: Sequence[Part]) -> None:
-        """Note which tensors will be read. Raises ArgumentError if an array has none."""
-        self.left = Counter(part.ours for part in wanted)
-        missing = sorted(set(self.names) - set(self.left))
-        if missing:
-            raise ArgumentError(
-                f"{self.folder.family.architecture} has no tensor for the parameter {missing[0]}",
-                found=f"{len(missing)} such parameters",
-                expected="parameters of models.GPT as config.json describes it",
-                remedy="build the model from the description in the folder",
-            )
-
-    def arrays_of(self, part: Part) -> list[np.ndarray]:
-        """Return the host arrays that a tensor is a part of."""
-        return [self._host(name) for name in self.names[part.ours]]
-
-    def _host(self, name: str) -> np.ndarray:
-        array = self.parameters[name]
-        if not arrays.is_device(array):
-            return array
-        if name not in self.on_host:
-            self.on_host[name] = np.empty(array.shape, array.dtype)
-        return self.on_host[name]
-
-    def has_read(self, part: Part) -> None:
-        """Note that a tensor has been read; upload an array that is complete."""
-        self.left[part.ours] -= 1
-        for name in self.names[part.ours] if not self.left[part.ours] else ():
-            if name in self.on_host:
-                arrays.upload(self.on_host.pop(name), out=self.parameters[name])
 
 
 def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarray]) -> None:
@@ -107,13 +84,7 @@ def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarr
         )
     views = [view(part.tensor, array, folder.model) for array in ours]
     for first, stop, piece in _pieces(file, name, views[0].shape):
-        if count := count_not_finite(piece):
-            raise NonFiniteError(
-                f"the tensor {name} is not finite",
-                found=f"{count} values that are NaN or infinite in {file.path}",
-                expected="finite numbers",
-                remedy=COPY_AGAIN,
-            )
+        check_finite(piece, f"the tensor {name}", file.path, COPY_AGAIN)
         for each in views:
             _set(each[first:stop], piece, part.tensor.form)
 

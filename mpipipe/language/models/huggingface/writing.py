@@ -203,7 +203,7 @@ def _size_of(tensor: Planned) -> int:
 
 def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarray:
     """Return the values of one of their tensors, contiguous and in the dtype of the file."""
-    host = arrays.download(array) if arrays.is_device(array) else array
+    host = arrays.download(array)
     with np.errstate(over="ignore"):
         values = np.ascontiguousarray(view(part.tensor, host, model), dtype=dtype)
     wide = values.astype(np.float32) if arrays.is_half(dtype) else values
