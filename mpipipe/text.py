@@ -61,11 +61,13 @@ def how_to_install(extra: str) -> str:
 
 def optional_library(module: str, purpose: str, extra: str, otherwise: str = "") -> Any:
     """Import a module of a library in an extra of this package. Raises BackendError, which says how to install it."""
+    library = module.partition(".")[0]
     try:
+        import_module(library)
         return import_module(module)
     except ImportError as error:
         raise BackendError(
-            f"the library {module.partition('.')[0]} cannot be imported: {error}",
+            f"the library {library} cannot be imported: {error}",
             expected=f"it, to {purpose}",
             remedy=f"{how_to_install(extra)}{otherwise}",
         ) from error

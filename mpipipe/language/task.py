@@ -18,7 +18,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup, group_of, runtime
 from mpipipe.language.config import FROM_FOLDER, TrainConfig
-from mpipipe.language.data import DataListing, Source, Tokens, UserSource
+from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
 from mpipipe.language.models import huggingface, model_folder, weights
@@ -142,7 +142,7 @@ class TextTask(Task):
         self.config, self.architecture, self.vocab, self.base = config, architecture, vocab, base
         self.tuning = tuning or FineTuning()
         self.data = data
-        self.listing: DataListing | UserSource | None = None
+        self.listing: DataListing | Source | None = None
         self.source: Source | None = None  # on ranks that read data
         self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
         self.layout, self.packing = config.layout, Packing(1) if self.everywhere else None

@@ -11,7 +11,7 @@ from typing import Any
 from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
 from mpipipe.language.config import DataOptions
-from mpipipe.language.data import DataListing, Source, UserSource, find, glance
+from mpipipe.language.data import DataListing, Source, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
 from mpipipe.language.inference.generation import readable, shown
 
@@ -19,7 +19,7 @@ RATES = ("bits_per_byte", "validation_bits_per_byte")  # of training and validat
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
-def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | UserSource:
+def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | Source:
     """Return what the data are, on every rank: those of `config.data`, or a source of the user's own; collective.
 
     Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share is slow.
@@ -36,11 +36,11 @@ def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> Data
     facts = tuple((name, getattr(own, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer"))
     lengths = ("tokens", (len(own.train), len(own.validation)))
     group.agree("train: the source of data", (*facts, lengths), message=DIFFERENT, remedy="give all ranks the same")
-    return UserSource(own)
+    return own
 
 
 def open_data(
-    config: DataOptions, comm: Communicator, found: DataListing | UserSource, reads: bool, model: Path | None
+    config: DataOptions, comm: Communicator, found: DataListing | Source, reads: bool, model: Path | None
 ) -> tuple[Source | None, TokenUnits]:
     """Return (source, units), after a glance at the files that rank 0 has listed; collective.
 
@@ -106,7 +106,7 @@ class TokenUnits:
         return " ".join(map(str, ids)) if self.tokenizer is None else shown(self.tokenizer.decode(ids))
 
 
-def find_tokenizer(found: DataListing | UserSource, named: str | None, model: Path | None) -> Tokenizer | None:
+def find_tokenizer(found: DataListing | Source, named: str | None, model: Path | None) -> Tokenizer | None:
     """Return the tokenizer of the data, that in the folder `named` or else `model`; one rank calls this.
 
     Without the library BackendError is raised where the tokenizer was named; that of a model is used for its name

@@ -91,26 +91,6 @@ class DataListing:
         ]
 
 
-class UserSource:
-    """A source of the user's own, with what a training asks of a `DataListing`; there are no files to look at."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.vocab, self.fingerprint = source, source.vocab, source.fingerprint
-        self.unit, self.tokenizer, self.files = source.unit, source.tokenizer, list[tuple[Path, int]]()
-
-    def open(self, seq_len: int) -> Source:
-        """Return the source. Raises DataError as `DataListing.open` does."""
-        for name, tokens in (("training", self.source.train), ("validation", self.source.validation)):
-            if len(tokens) <= seq_len:
-                raise DataError(
-                    f"the source has too few tokens for {name}",
-                    found=len(tokens),
-                    expected=f"at least {seq_len + 1} for sequences of {seq_len}",
-                    remedy="give more data, or a shorter seq_len",
-                )
-        return self.source
-
-
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     """Look at the data: what kind they are, and how much. No paths stand for the source of the standard library."""
     forget_files()

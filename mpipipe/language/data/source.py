@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from pathlib import Path
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -62,6 +63,19 @@ class Source:
     fingerprint: str
     unit: str = "tokens"
     tokenizer: str | None = None
+    files: ClassVar[Sequence[tuple[Path, int]]] = ()  # to look at
+
+    def open(self, seq_len: int) -> Source:
+        """Return the source itself. Raises DataError for fewer tokens than a sequence and one more."""
+        for name, tokens in (("training", self.train), ("validation", self.validation)):
+            if len(tokens) <= seq_len:
+                raise DataError(
+                    f"the source has too few tokens for {name}",
+                    found=len(tokens),
+                    expected=f"at least {seq_len + 1} for sequences of {seq_len}",
+                    remedy="give more data, or a shorter seq_len",
+                )
+        return self
 
     @classmethod
     def of_arrays(cls, train: ArrayLike, validation: ArrayLike, vocab: int) -> Source:

@@ -163,27 +163,24 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
     """
     folder = Path(folder)
     description = describe(folder)
-    places: dict[str, Path] = {}
+    left, there = dict(parameters), 0
     for number in range(description.stages):
         with _opened(folder / file_of(number)) as file:
-            places.update(dict.fromkeys(file.arrays, file.path))
-    for name, array in parameters.items():
-        if name not in places:
-            raise ArgumentError(
-                f"the weights have no parameter {name}",
-                found=f"{len(places)} others in {folder}",
-                expected=f"{array.dtype.name}{list(array.shape)}",
-                remedy=REMEDY,
-            )
-    for path in dict.fromkeys(places[name] for name in parameters):  # one at a time: an error names the file it is of
-        with _opened(path) as file:
-            for name, array in parameters.items():
-                if places[name] == path:
-                    values = _read_one(file, name, array, description.checksums)
-                    if arrays.is_device(array):
-                        arrays.upload(values, out=array)
-                    else:
-                        array[...] = values
+            there += len(file.arrays)
+            for name in left.keys() & file.arrays.keys():
+                array = left.pop(name)
+                values = _read_one(file, name, array, description.checksums)
+                if arrays.is_device(array):
+                    arrays.upload(values, out=array)
+                else:
+                    array[...] = values
+    for name, array in left.items():
+        raise ArgumentError(
+            f"the weights have no parameter {name}",
+            found=f"{there} others in {folder}",
+            expected=f"{array.dtype.name}{list(array.shape)}",
+            remedy=REMEDY,
+        )
 
 
 def _opened(path: Path) -> AbstractContextManager[TensorFile]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,8 +11,9 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, check_finite, opened
-from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
+from mpipipe.language.models.huggingface.names import Tensor, head_of, parts_of, shape_of, tied_to, view
 
 PIECE_BYTES = 1 << 20  # of a tensor that are read at once: they are still in the cache when they are converted
 LINE_BYTES = 64  # of a cache
@@ -47,10 +48,8 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
             expected="parameters of models.GPT as config.json describes it",
             remedy="build the model from the description in the folder",
         )
-    done, on_host = (
-        0,
-        dict[str, list[np.ndarray]](),
-    )  # what is being read; an array of a GPU is uploaded when it is whole
+    done = 0
+    on_host: dict[str, list[np.ndarray]] = {}  # what is being read; an array of a GPU is uploaded when it is whole
     for place in dict.fromkeys(folder.places[part.theirs][0] for part in wanted):
         with opened(folder.path / place) as file:
             for part in wanted:
@@ -58,8 +57,8 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
                     continue
                 targets = [parameters[name] for name in names[part.ours]]
                 if part.ours not in on_host:
-                    on_host[part.ours] = [np.empty(t.shape, t.dtype) if arrays.is_device(t) else t for t in targets]
-                _read_part(folder, file, part, on_host[part.ours])
+                    on_host[part.ours] = list(map(host_for, targets))
+                read_part(file, folder.places[part.theirs][1], part.tensor, on_host[part.ours], folder.model)
                 left[part.ours] -= 1
                 for target, host in zip(targets, on_host.pop(part.ours)) if not left[part.ours] else ():
                     if host is not target:
@@ -71,10 +70,15 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
     return done
 
 
-def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarray]) -> None:
-    name = folder.places[part.theirs][1]
+def host_for(target: Array) -> np.ndarray:
+    """Return the array itself on the host; for one of a GPU a new one, to be uploaded when it is set."""
+    return np.empty(target.shape, target.dtype) if arrays.is_device(target) else target
+
+
+def read_part(file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.ndarray], model: GPT) -> None:
+    """Set what the tensor of this name is of host arrays of ours. Raises ArgumentError and NonFiniteError."""
     entry = _entry(file, name)
-    expected = shape_of(part.tensor, ours[0].shape, folder.model)
+    expected = shape_of(tensor, ours[0].shape, model)
     if entry.kind.name not in FLOATS or entry.shape != expected:
         raise ArgumentError(
             f"the tensor {name} does not fit the model",
@@ -82,11 +86,11 @@ def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarr
             expected=f"{' or '.join(FLOATS)}, {list(expected)}",
             remedy=NOT_THESE,
         )
-    views = [view(part.tensor, array, folder.model) for array in ours]
+    views = [view(tensor, array, model) for array in ours]
     for first, stop, piece in _pieces(file, name, views[0].shape):
         check_finite(piece, f"the tensor {name}", file.path, COPY_AGAIN)
         for each in views:
-            _set(each[first:stop], piece, part.tensor.form)
+            _set(each[first:stop], piece, tensor.form)
 
 
 def _set(target: np.ndarray, piece: np.ndarray, form: str) -> None:
