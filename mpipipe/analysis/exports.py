@@ -42,12 +42,7 @@ def name_of(folder: str | Path) -> str:
 
 
 def write(folder: Path, records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]]) -> None:
-    """Write the archive into a new folder.
-
-    folder : to be made
-    records : of all ranks, on one clock
-    pieces : of their steps, as `segments` gives them
-    """
+    """Write the archive into a new folder; the records of all ranks are on one clock, `pieces` those of `segments`."""
     otf2 = library()
     zero = min((step.start for record in records for step in record.steps), default=0.0)
     with otf2.writer.open(name_of(folder), NAME, timer_resolution=RESOLUTION) as trace:
@@ -134,12 +129,7 @@ MICRO = 1e6  # Chrome counts in microseconds
 def events(
     records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]], predicted: Timeline
 ) -> list[dict[str, Any]]:
-    """Return the events: json.dumps of the list is what the viewers read.
-
-    records : of all ranks, on one clock
-    pieces : of their steps, as `segments` gives them
-    predicted : a step of the pipeline
-    """
+    """Return the events, whose json.dumps the viewers read: of all ranks, and of a step as it is `predicted`."""
     zero = min((step.start for record in records for step in record.steps), default=0.0)
     found = list(_names(records))
     for record, steps in zip(records, pieces):

@@ -158,13 +158,11 @@ def recording(
 def steps_of(
     recorder: Recorder, sums: tuple[int, ...] | None, planned: Sequence[PlannedAction] | None = None
 ) -> list[StepRecord]:
-    """Put what a recorder has noted in order, step by step.
+    """Put what a recorder has noted in order, step by step; `sums` is the key of the replicas, whose waits are sums.
 
-    recorder : has noted it
-    sums : key of the group of replicas, whose waits are sums
-    planned : the actions of a step where they run on a device. There the host runs ahead, and its waits say nothing of
-        messages: a gap on the device before an action that takes a message is a wait for it, and a message is sent at
-        the end of the action that makes it
+    `planned` are the actions of a step where they run on a device. There the host runs ahead, and its waits say nothing
+    of messages: a gap on the device before an action that takes a message is a wait for it, and a message is sent at
+    the end of the action that makes it.
     """
     found = []
     for step in recorder.steps:
@@ -221,12 +219,7 @@ class Offset(NamedTuple):
 
 
 def clock_offset(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offset:
-    """Compare this rank's clock with that of rank 0; collective.
-
-    group : the ranks
-    comm : a communicator of the same ranks, on which no other messages are under way
-    now : this rank's clock, in seconds
-    """
+    """Compare this rank's clock, `now`, with that of rank 0; collective. No other messages are under way on `comm`."""
     group.agree("comparing clocks")
     with group.failing("comparing clocks"):
         if comm.rank > 0:

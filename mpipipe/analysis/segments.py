@@ -160,13 +160,7 @@ PARTS = ("compute", "bubble", "imbalance", "late sender", "transfer", "sums", "o
 def parts_of_steps(
     records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]], schedule: Schedule, costs: Costs
 ) -> list[list[dict[str, float]]]:
-    """Return the seconds of each part, for each rank, for each of its steps.
-
-    records : of all ranks
-    pieces : of their steps, as `segments` gives them
-    schedule : of the pipeline
-    costs : the recorded ones
-    """
+    """Return the seconds of each part, for each rank, for each of its steps; `costs` are the recorded ones."""
     idle = idle_times(schedule, costs)
     return [
         [_parts(step, {name: seconds[record.position] for name, seconds in idle.items()}) for step in steps]

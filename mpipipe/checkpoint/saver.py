@@ -14,6 +14,7 @@ checkpoint are on their way, the manifest of the one before may be written; no m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -22,15 +23,13 @@ from typing import Any
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import contents, folders, owner
 from mpipipe.checkpoint.contents import Optimizer
-from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveFacts, SaveTask, logger, wait_for_given_up
+from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger, wait_for_given_up
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.faces import renamed
 from mpipipe.job import group_of, raise_on_all, wait_locally, whoami
 from mpipipe.optim import duplicate_name_error
 
 
-@renamed(finish="wait()")
 class Saver:
     """Saves checkpoints of one training while it goes on.
 
@@ -98,7 +97,7 @@ class Saver:
         """
         self.wait(room_for=step)
         wait_for_given_up()
-        group, rank = self._group, self.mesh.rank
+        group = self._group
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         with group.raise_together("checkpoint.save: what is to be saved"):
@@ -110,7 +109,9 @@ class Saver:
             self._owners.append(owner.share_folder(self.root, group, folders.explained))
         path = group.from_one("checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step))
         share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
-        self._saving = SaveTask(SaveFacts(path, rank, step, plain, steps), share, self.keep, beforehand)
+        version = str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
+        saved = folders.Checkpoint(path, step, plain, steps, version, {})
+        self._saving = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)
         if not self._announced:
             self.wait_until_read()
         return path
@@ -143,7 +144,7 @@ class Saver:
             states = group.agree("checkpoint.poll", values=progress)
             failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
             if sealing is not None and ended[0]:
-                whole, self._sealing, self.seconds = sealing.facts.folder, None, sealing.seconds
+                whole, self._sealing, self.seconds = sealing.folder, None, sealing.seconds
                 sealing.leave()
             elif failed[0] or (failed[1] and sealing is None):  # a later one fails once the earlier one has ended
                 self._fail(sealing if failed[0] else None, saving if failed[1] else None)
@@ -167,7 +168,7 @@ class Saver:
             self._saving = None
             saving.give_up()
         if isinstance(problem, StorageError):
-            folders.offer(problem, failed[0].facts.folder)
+            folders.offer(problem, failed[0].folder)
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, saving: SaveTask) -> None:
@@ -186,7 +187,7 @@ class Saver:
         whole = None
         while (oldest := self._sealing or self._saving) is not None:
             # a save of the same step as the one that gets its manifest, or of an earlier one, would remove its files
-            if self._saving is None and room_for is not None and oldest.facts.step < room_for:
+            if self._saving is None and room_for is not None and oldest.checkpoint.step < room_for:
                 break
             wait_locally(oldest.work.wait, oldest)
             whole = self.poll() or whole

@@ -21,15 +21,7 @@ from mpipipe.language.config import FROM_FOLDER, TrainConfig
 from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
-from mpipipe.language.models import huggingface, model_folder, weights
-from mpipipe.language.models.fine_tuning import (
-    INSIDE,
-    FineTuning,
-    PretrainedModel,
-    check_same_model,
-    find_pretrained,
-    find_tuning,
-)
+from mpipipe.language.models import fine_tuning, huggingface, model_folder, weights
 from mpipipe.language.models.gpt import GPT, Architecture, Model, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
 from mpipipe.language.packing import PackedAttend, Packing
@@ -135,27 +127,27 @@ class TextTask(Task):
         architecture: Architecture,
         *,
         vocab: int = BYTES,
-        tuning: FineTuning | None = None,
-        base: PretrainedModel | None = None,
+        tuning: fine_tuning.FineTuning | None = None,
+        base: fine_tuning.PretrainedModel | None = None,
         data: Source | None = None,
     ) -> None:
         self.config, self.architecture, self.vocab, self.base = config, architecture, vocab, base
-        self.tuning = tuning or FineTuning()
+        self.tuning = tuning or fine_tuning.FineTuning()
         self.data = data
         self.listing: DataListing | Source | None = None
         self.source: Source | None = None  # on ranks that read data
         self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
         self.layout, self.packing = config.layout, Packing(1) if self.everywhere else None
         self.units, self.copies = config.seq_len, config.sample_bytes > 0
-        self.folders = ("weights", model_folder.INSIDE, INSIDE)
+        self.folders = ("weights", model_folder.INSIDE, fine_tuning.INSIDE)
 
     @classmethod
     def of(
         cls, config: TrainConfig, architecture: Architecture, comm: Communicator, data: Source | None = None
     ) -> TextTask:
         """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
-        config, base = find_pretrained(config, comm)
-        tuning = find_tuning(config, comm)
+        config, base = fine_tuning.find_pretrained(config, comm)
+        tuning = fine_tuning.find_tuning(config, comm)
         return cls(config, architecture if base is None else base.architecture, tuning=tuning, base=base, data=data)
 
     # -- the model, on paper ------------------------------------------------------------------------------------
@@ -322,7 +314,7 @@ class TextTask(Task):
             folder = model_folder.open_on_all(mesh.comm, config.init)
             with group_of(mesh.comm).raise_together("train: the weights to begin with"):
                 if folder.kind == "huggingface":  # which says more than shapes
-                    check_same_model(folder, self.model)
+                    fine_tuning.check_same_model(folder, self.model)
             folder.load(without_adapters(stages, merged=False), mesh)
         elif base is not None:
             base.folder.load(without_adapters(stages, merged=False), mesh)
@@ -387,7 +379,9 @@ class TextTask(Task):
         """Write the model to weights/ or huggingface/, as --save-as says; its adapters, merged there, to adapter/."""
         lora, ours, theirs = self.tuning.lora, weights.folder_of(out), out / model_folder.INSIDE
         if lora is not None:
-            save_adapter(out / INSIDE, lora, cast(GPT, self.model), weights.own_arrays(stages), mesh, self.origin)
+            save_adapter(
+                out / fine_tuning.INSIDE, lora, cast(GPT, self.model), weights.own_arrays(stages), mesh, self.origin
+            )
         stages = without_adapters(stages, merged=True)
         if self.config.save_as == "mpipipe":
             weights.save(ours, self.model, stages, plan.schedule, mesh, self.origin)

@@ -13,7 +13,8 @@ from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_li
 from mpipipe.language.config import DataOptions
 from mpipipe.language.data import DataListing, Source, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
-from mpipipe.language.inference.generation import readable, shown
+from mpipipe.language.inference.generation import shown
+from mpipipe.language.inference.prompts import Bytes
 
 RATES = ("bits_per_byte", "validation_bits_per_byte")  # of training and validation
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
@@ -101,9 +102,8 @@ class TokenUnits:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return ids as text that can be shown; as numbers where no tokenizer is there."""
-        if self.unit == "bytes":
-            return readable(bytes(token for token in ids if token < 256))  # a model may have more ids
-        return " ".join(map(str, ids)) if self.tokenizer is None else shown(self.tokenizer.decode(ids))
+        tokenizer = Bytes() if self.unit == "bytes" else self.tokenizer
+        return " ".join(map(str, ids)) if tokenizer is None else shown(tokenizer.decode(ids))
 
 
 def find_tokenizer(found: DataListing | Source, named: str | None, model: Path | None) -> Tokenizer | None:

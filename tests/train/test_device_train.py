@@ -116,7 +116,7 @@ def test_weights_trained_on_the_gpu_load_on_the_host_and_back(gpu, comm, config,
     )
     for stage in (host, device, other):
         weights.load(folder, [stage])
-    there = weights.on_host(device.parameters)
+    there = {name: arrays.download(array) for name, array in device.parameters.items()}
     assert list(there) == list(host.parameters)
     for name, values in there.items():
         np.testing.assert_array_equal(values, host.parameters[name])

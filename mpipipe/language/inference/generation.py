@@ -363,11 +363,6 @@ def continued(
     return [drawn.token for drawn in answers(decoder, [prompt], count, sampling)]
 
 
-def readable(text: bytes) -> str:
-    """Decode UTF-8, with a replacement character for all that would not show, or would move a cursor."""
-    return shown(text.decode(errors="replace"))
-
-
 def shown(text: str) -> str:
     """Put a replacement character for all that would not show, or would move a cursor."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

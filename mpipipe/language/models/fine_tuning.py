@@ -15,13 +15,7 @@ from mpipipe.job import Communicator, group_of
 from mpipipe.language.config import FROM_FOLDER, ModelOptions, TrainConfig
 from mpipipe.language.models import huggingface, model_folder
 from mpipipe.language.models.gpt import GPT, Model
-from mpipipe.language.models.huggingface.adapter import (
-    AdapterFolder,
-    adapter_parts,
-    is_adapter_folder,
-    open_adapter,
-    read_adapter,
-)
+from mpipipe.language.models.huggingface import adapter
 from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.weights import own_arrays
 from mpipipe.nn import announce_write, is_adapter
@@ -38,7 +32,7 @@ class FineTuning:
 
     freeze: tuple[str, ...] = ()
     lora: nn.LoRA | None = None
-    start: AdapterFolder | None = None
+    start: adapter.AdapterFolder | None = None
 
     def layers(self, layers: Sequence[nn.Layer]) -> list[nn.Layer]:
         """Return the layers of a model, with adapters where there are to be any."""
@@ -58,7 +52,7 @@ class FineTuning:
     def check(self, model: Model, origin: huggingface.Origin) -> None:
         """Raise ConfigError, before a training begins, where its adapters could not be written."""
         if self.lora is not None:
-            adapter_parts(self.lora, expressed(cast(GPT, model), origin.family)[0], cast(GPT, model))
+            adapter.adapter_parts(self.lora, expressed(cast(GPT, model), origin.family)[0], cast(GPT, model))
 
     def load(self, stages: Sequence[nn.Stage], model: Model, origin: huggingface.Origin, mesh: Mesh) -> None:
         """Set the adapters of this rank to those to begin with, if there are any; collective."""
@@ -67,7 +61,7 @@ class FineTuning:
         with group_of(mesh.comm).raise_together("loading the adapter"):
             family, _ = expressed(cast(GPT, model), origin.family)
             announce_write(*stages)
-            read_adapter(self.start, family, cast(GPT, model), own_arrays(stages))
+            adapter.read_adapter(self.start, family, cast(GPT, model), own_arrays(stages))
             for stage in stages:
                 stage.sync_compute()
 
@@ -80,9 +74,9 @@ def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
     folder = Path(shared_path(comm, text))
 
     def find() -> FineTuning:
-        if not is_adapter_folder(standing_folder(folder)):
+        if not adapter.is_adapter_folder(standing_folder(folder)):
             return FineTuning(freeze, parse_lora(text))
-        start = open_adapter(standing_folder(folder))
+        start = adapter.open_adapter(standing_folder(folder))
         return FineTuning(freeze, start.lora, start)
 
     return group_of(comm).from_one("train: the adapters", find)

@@ -28,7 +28,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import Model
 from mpipipe.language.models.huggingface.folder import Origin, check_finite
-from mpipipe.nn import FlatBuffer, announce_write
+from mpipipe.nn import announce_write
 from mpipipe.schedules import Schedule
 
 DESCRIPTION = "model.json"
@@ -210,19 +210,10 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
     return values.astype(like.dtype, copy=False)
 
 
-def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
-    """Return host arrays by name; from a GPU in one copy of the whole buffer, and one of each array outside of it."""
-    flat, starts = arrays.download(parameters.flat), parameters.offsets
-    return {
-        name: flat[starts[name] :][: like.size].reshape(like.shape) if name in starts else arrays.download(like)
-        for name, like in parameters.items()
-    }
-
-
 def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
     """Set the parameters of `stages`, which are on the host, to those of others with the same layers on this rank."""
     for source in trained:
-        for name, values in on_host(source.parameters).items():
+        for name, values in zip(source.parameters, arrays.download_all(list(source.parameters.values()))):
             places = [stage for stage in stages if name in stage.parameters]
             places[0].parameters[name][...] = values
 

@@ -26,8 +26,9 @@ from mpipipe.language.inference.generation import (
     draw,
     forward_plan,
     generator,
-    readable,
+    shown,
 )
+from mpipipe.language.inference.prompts import Bytes
 from mpipipe.language.models import GPT
 from mpipipe.planning.layer_plan import LayerPlan
 
@@ -282,5 +283,5 @@ def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
 
 
 def test_generated_bytes_cannot_harm_a_terminal():
-    assert readable(b"a\tb\n\x1b[2J\r\x07\xff") == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffd"
-    assert readable("gr\u00fc\u00df".encode()) == "gr\u00fc\u00df"
+    assert shown(Bytes().decode(b"a\tb\n\x1b[2J\r\x07\xff")) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffd"
+    assert shown(Bytes().decode("gr\u00fc\u00df".encode())) == "gr\u00fc\u00df"
