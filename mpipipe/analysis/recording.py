@@ -76,8 +76,14 @@ class Recording:
 
     def end(self) -> None:
         """Stop recording, and bring the records of all ranks together on rank 0."""
-        self.pipeline.engine.record(None)
-        record = self._record(self._before, self._offset())
+        engine, before = self.pipeline.engine, self._before
+        engine.record(None)
+        after, replicas = self._offset(), engine.partners.replicas
+        planned = engine.plans.training.steps if engine.executor.clock.waits else None
+        steps = steps_of(self._recorder, None if replicas is None else replicas.key, planned)
+        clock = (before.at, before.ahead), (after.at, after.ahead)
+        skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
+        record = RankRecord(self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips)
         found = collect(self._group, self._comm, record)
         self._group.agree("the end of a recording")
         self._comm.Free()
@@ -87,15 +93,6 @@ class Recording:
 
     def _offset(self) -> Offset:
         return clock_offset(self._group, self._comm, self._recorder.now)
-
-    def _record(self, before: Offset, after: Offset) -> RankRecord:
-        engine = self.pipeline.engine
-        replicas = engine.partners.replicas
-        planned = engine.plans.training.steps if engine.executor.clock.waits else None
-        steps = steps_of(self._recorder, None if replicas is None else replicas.key, planned)
-        clock = (before.at, before.ahead), (after.at, after.ahead)
-        skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
-        return RankRecord(self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips)
 
 
 @contextmanager

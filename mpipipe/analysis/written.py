@@ -131,14 +131,9 @@ def read_trace(folder: str | Path) -> WrittenTrace:
 
 
 def _json(path: Path) -> Any:
-    try:
+    expected = f"a folder with {SUMMARY} and {EVENTS}, as `train --trace DIR` writes it"
+    with files.reading("a file of the trace", path, expected=expected, also=(ValueError, RecursionError)):
         return json.loads(files.read_text(path, MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(
-            "a file of the trace cannot be read",
-            found=f"{path}: {error}",
-            expected=f"a folder with {SUMMARY} and {EVENTS}, as `train --trace DIR` writes it",
-        ) from error
 
 
 def _seconds(parts: Mapping[str, Any]) -> dict[str, float]:

@@ -95,7 +95,7 @@ def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
             continue
         try:
             clear(path)
-            with suppress(OSError):  # somebody else's files are in it
+            with suppress(OSError):  # files of others are in it
                 path.rmdir()
         except OSError as error:
             raise ArgumentError(

@@ -191,20 +191,13 @@ def _by_documents(file: TokenFile) -> list[TokenPart]:
 
 def find_files(path: Path) -> list[tuple[Path, int]]:
     """List (file, bytes) of a file, or of the text files below a folder, sorted by path; hidden and empty ones not."""
-    try:
+    with files.reading("data", path, DataError, expected=f"{files.REGULAR}, or a folder", remedy=REMEDY):
         if files.is_folder(path):
             listed = [(file, size) for file, size in _walk(path) if size and not _is_binary(file)]
             binary = False
         else:
             listed = [(path, files.check_regular(path).st_size)]
             binary = _is_binary(path)
-    except OSError as error:
-        raise DataError(
-            f"data cannot be read: {error.strerror}",
-            found=str(error.filename),
-            expected=f"{files.REGULAR}, or a folder",
-            remedy=REMEDY,
-        ) from error
     if binary:
         raise DataError(
             "a binary file without a header that is known",

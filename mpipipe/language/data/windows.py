@@ -18,8 +18,6 @@ import numpy as np
 from mpipipe.language.data.source import Tokens
 from mpipipe.nn import random_key
 
-ORDERS = ("random", "epoch")
-
 
 def training_starts(
     length: int, *, seed: int, step: int, batch: int, rows: slice, seq_len: int, order: str = "random"
