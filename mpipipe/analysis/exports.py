@@ -104,16 +104,11 @@ def _of_regions(step: StepRecord, pieces: Sequence[Segment]) -> Iterable[Event]:
     yield step.start, 0, "enter", ("step",)
     for piece in pieces:
         if piece.part != "overhead":
-            name = _region(piece)
+            action = piece.action
+            name = piece.part if action is None else f"{OPS.get(action.op, action.op)} of stage {action.stage}"
             yield piece.start, 3, "enter", (name,)
             yield piece.end, 1, "leave", (name,)
     yield step.end, 4, "leave", ("step",)
-
-
-def _region(piece: Segment) -> str:
-    if piece.action is None:
-        return piece.part
-    return f"{OPS.get(piece.action.op, piece.action.op)} of stage {piece.action.stage}"
 
 
 # -- A trace as events for Perfetto (https://ui.perfetto.dev) and chrome://tracing: measured and predicted, side by side

@@ -222,8 +222,13 @@ def write(checkpoint: Checkpoint, before_naming: Callable[[], object] | None = N
     """Write the manifest of a checkpoint whose files are there. Raises OSError."""
     facts = {**asdict(checkpoint), "format": FORMAT}
     del facts["path"]
+    write_facts(checkpoint.path / MANIFEST, facts, before_naming)
+
+
+def write_facts(path: Path, facts: Mapping[str, Any], before_naming: Callable[[], object] | None = None) -> None:
+    """Write plain facts as JSON, with their checksum. Raises OSError."""
     content = json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n"
-    files.write_whole(checkpoint.path / MANIFEST, content.encode(), before_naming)
+    files.write_whole(path, content.encode(), before_naming)
 
 
 def checksum_of(facts: Mapping[str, Any]) -> str:

@@ -358,13 +358,11 @@ class TextTask(Task):
 
     def _trained_in_words(self) -> str:
         """Return how many parameters are trained, where that is not all of them."""
-        if self.tuning.lora is not None:
-            count = sum(entry.size for entry in self.trained().values())
-            return f" and {count:,} of adapters, which alone are trained"
-        if self.freeze:
-            counts = {entry.tie or name: entry.size for name, entry in self.trained().items()}
-            return f" of which {sum(counts.values()):,} are trained"
-        return ""
+        if self.tuning.lora is None and not self.freeze:
+            return ""
+        count = sum({entry.tie or name: entry.size for name, entry in self.trained().items()}.values())
+        adapted = self.tuning.lora is not None
+        return f" and {count:,} of adapters, which alone are trained" if adapted else f" of which {count:,} are trained"
 
     def beginning(self) -> str:
         return "" if self.base is None else f"the model in {self.base.folder.path}"

@@ -17,7 +17,7 @@ import json
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -203,11 +203,6 @@ class TokenFacts:
     nbytes: int
     tokenizer: str
     index: str
-
-    def as_json(self) -> bytes:
-        """The content of the file, with a checksum of its own."""
-        facts = asdict(self)
-        return (json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n").encode()
 
 
 def beside(path: Path, end: str) -> Path:

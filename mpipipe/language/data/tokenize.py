@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict
 from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mpipipe import files
+from mpipipe.checkpoint import write_facts
 from mpipipe.errors import ConfigError, DataError, StorageError
 from mpipipe.even_split import consecutive_bins
 from mpipipe.job import Communicator, RankGroup, fair_share, group_of, own_cores, parse_cores
@@ -276,7 +278,7 @@ def join_shards(out: Path, counts: Sequence[Sequence[BatchCounts]], tokenizer: T
             facts = TokenFacts(
                 tokenizer.vocab, tokenizer.end, tokens, documents, nbytes, tokenizer.hash, index.hexdigest()
             )
-            files.write_whole(others[1], facts.as_json())
+            write_facts(others[1], asdict(facts))
     except BaseException:
         for path in others:
             with suppress(OSError):

@@ -54,14 +54,8 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     """Open the tokenizer in a folder, or a tokenizer.json; `end` ends a text in place of what the folder names."""
     path = path_of(folder)
     tokenizers = optional_library("tokenizers", "read a tokenizer.json", "tokens")
-    try:
+    with files.reading("the tokenizer", path, DataError, remedy=REMEDY, also=(UnicodeDecodeError,)):
         text = files.read_text(path, MOST_BYTES)
-    except OSError as error:
-        raise DataError(
-            f"no tokenizer: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the tokenizer cannot be read: {error}", found=str(path), remedy=REMEDY) from error
     with library_errors(path, "the tokenizer cannot be read"):
         library = tokenizers.Tokenizer.from_str(text)
         library.no_truncation()
@@ -140,10 +134,8 @@ def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int
 
 def _facts(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; nothing if there is none."""
-    try:
-        facts = json.loads(files.read_text(path, MOST_SMALL))
-    except FileNotFoundError:
+    if not files.exists(path):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"a file beside the tokenizer cannot be read: {error}", found=str(path)) from error
+    with files.reading("a file beside the tokenizer", path, DataError, also=(ValueError, RecursionError)):
+        facts = json.loads(files.read_text(path, MOST_SMALL))
     return facts if isinstance(facts, dict) else {}

@@ -165,7 +165,10 @@ class GPT:
         # has the size of one (Radford et al., "Language models are unsupervised multitask learners", 2019).
         gain = (2 * self.layers) ** -0.5
         attend_with = self._attend_with(attend)
-        layers: list[nn.Layer] = [self._embedding(tie, attend_with, positions)]
+        layers: list[nn.Layer] = [nn.Embedding(self.vocab, self.dim, tie=tie, scale=self.embedding_scale)]
+        if self.max_positions is not None:
+            table = nn.LearnedPositions(self.max_positions, self.dim, attend_with(None), positions)
+            layers = [nn.Sequential([*layers, table])]
         for window in self.windows or (None,) * self.layers:
             layers.append(self._residual(self._attention(attend_with(window), positions, gain)))
             layers.append(self._residual(self._feed_forward(gain)))
@@ -182,14 +185,6 @@ class GPT:
         if self.windows is None:
             return lambda _: attend()
         return lambda window: attend(window=window)
-
-    def _embedding(
-        self, tie: str | None, attend_with: Callable[[int | None], ForwardAndBackward], positions: ArrayLike | None
-    ) -> nn.Layer:
-        tokens = nn.Embedding(self.vocab, self.dim, tie=tie, scale=self.embedding_scale)
-        if self.max_positions is None:
-            return tokens
-        return nn.Sequential([tokens, nn.LearnedPositions(self.max_positions, self.dim, attend_with(None), positions)])
 
     def _attention(self, attend: ForwardAndBackward, positions: ArrayLike | None, gain: float) -> nn.Layer:
         same = ("head_dim", "rope_scaling", "qkv_bias", "out_bias", "qk_norm", "eps")

@@ -22,7 +22,7 @@ import numpy as np
 
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_tensors
+from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_facts, write_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
@@ -110,9 +110,7 @@ def _keep_others(folder: Path, partial: Path) -> None:
 
 def write_description(folder: Path, description: WeightsDescription) -> None:
     """Write model.json, when all other files are there. Raises OSError."""
-    facts = asdict(description)
-    facts["checksum"] = checksum_of(facts)
-    files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
+    write_facts(folder / DESCRIPTION, asdict(description))
 
 
 def describe(folder: str | Path) -> WeightsDescription:
@@ -167,7 +165,7 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
     for number in range(description.stages):
         with _opened(folder / file_of(number)) as file:
             there += len(file.arrays)
-            for name in left.keys() & file.arrays.keys():
+            for name in [name for name in left if name in file.arrays]:
                 array = left.pop(name)
                 values = _read_one(file, name, array, description.checksums)
                 if arrays.is_device(array):
