@@ -58,7 +58,7 @@ class Recording:
             check_places(places, engine.schedule.ranks)
         self._schedule = engine.plans.running
         self._comm = self._group.split(0, self._group.rank, "trace")
-        self._before = self._offset()
+        self._before = clock_offset(self._group, self._comm, now)
         pipeline.engine.record(self._recorder)
 
     def optimizer(self) -> AbstractContextManager[None]:
@@ -78,7 +78,8 @@ class Recording:
         """Stop recording, and bring the records of all ranks together on rank 0."""
         engine, before = self.pipeline.engine, self._before
         engine.record(None)
-        after, replicas = self._offset(), engine.partners.replicas
+        after = clock_offset(self._group, self._comm, self._recorder.now)
+        replicas = engine.partners.replicas
         planned = engine.plans.training.steps if engine.executor.clock.waits else None
         steps = steps_of(self._recorder, None if replicas is None else replicas.key, planned)
         clock = (before.at, before.ahead), (after.at, after.ahead)
@@ -90,9 +91,6 @@ class Recording:
         with self._group.raise_together("the analysis of a recording"):
             if found is not None:
                 self.trace = Trace(self._schedule, found)
-
-    def _offset(self) -> Offset:
-        return clock_offset(self._group, self._comm, self._recorder.now)
 
 
 @contextmanager

@@ -274,7 +274,7 @@ class Task:
                     "a pattern of freeze fits no parameter" + (" of an adapter" if any(map(is_adapter, names)) else ""),
                     found=pattern,
                     expected=f"one that fits names such as {', '.join(names[:4])}",
-                    remedy="docs/finetuning.md has the names",
+                    remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
                 )
         frozen = frozen_names(everything, tuple(self.freeze))
         if frozen and len(frozen) == len(everything):

@@ -317,19 +317,13 @@ def check_heads(values: dict[str, Any]) -> None:
 def check_positions(values: dict[str, Any]) -> None:
     """Raise ArgumentError for options of rotary positions next to learned ones, or the other way round."""
     most, learned = values["max_positions"], values["positions"] == "learned"
-    if learned and values["rope_scaling"] is not None:
+    kind, other, name = ("learned", "rotary", "rope_scaling") if learned else ("rotary", "learned", "max_positions")
+    if values[name] is not None:
         raise ArgumentError(
-            "a GPT with learned positions has no rope_scaling",
-            found=repr(values["rope_scaling"]),
+            f"a GPT with {kind} positions has no {name}",
+            found=f"{name} {values[name]!r}",
             expected="None",
-            remedy="say positions='rotary', or leave rope_scaling out",
-        )
-    if not learned and most is not None:
-        raise ArgumentError(
-            "a GPT with rotary positions has no table of max_positions rows",
-            found=f"max_positions {most}",
-            expected="None",
-            remedy="say positions='learned', or leave max_positions out",
+            remedy=f"say positions={other!r}, or leave {name} out",
         )
     if learned and most is not None and (not _is_size(most) or most < values["seq"]):
         raise _wrong("max_positions", most, f"an integer of at least seq, {values['seq']}")
