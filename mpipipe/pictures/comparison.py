@@ -121,15 +121,12 @@ def draw_comparison(timelines: Iterable[Timeline], path: str | os.PathLike[str])
             )
         bubbles[schedule.name][schedule.microbatches] = 100 * timeline.bubble_fraction
         peaks[schedule.name][schedule.microbatches] = max(timeline.peak_activations) / schedule.chunks
+    lines = [{name: sorted(line.items()) for name, line in each.items()} for each in (bubbles, peaks)]
     panels = [
-        Panel("bubble, % of the time", _sorted(bubbles), False),
-        Panel("peak memory, activations of all stages of a rank", _sorted(peaks), True),
+        Panel("bubble, % of the time", lines[0], False),
+        Panel("peak memory, activations of all stages of a rank", lines[1], True),
     ]
     paper.draw(path, lambda: _sheet(panels, ranks[0]))
-
-
-def _sorted(found: Mapping[str, Mapping[int, float]]) -> Points:
-    return {name: sorted(line.items()) for name, line in found.items()}
 
 
 def _sheet(panels: Sequence[Panel], ranks: int) -> paper.Sheet:

@@ -192,12 +192,12 @@ def _by_documents(file: TokenFile) -> list[TokenPart]:
 def find_files(path: Path) -> list[tuple[Path, int]]:
     """List (file, bytes) of a file, or of the text files below a folder, sorted by path; hidden and empty ones not."""
     with files.reading("data", path, DataError, expected=f"{files.REGULAR}, or a folder", remedy=REMEDY):
-        if files.is_folder(path):
+        folder = files.is_folder(path)
+        if folder:
             listed = [(file, size) for file, size in _walk(path) if size and not _is_binary(file)]
-            binary = False
         else:
             listed = [(path, files.check_regular(path).st_size)]
-            binary = _is_binary(path)
+        binary = not folder and _is_binary(path)
     if binary:
         raise DataError(
             "a binary file without a header that is known",

@@ -60,22 +60,20 @@ class Options:
     def count(self, key: str, default: Any = REQUIRED) -> Any:
         """Return an integer of at least 1; `default` where the option is missing or, unless required, null."""
         value = self.take(key, default)
-        if value is None and default is not REQUIRED:
+        if value is default or (value is None and default is not REQUIRED):
             return default
-        if value is not default and (type(value) is not int or not 1 <= value < 2**62):
+        if type(value) is not int or not 1 <= value < 2**62:
             raise self.error(key, "an integer of at least 1")
         return value
 
     def number(self, key: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
         """Return a finite number greater than `above`; `default` where the option is missing or null."""
         value = self.take(key, default)
-        if value is None and default is not REQUIRED:
+        if value is default or (value is None and default is not REQUIRED):
             return default
-        if value is not default:
-            if type(value) not in (int, float) or not math.isfinite(value) or not value > above:
-                raise self.error(key, f"a number above {above:g}")
-            value = float(value)
-        return value
+        if type(value) not in (int, float) or not math.isfinite(value) or not value > above:
+            raise self.error(key, f"a number above {above:g}")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
