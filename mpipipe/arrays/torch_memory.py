@@ -1,7 +1,7 @@
 """PyTorch's tensors on the memory of arrays.
 
 On the host that is numpy's own bridge. bfloat16, which numpy does not know, crosses as int16 of the same bits. On a GPU
-it is DLPack. PyTorch is imported by whoever calls this.
+it is DLPack. Who calls this has imported PyTorch.
 """
 
 from __future__ import annotations
