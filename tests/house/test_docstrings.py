@@ -48,8 +48,8 @@ CODES = {  # of numpydoc.validate
     "RT01": "no section Returns",
     "YD01": "no section Yields",
 }
-KIND = r"(int|str|bool|float|None|os\.PathLike\[str\]|[A-Z][A-Za-z]*(\[None\])?)"
-PLAIN = re.compile(rf"{KIND}( \| {KIND})*")  # annotations that say all of a type
+PLAIN_TYPE = r"(int|str|bool|float|None|os\.PathLike\[str\]|[A-Z][A-Za-z]*(\[None\])?|(list|tuple)\[(int|float|str)(, \.\.\.)?\])"
+PLAIN = re.compile(rf"{PLAIN_TYPE}( \| {PLAIN_TYPE})*")  # annotations that say all of a type
 NOUNS = set("A An The This These It Its What Which Who Whose Whether How Where There".split())
 
 
