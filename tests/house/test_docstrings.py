@@ -48,7 +48,8 @@ CODES = {  # of numpydoc.validate
     "RT01": "no section Returns",
     "YD01": "no section Yields",
 }
-PLAIN_TYPE = r"(int|str|bool|float|None|os\.PathLike\[str\]|[A-Z][A-Za-z]*(\[None\])?|(list|tuple)\[(int|float|str)(, \.\.\.)?\])"
+SERIES = r"(list|tuple)\[(int|float|str)(, \.\.\.)?\]"
+PLAIN_TYPE = rf"(int|str|bool|float|None|os\.PathLike\[str\]|[A-Z][A-Za-z]*(\[None\])?|{SERIES})"
 PLAIN = re.compile(rf"{PLAIN_TYPE}( \| {PLAIN_TYPE})*")  # annotations that say all of a type
 NOUNS = set("A An The This These It Its What Which Who Whose Whether How Where There".split())
 
