@@ -48,7 +48,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     """
     group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
     with group.raise_together("checkpoint.load: the arrays to set"):
-        # a new array where a stage hands out what nobody may write to
+        # a new array where a stage hands out what must not be written to
         wanted = {
             name: array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
             for name, array in contents_of(adapters, optimizer).items()

@@ -136,7 +136,6 @@ class Evaluator:
 
     def _batch(self, tokens: Tokens, own: Sequence[Window], length: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return inputs and targets of this rank: its positions of each window, zeros after the end of short ones."""
-        whole = length
         if self.shard.comm.size == 1:  # else the ring is made for windows of one length
             length = max((window.rows for window in own), default=1)
         read = np.zeros((max(1, len(own)), length + 1), np.int64)  # a replica without windows takes an empty one
@@ -147,7 +146,7 @@ class Evaluator:
                 place = int(outside[0])
                 raise out_of_range(int(row[place]), self.vocab, window.start + place, "the data")
         counts = np.zeros(len(read), np.int64)
-        counts[: len(own)] = np.searchsorted(self.shard.positions(whole), [window.rows for window in own])
+        counts[: len(own)] = np.searchsorted(self.shard.positions(length), [window.rows for window in own])
         documents = np.zeros(len(read), np.int64)
         documents[: len(own)] = [window.document for window in own]
         cut = self.shard.part
