@@ -28,8 +28,8 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job import group_of, raise_on_all
+from mpipipe.language.data.windows import generator
 from mpipipe.language.models.gpt import GPT, Model, check_layers
-from mpipipe.nn import random_key
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
 from mpipipe.train import check_actions
@@ -98,7 +98,7 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
         if decoder.mesh.rank == decoder.drawing:
             try:
                 tokens = [
-                    draw(row, sampling, generator(sampling.seed, each.prompt, len(each.tokens) - each.asked))
+                    draw(row, sampling, generator(sampling.seed, "sample", len(each.tokens) - each.asked, each.prompt))
                     for each, row in zip(asking, logits)
                 ]
             except NonFiniteError as caught:
@@ -311,11 +311,6 @@ class Sampling:
             raise ArgumentError("top-k", found=self.top_k, expected="a number of tokens, or 0 for all")
         if not 0 < self.top_p <= 1:
             raise ArgumentError("top-p", found=self.top_p, expected="a probability above 0, and 1 at most")
-
-
-def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
-    """Return the random numbers for one token of the answer to one prompt."""
-    return np.random.Generator(np.random.Philox(key=random_key("sample", seed), counter=[0, 0, prompt, position]))
 
 
 def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:

@@ -94,7 +94,7 @@ def _by_whole_forwards(prompts, sampling, count, model):
         tokens = list(prompt)
         for position in range(count):
             logits = stage.forward(np.array([tokens]))[0][0, -1]
-            tokens.append(draw(logits, sampling, generator(sampling.seed, number, position)))
+            tokens.append(draw(logits, sampling, generator(sampling.seed, "sample", position, number)))
             if tokens[-1] in sampling.stop:
                 break
         found[number] = tokens[len(prompt) :]

@@ -191,23 +191,17 @@ def save_adapter(
                 path.write_bytes(header)
         with group.raise_together("saving an adapter: the tensors"), explained(target):
             if mesh.replicas.rank == 0:
-                own = [part.theirs for part in parts if part.ours in parameters]
-                _write(path, {entries[name].start: planned[name] for name in own})
+                with path.open("r+b") as file:
+                    for name in [part.theirs for part in parts if part.ours in parameters]:
+                        file.seek(entries[name].start)
+                        file.write(planned[name].make().reshape(-1).view(np.uint8).data)
+                    file.flush()
+                    os.fsync(file.fileno())
         with group.raise_together("saving an adapter: its description"), explained(target):
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)
                 facts = config_of(lora, family, base)
                 files.write_whole(partial / ADAPTER_CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
-
-
-def _write(path: Path, tensors: Mapping[int, Planned]) -> None:
-    """Write tensors at their places. Raises OSError and NonFiniteError."""
-    with path.open("r+b") as file:
-        for start, planned in tensors.items():
-            file.seek(start)
-            file.write(planned.make().reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 # -- An adapter added to the matrices of the model that it was made for -----------------------------------------------
