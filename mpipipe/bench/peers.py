@@ -1,4 +1,4 @@
-"""`bench peers`: a pipelined GPT and a ring, beside PyTorch's over gloo: same model, cut, schedule, layout and threads.
+"""`bench peers`: a pipelined GPT and a ring, compared with PyTorch's over gloo: same model, cut, schedule, layout and threads.
 
 PyTorch's pipeline is `torch.distributed.pipelining` (Schedule1F1B). PyTorch has no released ring for CPUs, so the one
 here is written as its users write it: the zigzag layout, where keys and values (in the backward their gradients, too)
@@ -51,7 +51,7 @@ def peers(
     ring_heads: int = 8,
     ring_head_dim: int = 64,
 ) -> None:
-    """A pipelined GPT and a ring beside PyTorch's over gloo (mpiexec -n 2 python -m mpipipe bench peers)."""
+    """Compare a pipelined GPT and a ring with PyTorch's over gloo (mpiexec -n 2 python -m mpipipe bench peers)."""
     if torch is None:
         raise BackendError("bench peers needs PyTorch, which is not installed", remedy=how_to_install("torch"))
     comm = runtime.world()
@@ -103,7 +103,7 @@ def _check(
 
 
 def _pipelines(comm: Communicator, model: GPT, microbatches: int, rows: int, dtype: str, repeats: int) -> None:
-    """Report the step of one_f_one_b beside that of Schedule1F1B: forward, loss and backward of all micro-batches."""
+    """Compare one_f_one_b with Schedule1F1B: forward, loss and backward of all micro-batches."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     from mpipipe.bench.torch_gpt import sequential

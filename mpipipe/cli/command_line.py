@@ -160,6 +160,7 @@ DRAW = {
     "trace": Command("A step of a training below what its schedule predicts", "cli.draw:trace"),
 }
 BENCH = {
+    "all": Command("Most of these, as a page of results with a figure", "bench.results:every"),
     "pipeline": Command("Cost of the machinery on tiny stages", "bench.pipeline:pipeline"),
     "steps": Command("Launched steps against one after the other", "bench.pipeline:steps"),
     "transport": Command("Mailbox against bare Isend and Irecv", "bench.pipeline:transport"),
