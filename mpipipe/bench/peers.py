@@ -1,4 +1,4 @@
-"""`bench peers`: a pipelined GPT and a ring, compared with PyTorch's over gloo: same model, cut, schedule, layout and threads.
+"""`bench peers`: a pipelined GPT and a ring, compared with PyTorch's over gloo with the same model, cut and threads.
 
 PyTorch's pipeline is `torch.distributed.pipelining` (Schedule1F1B). PyTorch has no released ring for CPUs, so the one
 here is written as its users write it: the zigzag layout, where keys and values (in the backward their gradients, too)
