@@ -64,8 +64,8 @@ def alibi(heads: int) -> BiasFunction:
     Returns
     -------
     callable
-        The `bias` of `Local`, `Ring` or `Ulysses`. Without a causal mask it is symmetric. ArgumentError is raised for
-        other than a positive integer.
+        The `bias` of `Local`, `Ring`, `Ulysses` or `Cached`. Without a causal mask it is symmetric. ArgumentError is
+        raised for other than a positive integer.
 
     Examples
     --------
