@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, copy_context
+from functools import cache
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -106,6 +108,19 @@ def _threads(text: str) -> list[int]:
     if all(count.isascii() and count.isdigit() and count.strip("0") for count in counts):
         return [int(counts[0])]
     return []
+
+
+@cache
+def features() -> frozenset[str]:
+    """Return the names of what this processor can do, as Linux has them; none elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    parts = (line.partition(":") for line in lines)
+    return next(
+        (frozenset(text.split()) for name, _, text in parts if name.strip() in ("flags", "Features")), frozenset()
+    )
 
 
 # -- The pool ---------------------------------------------------------------------------------------------------------
