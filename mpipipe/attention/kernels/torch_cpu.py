@@ -20,19 +20,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mpipipe.arrays import share_threads
 from mpipipe.attention.kernels import host
 from mpipipe.attention.kernels.host import upcast_backward, upcast_forward
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import BAND, CAUSAL, Slice
 from mpipipe.attention.merge import merge
-from mpipipe.processor import given_threads
 
 COPY_ROWS = 1024  # with more queries, keys and values are first laid out head by head, since they are read so often
 PAIRS = 1 << 22  # of queries and keys in one call, unless a single key head has more
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-if (_THREADS := given_threads()) is not None:
-    torch.set_num_threads(_THREADS)
+share_threads()
 
 
 @upcast_forward
