@@ -5,7 +5,7 @@ know nothing of it. Pieces depend on the sizes of arrays alone, and what is summ
 so a kernel has the same bits for any number of threads.
 
 Products use the pool, too: BLAS with one thread on pieces of rows. Threads of BLAS itself wait in loops that keep their
-core busy, so two of them beside another busy process are slower than one, and their sums may have other bits. On idle
+core busy, so two of them next to another busy process are slower than one, and their sums may have other bits. On idle
 cores pieces are as fast (see nn/kernels/host/products.py).
 """
 
@@ -67,7 +67,7 @@ def given_threads() -> int | None:
 
 @contextmanager
 def threads_set_to(threads: int) -> Iterator[None]:
-    """Let `each` use so many threads within, whatever the user set: for measurements."""
+    """Let `each` use `threads` threads within, whatever the user set: for measurements."""
     before, _POOL.threads = thread_count(), threads
     try:
         yield
@@ -224,7 +224,7 @@ class _Pool:
         self.wakes: list[LockType] = []  # one for each helper, which goes on when it gets it
 
     def run(self, job: _Job, helpers: int, poll: Callable[[], object] | None) -> None:
-        """Do a job with so many helpers. One that does not wake up in time is not waited for."""
+        """Do a job with this number of helpers. One that does not wake up in time is not waited for."""
         while len(self.wakes) < helpers:
             wake = allocate_lock()
             wake.acquire()

@@ -26,7 +26,7 @@ def initial_generator(seed: int, name: str) -> np.random.Generator:
 def random_bits(stream: np.ndarray, counter: tuple[int, int, int], count: int, first: int = 0) -> np.ndarray:
     """Return `count` random 16-bit integers of the stream of this key at `counter`, three integers below 2**64.
 
-    They begin with number `first`, a multiple of 16: so many come from one step of the counter.
+    They begin with number `first`, a multiple of 16, since 16 come from one step of the counter.
     """
     start = np.array([first // 16, *counter], np.uint64)
     words = np.random.Philox(key=stream, counter=start).random_raw(-(-count // 4))

@@ -140,21 +140,3 @@ def test_threads_that_are_more_than_cores_are_named(cores, counts, text):
     rows = enumerate(zip(cores, counts))
     binding = [{"rank": rank, "host": "n1", "cores": own, "threads": count} for rank, (own, count) in rows]
     assert oversubscribed_threads(binding) == text
-
-
-SCRIPT = """
-import numpy, threadpoolctl
-from mpipipe import processor
-from mpipipe.job import runtime
-processor.set_threads()
-print({pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"})
-"""
-UNSET = {"OPENBLAS_NUM_THREADS": "", "MKL_NUM_THREADS": "", "BLIS_NUM_THREADS": ""}
-
-
-@pytest.mark.parametrize(("setting", "threads"), [("", 1), ("2", 2)])
-def test_a_rank_has_one_blas_thread_unless_the_user_says_otherwise(launch, setting, threads):
-    if threads > (os.cpu_count() or 1):
-        pytest.skip("one core has one thread")
-    job = launch(0, SCRIPT, env={**UNSET, "OMP_NUM_THREADS": setting})
-    assert (job.returncode, job.stdout.strip()) == (0, f"{{{threads}}}"), job.stderr

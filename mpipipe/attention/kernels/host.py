@@ -139,7 +139,7 @@ def _at_once(block: KVBlock, group: int) -> int:
 
 
 def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]]:
-    """Cut all (batch entry, key head) into (batch entries, key heads) with at most so many of them."""
+    """Cut all (batch entry, key head) into (batch entries, key heads) with at most `at_once` of them."""
     entries = max(1, at_once // kv_heads)
     return [
         (slice(b, min(b + entries, batch)), slice(h, min(h + at_once, kv_heads)))
