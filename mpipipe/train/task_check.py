@@ -7,6 +7,7 @@ them before its first step, in a rehearsal. `--check` does it before a job is qu
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -29,6 +30,7 @@ from mpipipe.train.task_calls import Reader, call, chain, example, place_of, rea
 
 OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
+REPEATS = 8  # calls that are compared: one of two values is drawn 8 times, and then 8 times the other, once in 2^15 times
 SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
@@ -44,16 +46,14 @@ def numbers(leaf: Any) -> np.ndarray:
     return array.astype(np.float64)
 
 
-def traits(tree: Tree) -> Traits | None:
-    """Return numbers by which the same arrays are known on another rank; None for what is no tree of numbers."""
+def traits(tree: Tree, first: int = 0) -> Traits | None:
+    """Return numbers by which rows from the first on are known on another rank; None for what is no tree of numbers."""
     try:
-        found = [numbers(leaf).ravel() for leaf in arrays.flatten(tree)[0]]
-        shapes = [tuple(leaf.shape) for leaf in arrays.flatten(tree)[0]]
+        found = [numbers(leaf[first:]) for leaf in arrays.flatten(tree)[0]]
     except (MpipipeError, AttributeError, TypeError, ValueError):
         return None
     return [
-        (shape, float(np.linalg.norm(values)), float(values @ np.cos(np.arange(values.size))))
-        for shape, values in zip(shapes, found)
+        (each.shape, float(np.linalg.norm(each)), float(each.ravel() @ np.cos(np.arange(each.size)))) for each in found
     ]
 
 
@@ -63,29 +63,6 @@ def alike(a: Traits, b: Traits) -> bool:
         abs(x - y) <= NEAR * max(norm, other) for (_, norm, *one), (_, other, *two) in zip(a, b)
         for x, y in zip((norm, *one), (other, *two))
     )  # fmt: skip
-
-
-def check_row(where: str, row: int, whole: Tree, alone: Tree) -> None:
-    """Raise DataError unless the last row of a batch is the row that comes where it alone is asked for."""
-    if whole is None:
-        return
-    for of_many, of_one in zip(arrays.flatten(whole)[0], arrays.flatten(alone)[0]):
-        many, one = numbers(of_many[-1:]), numbers(of_one)
-        if many.shape != one.shape or np.linalg.norm(many - one) > NEAR * np.linalg.norm(one):
-            raise DataError(
-                f"{where} gives another row {row} when that is asked for alone",
-                found=_differing(many, one),
-                expected="the same row, whatever is asked for with it and however often",
-                remedy=SEEDED,
-            )
-
-
-def _differing(many: np.ndarray, one: np.ndarray) -> str:
-    if many.shape != one.shape:
-        return f"shape {many.shape[1:]}, then {one.shape[1:]}"
-    place = int(np.abs(many - one).argmax())
-    at = ", ".join(map(str, np.unravel_index(place, many.shape)[1:]))
-    return f"{many.flat[place]:.6g}, then {one.flat[place]:.6g} at ({at})"
 
 
 def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]]) -> None:
@@ -115,36 +92,40 @@ def rows_twice(tree: Tree) -> Tree:
     return tree._make(both) if hasattr(tree, "_make") else both  # a loss may know its output as named
 
 
-def check_mean(
-    where: str, result: Sequence[Any], again: Callable[[Tree, Tree], Sequence[Any]], output: Tree, target: Tree
-) -> None:
+def steady(call: Callable[[], Any], same: Callable[[Any, Any], bool]) -> Any:
+    """Return what each of some calls returns; None where they differ, since random numbers are drawn."""
+    first, are_same = call(), True
+    for _ in range(REPEATS - 1):  # as many calls on every rank
+        are_same &= same(first, call())
+    return first if are_same else None
+
+
+def same_loss(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether (value, gradient, weight) of two calls of a loss are the same."""
+    return one[2] == other[2] and _near(one[0], other[0], 1e-5) and _halved(one, other, 1) is None
+
+
+def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any]) -> None:
     """Raise ConfigError unless a loss is a mean over rows, and its gradient that of a mean.
 
-    With each row twice a mean stays as it is, and the gradient for each of the rows is half of what it was. Nothing can
-    be said of a loss that draws random numbers.
+    With each row `twice` a mean stays as it is, and the gradient for each of the rows is half of what it was.
     """
-    same, twice = again(output, target), again(rows_twice(output), rows_twice(target))  # as many calls on every rank
-    right, (old, new) = _halved(result, twice), (_number(each[0]) for each in (result, twice))
-    is_mean = bool(np.isclose(old, new, rtol=1e-2, atol=1e-7))
-    if is_mean and right is None:
-        return
-    if not np.isclose(old, _number(same[0]), rtol=1e-5, atol=1e-7) or _halved(result, same, 1) is not None:
-        return
-    if not is_mean:
+    if not _near(once[0], twice[0], 1e-2):
         raise ConfigError(
             f"{where} returns a value that is no mean over the rows",
-            found=f"{old:.6g}, and {new:.6g} with each row twice",
+            found=f"{_number(once[0]):.6g}, and {_number(twice[0]):.6g} with each row twice",
             expected="the same: values of micro-batches are averaged",
             remedy="divide by what you sum over; a loss that compares rows with each other has over_batch = True",
         )
-    assert right is not None
-    raise ConfigError(
-        f"{where} returns a gradient that is not that of a mean over the rows",
-        found="norm {:.6g}; {:.6g} where each row is there twice".format(*right),
-        expected="half of it then, since the value is divided by twice as much",
-        remedy="divide the gradient by what the value is divided by; "
-        "`python -m mpipipe train FILE.py --check` compares it with differences",
-    )
+    norms = _halved(once, twice)
+    if norms is not None:
+        raise ConfigError(
+            f"{where} returns a gradient that is not that of a mean over the rows",
+            found="norm {:.6g}; {:.6g} where each row is there twice".format(*norms),
+            expected="half of it then, since the value is divided by twice as much",
+            remedy="divide the gradient by what the value is divided by; "
+            "`python -m mpipipe train FILE.py --check` compares it with differences",
+        )
 
 
 def _halved(result: Sequence[Any], other: Sequence[Any], factor: float = 2) -> tuple[float, float] | None:
@@ -164,15 +145,20 @@ def _number(value: Any) -> float:
     return float(value.item() if arrays.is_array(value) else value)
 
 
-def check_metric(where: str, name: str, once: float, twice: float) -> None:
+def _near(one: Any, other: Any, relative: float) -> bool:
+    return bool(np.isclose(_number(one), _number(other), rtol=relative, atol=1e-7))
+
+
+def check_metrics(where: str, once: Mapping[str, float], twice: Mapping[str, float]) -> None:
     """Raise ConfigError for a metric that is a sum over rows."""
-    if once and np.isclose(twice, 2 * once, rtol=1e-3, atol=0):
-        raise ConfigError(
-            f"{where} returns a sum over the rows",
-            found=f"{name} {once:.6g}, and {twice:.6g} with each row twice",
-            expected="means, which are averaged over micro-batches and ranks",
-            remedy="divide it by what it is summed over",
-        )
+    for name, value in once.items():
+        if value and np.isclose(twice[name], 2 * value, rtol=1e-3, atol=0):
+            raise ConfigError(
+                f"{where} returns a sum over the rows",
+                found=f"{name} {value:.6g}, and {twice[name]:.6g} with each row twice",
+                expected="means, which are averaged over micro-batches and ranks",
+                remedy="divide it by what it is summed over",
+            )
 
 
 def misnamed(task: Task) -> list[str]:
@@ -206,7 +192,7 @@ def doubts(task: Task) -> list[str]:
 class TaskLoss:
     """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true.
 
-    While it `rehearses`, a third value is checked: the weight of a micro-batch with each row twice is twice as large.
+    If it `rehearses`, the micro-batch that comes is tried with each row twice, too: means stay, and weights double.
     """
 
     def __init__(self, task: Task) -> None:
@@ -232,48 +218,48 @@ class TaskLoss:
                     continue
                 for name, value in call(self.task, "metrics", y, goal, by=self._metrics).items():
                     self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([value * weight, weight])
+        self.rehearses = False
         return result
 
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
-        found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
+        def found(y: Tree, goal: Tree) -> dict[str, float]:
+            return {name: float(value) for name, value in self.task.metrics(y, goal).items()}
+
         if self.rehearses:
-            twice = self.task.metrics(rows_twice(output), rows_twice(target))
-            for name, value in found.items():
-                check_metric(place_of(self.task, "metrics"), name, value, twice[name])
-        return found
+            pairs = (output, target), (rows_twice(output), rows_twice(target))
+            once, twice = (steady(partial(found, *pair), operator.eq) for pair in pairs)
+            if once is not None and twice is not None:
+                check_metrics(place_of(self.task, "metrics"), once, twice)
+        return found(output, target)
 
     def _evaluate(self, output: Any, target: Any, **factor: float) -> Any:
         result = self.task.loss(output, target, **factor)
-        checked = self.plain.checked(result)
-        weight = checked[2]
-        if self.rehearses and weight != 0:
-            Loss.scaled(result[1], 1.0, output)
-        if weight is None:
-            if self.rehearses and self.declared is None and not self.over_batch:
+        weight = self.plain.checked(result)[2]
+        if weight is not None and self.declared is not None:
+            raise _weight_error("mean_over_entries, too")
+        if self.rehearses:
+            if weight != 0:
+                Loss.scaled(result[1], 1.0, output)
+            if weight is None and self.declared is None and not self.over_batch:
                 self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
-        elif self.rehearses or self.declared is not None:
-            self._check_weight(weight, output, target, factor)
-        if self.rehearses and not self.over_batch and weight != 0:
-            check_mean(place_of(self.task, "loss"), checked, partial(self._again, factor), output, target)
+            if weight is not None or not self.over_batch:
+                self._rehearse(weight, output, target, factor)
         return result
 
-    def _again(self, factor: Mapping[str, float], output: Any, target: Any) -> Any:
-        return self.plain.checked(self.task.loss(output, target, **factor))
+    def _rehearse(self, weight: float | None, output: Any, target: Any, factor: Mapping[str, float]) -> None:
+        """Raise ConfigError for a loss that is no mean, or a weight that counts nothing, unless the loss is random."""
 
-    def _check_weight(self, weight: float, output: Any, target: Any, factor: Mapping[str, float]) -> None:
-        """Raise ConfigError for a third value that another attribute contradicts, or that counts nothing."""
-        found, doubled = "mean_over_entries, too", weight
-        if self.declared is None:
-            pair = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
-            doubled = float(self.task.loss(*pair, **factor)[2])  # type: ignore[misc]
-            found = f"{weight}, and {doubled} with each row twice"
-        if self.declared is not None or not math.isclose(doubled, 2 * weight, rel_tol=1e-2):
-            raise ConfigError(
-                "the third value that a loss returns is not the weight of a micro-batch",
-                found=found,
-                expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
-                remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
-            )
+        def again(y: Any, goal: Any) -> Any:
+            return self.plain.checked(self.task.loss(y, goal, **factor))
+
+        twice = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
+        once, doubled = (steady(partial(again, *pair), same_loss) for pair in ((output, target), twice))
+        if once is None or doubled is None or weight == 0:
+            return
+        if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
+            raise _weight_error(f"{weight}, and {doubled[2]} with each row twice")
+        if not self.over_batch:
+            check_mean(place_of(self.task, "loss"), once, doubled)
 
     def means(self, group: RankGroup) -> dict[str, float]:
         """Return the means of all ranks since the last call; collective."""
@@ -285,6 +271,15 @@ class TaskLoss:
         return {name: float(value / weight) for name, (value, weight) in total.items()}
 
 
+def _weight_error(found: str) -> ConfigError:
+    return ConfigError(
+        "the third value that a loss returns is not the weight of a micro-batch",
+        found=found,
+        expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
+        remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
+    )
+
+
 def scores_of(task: Task, loss: Any) -> TaskLoss | None:
     """Return the loss where a validation collects the metrics of a task by it."""
     return loss if isinstance(loss, TaskLoss) and type(task).metrics is not Task.metrics else None
@@ -294,10 +289,27 @@ def scores_of(task: Task, loss: Any) -> TaskLoss | None:
 
 
 def check_batch(task: Task, method: str, number: int, rows: range, shard: Shard, found: Pair) -> None:
-    """Raise DataError where the last row of a batch, asked for alone, is another one."""
-    last = rows[-1:]
-    for whole, alone in zip(found, read(task, method, number, last, shard)):
-        check_row(f"{place_of(task, method)}", last[0], whole, alone)
+    """Raise DataError where a task does not give the last row of a batch alone, or another one then."""
+    where, row = place_of(task, method), rows[-1]
+    try:
+        alone = read(task, method, number, rows[-1:], shard)
+    except MpipipeError as error:
+        raise DataError(
+            f"{where} gives rows {rows.start}..{row}, and not row {row} alone: {error.message}",
+            found=error.found,
+            expected="any rows that are asked for: other meshes, `plan` and --dry-run ask for few of them, or for one",
+            remedy="let what belongs together, such as a pair, be one row",
+        ) from error
+    for of_many, of_one in zip(found, alone):
+        many, one = traits(of_many, len(rows) - 1), traits(of_one)
+        if many is not None and one is not None and not alike(many, one):
+            raise DataError(
+                f"{where} gives another row {row} when that is asked for alone",
+                found="{}, then {}".format(*(", ".join(f"{shape[1:]} of norm {norm:.6g}" for shape, norm, _ in each)
+                                             for each in (many, one))),
+                expected="the same row, whatever is asked for with it and however often",
+                remedy=SEEDED,
+            )  # fmt: skip
 
 
 def row_traits(task: Task, method: str, number: int, shard: Shard) -> dict[str, Any]:
@@ -345,7 +357,7 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
             own.rehearses, own.collects = True, scores is not None
         call(task, "layers", *pair, when=" in the validation" * (method == "validation"), by=pipeline.evaluate)
         if own is not None:
-            own.rehearses = own.collects = False
+            own.collects = False
     parts = [part for part in group.gather("train: the entries of targets", own and own.entries) if part]
     different = [part for part in parts if any(a * parts[0][0] != part[0] * b for a, b in zip(part, parts[0]))]
     if different:
@@ -388,20 +400,26 @@ def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
     lines, right, output = _check_rows(task, again, range(rows), shard), True, None
+    inputs, target = example(task, rows, 1, shard)
+    layers: list[nn.Layer] = []
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
+        layers.append(layer)
         name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
         line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
         lines.append(line)
         right, output = right and fine, (stage, x)
     assert output is not None  # a task has a layer at least
-    y, target = output[0].forward(output[1], nn.Position(training=False))[0], example(task, rows, 1, shard)[1]
+    unused = {*getattr(inputs, "skips", ())}.difference(nn.names_of(layers)[0])
+    if unused:
+        lines.append(f"inputs: no layer takes {', '.join(sorted(unused))}, which the inputs have")
+    y = output[0].forward(output[1], nn.Position(training=False))[0]
     loss = TaskLoss(task)
     line, fine = _checked("loss", _LossStage(loss, target), y, None)
     if fine:
         loss.rehearses = loss.collects = True
         loss(y, target)
-    return [*lines, line], right and fine
+    return [*lines, line], right and fine and not unused
 
 
 def _check_rows(task: Task, again: Task, rows: range, shard: Shard) -> list[str]:
