@@ -11,6 +11,9 @@ from mpipipe.nn import Attend
 from mpipipe.text import counted
 
 
+GRID = 8  # positions of queries and of keys at which biases of all ranks are compared
+
+
 class Shard:
     """The share of one rank in each sample; data, positions and attention of one shard fit together.
 
@@ -48,6 +51,7 @@ class Shard:
         self.size = comm.size if size is None else size
         self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
+        self.biases: list[str] = []  # what is known of those that `attend` was given, the same on all ranks
         self._divided: dict[int, Layout] = {}
 
     def divide(self, length: int) -> Layout:
@@ -140,6 +144,11 @@ class Shard:
         causal, window, scale, bias : bool, int, float and callable, optional
             As for `attention.Local`.
         """
+        if callable(bias):
+            at = np.unique(np.linspace(0, length - 1, GRID).astype(np.int64))
+            values = np.clip(bias(at[:, None], at), -1e4, 1e4).ravel()  # infinite where it is a mask
+            sums = np.linalg.norm(values), values @ np.cos(np.arange(values.size))
+            self.biases.append("norm {:.4g} and projection {:.4g} at some positions".format(*sums))
         if self.comm.size == 1:
             local = Local(causal, scale, window, bias=bias)
             if self.size > 1:  # on paper: rows are those of a rank

@@ -165,7 +165,7 @@ class Task:
         step : int
             Number of the step, from 0. The batch depends on it alone, or a resumed training has other batches.
         rows : range
-            Indices of the rows that are wanted, in the whole batch.
+            Indices of the rows that are wanted, in the whole batch: any number of them, also one.
         shard : Shard
             This rank's share of each row.
 

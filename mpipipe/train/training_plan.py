@@ -220,7 +220,7 @@ def make_shard(config: TaskConfig, task: Task, mesh: Mesh) -> tuple[Shard, list[
         layers = outline(task, shard, config.seed)
     with group.raise_together("train: the layers on paper"):
         problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-    agree_on_layers(task, problem, group)
+    agree_on_layers(task, problem, shard, group)
     return shard, layers
 
 
