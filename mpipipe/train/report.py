@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from mpipipe.text import counted
 from mpipipe.train import sinks
 from mpipipe.train.screen import COLUMNS, Bar, JsonLines, SafeStream, find_terminal, warn
-from mpipipe.train.sinks import SinkContext, Sinks
+from mpipipe.train.sinks import Facts, SinkContext, Sinks
 
 LOG = "train.log"
 SMALL = 0.05  # share of the time: a bubble below it is not explained
@@ -68,7 +68,7 @@ class Record:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, facts: Mapping[str, float]) -> Record:
+    def of(cls, facts: Facts) -> Record:
         """Return the record with these facts.
 
         Parameters
@@ -79,14 +79,8 @@ class Record:
         known: dict[str, Any] = {name: value for name, value in facts.items() if name in FIELDS}
         return cls(**known, metrics={name: value for name, value in facts.items() if name not in FIELDS})
 
-    def facts(self) -> dict[str, float]:
-        """Return what was measured, by name.
-
-        Returns
-        -------
-        dict
-            The fields that are not None, in their order, and the metrics.
-        """
+    def facts(self) -> Facts:
+        """Return what was measured, by name: the fields that are not None, in their order, and the metrics."""
         own = {name: value for name, value in vars(self).items() if value is not None and name in FIELDS}
         return {**own, **{name: value for name, value in self.metrics.items() if name not in FIELDS}}
 
@@ -207,7 +201,7 @@ class Reporter:
 
     def record(self, record: Record) -> None:
         """Append a record to the metrics and hand it to the sinks, and show it as a line or two."""
-        facts = record.facts() | self.pace.stamp()
+        facts = {**record.facts(), **self.pace.stamp()}
         self.metrics.append(json.dumps(facts))
         self.sinks.write(facts)
         for line in lines_of(record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpipipe.arrays import Array
 from mpipipe.attention import BiasFunction, Layout, Local, Ring
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of
@@ -68,21 +69,11 @@ class Shard:
             self._divided[length] = found
         return self._divided[length]
 
-    def part(self, array: np.ndarray, axis: int = 1) -> np.ndarray:
-        """Return this rank's part of an array along an axis.
+    def part(self, array: Array, axis: int = 1) -> Array:
+        """Return this rank's part of an array along an axis: all of it on a single rank, else a C-contiguous copy.
 
-        Parameters
-        ----------
-        array : numpy.ndarray
-            The whole, or anything with `shape` that `numpy.asarray` reads, such as an array of Zarr or h5py.
-        axis : int
-            The axis that is divided.
-
-        Returns
-        -------
-        numpy.ndarray
-            The array itself where a single rank has all of it, else a C-contiguous copy. Parts may differ by one
-            position, with zigzag by two.
+        The array may be anything with `shape` that `numpy.asarray` reads, such as an array of Zarr or h5py. Parts may
+        differ by one position, with zigzag by two.
         """
         if self.size == 1:
             return np.asarray(array)
@@ -92,39 +83,15 @@ class Shard:
             return np.ascontiguousarray(array[at])
         return self.divide(array.shape[axis]).shard(np.asarray(array), self.rank, axis)
 
-    def whole(self, array: np.ndarray, axis: int = 1) -> np.ndarray:
-        """Put an array together from the parts of all ranks; collective over `comm`.
-
-        Parameters
-        ----------
-        array : numpy.ndarray
-            This rank's part, as `part` returns it.
-        axis : int
-            The axis that is divided.
-
-        Returns
-        -------
-        numpy.ndarray
-            The whole, on each rank.
-        """
+    def whole(self, array: Array, axis: int = 1) -> Array:
+        """Put an array together, on each rank, from the parts of all ranks along an axis; collective over `comm`."""
         if self.size == 1:
             return array
         parts = group_of(self.comm).gather("the parts of an array", array)
         return self.divide(sum(part.shape[axis] for part in parts)).unshard(parts, axis)
 
-    def positions(self, length: int) -> np.ndarray:
-        """Return which of `length` positions this rank holds.
-
-        Parameters
-        ----------
-        length : int
-            Of the whole sequence, or axis.
-
-        Returns
-        -------
-        numpy.ndarray
-            (own length,), int64, rising.
-        """
+    def positions(self, length: int) -> Array:
+        """Return which of `length` positions, of the whole sequence or axis, this rank holds: int64, rising."""
         return self.divide(length).positions(self.rank)
 
     def attend(

@@ -29,6 +29,9 @@ Loss: TypeAlias = "Callable[..., Any]"
 Numbers: TypeAlias = "Sequence[float]"
 Pair: TypeAlias = "tuple[Any, Any]"  # inputs and targets; what `Task.begin` takes may follow
 Named: TypeAlias = "Mapping[str, float]"
+Names: TypeAlias = "set[str]"
+Optimizer: TypeAlias = Any
+Shape: TypeAlias = "tuple[int, ...]"
 Stages: TypeAlias = "Sequence[nn.Stage]"
 
 ASKED = ("layers", "loss", "batch", "validation")  # what a task has to have
@@ -128,32 +131,17 @@ class Task:
     def layers(self, shard: Shard) -> Layers:
         """Make the whole model, in order; collective over `shard.comm`.
 
-        Parameters
-        ----------
-        shard : Shard
-            This rank's share of each sample.
-
-        Returns
-        -------
-        list
-            Of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of functions without arguments
-            that make one of these. What a function makes is made on the ranks that need it alone.
+        The list is of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of functions without
+        arguments that make one of these. What a function makes is made on the ranks that need it alone.
         """
         raise NotImplementedError
 
-    def loss(self, output: Tree, target: Tree) -> tuple[Any, Any]:
+    def loss(self, output: Tree, target: Tree) -> Pair:
         """Return the loss of a micro-batch and its gradient. May as well be an attribute: a loss of `nn` or `adapters`.
 
-        Parameters
-        ----------
-        output, target : array, or tuple or dict of arrays
-            What the last layer returned, and the targets of the micro-batch.
-
-        Returns
-        -------
-        value, doutput : float, array
-            A mean over the micro-batch, and its gradient, shaped as the output. A third value is its weight: how many
-            things it is a mean over. Without it a micro-batch counts by the entries of its target.
+        (value, doutput) are a mean over the micro-batch, and its gradient, shaped as the output of the last layer. A
+        third value is its weight: how many things it is a mean over. Without it a micro-batch counts by the entries of
+        its target.
         """
         raise NotImplementedError
 
@@ -181,15 +169,8 @@ class Task:
 
         Parameters
         ----------
-        index : int
-            Number of the batch, from 0.
-        rows, shard : range, Shard
-            As for `batch`.
-
-        Returns
-        -------
-        inputs, targets : array, or tuple or dict of arrays
-            As for `batch`.
+        index, rows, shard : int, range, Shard
+            Number of the batch, from 0; the others as for `batch`.
         """
         raise NotImplementedError
 
@@ -200,51 +181,28 @@ class Task:
         return {}
 
     def show(self, output: Tree, target: Tree, shard: Shard) -> str:
-        """Show what the trained model makes of the first micro-batch of the validation.
+        """Show what the trained model makes of the first micro-batch of the validation, as lines for the end.
 
         Parameters
         ----------
-        output, target : array, or tuple or dict of arrays
-            Of that micro-batch.
-        shard : Shard
-            This rank's share; called on the ranks of the last stage of the first replica, so that they can put the
-            `whole` together.
-
-        Returns
-        -------
-        str
-            Lines for the end of the training, those of the first of these ranks; "" for none.
+        output, target, shard : Tree, Tree, Shard
+            Of that micro-batch, on the ranks of the last stage of the first replica, so that they can put the `whole`
+            together. The lines of the first of them count.
         """
         return ""
 
-    def optimizer(self, stages: Stages, config: Any) -> Any:
-        """Return an optimizer in place of the one that the options name; None for that.
+    def optimizer(self, stages: Stages, config: Any) -> Optimizer | None:
+        """Return an optimizer of the stages of this rank in place of the one that the options name; None for that.
 
-        Parameters
-        ----------
-        stages, config : sequence of Stage, TaskConfig
-            The stages of this rank, and the configuration of the training.
-
-        Returns
-        -------
-        object or None
-            With `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as `optim.AdamW`. It
-            steps with the `lr` that it is called with, which is that of `rate_at`.
+        It has `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as `optim.AdamW`, and
+        steps with the `lr` that it is called with, which is that of `rate_at`.
         """
         return None
 
     def rate_at(self, step: int, config: Any) -> float:
-        """Return the learning rate of a step, the same on all ranks; by default the options' warm-up and cosine.
+        """Return the learning rate of a step, from 0, the same on all ranks; by default the options' warm-up and cosine.
 
-        Parameters
-        ----------
-        step, config : int, TaskConfig
-            Number of the step, from 0, and the configuration of the training: `return config.lr` is a constant rate.
-
-        Returns
-        -------
-        float
-            What the optimizer is called with, and what is shown and written.
+        `return config.lr` is a constant rate.
         """
         return optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
 
@@ -277,19 +235,8 @@ class Task:
         """Return what measured times hold for, besides the layers and the options of the mesh."""
         return {}
 
-    def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
-        """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for what is not known.
-
-        Parameters
-        ----------
-        rows, dtype : int, str
-            Rows of a micro-batch, and what the training computes in.
-
-        Returns
-        -------
-        tuple of int
-            A training is refused where what it surely needs exceeds the memory.
-        """
+    def sample_bytes(self, rows: int, dtype: str) -> Shape:
+        """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for what is not known."""
         return 0, 0
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
@@ -307,11 +254,6 @@ class Task:
         ----------
         rows, microbatches, shard : int, int, Shard
             Rows of all micro-batches, how many there are, and this rank's share.
-
-        Returns
-        -------
-        inputs, targets : array, or tuple or dict of arrays
-            As of `batch`.
         """
         raise NotImplementedError  # `batch` gives them
 
@@ -326,43 +268,21 @@ class Task:
     # -- the model, on this rank
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Loss | None:
-        """Return the loss after a stage; None for `loss`.
+        """Return the loss after a stage, as `Pipeline` takes it; None for `loss`.
 
         Parameters
         ----------
         stage, rows, shard : Stage, int, Shard
             The last stage, rows of a micro-batch, and this rank's share.
-
-        Returns
-        -------
-        callable or None
-            A loss as of `Pipeline`.
         """
         return None
 
-    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
-        """Return the shape of what a stage hands to the next, for measurements.
-
-        Parameters
-        ----------
-        rows, shard : int, Shard
-            Rows of a micro-batch, and this rank's share.
-
-        Returns
-        -------
-        tuple of int or None
-            None: the largest one is measured.
-        """
+    def message_shape(self, rows: int, shard: Shard) -> Shape | None:
+        """Return the shape of what a stage hands to the next for these rows; None: the largest one is measured."""
         return None
 
     def load(self, stages: Stages, mesh: Mesh) -> None:
-        """Set the parameters with which a new training begins, where they are not those that were drawn; collective.
-
-        Parameters
-        ----------
-        stages, mesh : sequence of Stage, Mesh
-            The stages of this rank, and all ranks.
-        """
+        """Set the parameters with which a new training begins, where they are not those that were drawn; collective."""
 
     # -- what is said and written
 
@@ -374,19 +294,8 @@ class Task:
         """Return what of such sizes must be the same in a training and in the checkpoint that it continues from."""
         return sizes
 
-    def unfinished(self, out: Path) -> set[str]:
-        """Return names of what a training leaves in its output folder that ended while it wrote them.
-
-        Parameters
-        ----------
-        out : Path
-            The output folder.
-
-        Returns
-        -------
-        set of str
-            Names within it.
-        """
+    def unfinished(self, out: Path) -> Names:
+        """Return names of what a training leaves in its output folder that ended while it wrote them."""
         if self.file is None:
             return set()
         tops = {name.partition("/")[0] for name in self.file.copies}
@@ -436,12 +345,7 @@ class Task:
         Parameters
         ----------
         plan, pipeline, mesh, shard : LayerPlan, Pipeline, Mesh, Shard
-            As they were in the training.
-
-        Returns
-        -------
-        str
-            The text of rank 0.
+            As they were in the training. The text of rank 0 counts.
         """
         return ""
 

@@ -59,26 +59,10 @@ def divided(text: str) -> tuple[str, str | None]:
 
 
 def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
-    """Load a task on all ranks from the file as rank 0 has it; collective.
+    """Load a task, with its `file`, on all ranks from the file as rank 0 has it; collective.
 
-    Parameters
-    ----------
-    text : str
-        FILE.py or FILE.py:CLASS; a relative path begins in the working folder of rank 0.
-    values : sequence of str
-        NAME=VALUE for attributes.
-    comm : communicator
-        The ranks.
-
-    Returns
-    -------
-    Task
-        With its `file`.
-
-    Raises
-    ------
-    ConfigError
-        The file is missing or does not import, has no task or several, or the task lacks a method.
+    `text` is FILE.py or FILE.py:CLASS, from the working folder of rank 0, `values` are NAME=VALUE for attributes.
+    Raises ConfigError where the file is missing or does not import, has no task or several, or the task lacks a method.
     """
     group, (name, wanted), content = group_of(comm), divided(text), None
     with group.raise_together("train: the file of the task"):
