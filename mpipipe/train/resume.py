@@ -21,7 +21,7 @@ from mpipipe.files import PARTIAL
 from mpipipe.job import Preemption, group_of
 from mpipipe.nn import Stage
 from mpipipe.options import option_of, written
-from mpipipe.train import output_folder, provenance, sinks
+from mpipipe.train import output_folder, sinks
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.options import OutputOptions, RunOptions
 from mpipipe.train.progress import Progress
@@ -108,8 +108,7 @@ def _is_in(found: Checkpoint, out: Path) -> bool:
 def _check_unfinished(out: Path, task: Task) -> None:
     """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
     ours = {sinks.NAME, sinks.NAME + PARTIAL, checkpoints_of(out).name, *task.unfinished(out)}
-    names = sorted({path.name for path in out.iterdir()} - ours) if out.is_dir() else []
-    others = [name for name in names if not output_folder.is_ours(name) and not provenance.is_ours(name)]
+    others = sorted(name for name in output_folder.names_in(out) - ours if not output_folder.OURS.fullmatch(name))
     if others:
         raise ConfigError(
             "there is no checkpoint to go on from, and the folder is not empty",

@@ -16,18 +16,16 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, check_training
-from mpipipe.train import output_folder, provenance, resume, sinks
+from mpipipe.train import output_folder, resume, sinks
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
-from mpipipe.train.shard import Shard
 from mpipipe.train.survival import ElasticRun
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shard, Task
 from mpipipe.train.task_calls import Reader, layers_of
 from mpipipe.train.task_check import TaskLoss, rehearse, scores_of, validate
 from mpipipe.train.task_file import TaskFileConfig, load_task
-from mpipipe.train.tracing import Tracing, trace_folder
-from mpipipe.train.trainer import Trainer
+from mpipipe.train.trainer import Tracing, Trainer, trace_folder
 from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, with_order
 
 
@@ -219,7 +217,7 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     ArgumentError
         The weights are damaged.
     """
-    path = Path(run, provenance.CONFIG)
+    path = Path(run, output_folder.CONFIG)
     if not files.exists(path) or "task" not in read_keys(path):
         raise ConfigError(
             "the folder is not that of a task in a file",
@@ -289,9 +287,9 @@ def _reporter(
         if surroundings is None:  # not on rank 0
             return NullReporter()
         reporter = make(task.unit, surroundings["oversubscribed"])
-        keys = provenance.resolved(config, task, plan, device, mesh.pipe.size)
+        keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
         try:
-            provenance.write(out, keys, surroundings, task.handed_over, task.file)
+            output_folder.write(out, keys, surroundings, task.handed_over, task.file)
         except OSError as error:
             reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
         reporter.open_sinks(config.metrics_to, keys, named)

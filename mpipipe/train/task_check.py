@@ -24,13 +24,12 @@ from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, 
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan
-from mpipipe.train.shard import Shard
-from mpipipe.train.task import Pair, Task
+from mpipipe.train.task import Pair, Shard, Task
 from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read
 
 OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
-REPEATS = 8  # calls that are compared: one of two values is drawn 8 times, and then 8 times the other, once in 2^15 times
+REPEATS = 8  # calls that are compared: of two values one is drawn 8 times, then the other 8 times, once in 2^15 times
 SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "

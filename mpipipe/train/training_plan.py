@@ -21,8 +21,7 @@ from mpipipe.train import resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
-from mpipipe.train.shard import Shard
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shard, Task
 from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
 from mpipipe.train.task_check import TaskLoss
 
