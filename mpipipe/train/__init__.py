@@ -5,7 +5,7 @@ The room trains any model, and knows nothing of tokens:
     task             what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
     task_file        a task from a file       task_calls       how it is called: errors, batches one step ahead
     task_check       its loss; a rehearsal, and what is wrong in a task although nothing raises
-    options, config  what a user sets; one description of an option in mpipipe/options.py
+    config           what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop
     progress, resume, survival       the state of a training; checkpoints; going on when ranks die
     report, screen, sinks            what people and programs see
@@ -15,10 +15,9 @@ The room trains any model, and knows nothing of tokens:
 
 from importlib import import_module
 
-from mpipipe.train.config import TaskConfig
+from mpipipe.train.config import INSTEAD, PLANNED, TaskConfig
 from mpipipe.train.config import read_keys as read_keys
 from mpipipe.train.config import toml_line as toml_line
-from mpipipe.train.options import INSTEAD, PLANNED
 from mpipipe.train.output_folder import absolute, shared_path
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn

@@ -13,7 +13,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import RankGroup, group_of
 from mpipipe.nn import Stage, announce_write
 from mpipipe.pipeline import Pipeline
-from mpipipe.train.options import TrainingOptions
+from mpipipe.train.config import TrainingOptions
 from mpipipe.train.report import Record
 from mpipipe.train.task import Task
 

@@ -22,8 +22,7 @@ from mpipipe.job import Preemption, group_of
 from mpipipe.nn import Stage
 from mpipipe.options import option_of, written
 from mpipipe.train import output_folder, sinks
-from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import OutputOptions, RunOptions
+from mpipipe.train.config import OutputOptions, RunOptions, TaskConfig
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
 from mpipipe.train.screen import warn

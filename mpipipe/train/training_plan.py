@@ -18,8 +18,7 @@ from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.schedules import WITH_COSTS, Links, Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train import resume
-from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_one_text, is_table
+from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingOptions, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.task import Shard, Task
 from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of

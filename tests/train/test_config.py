@@ -14,7 +14,7 @@ from support import harness
 from mpipipe.errors import ConfigError
 from mpipipe.options import kinds_of, option_of
 from mpipipe.train import TrainConfig
-from mpipipe.train.options import INSTEAD
+from mpipipe.train.config import INSTEAD
 
 KINDS, OTHER_NAMES = kinds_of(TrainConfig), TrainConfig.other_names
 TYPED = ("partition", "memory_limit", "metrics_to", "preempt_signals", "time_limit")  # texts that are parsed
