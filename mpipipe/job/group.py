@@ -7,7 +7,7 @@ A group brings four things together, each in a file of its own: a private commun
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,14 @@ class RankGroup(OpenGroup):
         with self.failing(call):
             self.wait(own(self.comm.Ibcast(buffer, root)), call, everyone=True)
         return value if self.rank == root else pickle.loads(buffer.tobytes())
+
+    def from_first(self, call: str, function: Callable[[], Any]) -> Any:
+        """Return, and raise, on every rank what a function does on rank 0; it returns any picklable object."""
+        value = None
+        with self.raise_together(call):
+            if self.rank == 0:
+                value = function()
+        return self.broadcast(call, value)
 
     @contextmanager
     def raise_together(self, call: str) -> Iterator[None]:

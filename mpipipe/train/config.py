@@ -342,17 +342,14 @@ def _check_together(config: TaskConfig) -> None:
         raise ConfigError("resume = auto without out", expected=expected, remedy=remedy)
     init = getattr(config, "init", None)
     if config.resume not in ("auto", "no") and init is not None:
-        raise ConfigError(
-            "resume and init are both given",
-            found=f"resume {config.resume}, init {init}",
-            expected="one of them: a checkpoint that is resumed has weights",
-        )
+        found = f"resume {config.resume}, init {init}"
+        raise _both_given("resume and init", found, "a checkpoint that is resumed has weights")
     if config.recompute and config.recompute_limit is not None:
-        raise ConfigError(
-            "recompute and recompute_limit are both given",
-            found=f"recompute_limit {config.recompute_limit}",
-            expected="one of them: recompute runs all forwards again, recompute_limit some",
+        found, why = (
+            f"recompute_limit {config.recompute_limit}",
+            "recompute runs all forwards again, recompute_limit some",
         )
+        raise _both_given("recompute and recompute_limit", found, why)
     strange = [name for name in config.fixed if name not in PLANNED]
     if strange:
         raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
@@ -380,18 +377,20 @@ def _check_plan(config: TaskConfig) -> None:
                 remedy=f"give {name} a value, or leave it out of fixed",
             )
     if is_path(config.schedule) or is_table(config.schedule):
-        raise ConfigError(
-            "plan = auto and an order of a schedule are both given",
-            found=f"schedule {config.schedule}" if is_path(config.schedule) else "a table of actions as schedule",
-            expected="one of them: an order is made for its own ranks, chunks and micro-batches",
-            remedy="leave out plan, or name a schedule that the package makes",
+        raise _both_given(
+            "plan = auto and an order of a schedule",
+            f"schedule {config.schedule}" if is_path(config.schedule) else "a table of actions as schedule",
+            "an order is made for its own ranks, chunks and micro-batches",
+            "leave out plan, or name a schedule that the package makes",
         )
     if config.survive:
-        raise ConfigError(
-            "plan = auto and survive are both given",
-            expected="one of them: a plan is made for a number of ranks, and survive changes that",
-            remedy="make a plan with `mpipipe plan`, and give its file to the training",
-        )
+        why = "a plan is made for a number of ranks, and survive changes that"
+        remedy = "make a plan with `mpipipe plan`, and give its file to the training"
+        raise _both_given("plan = auto and survive", None, why, remedy)
+
+
+def _both_given(names: str, found: str | None, why: str, remedy: str | None = None) -> ConfigError:
+    return ConfigError(f"{names} are both given", found=found, expected=f"one of them: {why}", remedy=remedy)
 
 
 # -- A configuration as a file in TOML: read, and written -------------------------------------------------------------

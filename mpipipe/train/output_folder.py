@@ -39,21 +39,20 @@ def shared_path(comm: Communicator, path: str | None) -> str:
 
     The ranks may have different working folders. Raises ConfigError if the working folder of rank 0 is gone.
     """
-    absolute, group = None, group_of(comm)
-    with group.raise_together("the path of a folder"):
-        if comm.rank == 0:
-            try:
-                absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
-            except OSError as error:
-                raise ConfigError(
-                    f"the working folder is gone: {error.strerror}",
-                    found=str(path),
-                    expected="an absolute path",
-                    remedy="start the job in a folder that exists, or name an absolute path",
-                ) from error
-            if path is None:
-                absolute = _new(absolute)
-    return group.broadcast("the path of a folder", absolute)
+
+    def found() -> str:
+        try:
+            place = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
+        except OSError as error:
+            raise ConfigError(
+                f"the working folder is gone: {error.strerror}",
+                found=str(path),
+                expected="an absolute path",
+                remedy="start the job in a folder that exists, or name an absolute path",
+            ) from error
+        return _new(place) if path is None else place
+
+    return group_of(comm).from_first("the path of a folder", found)
 
 
 def _new(path: str) -> str:

@@ -40,6 +40,15 @@ class Progress:
         self.outcome: Outcome = 0.0, 0.0, None
         self.reported, self.in_memory = -1, False
 
+    @property
+    def scalars(self) -> Scalars:
+        """What the loss scaler and the pipeline count."""
+        return self.scaler.scale, self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken
+
+    @scalars.setter
+    def scalars(self, values: Scalars) -> None:
+        self.scaler.scale, self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = values
+
     def scaling(self) -> dict[str, Any]:
         """Return what a record says of the loss scale, where that is dynamic."""
         return {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped} if self.scaler.dynamic else {}
@@ -74,9 +83,8 @@ class Progress:
             raise ValueError("the record has something else than numbers")
         optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
         self.step, self.record, self.reported = found.step, record, found.step or -1
-        self.pipeline.steps_taken = _count(state["random"]["steps_taken"])
-        self.scaler.scale = float(scale["scale"])
-        self.scaler.good, self.scaler.skipped = _count(scale["good"]), _count(scale["skipped"])
+        counts = scale["good"], scale["skipped"], state["random"]["steps_taken"]
+        self.scalars = float(scale["scale"]), *map(_count, counts)  # type: ignore[assignment]
 
 
 def _count(value: Any) -> int:
@@ -114,11 +122,11 @@ class StepBarrier:
     """
 
     def __init__(self, progress: Progress, group: RankGroup, together: bool) -> None:
-        self.optimizer, self.scaler, self.pipeline = progress.optimizer, progress.scaler, progress.pipeline
+        self.progress, self.optimizer = progress, progress.optimizer
         self.group, self.together = group, together
         self.step_begun, self.made = -1, progress.step
         self.pending: Callable[[], Any] | None = None
-        self._before: Scalars = self._now()
+        self._before = progress.scalars
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -136,7 +144,7 @@ class StepBarrier:
 
     def begin(self, step: int) -> None:
         """Remember what a step changes before its end."""
-        self.step_begun, self._before = step, self._now()
+        self.step_begun, self._before = step, self.progress.scalars
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
         """Make a step of the optimizer, once all ranks can; collective."""
@@ -162,8 +170,4 @@ class StepBarrier:
 
     def scalars(self) -> Scalars:
         """Return what belongs to the number of steps that were made."""
-        return self._before if self.made == self.step_begun else self._now()
-
-    def _now(self) -> Scalars:
-        scaler = self.scaler
-        return scaler.scale, scaler.good, scaler.skipped, self.pipeline.steps_taken
+        return self._before if self.made == self.step_begun else self.progress.scalars

@@ -195,7 +195,7 @@ class Reporter:
 
     def advance(self) -> None:
         """Count one more step."""
-        self.pace.advance()
+        self.pace.done += 1
         if self.bar is not None:
             self.bar.draw(self.pace.done, self.pace.rate(), self.pace.timing())
 
@@ -253,7 +253,7 @@ class NullReporter:
 
 
 class Pace:
-    """Counts the steps of one start of a training, and times them; `done` steps are made so far."""
+    """Times the steps of one start of a training; `done` steps are made so far."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.before, self.done = steps, done, done
@@ -263,21 +263,13 @@ class Pace:
         """Let the time begin now."""
         self.start = self.last = time.monotonic()
 
-    def advance(self) -> None:
-        """Count one more step."""
-        self.done += 1
-
-    def gone(self) -> float:
-        """Seconds since this start."""
-        return time.monotonic() - self.start
-
     def rate(self) -> float:
         """Steps per second since this start, including the time between steps; 0 before the first step."""
-        return (self.done - self.before) / max(self.gone(), 1e-9)
+        return (self.done - self.before) / max(time.monotonic() - self.start, 1e-9)
 
     def timing(self) -> str:
         """Return the time since this start and the time left, in words."""
-        rate, gone = self.rate(), duration(self.gone())
+        rate, gone = self.rate(), duration(time.monotonic() - self.start)
         left = self.steps - self.done
         return f"{gone}, {duration(left / rate)} left" if rate and left else gone
 

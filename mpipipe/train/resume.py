@@ -46,19 +46,20 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
     Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is damaged or missing, and
     ConfigError for one of another training, and for an output folder that this training may not go on in.
     """
-    group, found = group_of(mesh.comm), None
-    with group.raise_together("train: where to begin"):
-        if mesh.rank == 0:
-            found = checkpoint_of(config, out)
-            if found is not None:
-                _check_same(found, config, task)
-            if config.resume == "no" or (found is not None and not _is_in(found, out)):
-                output_folder.check_vacant(out, checkpoint.newest(checkpoints_of(out)) is not None)
-            else:
-                sinks.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
-                if found is None:
-                    _check_unfinished(out, task)
-    return group.broadcast("train: where to begin", found)
+
+    def start() -> Checkpoint | None:
+        found = checkpoint_of(config, out)
+        if found is not None:
+            _check_same(found, config, task)
+        if config.resume == "no" or (found is not None and not _is_in(found, out)):
+            output_folder.check_vacant(out, checkpoint.newest(checkpoints_of(out)) is not None)
+        else:
+            sinks.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
+            if found is None:
+                _check_unfinished(out, task)
+        return found
+
+    return group_of(mesh.comm).from_first("train: where to begin", start)
 
 
 def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:

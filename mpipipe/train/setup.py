@@ -175,16 +175,13 @@ def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> t
     with group.raise_together("evaluate: the mesh"):
         mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
     with mesh:
-        device, found = select_device(config.device, comm), None
+        device = select_device(config.device, comm)
         with arrays.own_stream(device):
             task.find_data(group)
             shard, layers = make_shard(config, task, mesh)
             plan = make_plan(config, task, mesh, device)
             task.open_data(plan, mesh)
-            with group.raise_together("evaluate: the run folder"):
-                if comm.rank == 0:
-                    found = resume.newest_state(run)
-            found = group.broadcast("evaluate: the run folder", found)
+            found = group.from_first("evaluate: the run folder", lambda: resume.newest_state(run))
             stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
             checkpoint.load(found.path, mesh, stages)
             with Pipeline(stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas) as pipeline:

@@ -157,8 +157,7 @@ class ElasticRun:
                     group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
         progress.optimizer.steps = int(table[root, 1])
         progress.step, progress.record = facts["step"], facts["record"]
-        scaler = progress.scaler
-        scaler.scale, scaler.good, scaler.skipped, progress.pipeline.steps_taken = facts["scalars"]
+        progress.scalars = facts["scalars"]
         for stage in progress.pipeline.stages:
             stage.sync_compute()
 

@@ -7,10 +7,9 @@ them before its first step, in a rehearsal. `--check` does it before a job is qu
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import partial
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -29,7 +28,7 @@ from mpipipe.train.task_calls import Reader, call, chain, example, place_of, rea
 
 OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
-REPEATS = 8  # calls that are compared: of two values one is drawn 8 times, then the other 8 times, once in 2^15 times
+REPEATS = 8  # evaluations in all of which a loss looks wrong: one that draws one of two values does once in 2^16
 SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
@@ -91,14 +90,6 @@ def rows_twice(tree: Tree) -> Tree:
     return tree._make(both) if hasattr(tree, "_make") else both  # a loss may know its output as named
 
 
-def steady(call: Callable[[], Any], same: Callable[[Any, Any], bool]) -> Any:
-    """Return what each of some calls returns; None where they differ, since random numbers are drawn."""
-    first, are_same = call(), True
-    for _ in range(REPEATS - 1):  # as many calls on every rank
-        are_same &= same(first, call())
-    return first if are_same else None
-
-
 def same_loss(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether (value, gradient, weight) of two calls of a loss are the same."""
     return one[2] == other[2] and _near(one[0], other[0], 1e-5) and _halved(one, other, 1) is None
@@ -130,7 +121,7 @@ def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any]) -> None:
 def _halved(result: Sequence[Any], other: Sequence[Any], factor: float = 2) -> tuple[float, float] | None:
     """Return None where a gradient is `factor` times that of the same rows in the other result; else both norms."""
     for one, two in zip(*(arrays.flatten(each[1])[0] for each in (result, other))):
-        if one is None or two is None:
+        if one is None or two is None or (factor == 1 and not arrays.is_device(one) and np.array_equal(one, two)):
             continue
         single, double = numbers(one), numbers(two)[: len(one)]
         norms = float(np.linalg.norm(single)), float(np.linalg.norm(double))
@@ -199,6 +190,7 @@ class TaskLoss:
         self.declared = getattr(task.loss, "mean_over_entries", None)
         self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
         self.over_batch = bool(getattr(task.loss, "over_batch", False))
+        self.suspect: ConfigError | None = None  # of a rehearsal
         self.sums: dict[str, np.ndarray] = {}
         self.entries: list[int] = []  # of each array of the targets, where these count
         self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
@@ -221,19 +213,25 @@ class TaskLoss:
         return result
 
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
-        def found(y: Tree, goal: Tree) -> dict[str, float]:
-            return {name: float(value) for name, value in self.task.metrics(y, goal).items()}
-
+        found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
         if self.rehearses:
-            pairs = (output, target), (rows_twice(output), rows_twice(target))
-            once, twice = (steady(partial(found, *pair), operator.eq) for pair in pairs)
-            if once is not None and twice is not None:
-                check_metrics(place_of(self.task, "metrics"), once, twice)
-        return found(output, target)
+            twice = self.task.metrics(rows_twice(output), rows_twice(target))
+            with self._suspecting():
+                check_metrics(place_of(self.task, "metrics"), found, twice)
+        return found
+
+    @contextmanager
+    def _suspecting(self) -> Iterator[None]:
+        """Keep an error: of a loss that draws random numbers it is none."""
+        try:
+            yield
+        except ConfigError as error:
+            self.suspect = error
 
     def _evaluate(self, output: Any, target: Any, **factor: float) -> Any:
         result = self.task.loss(output, target, **factor)
-        weight = self.plain.checked(result)[2]
+        checked = self.plain.checked(result)
+        weight = checked[2]
         if weight is not None and self.declared is not None:
             raise _weight_error("mean_over_entries, too")
         if self.rehearses:
@@ -242,23 +240,25 @@ class TaskLoss:
             if weight is None and self.declared is None and not self.over_batch:
                 self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
             if weight is not None or not self.over_batch:
-                self._rehearse(weight, output, target, factor)
+                self._rehearse(checked, output, target, factor)
         return result
 
-    def _rehearse(self, weight: float | None, output: Any, target: Any, factor: Mapping[str, float]) -> None:
-        """Raise ConfigError for a loss that is no mean, or a weight that counts nothing, unless the loss is random."""
+    def _rehearse(self, checked: Sequence[Any], output: Any, target: Any, factor: Mapping[str, float]) -> None:
+        """Suspect a loss that is no mean, or a weight that counts nothing."""
+        weight = checked[2]
 
         def again(y: Any, goal: Any) -> Any:
             return self.plain.checked(self.task.loss(y, goal, **factor))
 
         twice = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
-        once, doubled = (steady(partial(again, *pair), same_loss) for pair in ((output, target), twice))
-        if once is None or doubled is None or weight == 0:
+        once, doubled = again(output, target), again(*twice)  # as many calls on every rank
+        if weight == 0 or not same_loss(checked, once):
             return
-        if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
-            raise _weight_error(f"{weight}, and {doubled[2]} with each row twice")
-        if not self.over_batch:
-            check_mean(place_of(self.task, "loss"), once, doubled)
+        with self._suspecting():
+            if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
+                raise _weight_error(f"{weight}, and {doubled[2]} with each row twice")
+            if not self.over_batch:
+                check_mean(place_of(self.task, "loss"), once, doubled)
 
     def means(self, group: RankGroup) -> dict[str, float]:
         """Return the means of all ranks since the last call; collective."""
@@ -352,11 +352,20 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
         seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts))
         with group.raise_together(f"train: the first row of {method} on all ranks"):
             check_ranks(place_of(task, method), seen)
-        if own is not None:
-            own.rehearses, own.collects = True, scores is not None
-        call(task, "layers", *pair, when=" in the validation" * (method == "validation"), by=pipeline.evaluate)
+        wrong = own is not None
+        for _ in range(REPEATS):
+            if own is not None:
+                own.rehearses, own.collects, own.suspect = True, scores is not None, None
+            when = " in the validation" * (method == "validation")
+            call(task, "layers", *pair, when=when, by=pipeline.evaluate)
+            wrong = wrong and own is not None and own.suspect is not None
+            if not any(group.gather("train: whether the loss is a mean", wrong)):
+                break
         if own is not None:
             own.collects = False
+        with group.raise_together("train: the loss"):
+            if wrong and own is not None and own.suspect is not None:
+                raise own.suspect
     parts = [part for part in group.gather("train: the entries of targets", own and own.entries) if part]
     different = [part for part in parts if any(a * parts[0][0] != part[0] * b for a, b in zip(part, parts[0]))]
     if different:
@@ -416,8 +425,13 @@ def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int
     loss = TaskLoss(task)
     line, fine = _checked("loss", _LossStage(loss, target), y, None)
     if fine:
-        loss.rehearses = loss.collects = True
-        loss(y, target)
+        for _ in range(REPEATS):
+            loss.rehearses, loss.collects, loss.suspect = True, True, None
+            loss(y, target)
+            if loss.suspect is None:
+                break
+        if loss.suspect is not None:
+            raise loss.suspect
     return [*lines, line], right and fine and not unused
 
 

@@ -64,14 +64,13 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
     `text` is FILE.py or FILE.py:CLASS, from the working folder of rank 0, `values` are NAME=VALUE for attributes.
     Raises ConfigError where the file is missing or does not import, has no task or several, or the task lacks a method.
     """
-    group, (name, wanted), content = group_of(comm), divided(text), None
-    with group.raise_together("train: the file of the task"):
-        if comm.rank == 0:
-            with files.reading(
-                "the file of the task", Path(name), ConfigError, remedy=REMEDY, also=(UnicodeDecodeError,)
-            ):
-                content = Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
-    path, code = group.broadcast("train: the file of the task", content)
+    group, (name, wanted) = group_of(comm), divided(text)
+
+    def content() -> tuple[Path, str]:
+        with files.reading("the file of the task", Path(name), ConfigError, remedy=REMEDY, also=(UnicodeDecodeError,)):
+            return Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
+
+    path, code = group.from_first("train: the file of the task", content)
     with group.raise_together("train: loading the task"):
         with IMPORTING:
             module = imported(path, code)

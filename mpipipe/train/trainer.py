@@ -164,11 +164,11 @@ class Trainer:
         config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
         self.step_barrier.begin(step)
         self.tracing.begin_step(config.steps - step)
-        with self.tracing.reading():
+        with self.tracing.part("reading"):
             batch = self.reader.batch(step)
         pending = pipeline.launch(*batch, scale=self.progress.scaler.scale)
         lr = float(call(self.task, "rate_at", step, config))
-        with self.tracing.optimizer():
+        with self.tracing.part("optimizer"):
             norm = self._optimize(lr)
         loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
         self.times += 1, perf_counter() - start, pipeline.busy, pipeline.elapsed + self.reader.waited
@@ -269,13 +269,9 @@ class Tracing:
         if self.folder is not None and (self.made == 1 or (self.made == 0 and left == 1)):
             self.recording = Recording(self.pipeline, self.mesh.comm)
 
-    def optimizer(self) -> AbstractContextManager[None]:
-        """Mark the optimizer of the step under way."""
-        return nullcontext() if self.recording is None else self.recording.optimizer()
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Mark the wait for the batch of the step that comes."""
-        return nullcontext() if self.recording is None else self.recording.reading()
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Mark a part of the step under way: its "optimizer", or the wait for its batch, "reading"."""
+        return nullcontext() if self.recording is None else getattr(self.recording, name)()
 
     def end_step(self) -> None:
         """Write the trace once enough steps are recorded; collective."""

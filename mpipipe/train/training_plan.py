@@ -153,11 +153,8 @@ def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
     """
     if not is_path(config.schedule):
         return config
-    group, table, call = group_of(comm), None, "train: the order of the schedule"
-    with group.raise_together(call):
-        if comm.rank == 0:
-            table = _read(config, out)
-    return replace(config, schedule=group.broadcast(call, table))
+    table = group_of(comm).from_first("train: the order of the schedule", lambda: _read(config, out))
+    return replace(config, schedule=table)
 
 
 def _read(config: TaskConfig, out: Path) -> str:
