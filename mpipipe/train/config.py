@@ -305,7 +305,14 @@ class TaskConfig(RunOptions, ParallelOptions):
             for key, value in part.items():
                 name = names.get(key, key)
                 if name not in names.values():
-                    raise cls._unknown_key_error(key, source)
+                    instead = INSTEAD.get(as_word(key))
+                    meant = near(key, names, cls.other_names) if instead is None else []
+                    raise ConfigError(
+                        f"unknown key in {source}",
+                        found=key,
+                        expected=" or ".join(meant) or ", ".join(names.values()),
+                        remedy=instead or "`mpipipe train --help` explains each",
+                    )
                 values[name] = value
         if values.get("plan") == "auto":
             values["fixed"] = (*values.get("fixed", ()), *(name for name in PLANNED if name in values))
@@ -315,17 +322,6 @@ class TaskConfig(RunOptions, ParallelOptions):
     @classmethod
     def _check_given(cls, values: dict[str, Any]) -> None:
         """Raise ConfigError for values that cannot be given together, whatever they are."""
-
-    @classmethod
-    def _unknown_key_error(cls, key: str, source: str | None) -> ConfigError:
-        names, instead = {key_of(entry): entry.name for entry in fields(cls)}, INSTEAD.get(as_word(key))
-        meant = near(key, names, cls.other_names) if instead is None else []
-        return ConfigError(
-            f"unknown key in {source}",
-            found=key,
-            expected=" or ".join(meant) or ", ".join(names.values()),
-            remedy=instead or "`mpipipe train --help` explains each",
-        )
 
 
 document(TaskConfig)

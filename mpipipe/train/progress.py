@@ -26,19 +26,16 @@ class Progress:
 
     Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the sample from the seed. So
     these numbers are the position in the data and the state of all random numbers.
-
-    step, record, outcome : number of steps made, the last record, and the outcome of the last step
-    reported : number of steps after which nothing is left to do
-    in_memory : whether the state comes from ranks that live on: no checkpoint may hold it
     """
 
     def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh, task: Task) -> None:
         self.pipeline, self.mesh = pipeline, mesh
         self.optimizer = make_optimizer(config, pipeline, task)
         self.scaler = make_scaler(config)
-        self.step, self.record = 0, Record(0)
-        self.outcome: Outcome = 0.0, 0.0, None
-        self.reported, self.in_memory = -1, False
+        self.step, self.record = 0, Record(0)  # number of steps made, and the last record
+        self.outcome: Outcome = 0.0, 0.0, None  # of the last step
+        self.reported = -1  # number of steps after which nothing is left to do
+        self.in_memory = False  # whether the state comes from ranks that live on: no checkpoint may hold it
 
     @property
     def scalars(self) -> Scalars:
@@ -115,17 +112,13 @@ def make_scaler(config: TrainingOptions) -> optim.LossScaler:
 
 
 class StepBarrier:
-    """An optimizer that, if ranks go `together`, changes nothing before all of a group have come to the same step.
-
-    made : number of steps made
-    pending : function that makes the step to which all ranks may have come; None if no step is pending
-    """
+    """An optimizer that, if ranks go `together`, changes nothing before all of a group have come to the same step."""
 
     def __init__(self, progress: Progress, group: RankGroup, together: bool) -> None:
         self.progress, self.optimizer = progress, progress.optimizer
         self.group, self.together = group, together
-        self.step_begun, self.made = -1, progress.step
-        self.pending: Callable[[], Any] | None = None
+        self.step_begun, self.made = -1, progress.step  # numbers of steps
+        self.pending: Callable[[], Any] | None = None  # makes the step to which all ranks may have come
         self._before = progress.scalars
 
     @property

@@ -120,7 +120,8 @@ def _check_unfinished(out: Path, task: Task) -> None:
 
 def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
-    place, now, others = str(found.path), facts_of(config, task), _others(config)
+    place, now = str(found.path), facts_of(config, task)
+    others = [entry.name for entry in fields(config) if not option_of(entry).decides]  # paths of data, too
 
     def fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return what must stay the same. Sizes are those of the model, with what the options have left open."""
@@ -177,11 +178,6 @@ def _holds(path: Path, code: bytes) -> bool:
         return path.read_bytes() == code
     except OSError:
         return False
-
-
-def _others(config: TaskConfig) -> list[str]:
-    """Return the options that may change: paths of data, too, whose fingerprint is compared."""
-    return [entry.name for entry in fields(config) if not option_of(entry).decides]
 
 
 def plain(values: Any) -> Any:

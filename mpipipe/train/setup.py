@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,8 +155,11 @@ def _train(
         if chosen:
             reporter.say(chosen)
         stack.enter_context(trainer.checkpoints)
-        with told(trainer.whereabouts):
+        try:
             return trainer.run()
+        except KeyboardInterrupt as error:  # for the report of the job's end
+            error.args = error.args or (trainer.whereabouts(),)
+            raise
 
 
 def _stages(
@@ -291,14 +294,3 @@ def _reporter(
             reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
         reporter.open_sinks(config.metrics_to, keys, named)
         return reporter
-
-
-@contextmanager
-def told(whereabouts: Callable[[], str]) -> Iterator[None]:
-    """Give a KeyboardInterrupt within the text of `whereabouts()`, for the report of the job's end."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if not error.args:
-            error.args = (whereabouts(),)
-        raise

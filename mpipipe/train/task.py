@@ -41,15 +41,12 @@ ASKED = ("layers", "loss", "batch", "validation")  # what a task has to have
 
 @dataclass(frozen=True)
 class TaskSource:
-    """The file that a task was loaded from, as it was then, the name of its class, and modules that the file imports.
-
-    `modules` are those from its own folder, by their paths in there.
-    """
+    """The file that a task was loaded from, as it was then, the name of its class, and modules that it imports."""
 
     path: Path
     name: str
     content: bytes
-    modules: Mapping[str, bytes] = field(default_factory=dict)
+    modules: Mapping[str, bytes] = field(default_factory=dict)  # from its own folder, by their paths in there
 
     @property
     def copies(self) -> dict[str, bytes]:

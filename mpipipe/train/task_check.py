@@ -233,7 +233,7 @@ class TaskLoss:
         checked = self.plain.checked(result)
         weight = checked[2]
         if weight is not None and self.declared is not None:
-            raise _weight_error("mean_over_entries, too")
+            raise self._weight_error("mean_over_entries, too")
         if self.rehearses:
             if weight != 0:
                 Loss.scaled(result[1], 1.0, output)
@@ -256,9 +256,17 @@ class TaskLoss:
             return
         with self._suspecting():
             if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
-                raise _weight_error(f"{weight}, and {doubled[2]} with each row twice")
+                raise self._weight_error(f"{weight}, and {doubled[2]} with each row twice")
             if not self.over_batch:
                 check_mean(place_of(self.task, "loss"), once, doubled)
+
+    def _weight_error(self, found: str) -> ConfigError:
+        return ConfigError(
+            f"{place_of(self.task, 'loss')}: the third value that a loss returns is not the weight of a micro-batch",
+            found=found,
+            expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
+            remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
+        )
 
     def means(self, group: RankGroup) -> dict[str, float]:
         """Return the means of all ranks since the last call; collective."""
@@ -268,15 +276,6 @@ class TaskLoss:
                 total[name] = total.get(name, np.zeros(2)) + both
         self.sums = {}
         return {name: float(value / weight) for name, (value, weight) in total.items()}
-
-
-def _weight_error(found: str) -> ConfigError:
-    return ConfigError(
-        "the third value that a loss returns is not the weight of a micro-batch",
-        found=found,
-        expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
-        remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
-    )
 
 
 def scores_of(task: Task, loss: Any) -> TaskLoss | None:

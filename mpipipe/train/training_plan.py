@@ -228,6 +228,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs = inputs_of(config, task, shard)
     problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
+    largest = max((sum(leaf.size for leaf in arrays.flatten(x)[0]) for x in inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         inputs=inputs,
@@ -235,7 +236,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         layers=lambda: layers_of(task, shard, config.seed),
         loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
         example=lambda rows, microbatches: example(task, rows, microbatches, shard, config.batch),
-        message_shape=lambda rows: task.message_shape(rows, shard) or (rows, max(map(_size, inputs[1:]), default=1)),
+        message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
         optimizer=lambda pipeline: make_optimizer(config, pipeline, task),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
@@ -248,11 +249,6 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
 def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
     """Return an input of each layer for one row, where the task does not say how large they are; collective."""
     return [] if task.message_shape(1, shard) else [x for _, x in chain(task, shard, config.seed)]
-
-
-def _size(tree: Tree) -> int:
-    """How many numbers a row has."""
-    return sum(leaf.size for leaf in arrays.flatten(tree)[0])
 
 
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard) -> tuple[TaskConfig, str]:
