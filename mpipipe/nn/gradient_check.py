@@ -230,11 +230,9 @@ class _Check:
         self.differences[name] = abs(found - expected) / max(scale, abs(expected), np.finfo(float).tiny)
 
     def _refresh(self) -> None:
-        for renew in ("sync_compute", "refresh"):
-            function: Callable[[], object] | None = getattr(self.stage, renew, None)
-            if function is not None:
-                function()
-                return
+        renew = getattr(self.stage, "sync_compute", None) or getattr(self.stage, "refresh", None)
+        if renew is not None:
+            renew()
 
     def _compare_ways(self, expected: dict[str, np.ndarray]) -> None:
         """Compare the gradients that come in another way with those that the differences have shown to be right."""

@@ -40,7 +40,7 @@ def check_same_config(group: RankGroup, config: TaskConfig) -> None:
 
 
 def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Record:
-    """Train a task on all ranks of a communicator; collective.
+    """Train a task on all ranks of a communicator; collective. Raises what `train` does for text.
 
     Parameters
     ----------
@@ -55,11 +55,6 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     -------
     Record
         The state at the end of the training.
-
-    Raises
-    ------
-    MpipipeError
-        As `train`, which does it for text.
     """
     comm = runtime.resolve(comm)
     group = group_of(comm)

@@ -341,13 +341,12 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
     own = loss if isinstance(loss, TaskLoss) else None
     for method, number in (("batch", step), ("validation", 0)):
         pair: Pair = None, None
+        facts: dict[str, Any] = {}
         with group.raise_together(f"train: the first {method}"):
             if reader.reads:
                 pair = reader.begun(read(task, method, number, reader.rows, reader.shard))
                 check_batch(task, method, number, reader.rows, reader.shard, pair)
-        facts: dict[str, Any] = {}
-        with group.raise_together(f"train: the first row of {method}"):
-            facts = row_traits(task, method, number, reader.shard) if reader.reads else {}
+                facts = row_traits(task, method, number, reader.shard)
         seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts))
         with group.raise_together(f"train: the first row of {method} on all ranks"):
             check_ranks(place_of(task, method), seen)
