@@ -46,11 +46,6 @@ def in_one_text(values: Iterable[object]) -> str:
     return ",".join(map(str, values)) or "none"
 
 
-def names_of_signals(signals: Iterable[Signals]) -> str:
-    """Write signals as `parse_signals` reads them."""
-    return in_one_text(Signals(signal).name.removeprefix("SIG") for signal in signals)
-
-
 @dataclass(frozen=True)
 class ParallelOptions:
     """Ranks, stages, schedule."""
@@ -132,11 +127,6 @@ class TrainingOptions:
     eval_every: int = option(100, "steps between two validations; there is one more at the end", least=1)
     eval_batches: int = option(4, "batches of a validation", least=1)
 
-    @property
-    def scales_dynamically(self) -> bool:
-        """Whether the loss scale is changed while the training runs, as the gradients allow."""
-        return self.loss_scale == 0 or (self.loss_scale is None and self.dtype == "float16")
-
 
 @dataclass(frozen=True)
 class OutputOptions:
@@ -185,7 +175,7 @@ class ClusterOptions:
         "USR2,TERM",
         "signals at which a checkpoint is saved and all ranks leave with exit code 75; none: no such signal",
         parse=parse_signals,
-        show=names_of_signals,
+        show=lambda signals: in_one_text(Signals(each).name.removeprefix("SIG") for each in signals),
     )
     preempt_grace: float = option(
         600.0, "seconds from such a signal until the job ends at once, saved or not; inf for no limit", least=0

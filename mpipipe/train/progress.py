@@ -102,8 +102,8 @@ def make_optimizer(config: TrainingOptions, pipeline: Pipeline, task: Task) -> A
 
 
 def make_scaler(config: TrainingOptions) -> optim.LossScaler:
-    """Return the scaler of the loss that a configuration asks for."""
-    if config.scales_dynamically:
+    """Return the scaler of the loss that a configuration asks for; a dynamic one changes it as the gradients allow."""
+    if config.loss_scale == 0 or (config.loss_scale is None and config.dtype == "float16"):
         return optim.LossScaler()
     return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)
 
