@@ -159,20 +159,10 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
 
 
 def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
-    """Choose the device of this rank; collective over `comm`. A GPU that is chosen becomes the current one.
+    """Return the device of this rank, "cpu" or "cuda", the same on all ranks of `comm`; collective over these.
 
-    Parameters
-    ----------
-    name : str
-        "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; "auto", the GPUs where there
-        are some, else the CPU.
-    comm : mpi4py.MPI.Intracomm, optional
-        The ranks that choose together; by default COMM_WORLD.
-
-    Returns
-    -------
-    str
-        "cpu" or "cuda", the same on all ranks.
+    `name` is "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; or "auto", the GPUs where
+    there are some, else the CPU. A GPU that is chosen becomes the current one.
 
     Raises
     ------

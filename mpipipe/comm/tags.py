@@ -25,23 +25,9 @@ MAX_CHANNELS = 64  # communicators are a scarce resource: MPICH has 2 046 of the
 
 
 class Tags:
-    """Tags of one pipeline.
+    """Tags of one pipeline, which need `channels` communicators whose largest tag is `tag_ub`.
 
-    Parameters
-    ----------
-    placement : sequence of int
-        Rank of each logical stage.
-    microbatches : int
-        M.
-    tag_ub : int
-        The largest tag that the communicator takes.
-    skips : sequence of (int, int)
-        The two stages of each skip.
-
-    Attributes
-    ----------
-    channels : int
-        How many communicators the tags need.
+    `placement` is the rank of each logical stage, and `skips` are the two stages of each skip.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ how. One rank is left to report that error; on the others it is marked `reported
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -91,7 +91,8 @@ class Ballot:
 
     def count(self, table: np.ndarray, values: int) -> np.ndarray:
         """Return the values in the rows of all ranks, (size, values), and note whether the ranks agree."""
-        if not _alike(table):
+        heads = table[:, :2].tolist()
+        if heads[0][0] == REFUSED or heads.count(heads[0]) < len(heads):
             self.failed = True
         return table[:, 2 : 2 + values]
 
@@ -117,17 +118,20 @@ class Ballot:
         for group in self.groups:
             reasons = gather_reasons(group, reasons, f"the reasons why ranks disagree in {self.text}")
         origin, problem = _first_problem(reasons, self.message, self.remedy)
-        _raise(problem, reasons[origin].world_rank != world_rank, [reason.world_rank for reason in reasons])
+        problem.reported_elsewhere = reasons[origin].world_rank != world_rank
+        problem.agreed = frozenset(reason.world_rank for reason in reasons)
+        raise problem
 
 
 def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoReturn:
     """Raise an error that every rank of a group raises, having found the same; only rank `origin` reports it."""
-    _raise(problem, origin != group.rank, group.members)
+    raise found_by_all(problem, [group], origin)
 
 
 def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
     """Raise an error that ranks have found in different groups, so that no group can take it for agreed."""
-    _raise(problem, reported_elsewhere, ())
+    problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset()
+    raise problem
 
 
 def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
@@ -136,16 +140,11 @@ def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
     return problem
 
 
-def found_by_all(problem: MpipipeError, groups: Sequence[OpenGroup]) -> MpipipeError:
-    """Return an error that all ranks of the groups have found in the same numbers; their ranks 0 report it."""
-    problem.reported_elsewhere = any(group.rank for group in groups)
+def found_by_all(problem: MpipipeError, groups: Sequence[OpenGroup], origin: int = 0) -> MpipipeError:
+    """Return an error that all ranks of the groups have found in the same numbers; their ranks `origin` report it."""
+    problem.reported_elsewhere = any(group.rank != origin for group in groups)
     problem.agreed = frozenset(rank for group in groups for rank in group.members)
     return problem
-
-
-def _raise(problem: MpipipeError, reported_elsewhere: bool, ranks: Iterable[int]) -> NoReturn:
-    problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset(ranks)
-    raise problem
 
 
 def _first_problem(reasons: list[Reason], message: str | None, remedy: str | None) -> tuple[int, MpipipeError]:
@@ -191,25 +190,14 @@ def _shown(name: str, value: object, message: str | None) -> str:
     return f"{name} {text}" if message else text
 
 
-def _alike(table: np.ndarray) -> bool:
-    """Return whether all ranks have sent the same code and number, and none has refused."""
-    heads = table[:, :2].tolist()
-    first = heads[0]
-    return first[0] != REFUSED and heads.count(first) == len(heads)
-
-
 def dumps_anyhow(reasons: list[Reason]) -> bytes:
     """Return entries as bytes; what cannot be pickled, errors and facts, as its text."""
     try:
         return pickle.dumps(reasons)
     except Exception:
-        return pickle.dumps([_in_words(reason) for reason in reasons])
-
-
-def _in_words(reason: Reason) -> Reason:
-    error = reason.error
-    plain = None if error is None else ArgumentError(f"{type(error).__name__}: {error}")
-    return Reason(plain, reason.call, (("facts", repr(reason.facts)),), reason.world_rank)
+        errors = [each.error and ArgumentError(f"{type(each.error).__name__}: {each.error}") for each in reasons]
+        facts = [(("facts", repr(each.facts)),) for each in reasons]
+        return pickle.dumps([each._replace(error=e, facts=f) for each, e, f in zip(reasons, errors, facts)])
 
 
 def digest(call: str, facts: Facts) -> int:

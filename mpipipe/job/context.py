@@ -370,9 +370,10 @@ class OpenGroup:
 
     def settled(self, messages: int) -> bool:
         """Return whether all `messages` to rank 0 have been received and answered, and all that was sent has left."""
-        self.read_messages()
-        complete = self.answers == self.sent if self.rank else self.received == messages
-        return complete and not self.unanswered and self.messages.all_sent()
+        with self.context.lock:
+            self.read_messages()
+            complete = self.answers == self.sent if self.rank else self.received == messages
+            return complete and not self.unanswered and self.messages.all_sent()
 
     def tell_leader(self, what: str) -> None:
         """Tell rank 0, once a call, that this rank waits for all others."""

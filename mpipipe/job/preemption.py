@@ -130,17 +130,9 @@ class Preemption:
             self._signals = StopSignals(numbers, grace, self._told, self._end_at_once, self._hopeless)
 
     def due(self, saving: bool = False) -> bool:
-        """Find out on all ranks whether the job has to leave now; collective, after each step.
+        """Find out on all ranks whether the job has to leave now; collective, after each step. Once true it stays so.
 
-        Parameters
-        ----------
-        saving : bool
-            Whether a save is under way during the steps: the last one waits for it, and needs time of its own.
-
-        Returns
-        -------
-        bool
-            The same on every rank. Once it is true, it stays so.
+        `saving` says that a save is under way during the steps: the last one waits for it, and needs time of its own.
         """
         if not self.reason:
             over = self.group.rank == 0 and self.time_limit.is_over(saving)
@@ -152,10 +144,7 @@ class Preemption:
     def asked(self) -> bool:
         """Find out on all ranks whether a signal has come; collective, before the first step. No time limit counts yet.
 
-        Returns
-        -------
-        bool
-            The same on every rank. Once it is true, `due()` is, too.
+        Once it is true, `due()` is, too.
         """
         if not self.reason and self.group.agree(ASKED, values=[self._signals.first is not None]).any():
             self.reason = self._why(False)
@@ -183,20 +172,14 @@ class Preemption:
     def save_took(self, seconds: float) -> None:
         """Note how long a save took that was written during the steps; the save of a job that leaves is waited for.
 
-        Parameters
-        ----------
-        seconds : float
-            Such as `Saver.seconds`, on rank 0; what other ranks note counts for nothing.
+        These are `Saver.seconds` on rank 0, for example; what other ranks note counts for nothing.
         """
         self.time_limit.last_save = seconds
 
     def leave(self, text: str) -> NoReturn:
         """End the program of every rank with exit code 75; rank 0 says why and where. Call it on all ranks.
 
-        Parameters
-        ----------
-        text : str
-            Where the job has come to and what it has saved, as in "after step 7, saved as step-00000007".
+        `text` says where the job has come to and what it has saved, as in "after step 7, saved as step-00000007".
         """
         self._signals.leave()
         if self.group.rank == 0:

@@ -65,11 +65,6 @@ def world() -> MpiCommunicator:
     MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call
     installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone.
 
-    Returns
-    -------
-    mpi4py.MPI.Intracomm
-        All ranks of the job.
-
     Raises
     ------
     BackendError, LaunchError

@@ -50,7 +50,10 @@ def _is_count(text: str) -> bool:
         return False
 
 
-_is_switch = ("0", "1").__contains__
+
+def _switch(name: str, meaning: str, default: str = "0") -> Variable:
+    return Variable(name, meaning, "0 or 1", default, ("0", "1").__contains__)
+
 
 TIMEOUT = Variable(
     "MPIPIPE_TIMEOUT",
@@ -73,19 +76,14 @@ TAG_UB = Variable(
     "the largest tag that MPI takes",
     _is_count,
 )
-SYNC_SENDS = Variable(
+SYNC_SENDS = _switch(
     "MPIPIPE_SYNC_SENDS",
     "1 makes every send complete only once it is received: for tests and for finding faults.",
-    "0 or 1",
-    "0",
-    _is_switch,
 )
-GPU_DIRECT = Variable(
+GPU_DIRECT = _switch(
     "MPIPIPE_GPU_DIRECT",
     "1 hands device memory to MPI, 0 sends it through pinned host memory.",
-    "0 or 1",
     "by evidence: see comm/transport/gpu_aware.py",
-    _is_switch,
 )
 NCCL = Variable(
     "MPIPIPE_NCCL",
@@ -113,19 +111,14 @@ PRODUCTS = Variable(
     "cublas",
     ("cublas", "cublaslt").__contains__,
 )
-GRAPHS = Variable(
+GRAPHS = _switch(
     "MPIPIPE_GRAPHS",
     "1 lets stages on a GPU run by CUDA graphs in training, which spares small micro-batches the time of Python.",
-    "0 or 1",
-    "0",
-    _is_switch,
 )
-CHECK = Variable(
+CHECK = _switch(
     "MPIPIPE_CHECK",
     "1 looks at all arrays of a pipeline for NaN, infinity and forbidden writes, and names the first; 0 does not.",
-    "0 or 1",
     "0; the argument `check` of a Pipeline wins",
-    _is_switch,
 )
 ENDED = Variable(
     "MPIPIPE_ENDED",

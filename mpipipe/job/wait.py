@@ -208,6 +208,13 @@ class LongWait:
             )
 
 
+class Condition:
+    """A request that is complete once a function returns true."""
+
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self.Test = test
+
+
 LOOK_SECONDS = 2e-3  # between two looks around
 
 

@@ -29,7 +29,10 @@ STEPS = ("step", "forward_train")  # calls that begin a training step, with all 
 
 
 class BatchFacts(NamedTuple):
-    """What this rank knows of the batch; zeros where it holds neither inputs nor targets."""
+    """What this rank knows of the batch, with zeros where it holds neither inputs nor targets; or what all agreed on.
+
+    After the agreement `rows` and `entries` are of all replicas, and the last two are true where any rank says so.
+    """
 
     signature: int = 0  # the same for inputs of the same shapes
     rows: int = 0
@@ -41,18 +44,10 @@ class BatchFacts(NamedTuple):
     uneven: int = 0  # whether rows of one micro-batch have more entries than those of another
     bare: int = 0  # whether a stage does not show its gradients
 
-
-class Agreed(NamedTuple):
-    """What the ranks found out about the batch; facts without a comment are those of BatchFacts."""
-
-    signature: int
-    microbatches: int
-    listed: bool
-    total: int  # rows of all replicas, or entries of their targets: what the loss is a mean over
-    entries: int  # of the targets of all replicas
-    mean_over: int
-    uneven: bool  # whether rows somewhere have more entries than elsewhere
-    bare: bool  # whether a stage somewhere does not show its gradients
+    @property
+    def total(self) -> int:
+        """What the loss is a mean over: entries of the targets, or rows."""
+        return self.entries if self.mean_over == ENTRIES else self.rows
 
 
 class Batch(NamedTuple):
@@ -98,19 +93,8 @@ class BatchReader:
             )
         holds_inputs = self.rank == self.first_rank
         holds_targets = self.rank == self.last_rank and call in ("step", "evaluate")
-        for name, value, wanted, where in (
-            ("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0"),
-            ("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage"),
-        ):
-            if wanted and value is None:
-                raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
-            if not wanted and value is not None:
-                raise ArgumentError(
-                    f"{name} on the wrong rank",
-                    found=type(value).__name__,
-                    expected=f"None here; {name} only on {where}",
-                    remedy=f"pass {name}=None on this rank",
-                )
+        check_place("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0")
+        check_place("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage")
         if holds_targets and not self.has_loss:
             raise ArgumentError(
                 "no loss on the rank of the last stage",
@@ -192,6 +176,19 @@ class BatchReader:
             number = int.from_bytes(blake2b(content, digest_size=8).digest(), "big")
             self.signatures[key] = number % (1 << 62) + 1
         return self.signatures[key]
+
+
+def check_place(name: str, value: Any, wanted: bool, where: str) -> None:
+    """Raise ArgumentError where a value is missing, or is given on a rank that wants none."""
+    if wanted and value is None:
+        raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
+    if not wanted and value is not None:
+        raise ArgumentError(
+            f"{name} on the wrong rank",
+            found=type(value).__name__,
+            expected=f"None here; {name} only on {where}",
+            remedy=f"pass {name}=None on this rank",
+        )
 
 
 def _entries(tree: Tree) -> int:

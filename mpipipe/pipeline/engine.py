@@ -20,7 +20,7 @@ from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import own, runtime, settings
 from mpipipe.nn import Position, kernels
 from mpipipe.pipeline.agreement import TRAINS, Agreement
-from mpipipe.pipeline.batch import Agreed, Batch, BatchReader, CallInputs, CallState, split_as
+from mpipipe.pipeline.batch import Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place, split_as
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.construction import Partners, check_forwards_first
 from mpipipe.pipeline.diagnostics import PipelineFlight
@@ -88,7 +88,9 @@ class Engine:
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
         names = stages[0].input_names if numbers and numbers[0] == 0 else None
         self.batches = BatchReader(schedule, rank, loss, bare, names)
-        self.plans = Plans(schedule, recompute, rank, tags)
+        self.tags, self.recompute = tags, recompute
+        self.training_plan = ActionPlan(before_backwards(schedule) if recompute else schedule, rank, tags)
+        self.forward_plans: dict[int, ActionPlan] = {}  # of calls without backwards, by the number of micro-batches
         self.halfway: Halfway | None = None  # between forward_train and backward
 
         executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that nobody closed
@@ -103,7 +105,7 @@ class Engine:
 
     def agree(
         self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0, accumulate: bool = False
-    ) -> tuple[Batch, Agreed]:
+    ) -> tuple[Batch, BatchFacts]:
         """Check this rank's arguments of a call, and agree with the peers that all ranks make it.
 
         A launch after a training step does not wait for the peers: see agreement.py. For "backward" the gradients of
@@ -140,9 +142,10 @@ class Engine:
             raise problem
         return batch, agreed
 
-    def begin(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> tuple[ActionPlan, CallState]:
+    def begin(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> tuple[ActionPlan, CallState]:
         """Begin to run the plan of a call."""
-        plan, training = self.plans.of(call, agreed.microbatches), call in (*TRAINS, "forward_train")
+        training = call in (*TRAINS, "forward_train")
+        plan = self.training_plan if training else self.forward_plan(agreed.microbatches)
         self.weighing.begin(agreed, batch.counts or [])
         replica = self.partners.replica
         positions = [Position(self.steps_taken, m, replica, training) for m in range(agreed.microbatches)]
@@ -166,7 +169,14 @@ class Engine:
         self.flight.begin(call, self.agreement.count, plan, state.marks)
         return plan, state
 
-    def finish(self, actions: Sequence[PlannedAction], state: CallState, agreed: Agreed) -> CallState:
+    def forward_plan(self, microbatches: int) -> ActionPlan:
+        """Return the plan of a call without backwards."""
+        if microbatches not in self.forward_plans:
+            schedule = self.schedule.forward_only_part(microbatches)
+            self.forward_plans[microbatches] = ActionPlan(schedule, self.executor.rank, self.tags)
+        return self.forward_plans[microbatches]
+
+    def finish(self, actions: Sequence[PlannedAction], state: CallState, agreed: BatchFacts) -> CallState:
         """Run the last actions of a call, and end it."""
         self.executor.run(actions, state)
         self.executor.end(state)
@@ -175,7 +185,7 @@ class Engine:
             self.checks.end()
         return state
 
-    def run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> CallState:
+    def run(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> CallState:
         """Run the plan of a call."""
         (plan, state), loss = self.begin(call, batch, agreed, scale), self.executor.loss
         with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
@@ -230,7 +240,7 @@ class Engine:
 
     # -- a training step in two halves: its forwards, and its backwards from gradients that the caller makes
 
-    def forward_train(self, inputs: Any) -> tuple[Agreed, CallState]:
+    def forward_train(self, inputs: Any) -> tuple[BatchFacts, CallState]:
         """Run the forwards of a training step, and keep what its backwards need."""
         batch, agreed = self.agree("forward_train", inputs)
         with self.state:
@@ -252,12 +262,7 @@ class Engine:
     def take_gradients(self, state: CallState, gradients: Any, scale: float) -> None:
         """Take the caller's gradients of the outputs; raises ArgumentError where they do not fit."""
         root = self.schedule.placement[-1]
-        if (gradients is None) != (self.executor.rank != root):
-            raise ArgumentError(
-                "gradients are missing" if gradients is None else "gradients on the wrong rank",
-                found=type(gradients).__name__,
-                expected=f"gradients of the outputs on rank {root}, which holds the last stage, and None on the others",
-            )
+        check_place("gradients", gradients, self.executor.rank == root, f"rank {root}, which holds the last stage")
         outputs = [state.outputs[m] for m in range(len(state.outputs))]
         for m, (gradient, y) in enumerate(zip(split_as(gradients, outputs) if outputs else (), outputs)):
             try:
@@ -322,17 +327,17 @@ class Engine:
 
         With `recompute` that schedule has no R's, so each kept input counts as an activation.
         """
-        return self.executor.peaks[self.plans.recompute]
+        return self.executor.peaks[self.recompute]
 
     @property
     def live(self) -> int:
         """Activations that are held now, counted as those of `peak`."""
         state = self.executor.state
-        return 0 if state is None else (state.alive, state.under_way)[self.plans.recompute]
+        return 0 if state is None else (state.alive, state.under_way)[self.recompute]
 
     def share_durations(self) -> np.ndarray:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
-        pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.plans.recompute)
+        pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.recompute)
         everyone = np.zeros((pipe.size, *mine.shape))
         with self.state:
             pipe.wait(own(pipe.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
@@ -362,7 +367,7 @@ class Engine:
 class Halfway(NamedTuple):
     """A training step whose forwards have run, and the actions that are left of it."""
 
-    agreed: Agreed
+    agreed: BatchFacts
     state: CallState
     actions: Sequence[PlannedAction]
 
@@ -378,25 +383,6 @@ def in_order(state: CallState, scale: float) -> list | None:
     """The gradients of the inputs by micro-batch, without a factor that they carry; None where there are none."""
     grads = [state.input_gradients[m] for m in range(len(state.input_gradients))]
     return ([unscaled(grad, scale) for grad in grads] if scale != 1 else grads) or None
-
-
-class Plans:
-    """The plans of one rank: of training steps, which run the schedule `running`, and of calls without backwards."""
-
-    def __init__(self, schedule: Schedule, recompute: bool, rank: int, tags: Tags) -> None:
-        self.schedule, self.recompute, self.rank, self.tags = schedule, recompute, rank, tags
-        self.running = before_backwards(schedule) if recompute else schedule
-        self.training = ActionPlan(self.running, rank, tags)
-        self.forwards: dict[int, ActionPlan] = {}  # by the number of micro-batches
-
-    def of(self, call: str, microbatches: int) -> ActionPlan:
-        """Return the plan of a call."""
-        if call in (*TRAINS, "forward_train"):
-            return self.training
-        if microbatches not in self.forwards:
-            schedule = self.schedule.forward_only_part(microbatches)
-            self.forwards[microbatches] = ActionPlan(schedule, self.rank, self.tags)
-        return self.forwards[microbatches]
 
 
 # -- The choice of what carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks

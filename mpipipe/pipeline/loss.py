@@ -32,7 +32,7 @@ from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, kernels
-from mpipipe.pipeline.batch import UNSAID, Agreed
+from mpipipe.pipeline.batch import UNSAID, BatchFacts
 from mpipipe.stages import StageAdapter, takes_parameter
 
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
@@ -192,10 +192,10 @@ class Weighing:
         self.shares: list[float] = []  # of this rank's micro-batches in the call under way
         self.known = False  # whether a loss without a weight leaves them as they are
         self.underway: list[SharedLoss] = []  # losses of launched steps that have not arrived
-        self._facts: Agreed | None = None
+        self._facts: BatchFacts | None = None
         self._exponent: int | None = None  # c is 2 to the power of minus this one
 
-    def begin(self, facts: Agreed, counts: list[int]) -> None:
+    def begin(self, facts: BatchFacts, counts: list[int]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
         self._facts, self.known = facts, self.given is False and not facts.uneven
         self.shares = [count / (facts.total or 1) for count in counts]

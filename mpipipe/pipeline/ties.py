@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm import Settled, Transport
+from mpipipe.comm import Transport
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.job import RankGroup, Testable, own
+from mpipipe.job import Condition, RankGroup, Testable, own
 from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import StageAdapter
 
@@ -152,7 +152,7 @@ class Ties:
         for parameter in self.parameters:
             parameter.sum_gradients()
         if self.parameters:
-            self.pipe.wait(Settled(self.transport), "the gradients of tied parameters to arrive")
+            self.pipe.wait(Condition(self.transport.settled), "the gradients of tied parameters to arrive")
 
 
 class TiedParameter:

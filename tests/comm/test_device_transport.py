@@ -20,7 +20,7 @@ from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.ring_exchange import RingExchange
 from mpipipe.comm.transport import gpu_aware, staged
 from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.device import DirectTransport
+from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import HostTransport
 from mpipipe.comm.transport.staged import SMALLEST, PinnedPool, StagedTransport
@@ -39,9 +39,9 @@ def check_mpi_takes(gpu, comm):
         pytest.skip("this MPI does not take device memory")
 
 
-@pytest.fixture(params=[DirectTransport, StagedTransport], ids=["direct", "staged"])
+@pytest.fixture(params=[DeviceTransport, StagedTransport], ids=["direct", "staged"])
 def kind_of_transport(request, gpu, comm):
-    if request.param is DirectTransport:
+    if request.param is DeviceTransport:
         check_mpi_takes(gpu, comm)
     return request.param
 
@@ -102,7 +102,7 @@ def test_long_arrays(gpu, comm, kind_of_transport, nbytes):
 def test_direct_messages_travel_in_pieces_too(gpu, comm):
     check_mpi_takes(gpu, comm)
 
-    class Pieces(DirectTransport):
+    class Pieces(DeviceTransport):
         piece_bytes = 1000
 
     transport = Pieces(comm)
@@ -354,7 +354,7 @@ def test_the_transport_follows_device_and_verdict(gpu, comm):
         return type(transport)
 
     assert kind("cpu") is HostTransport
-    assert kind("cuda", GpuAwareness(True, "")) is DirectTransport
+    assert kind("cuda", GpuAwareness(True, "")) is DeviceTransport
     mixed = GpuAwareness(comm.rank != comm.size - 1, "")
     assert kind("cuda", mixed) is StagedTransport, "direct on all ranks, or on none"
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, open_channel
-from mpipipe.job import RankGroup, keep_forever, register_progress, unregister_progress
+from mpipipe.comm.nccl.channel import NcclTask, close_together, open_channel
+from mpipipe.job import Condition, RankGroup, keep_forever, register_progress, unregister_progress
 
 BUCKET_BYTES = 32 << 20
 
@@ -164,9 +164,14 @@ class NcclRow:
 
         Raises where a rank has failed. Then `keeping` is kept for ever: the device may still touch its memory.
         """
+
+        def ended() -> bool:
+            self.channel.check()  # finds failures of NCCL meanwhile
+            return is_done()
+
         try:
             with self.failing():
-                self.group.wait(_AfterRow(self.channel, is_done), self.what, everyone=True)
+                self.group.wait(Condition(ended), self.what, everyone=True)
         except BaseException:
             keep_forever(keeping)
             self.abort()
@@ -180,14 +185,3 @@ class NcclRow:
     def close(self) -> None:
         """Free the communicator; collective, and only when no row is under way."""
         close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
-
-
-class _AfterRow:
-    """A request that is complete once `is_done()`; finds failures of NCCL meanwhile."""
-
-    def __init__(self, channel: Channel, is_done: Callable[[], bool]) -> None:
-        self.channel, self.is_done = channel, is_done
-
-    def Test(self) -> bool:
-        self.channel.check()
-        return self.is_done()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection
 
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.device import DirectTransport
+from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport, Transport
 from mpipipe.comm.transport.nccl import NcclTransport, Pair
@@ -44,6 +44,6 @@ def make_transport(
         )
     if device == "cpu":
         return HostTransport(comm, channels, synchronous, PIECE_BYTES if verdict.direct else CHUNK_BYTES, typed=False)
-    kind = DirectTransport if verdict.direct else StagedTransport
+    kind = DeviceTransport if verdict.direct else StagedTransport
     transport = kind(comm, channels, synchronous)
     return NcclTransport(group, pairs, transport) if pairs else transport

@@ -31,10 +31,10 @@ Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
 
 
 class DeviceTransport(Transport):
-    """What the direct and the staged transport have in common.
+    """Messages whose addresses in device memory go to a GPU-aware MPI.
 
     `_outgoing` and `_incoming` make the message of an array: once the event `ready` is done, or at once for a host
-    array (None).
+    array (None). StagedTransport makes others.
     """
 
     piece_bytes = PIECE_BYTES
@@ -100,10 +100,6 @@ class DeviceTransport(Transport):
         self.drop_buffers()
         self.host.close()
         self.channels = []
-
-
-class DirectTransport(DeviceTransport):
-    """Messages whose addresses in device memory go to a GPU-aware MPI."""
 
 
 def _advance(messages: list[DeviceMessage]) -> None:
