@@ -58,7 +58,6 @@ class AllReduce:
         return self.sum.finish()
 
     def progress(self) -> None:
-        """Let the sum advance; the current stream waits for nothing."""
         self.queue.progress()
         self.sum.poll()
 
@@ -147,7 +146,6 @@ class _HostSum:
         return True
 
     def poll(self) -> None:
-        """Take what MPI has summed."""
         self.finish()
 
     def finish(self) -> bool:

@@ -5,7 +5,7 @@ all messages are known (`begin_call`), buffers are posted ahead of their data, a
 not known, a small header comes first (`take_header`, then `take_unknown`).
 
 Some transports need one order of all messages of all ranks (comm/transport/nccl.py). Then a rank starts its sends and
-receives in that order, by their order keys (Plan.order_keys).
+receives in that order, by their order keys (ActionPlan.order_keys).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Mailbox:
         self.posted.append((received, lease, requests, envelope))
 
     def _order_key_of(self, entry: tuple) -> Any:
-        assert self.order_keys is not None  # where order does not matter nobody asks
+        assert self.order_keys is not None  # asked only where order matters
         return self.order_keys[entry[0]]
 
     def start_before(self, order_key: Any) -> None:

@@ -84,7 +84,6 @@ class RingExchange:
             self.finish()
 
     def poll(self) -> None:
-        """Let what is under way advance."""
         self.polls += 1
         if not self.transport.progress() and self.pending:
             self.pending[0][2].Test()
@@ -100,11 +99,9 @@ class RingExchange:
     # -- for the flight recorder --------------------------------------------------------------------------------
 
     def progress_token(self) -> object:
-        """Something that is another thing after every progress."""
         return self.started, self.polls, len(self.pending)
 
     def snapshot(self) -> Snapshot:
-        """What is under way, and the last exchanges."""
         last, pending = tuple(self.last), tuple(self.pending)
         members = self.group.members
         expects = None

@@ -103,7 +103,6 @@ class Ballot:
 
     @property
     def text(self) -> str:
-        """The call in words."""
         return f"{self.call} (call {self.number}){self.where}"
 
     def decide(self) -> None:
@@ -278,7 +277,7 @@ class Exchange:
 #   different ones. So `RankGroup.begin` settles the vote first.
 # - Every wait of this rank tests the vote (context.register_progress). If ranks disagree, the messages that this rank
 #   waits for may never come, and the other ranks wait for its part in the explanation.
-# - A failure of the group ends the vote: nobody tests it or waits for it any more.
+# - A failure of the group ends the vote: it is not tested or waited for any more.
 
 
 class Vote:

@@ -124,7 +124,6 @@ class RankContext:
 
     @property
     def inspectables(self) -> list[Inspectable]:
-        """The things that are asked for a snapshot and still live."""
         things = [reference() for reference in self._inspectables]
         return [thing for thing in things if thing is not None]
 

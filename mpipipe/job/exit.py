@@ -193,9 +193,7 @@ class ExitReport(NamedTuple):
     code: int  # its exit code
     cause: ExitCause = ExitCause.NOTHING
     report: str = ""  # the text to write, if it is this rank that speaks
-    refusal: int = (
-        0  # made of the text of an error of this package, but for failed computations: alike, the same number
-    )
+    refusal: int = 0  # of the text of an error of this package, but for failed computations: alike, the same number
 
 
 class JobRanks(NamedTuple):
@@ -300,7 +298,7 @@ def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
 def _finalize(code: int) -> None:
     """Finalize MPI although messages of the broken call are under way; end the process if that hangs.
 
-    MPI libraries write what they think of such messages. The error has been reported, so nobody needs to read that.
+    MPI libraries write what they think of such messages. The error has been reported, so that is dropped.
     """
     sys.stdout.flush()
     timer = threading.Timer(FINALIZE, os._exit, (code,))

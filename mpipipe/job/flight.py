@@ -30,7 +30,6 @@ class FlightRecorder:
         return number
 
     def end(self, number: int) -> None:
-        """Note that an operation is done."""
         if self.count - number <= SLOTS:
             slot = self.slots[number & SLOTS - 1]
             slot[4:] = "done", perf_counter()

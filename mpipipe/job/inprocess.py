@@ -236,7 +236,7 @@ def run(
     for thread in threads:
         while thread.is_alive() and not any(isinstance(error, HangError) for error in tuple(errors.values())):
             thread.join(LOOK_SECONDS)
-        thread.join(GRACE_SECONDS if thread.is_alive() else None)  # a rank that hangs keeps nobody waiting
+        thread.join(GRACE_SECONDS if thread.is_alive() else None)  # a rank that hangs keeps none waiting
     failed = [errors[rank] for rank in sorted(errors)]
     if failed:
         raise next((error for error in failed if not isinstance(error, PeerError)), failed[0])

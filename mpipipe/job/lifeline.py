@@ -81,7 +81,6 @@ class Lifeline:
             raise LostRankError(self.name([rank for rank in self.dead() if rank not in self.lost]))
 
     def lowest(self) -> int:
-        """Return the lowest rank of COMM_WORLD that lives."""
         return min(set(range(self.comm.size)).difference(self.dead()))
 
     def name(self, ranks: Sequence[int]) -> str:

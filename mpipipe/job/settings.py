@@ -50,7 +50,6 @@ def _is_count(text: str) -> bool:
         return False
 
 
-
 def _switch(name: str, meaning: str, default: str = "0") -> Variable:
     return Variable(name, meaning, "0 or 1", default, ("0", "1").__contains__)
 
@@ -77,8 +76,7 @@ TAG_UB = Variable(
     _is_count,
 )
 SYNC_SENDS = _switch(
-    "MPIPIPE_SYNC_SENDS",
-    "1 makes every send complete only once it is received: for tests and for finding faults.",
+    "MPIPIPE_SYNC_SENDS", "1 makes every send complete only once it is received: for tests and for finding faults."
 )
 GPU_DIRECT = _switch(
     "MPIPIPE_GPU_DIRECT",

@@ -239,12 +239,10 @@ class MessageSpec:
         return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
 
     def encode(self) -> bytes:
-        """Return the content of a header."""
         return json.dumps([self.structure, [[kind.name, shape] for shape, kind in self.leaves]]).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> MessageSpec:
-        """Return the spec that a header tells."""
         structure, leaves = json.loads(content)
         structure = tuple(structure) if isinstance(structure, list) else structure
         return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
@@ -475,11 +473,9 @@ class CallState:
     input_gradients: dict[int, Tree] = field(default_factory=dict)
 
     def count_activation(self) -> None:
-        """Count one more whole activation."""
         self.alive += 1
         self.peak = max(self.peak, self.alive)
 
     def drop_activation(self) -> None:
-        """Count one less: its last backward has ended."""
         self.alive -= 1
         self.under_way -= 1

@@ -50,7 +50,6 @@ class HostClock:
         self.entered = perf_counter()
 
     def leave(self) -> None:
-        """Note that a call is about to return."""
         self.host_elapsed = perf_counter() - self.entered
 
     @property
@@ -68,7 +67,6 @@ class HostClock:
         return self.running.marks
 
     def end(self) -> None:
-        """End the actions of the call."""
         if self.running is not None:
             self.ended.append(self.running)
             self.running = None

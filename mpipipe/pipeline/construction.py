@@ -66,7 +66,6 @@ class Partners(NamedTuple):
 
     @property
     def groups(self) -> list[RankGroup]:
-        """All groups."""
         return [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
 
     @property

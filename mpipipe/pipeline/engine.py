@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -91,9 +91,10 @@ class Engine:
         self.tags, self.recompute = tags, recompute
         self.training_plan = ActionPlan(before_backwards(schedule) if recompute else schedule, rank, tags)
         self.forward_plans: dict[int, ActionPlan] = {}  # of calls without backwards, by the number of micro-batches
-        self.halfway: Halfway | None = None  # between forward_train and backward
+        # (facts, state, actions that are left) of a step between forward_train and backward
+        self.halfway: tuple[BatchFacts, CallState, Sequence[PlannedAction]] | None = None
 
-        executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that nobody closed
+        executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that was not closed
         abandon = partial(executor.abandon, recorders)
         self.state = PipelineState(name, rank, partners.groups, lambda: executor.place, abandon)
         self.flight = PipelineFlight(pipe, self.messages, self.state, timed=not self.executor.clock.waits)
@@ -128,7 +129,7 @@ class Engine:
             if call == "forward_train" and self.executor.rank == self.schedule.placement[-1]:
                 check_forwards_first(self.schedule, "forward_train")
             if self.halfway is not None:
-                self.take_gradients(self.halfway.state, inputs, scale)
+                self.take_gradients(self.halfway[1], inputs, scale)
             if call in (*TRAINS, "forward_train", "backward"):
                 for stage in self.partners.stages:
                     stage.check_storage()
@@ -143,7 +144,6 @@ class Engine:
         return batch, agreed
 
     def begin(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> tuple[ActionPlan, CallState]:
-        """Begin to run the plan of a call."""
         training = call in (*TRAINS, "forward_train")
         plan = self.training_plan if training else self.forward_plan(agreed.microbatches)
         self.weighing.begin(agreed, batch.counts or [])
@@ -170,7 +170,6 @@ class Engine:
         return plan, state
 
     def forward_plan(self, microbatches: int) -> ActionPlan:
-        """Return the plan of a call without backwards."""
         if microbatches not in self.forward_plans:
             schedule = self.schedule.forward_only_part(microbatches)
             self.forward_plans[microbatches] = ActionPlan(schedule, self.executor.rank, self.tags)
@@ -186,7 +185,6 @@ class Engine:
         return state
 
     def run(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> CallState:
-        """Run the plan of a call."""
         (plan, state), loss = self.begin(call, batch, agreed, scale), self.executor.loss
         with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
             return self.finish(plan.steps, state, agreed)
@@ -231,7 +229,6 @@ class Engine:
                 stage.leave_step()
 
     def end_step(self, before: list[tuple[Array, Array]]) -> None:
-        """End a training step; `before` is of `making_gradients`."""
         for gradients, copy in before:
             kernels.of_array(gradients).accumulate(gradients, copy)
         self.steps_taken += 1
@@ -249,7 +246,7 @@ class Engine:
             self.executor.run(plan.steps[:count], state)
             self.messages.mailbox.flush()  # nothing moves them while the caller computes
         self.flight.running = False
-        self.halfway = Halfway(agreed, state, plan.steps[count:])
+        self.halfway = agreed, state, plan.steps[count:]
         for hooks in self.write_hooks():
             hooks.append(_refuse_write)
         return agreed, state
@@ -319,7 +316,7 @@ class Engine:
         recorders = self.partners.pipe.context.recorders
         if recorder is not None:
             recorders.add(recorder)
-            self._forget = weakref.finalize(self, recorders.discard, recorder)  # nobody may close this pipeline
+            self._forget = weakref.finalize(self, recorders.discard, recorder)  # this pipeline may never be closed
 
     @property
     def peak(self) -> int:
@@ -362,14 +359,6 @@ class Engine:
         self.messages.mailbox.transport.close()
         for group in self.partners.groups:
             group.close()
-
-
-class Halfway(NamedTuple):
-    """A training step whose forwards have run, and the actions that are left of it."""
-
-    agreed: BatchFacts
-    state: CallState
-    actions: Sequence[PlannedAction]
 
 
 def _refuse_write() -> None:

@@ -86,7 +86,6 @@ class StageMessages:
         return totals
 
     def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        """Return (activation, lease)."""
         key = envelope.edge, envelope.microbatch
         if self.known:
             (leaves, lease), spec = self.mailbox.take(), self.specs[key]

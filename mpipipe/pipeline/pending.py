@@ -111,7 +111,6 @@ class PipelineState:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be made."""
         return self.state == "open"
 
     def check(self, call: str) -> None:

@@ -19,7 +19,7 @@ class Port(NamedTuple):
     name: str
     edge: int
     message: Envelope | None  # None if data stays on this rank
-    wanted: bool = True  # False for a gradient that nobody wants, since the stage at the other end has no backward
+    wanted: bool = True  # False for a gradient of a stage that has no backward
 
 
 class PlannedAction(NamedTuple):
@@ -67,7 +67,7 @@ class ActionPlan:
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
-        clock = _clock(schedule, rank)
+        self.schedule, clock = schedule, _clock(schedule, rank)
         self.steps = _steps(schedule, rank, tags, clock)
         self.order_keys = {sent: (*step.order_key, sent.edge) for step in self.steps for sent in step.sends}
         for step in self.steps:

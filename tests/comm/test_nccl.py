@@ -67,7 +67,7 @@ def test_every_rank_in_the_way_is_named_and_one_rank_alone_needs_no_nccl():
         judge(ranks(3, setting={0: "on"}, gpu={1: "gpu 0"}, problem={2: "CuPy does not find libnccl"}))
     assert caught.value.rank == "1-2"
     assert caught.value.found == "rank 1: it shares GPU gpu 0 of a with rank 0; rank 2: CuPy does not find libnccl"
-    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has nobody to talk to")
+    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has no other to talk to")
 
 
 def test_sums_alone_where_messages_have_another_way_or_no_room():

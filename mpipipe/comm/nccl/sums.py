@@ -98,17 +98,14 @@ class NcclSum:
         self.sums, self.flat, self.ready, self.left = sums, flat, arrays.record(), 0
 
     def Test(self) -> bool:
-        """Whether the sum is there; lets all sums of the group advance."""
         if self.left:
             self.sums.progress()
         return not self.left
 
     def progress(self) -> None:
-        """Let the sum advance; the current stream waits for nothing."""
         self.sums.progress()
 
     def Cancel(self) -> None:
-        """Give up all sums of the group after a failure."""
         self.sums.abort()
 
 

@@ -107,14 +107,12 @@ class WatchChannel:
                 request.Test()
 
     def send(self, peers: Iterable[int], kind: WatchKind, probe: tuple[int, int], content: Any = None) -> None:
-        """Start sending to ranks of this communicator."""
         data = np.frombuffer(pickle.dumps((kind, probe, content)), np.uint8)
         self._sending = [request for request in self._sending if not request.Test()]
         tag = self.tag if kind in (WatchKind.QUIET, WatchKind.DUMP) else self.questions
         self._sending += [own(self.comm.Isend(data, peer, tag)) for peer in peers]
 
     def read(self) -> list[WatchMessage]:
-        """Return all messages that have arrived."""
         arrived, status = [], self._status
         while self._posted and self._posted[0][0].Test(status):
             _, buffer = self._posted.popleft()

@@ -62,7 +62,7 @@ def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) 
         _compare_message(dump, dumps, culprits, lost)
     blamed, wanted = {each.rank for each in culprits}, _reachable(blockers)
     for rank, dump in dumps.items():
-        if rank not in blamed and (_waits_for_nobody(dump) or (rank in wanted and not dump.waits)):
+        if rank not in blamed and (_waits_alone(dump) or (rank in wanted and not dump.waits)):
             culprits.append(Culprit(rank, _occupation(dump)))
     if not culprits:
         culprits = lost or [
@@ -85,7 +85,7 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
     return blocking
 
 
-def _waits_for_nobody(dump: Dump) -> bool:
+def _waits_alone(dump: Dump) -> bool:
     """Return whether a rank waits, and for no other rank: for a disk, say."""
     return bool(dump.waits) and not any(wait.peers for wait in dump.waits)
 
@@ -170,7 +170,7 @@ def _occupation(dump: Dump) -> str:
     place = f", at {dump.where}" if dump.where else ""
     if dump.ended:
         return f"{_named(dump)} has come to the end of its program"
-    if _waits_for_nobody(dump):
+    if _waits_alone(dump):
         wait = dump.waits[0]
         return f"{_named(dump)} has waited {wait.seconds:.0f} s for {wait.text}, and for no other rank"
     busy = sorted((snapshot for snapshot in dump.snapshots if snapshot.doing), key=lambda each: not each.computes)

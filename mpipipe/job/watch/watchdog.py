@@ -115,7 +115,6 @@ class Watchdog:
         }
 
     def add(self, channel: WatchChannel) -> None:
-        """Watch over the ranks of one more channel."""
         with self._lock:
             self._channels.append(channel)
             if self._world is not None and channel.size == self._world.size:
