@@ -162,7 +162,7 @@ def whole_file(path: Path, before_naming: Callable[[], object] | None = None) ->
 
     Where that fails, a file that was there stays as it was, and the unfinished one is removed: a full disk gets its
     room back. One that a killed process has left is removed, too: no two processes write into one file, and no link is
-    followed. What `before_naming` raises, before the file gets its name, leaves another process's unfinished file alone.
+    followed. `before_naming` is called before the file gets its name; what it raises spares another process's file.
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
     status = None

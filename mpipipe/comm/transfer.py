@@ -102,9 +102,9 @@ def contiguous(part: Array) -> Array:
 # -- Which parts go where ---------------------------------------------------------------------------------------------
 
 
-def along(axis: int, start: int, stop: int | None, step: int = 1) -> Index:
+def along(axis: int, start: int, stop: int | None) -> Index:
     """Return the index of start ... stop - 1 along one axis."""
-    return (*(slice(None),) * axis, slice(start, stop, step))
+    return (*(slice(None),) * axis, slice(start, stop))
 
 
 @lru_cache(maxsize=256)

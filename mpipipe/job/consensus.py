@@ -30,19 +30,13 @@ REFUSED = -1  # sent by a rank that has an error, in place of the number of its 
 Facts: TypeAlias = tuple[tuple[str, Any], ...]  # ((name, value), ...)
 
 
-class AgreedCall(NamedTuple):
-    """A call as errors name it: its name, its number in the order of calls, and both in words."""
-
-    name: str
-    number: int | None
-    text: str
-
-
 class Reason(NamedTuple):
     """What one rank says once something is wrong."""
 
     error: MpipipeError | None
-    call: AgreedCall
+    call: str
+    number: int | None  # in the order of calls
+    text: str  # the call in words
     facts: Facts
     world_rank: int
 
@@ -113,9 +107,9 @@ class Ballot:
         if error is not None and not isinstance(error, MpipipeError):
             error = ArgumentError(f"{type(error).__name__}: {error}")
         world_rank = self.groups[0].world_rank
-        reasons = [Reason(error, AgreedCall(self.call, self.number, self.text), self.facts, world_rank)]
+        reasons = [Reason(error, self.call, self.number, self.text, self.facts, world_rank)]
         for group in self.groups:
-            reasons = gather_reasons(group, reasons, f"the reasons why ranks disagree in {self.text}")
+            reasons = _gather(group, reasons, f"the reasons why ranks disagree in {self.text}")
         origin, problem = _first_problem(reasons, self.message, self.remedy)
         problem.reported_elsewhere = reasons[origin].world_rank != world_rank
         problem.agreed = frozenset(reason.world_rank for reason in reasons)
@@ -155,17 +149,17 @@ def _first_problem(reasons: list[Reason], message: str | None, remedy: str | Non
                 same = [rank for rank, other in enumerate(reasons) if str(other.error) == str(problem)]
                 problem.rank = rank_list.numbers(same, len(reasons))
             return index, problem
-    call, facts = reasons[0].call, reasons[0].facts
-    odd = [rank for rank, reason in enumerate(reasons) if reason.call[:2] != call[:2]]
+    first = reasons[0]
+    odd = [rank for rank, each in enumerate(reasons) if (each.call, each.number) != (first.call, first.number)]
     if odd:
         return 0, MismatchError(
             message or "ranks make different calls",
             rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
-            found=reasons[odd[0]].call.text,
-            expected=f"{call.text}, as on rank 0",
+            found=reasons[odd[0]].text,
+            expected=f"{first.text}, as on rank 0",
             remedy=remedy or "make the same calls in the same order on all ranks",
         )
-    known = dict(facts)
+    known = dict(first.facts)
     for reason in reasons:
         for name, value in reason.facts:
             if repr(value) != repr(known.get(name)):
@@ -208,7 +202,7 @@ def digest(call: str, facts: Facts) -> int:
 # -- What travels: every agreement is made of exchanges ---------------------------------------------------------------
 
 
-def gather_reasons(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
+def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
     """Return the entries of all ranks, in rank order, in a call in which all know that something is wrong."""
     content = dumps_anyhow(reasons)
     sizes = Exchange(group, [len(content)], what).result()[:, 0].tolist()
@@ -244,7 +238,7 @@ class Exchange:
         self.table, self._request = mine[None], None
         if group.size > 1:
             self.table = np.empty((group.size, mine.size), np.int64)
-            self._number = group.context.flight.begin(what, nbytes=mine.nbytes)
+            self._operation = group.context.flight.begin(what)
             self._request = own(group.comm.Iallgather(mine, self.table))
 
     def Test(self) -> bool:
@@ -254,7 +248,7 @@ class Exchange:
         if not self._request.Test():
             return False
         self._request = None
-        self.group.context.flight.end(self._number)
+        self.group.context.flight.end(self._operation)
         return True
 
     def result(self) -> np.ndarray:

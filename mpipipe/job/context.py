@@ -112,11 +112,6 @@ class RankContext:
         for group in groups:
             group.withdraw(members, failure)
 
-    def keep_failed(self, group: OpenGroup) -> None:
-        """Read the messages of a failed group from now on; of groups of the same ranks, the last two are enough."""
-        same = [other for other in self.failed if other.members == group.members]
-        self.failed = [other for other in self.failed if other not in same[:-1]] + [group]
-
     def add_inspectable(self, thing: Inspectable) -> None:
         """Ask `thing` for a snapshot at every dump from now on, as long as it lives."""
         self._inspectables = [reference for reference in self._inspectables if reference() is not None]
@@ -325,11 +320,13 @@ class OpenGroup:
     def _detach(self) -> None:
         if self.vote is not None:
             self.vote.abandon()
-        with self.context.lock:
-            if self in self.context.groups:
-                self.context.groups.remove(self)
-                if self.failure is not None:
-                    self.context.keep_failed(self)
+        context = self.context
+        with context.lock:
+            if self in context.groups:
+                context.groups.remove(self)
+                if self.failure is not None:  # its messages are still read; of groups of the same ranks two are enough
+                    same = [other for other in context.failed if other.members == self.members]
+                    context.failed = [other for other in context.failed if other not in same[:-1]] + [self]
 
     def read_messages(self) -> None:
         """Take in the messages of the peers that have arrived, and answer those that ask."""
@@ -397,7 +394,12 @@ class OpenGroup:
         missing = [rank for rank in range(1, self.size) if self.waiting.get(rank, (0, ""))[0] < self.calls]
         if not missing:
             return ""
-        others = self._who_waits_elsewhere()
+        others = {  # world rank -> text, of ranks that wait for this one in another group, and so must still do so
+            group.members[peer]: group.waiting[peer][1]
+            for group in self.context.groups
+            for peer, call in group.unanswered.items()
+            if call > group.calls
+        }
         ranks_of = rank_list.by_text((rank, others.get(self.members[rank], "")) for rank in missing)
         listed = [
             rank_list.named(ranks) + (f" (wait{'s' if len(ranks) == 1 else ''} for {text})" if text else "")
@@ -406,15 +408,6 @@ class OpenGroup:
         most = rank_list.LISTED
         more = f" and {sum(map(len, list(ranks_of.values())[most:]))} more" if len(listed) > most else ""
         return f"missing: {', '.join(listed[:most])}{more}"
-
-    def _who_waits_elsewhere(self) -> dict[int, str]:
-        """World rank -> text, of the ranks that wait for this one in another group, and so must still do so."""
-        return {
-            group.members[peer]: group.waiting[peer][1]
-            for group in self.context.groups
-            for peer, call in group.unanswered.items()
-            if call > group.calls
-        }
 
 
 # -- Control messages: of fixed size, so small that every MPI takes one at once, whether anybody receives it or not.

@@ -38,11 +38,6 @@ DEADLINE = 60.0  # seconds for the survivors to come together, where there is no
 REMEDY = "start the job with Open MPI 5 and `mpiexec --with-ft ulfm`, or leave --survive out and use checkpoints"
 
 
-def is_enabled() -> bool:
-    """Return whether this job was started so that it can outlive a rank."""
-    return os.environ.get(ENABLED, "").lower() in ("1", "true", "yes", "on")
-
-
 class Lifeline:
     """A communicator of all ranks, for nothing but their deaths; the constructor is collective over COMM_WORLD."""
 
@@ -178,8 +173,8 @@ class Lifeline:
 
 def start() -> Lifeline | None:
     """Return the lifeline of this process, made where the job can outlive a rank; collective over COMM_WORLD then."""
-    context = current_rank()
-    if context.lifeline is None and is_enabled() and not context.alone and runtime.world().size > 1:
+    context, enabled = current_rank(), os.environ.get(ENABLED, "").lower() in ("1", "true", "yes", "on")
+    if context.lifeline is None and enabled and not context.alone and runtime.world().size > 1:
         context.lifeline = Lifeline()
     return context.lifeline
 

@@ -221,16 +221,13 @@ def _at_exit() -> None:
         before_finalize()
     finally:
         if is_rank() and _deaths and not finalized():
-            _abort_after_exception(_libraries[0].COMM_WORLD, _deaths[0])
-
-
-def _abort_after_exception(world: MpiCommunicator, error: BaseException) -> None:
-    flush()
-    # peers that learn of it have time to say where they were; one of those leaves the end to the rank with the cause
-    elsewhere = getattr(error, "reported_elsewhere", False)
-    time.sleep(2 * GRACE + STAGGER * world.rank if elsewhere else 1.0 + min(1.0, 0.05 * world.rank))
-    write(f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the job ends here\n")
-    abort_job(world, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+            flush()
+            error, world = _deaths[0], _libraries[0].COMM_WORLD
+            # peers that learn of it have time to say where they were, and leave the end to the rank with the cause
+            elsewhere = getattr(error, "reported_elsewhere", False)
+            time.sleep(2 * GRACE + STAGGER * world.rank if elsewhere else 1.0 + min(1.0, 0.05 * world.rank))
+            write(f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the job ends here\n")
+            abort_job(world, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 atexit.register(_at_exit)  # early: so it runs after nearly all other exit functions

@@ -36,7 +36,7 @@ from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator, Request
 from mpipipe.job.wait import LongWait
 
-HOST_BYTES = 40
+PLACE_BYTES = 64
 POSTED = 16  # receives for questions on COMM_WORLD: more than arrive between two looks
 QUESTION_BYTES = 512
 BELOW = 4711  # the largest tag itself is one that a program may use
@@ -141,17 +141,12 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
     """Return the channel of the ranks of `comm`, on a duplicate; collective."""
     private = communicators.duplicate(comm)
     private.Set_name("mpipipe watchdog")
-    row, table = np.zeros(24 + HOST_BYTES, np.uint8), np.empty((comm.size, 24 + HOST_BYTES), np.uint8)
-    row[:24].view(np.int64)[:] = os.getpid(), threads_allowed(), offer_stacks()
-    host = np.frombuffer(socket.gethostname().encode()[:HOST_BYTES], np.uint8)
-    row[24 : 24 + host.size] = host
+    row, table = np.zeros(PLACE_BYTES, np.uint8), np.empty((comm.size, PLACE_BYTES), np.uint8)
+    mine = f"{os.getpid()} {threads_allowed():d} {offer_stacks()} {socket.gethostname()}".encode()[:PLACE_BYTES]
+    row[: len(mine)] = np.frombuffer(mine, np.uint8)
     wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
-    places = []
-    for line in table:
-        pid, answers, descriptor = line[:24].view(np.int64).tolist()
-        name = line[24:].tobytes().rstrip(b"\0").decode("utf-8", "replace")
-        places.append(RankPlace(name, pid, bool(answers), descriptor))
-    return WatchChannel(private, members, places)
+    places = [line.tobytes().rstrip(b"\0").decode("utf-8", "replace").split(" ", 3) for line in table]
+    return WatchChannel(private, members, [RankPlace(host, int(pid), t == "1", int(d)) for pid, t, d, host in places])
 
 
 def world_channel(world: MpiCommunicator) -> WatchChannel:
