@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from signal import Signals
-from types import TracebackType
 from typing import NoReturn
 
 from mpipipe.errors import ArgumentError
@@ -160,13 +159,7 @@ class Preemption:
         )
 
     def saving(self) -> AbstractContextManager[None]:
-        """Measure a save, so that the next one fits into what is left of the time.
-
-        Returns
-        -------
-        context manager
-            What is done within counts as a save, and not as part of a step.
-        """
+        """Return a context: what is done within counts as a save, which is to fit into the time, and not as a step."""
         return self.time_limit.saving()
 
     def save_took(self, seconds: float) -> None:
@@ -194,9 +187,7 @@ class Preemption:
     def __enter__(self) -> Preemption:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _announce(self, text: str) -> None:

@@ -21,11 +21,10 @@ from functools import lru_cache
 
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.job import Ballot, RankGroup, Vote, digest
-from mpipipe.pipeline.batch import BatchFacts
+from mpipipe.pipeline.batch import TRAINS, BatchFacts
 from mpipipe.text import counted
 
 CALLS = ("step", "launch", "forward_train", "backward", "evaluate", "forward", "durations", "close")
-TRAINS = ("step", "launch")
 DIFFERENT = "ranks call different methods of a pipeline, or with different scales or values of accumulate"
 REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same arguments"
 

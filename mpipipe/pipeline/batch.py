@@ -25,7 +25,8 @@ from mpipipe.text import counted
 
 KEPT_SIGNATURES = 64
 UNSAID, ROWS, ENTRIES = 0, 1, 2
-STEPS = ("step", "forward_train")  # calls that begin a training step, with all of its micro-batches
+TRAINS = ("step", "launch")  # calls that are a whole training step
+STEPS = (*TRAINS, "forward_train")  # those that begin one, with all of its micro-batches
 
 
 class BatchFacts(NamedTuple):
@@ -84,7 +85,7 @@ class BatchReader:
         self.signatures: dict[Any, int] = {}
 
     def read(self, call: str, inputs: Any, targets: Any) -> Batch:
-        """Return the batch of a call, where "step" is any that takes targets; raises ArgumentError if it is wrong."""
+        """Return the batch of a call; raises ArgumentError if it is wrong."""
         if call in STEPS and not self.trains:
             raise ArgumentError(
                 "a schedule without backward passes cannot train",
@@ -92,7 +93,7 @@ class BatchReader:
                 remedy="use evaluate or forward, or another schedule",
             )
         holds_inputs = self.rank == self.first_rank
-        holds_targets = self.rank == self.last_rank and call in ("step", "evaluate")
+        holds_targets = self.rank == self.last_rank and call in (*TRAINS, "evaluate")
         check_place("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0")
         check_place("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage")
         if holds_targets and not self.has_loss:

@@ -19,8 +19,8 @@ from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import own, runtime, settings
 from mpipipe.nn import Position, kernels
-from mpipipe.pipeline.agreement import TRAINS, Agreement
-from mpipipe.pipeline.batch import Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place, split_as
+from mpipipe.pipeline.agreement import Agreement
+from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place, split_as
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.construction import Partners, check_forwards_first
 from mpipipe.pipeline.diagnostics import PipelineFlight
@@ -122,15 +122,15 @@ class Engine:
                     + (" before it" if self.halfway is None else " and its backward"),
                     remedy="call forward_train, then backward once, and no other method of this pipeline between them",
                 )
-            if call in (*TRAINS, "forward_train") and self.recorder is not None:
+            if call in STEPS and self.recorder is not None:
                 self.recorder.begin_step()
-            if call in (*TRAINS, "evaluate", "forward", "forward_train"):
-                batch = self.batches.read("step" if call in TRAINS else call, inputs, targets)
+            if call in (*STEPS, "evaluate", "forward"):
+                batch = self.batches.read(call, inputs, targets)
             if call == "forward_train" and self.executor.rank == self.schedule.placement[-1]:
                 check_forwards_first(self.schedule, "forward_train")
             if self.halfway is not None:
                 self.take_gradients(self.halfway[1], inputs, scale)
-            if call in (*TRAINS, "forward_train", "backward"):
+            if call in (*STEPS, "backward"):
                 for stage in self.partners.stages:
                     stage.check_storage()
             if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
@@ -144,7 +144,7 @@ class Engine:
         return batch, agreed
 
     def begin(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> tuple[ActionPlan, CallState]:
-        training = call in (*TRAINS, "forward_train")
+        training = call in STEPS
         plan = self.training_plan if training else self.forward_plan(agreed.microbatches)
         self.weighing.begin(agreed, batch.counts or [])
         replica = self.partners.replica
