@@ -169,13 +169,6 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     BackendError, MismatchError
         On all ranks, where a GPU was asked for and a rank has none or lacks parts of CUDA; for an unknown name; where
         "auto" finds GPUs for some ranks only.
-
-    Examples
-    --------
-    >>> from mpipipe import select_device
-    >>> from mpipipe.job import inprocess
-    >>> inprocess.run(2, lambda comm: select_device("cpu", comm))
-    ['cpu', 'cpu']
     """
     group = group_of(comm)
     place = local_rank(group)

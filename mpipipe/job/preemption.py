@@ -49,7 +49,7 @@ class Preemption:
     A scheduler that wants the nodes back sends a signal some time before it kills the job. From here on such a signal
     does not end this process. Instead `due()` is true on all ranks after it has reached any of them, and the loop can
     save and leave with exit code 75, by which a job script knows that it is to be started again. The constructor and
-    `due` are collective.
+    `due` are collective. docs/checkpoints.md has a loop that leaves in time.
 
     Parameters
     ----------
@@ -83,22 +83,6 @@ class Preemption:
     ------
     ArgumentError
         On every rank: a signal that cannot be caught, a time that is none, or a thread that is not the main one.
-
-    Examples
-    --------
-    Two threads stand for two MPI ranks here. They get no signals, but their time is over:
-
-    >>> from mpipipe import Preemption
-    >>> from mpipipe.job import inprocess
-    >>> def loop(comm):
-    ...     with Preemption(comm, time_limit=0.001) as preemption:
-    ...         for step in range(1000):
-    ...             if preemption.due():  # after each step
-    ...                 with preemption.saving():
-    ...                     pass  # checkpoint.save(...)
-    ...                 return step, preemption.code  # or preemption.leave("saved as ...")
-    >>> inprocess.run(2, loop)
-    [(0, 75), (0, 75)]
     """
 
     code = PREEMPTED

@@ -170,24 +170,7 @@ class Pipeline:
         `backward` follows, and no other call of this pipeline comes between the two, nor an optimizer. The schedule has
         all forwards of the last stage before its first backward, as GPipe and looped breadth-first have: else every
         rank raises ArgumentError. Inputs are those of `step`, outputs those of `forward`, read-only on the host where
-        the inputs were a list or function.
-
-        Examples
-        --------
-        A loss that the caller computes between the two halves of a step:
-
-        >>> import numpy as np
-        >>> from mpipipe import Pipeline, nn, schedules
-        >>> from mpipipe.job import inprocess
-        >>> def on_each_rank(comm):
-        ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
-        ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None
-        ...     with Pipeline([stage], schedules.gpipe(ranks=2, microbatches=4), comm) as pipe:
-        ...         y = pipe.forward_train(x)
-        ...         pipe.backward(None if y is None else 2 * y / y.size)
-        ...     return y is None, bool(stage.gradients.flat.any())
-        >>> inprocess.run(2, on_each_rank)
-        [(True, True), (False, True)]
+        the inputs were a list or function. docs/stages.md has an example.
         """
         agreed, state = self.engine.forward_train(inputs)
         return _outputs(agreed.listed, state)
