@@ -12,7 +12,7 @@ Class = TypeVar("Class", bound=type)
 def lazy_face(room: str, source: str) -> tuple[list[str], Callable[[str], object]]:
     """Return `__all__` and `__getattr__` of a room: its names are those that its `source` imports for type checkers."""
     with open(source, encoding="utf-8") as file:
-        imports = file.read().partition("if TYPE_CHECKING:\n")[2].partition("\nif not")[0]
+        imports = file.read().partition("if TYPE_CHECKING:\n")[2].partition("\n\n")[0]
     file_of: dict[str, str] = {}
     for line in imports.split("from ")[1:]:
         module, names = line.split(" import ")

@@ -29,6 +29,13 @@ class Variable:
         if text and self.accepts is not None and not self.accepts(text):
             raise ArgumentError(f"environment variable {self.name}", found=repr(text), expected=self.values)
 
+    @property
+    def text(self) -> str:
+        """Its value, "" where it is not set; raises ArgumentError for one without a meaning."""
+        text = os.environ.get(self.name, "")
+        self.check(text)
+        return text
+
 
 def _seconds(text: str) -> float | None:
     """A finite number of seconds above 0, else None."""
@@ -89,8 +96,8 @@ def watchdog() -> float | None:
 
 
 def synchronous_sends() -> bool:
-    """Whether MPIPIPE_SYNC_SENDS asks for synchronous sends. Raises ArgumentError for what is no integer."""
-    return bool(integer_setting(SYNC_SENDS.name, 0))
+    """Whether MPIPIPE_SYNC_SENDS asks for synchronous sends."""
+    return SYNC_SENDS.text == "1"
 
 
 def nccl_is_demanded() -> bool:
@@ -119,17 +126,6 @@ def using_graphs(wanted: bool) -> Iterator[None]:
         os.environ.pop(GRAPHS.name)
         if before is not None:
             os.environ[GRAPHS.name] = before
-
-
-def integer_setting(name: str, default: int) -> int:
-    """The integer in environment variable `name`. Raises ArgumentError for anything else."""
-    text = os.environ.get(name)
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"environment variable {name}", found=repr(text), expected="an integer") from None
 
 
 # -- What the launcher of a job tells each of its processes, in environment variables ---------------------------------

@@ -36,9 +36,7 @@ class Agreement:
         self.pipe, self.replicas, self.where, self.runs_ahead = pipe, replicas, f" of {name}", runs_ahead
         self.count = 0  # calls so far
         self.codes: dict[tuple[str, tuple], int] = {}
-        self.trained: tuple[BatchFacts, BatchFacts] | None = (
-            None  # this rank's facts of the last step; what was agreed on
-        )
+        self.trained: tuple[BatchFacts, BatchFacts] | None = None  # of the last step: this rank's, and the agreed ones
 
     def reach(
         self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0, accumulate: bool = False

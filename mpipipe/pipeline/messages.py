@@ -70,9 +70,9 @@ class StageMessages:
     def bytes_of(self, envelope: Envelope) -> int | None:
         """Bytes of a message; None where its spec is not known."""
         spec = self.specs.get((envelope.edge, envelope.microbatch))
-        return (
-            None if spec is None else sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(spec, envelope))
-        )
+        if spec is None:
+            return None
+        return sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(spec, envelope))
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:

@@ -173,9 +173,8 @@ class TiedParameter:
         values: list[Array] = []
         stage, name = next(iter(users.values()))
         like, first = stage.gradients[name], users.get(places[0])
-        counted = first and first.stage.buffers.owners.get(
-            first.name, first
-        )  # the array that norms count; None: elsewhere
+        # the array that norms count; None: elsewhere
+        counted = first and first.stage.buffers.owners.get(first.name, first)
         for place in places:
             if place not in users:
                 self.parts.append(arrays.empty_like(like))

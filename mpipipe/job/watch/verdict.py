@@ -176,9 +176,8 @@ def _occupation(dump: Dump) -> str:
     busy = sorted((snapshot for snapshot in dump.snapshots if snapshot.doing), key=lambda each: not each.computes)
     if busy and busy[0].computes:
         return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {busy[0].doing}{place}"
-    return (
-        f"{_named(dump)} has been {f'in {busy[0].doing}' if busy else 'busy elsewhere'} for {dump.quiet:.0f} s{place}"
-    )
+    what = f"in {busy[0].doing}" if busy else "busy elsewhere"
+    return f"{_named(dump)} has been {what} for {dump.quiet:.0f} s{place}"
 
 
 def _waiting(dumps: Mapping[int, Dump]) -> list[str]:

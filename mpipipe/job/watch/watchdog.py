@@ -258,9 +258,7 @@ class Watchdog:
         answers: Mapping[int, Any] = probe.dumps if probe.ordered else probe.quiet
         if len(answers) < len(probe.others) and probe.waited < self.window:
             return
-        least = min(
-            [dump.quiet for dump in probe.dumps.values()] if probe.ordered else probe.quiet.values(), default=inf
-        )
+        least = min(each.quiet if probe.ordered else each for each in answers.values()) if answers else inf
         if least < self.limit:  # a rank has made progress: no hang, and the others learn when to ask again
             self._probe, self._again = None, self.quiet + self.limit - least
             probe.channel.send(probe.others, WatchKind.MOVES, probe.name, self.limit - least)
