@@ -43,15 +43,14 @@ class _OverRanks(Layer):
         self._options, self._kind = tuple(options.items()), type(self).__name__
         error: MpipipeError | None = None
         axes = [value for name, value in self._options if name.endswith("axis")]
-        if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(set(axes)):
-            error = ArgumentError(
-                f"{self._kind}: axes of x", found=repr(axes), expected="integers from 1; 0 is the batch"
-            )
-        self._axes = 1 + max(axes) if error is None else 0
         try:
+            if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(set(axes)):
+                message, expected = f"{self._kind}: axes of x", "integers from 1; 0 is the batch"
+                raise ArgumentError(message, found=repr(axes), expected=expected)
+            self._axes = 1 + max(axes)
             self._check()
         except MpipipeError as caught:
-            error = error or caught
+            error = caught
         self._group.agree(f"construction of {self._kind}", self._options, error=error, remedy=REMEDY)
 
     def _check(self) -> None:

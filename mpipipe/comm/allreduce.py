@@ -83,7 +83,6 @@ class _Queue:
 
     @cached_property
     def streams(self) -> tuple[Any, Any]:
-        """The streams of the copies out and in."""
         return arrays.side_stream(), arrays.side_stream()
 
     def add(self, new: _HostSum | _DeviceSum) -> None:

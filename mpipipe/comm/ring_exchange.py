@@ -85,7 +85,6 @@ class RingExchange:
             self.pending[0][2].Test()
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
         while self.pending:
             exchange, receives, request = self.pending[0]
             what = exchange if receives else f"{exchange.subject} to be received by {exchange.dest}"

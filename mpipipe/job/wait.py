@@ -267,7 +267,6 @@ class ThreadTask(Generic[Result]):
 
     @property
     def ended(self) -> bool:
-        """Whether the work has ended, well or not."""
         return self._ended.is_set()
 
     @property

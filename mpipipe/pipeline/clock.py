@@ -54,7 +54,6 @@ class HostClock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the last call in all."""
         return max(self.host_elapsed, self.span)
 
     def begin(self, actions: Sequence[PlannedAction], training: bool) -> list:

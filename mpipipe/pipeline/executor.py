@@ -128,7 +128,6 @@ class Executor:
 
     @property
     def activation_bytes(self) -> ActivationBytes:
-        """Bytes that activations of this rank take now, and took at most in the last training step."""
         state = self.state
         kept = [] if state is None else [*state.saved.values(), *state.pending.values()]
         return ActivationBytes(sum(stop - start for start, stop in self.meter.ranges(kept)), self.meter.peak)

@@ -336,14 +336,12 @@ class SharedLoss:
         return self._request is None
 
     def wait(self) -> None:
-        """Wait until they have."""
         if self._request is not None:
             self.pipe.wait(self._request, self.what, everyone=True)
             self._request = None
 
     @property
     def mean(self) -> float:
-        """Mean loss over all replicas."""
         return float(self.table[-3] / self.total if self.givers else self.table[-3])
 
     @property
@@ -358,5 +356,4 @@ class SharedLoss:
 
     @property
     def losses(self) -> list[float]:
-        """Losses of the micro-batches of this pipeline."""
         return self.table[:-3].tolist()

@@ -148,7 +148,6 @@ class Ties:
         self.parameters = [TiedParameter(pipe, transport, *each) for each in tied]
 
     def sum_gradients(self) -> None:
-        """Give every rank the sum over all places, of each parameter."""
         for parameter in self.parameters:
             parameter.sum_gradients()
         if self.parameters:

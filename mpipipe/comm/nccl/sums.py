@@ -55,7 +55,6 @@ class NcclSums:
         return new
 
     def progress(self) -> None:
-        """Let the sums advance; never waits."""
         self.channel.check()
         if self.task is not None and self.task.Test():
             assert self.starting is not None  # it is set with the task
@@ -69,7 +68,6 @@ class NcclSums:
             unregister_progress(self)
 
     def _put(self, new: NcclSum, start: int, stop: int) -> None:
-        """Put a bucket on the stream."""
         part = new.flat[start:stop]
         key = _type_of(part)[0], part.size
         put = partial(self.channel.put, partial(_add, part), [new.ready])

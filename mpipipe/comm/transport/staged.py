@@ -196,5 +196,4 @@ class PinnedPool:
         self.free[buffer.size].append(buffer)
 
     def drop_buffers(self) -> None:
-        """Free the buffers that are not in use."""
         self.free.clear()

@@ -142,7 +142,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; MPI is about to be finalized."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
