@@ -16,10 +16,8 @@ class MpipipeError(Exception):
         What went wrong, in one sentence.
     rank : int or str, optional
         Where: the rank in the communicator that was handed in, or several as in "0-3, 7" or "all 12".
-    stage : int, optional
-        Where: the logical stage.
-    microbatch : int, optional
-        Where: the micro-batch.
+    stage, microbatch : int, optional
+        Where: the logical stage, and the micro-batch.
     found, expected : object, optional
         Both sides of a disagreement.
     remedy : str, optional

@@ -162,11 +162,7 @@ class _HostSum:
 
 
 class _DeviceSum:
-    """The sum of a device buffer.
-
-    A bucket has a pinned buffer, and its `values` there in the dtype of `flat`; MPI adds up `sums`, the same memory or
-    float32 for half types.
-    """
+    """The sum of a device buffer. MPI adds up `sums`: `values` of a bucket in pinned memory, or float32 of halves."""
 
     def __init__(self, queue: _Queue, flat: DeviceArray) -> None:
         self.queue, self.flat, self.ready = queue, flat, arrays.record()

@@ -44,18 +44,10 @@ class Mesh:
 
     Attributes
     ----------
-    pipe, seq, data : Communicator
-        The ranks along each axis through this rank.
-    replicas : Communicator
-        The ranks that hold the same stages, data x seq of them.
-    comm : Communicator
-        All ranks of the mesh.
-    rank : int
-        This rank in `comm`.
-    coords : Coordinates
-        Where this rank stands: (pipe, data, seq).
-    shape : Coordinates
-        The extents of the grid.
+    pipe, seq, data, replicas, comm : Communicator
+        The ranks along each axis through this rank; those that hold the same stages, data x seq of them; all of them.
+    rank, coords, shape : int, Coordinates, Coordinates
+        This rank in `comm`, where it stands (pipe, data, seq), and the extents of the grid.
 
     Raises
     ------

@@ -41,10 +41,7 @@ class RingMessages(NamedTuple):
 
 
 class RingExchange:
-    """Messages between the ranks of a communicator, on a private duplicate of it; collective.
-
-    `what` names it in texts.
-    """
+    """Messages between the ranks of a communicator, on a private duplicate of it; collective. Texts call it `what`."""
 
     def __init__(
         self,

@@ -224,10 +224,9 @@ def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> lis
 
 
 class Exchange:
-    """An exchange: an all-gather of one row of at most 2 + VALUES integers from each rank of a group.
+    """An all-gather of one row of at most 2 + VALUES integers from each rank of a group, which the constructor begins.
 
-    The constructor begins it as a call of the group, and does not wait. `table`, int64 (size, 2 + VALUES), has the rows
-    of all ranks once `Test` is true. `what` names the call in errors.
+    `table`, int64 (size, 2 + VALUES), has all rows once `Test` is true. `what` names the call in errors.
     """
 
     def __init__(self, group: OpenGroup, row: Sequence[int], what: str) -> None:

@@ -53,10 +53,9 @@ _afterwards: list[Callable[[], object]] = []  # what it runs next
 def run_or_abort(main: Callable[[], object]) -> int:
     """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job; return the exit code.
 
-    SystemExit, KeyboardInterrupt and every other exception end the job. All ranks agree on the code, 0 where all have
-    ended well. It does not return where one rank fails and others do not come: the job is aborted then, with one report
-    on stderr. A script ends with `sys.exit(run_or_abort(main))`. Where such a program calls this again, as a command
-    line does that runs under it as a whole, the inner `main` runs after the outer one.
+    Any exception ends it, SystemExit and KeyboardInterrupt too. All ranks agree on the code, 0 where all have ended
+    well. A script ends with `sys.exit(run_or_abort(main))`. Where such a program calls this again, as a command line
+    does that runs under it as a whole, the inner `main` runs after the outer one.
     """
     if _running:
         _afterwards.append(main)

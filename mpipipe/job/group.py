@@ -28,8 +28,8 @@ from mpipipe.job.watch.watchdog import enrol
 def group_of(comm: Communicator | None = None) -> RankGroup:
     """The group of a user's communicator, for all calls without a group of their own; None means COMM_WORLD.
 
-    Collective the first time. The group is closed when `comm` is freed. One that has failed is never made anew: ranks
-    that learn of the failure in a later call than others would not come to that.
+    Collective the first time. It is closed when `comm` is freed. One that has failed is never made anew: not all ranks
+    would come to that in the same call.
     """
     users = runtime.resolve(comm)
     return cached(users, "group", lambda: RankGroup(users))

@@ -182,10 +182,8 @@ def run(
         What every rank runs. Its argument is this rank's communicator of all ranks.
     synchronous : bool
         Whether every Isend behaves as Issend.
-    delay : float
-        Each message becomes visible after a random time of up to this many seconds; order is kept as in MPI.
-    seed : int
-        Seed of the random times of `delay`.
+    delay, seed : float, int
+        Each message becomes visible after a random time of up to `delay` seconds; order is kept as in MPI.
     tag_ub : int
         The largest tag.
 

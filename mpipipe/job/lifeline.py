@@ -150,8 +150,8 @@ class Lifeline:
     def let_leave_first(self, rank: int, seconds: float) -> None:
         """Wait until a rank of COMM_WORLD, which reports a failure, has left; at most `seconds`.
 
-        Once one rank has left with a code the launcher may end the others, and lose a report that is being written. MPI
-        does not tell in time who has left. So this looks for the process, which it can on one host alone.
+        Once one rank has left, the launcher may end the others, and lose a report that is being written. MPI does not
+        tell in time who has left. So this looks for the process, which it can on one host alone.
         """
         host, pid = self.places[rank]
         stop = time.monotonic() + (seconds if host == self.places[self.comm.rank][0] else min(seconds, ELSEWHERE))

@@ -221,8 +221,7 @@ LOOK_SECONDS = 2e-3  # between two looks around
 def wait_locally(ended: Callable[[float], bool], what: object) -> None:
     """Return once something of this rank itself has ended, such as one of its threads; raise as `wait_for` does.
 
-    `ended(seconds)` says whether it has; it waits for that at most so long. The watchdog blames a rank that waits for
-    no other.
+    `ended(seconds)` says whether it has, and waits so long at most. A watchdog blames a rank that waits for no other.
     """
     if ended(0.0):
         return

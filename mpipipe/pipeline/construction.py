@@ -360,9 +360,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
             )
 
 
-# -- The construction of a Pipeline on one rank of a large job, without MPI: all that grows with the size of the job
-#
-# `bench schedules` measures its time and memory.
+# -- The construction of a Pipeline on one rank of a large job, without MPI: `bench schedules` measures it
 
 
 PROMISED_TAG_UB = 32767  # what every MPI offers

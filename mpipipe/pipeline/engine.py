@@ -107,10 +107,9 @@ class Engine:
     def agree(
         self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0, accumulate: bool = False
     ) -> tuple[Batch, BatchFacts]:
-        """Check this rank's arguments of a call, and agree with the peers that all ranks make it.
+        """Check this rank's arguments of a call, and agree with the peers that all ranks make it (agreement.py).
 
-        A launch after a training step does not wait for the peers: see agreement.py. For "backward" the gradients of
-        the outputs are in place of `inputs`.
+        For "backward" the gradients of the outputs are in place of `inputs`.
         """
         self.state.check(call)
         self.executor.clock.enter()
@@ -208,8 +207,7 @@ class Engine:
     def making_gradients(self, accumulate: bool) -> Iterator[list[tuple[Array, Array]]]:
         """Within this context stages add to gradients that begin with zeros, and are summed over ties at its end.
 
-        Where they are to be added to those that are there, a copy of these is kept meanwhile: (gradients, copy) of each
-        array. They are sums over replicas and ties already.
+        To `accumulate`, a copy of those that are there is kept: (gradients, copy) of each array, sums already.
         """
         stages = self.partners.stages
         before: list[tuple[Array, Array]] = []
@@ -320,10 +318,7 @@ class Engine:
 
     @property
     def peak(self) -> int:
-        """Peak of activations in the last training step, counted as the simulation of the user's schedule counts them.
-
-        With `recompute` that schedule has no R's, so each kept input counts as an activation.
-        """
+        """Most activations in the last training step, as a simulation of the user's schedule, without R's, counts."""
         return self.executor.peaks[self.recompute]
 
     @property

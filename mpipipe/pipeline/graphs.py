@@ -86,13 +86,12 @@ def use_graphs(stage: StageAdapter, may_record: Callable[[], bool]) -> None:
 class StageGraphs:
     """Forward and backward of a stage on a GPU, with one launch each where that is possible.
 
-    may_record : whether the host may wait for the device now, as it does to allocate the memory of a graph
-    reason : why nothing more is recorded; "" where it is
+    `may_record`: whether the host may wait for the device now, as it does to allocate the memory of a graph.
     """
 
     def __init__(self, stage: nn.Stage, may_record: Callable[[], bool]) -> None:
         self.stage, self._may_record = stage, may_record
-        self.reason = arrays.graphs_refused() or unrecordable(stage)
+        self.reason = arrays.graphs_refused() or unrecordable(stage)  # why no more is recorded; "" where it is
         self._kinds: dict[tuple, Kind] = {}
         self._buffers: tuple = ()  # where the recorded work finds parameters and gradients
         logger.info("%s", self)

@@ -39,10 +39,7 @@ LARGEST = 1000  # exponent of c, so that weights may have any size that a float 
 
 
 class Loss:
-    """A user's loss function, (output, target) -> (value, gradient of the output), or with a weight as a third value.
-
-    A function with a parameter `factor` multiplies the gradient by it before rounding; for others that is done after.
-    """
+    """A user's loss; one with a parameter `factor` multiplies its gradient by it before rounding, for others after."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function

@@ -62,8 +62,8 @@ class PlannedAction(NamedTuple):
 class ActionPlan:
     """The steps of `rank`, its messages in the order in which steps need and make them, and its window of receives.
 
-    `order_keys` leads from an Envelope to (OrderKey of the action that makes the message, edge). These keys put the
-    messages of all ranks into one order, in which each action comes after the messages that it needs.
+    `order_keys`, Envelope -> (OrderKey of the action that makes it, edge), put the messages of all ranks into one
+    order, in which each action comes after the messages that it needs.
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):

@@ -96,13 +96,11 @@ class TiedPlace(NamedTuple):
 class TieNames:
     """The order of all places, and the names of their messages, the same on every rank.
 
-    order : tie key -> its places, two at least, in the order of the stages
-    pairs : pairs of ranks that send to each other
-    channels : how many channels of `tags` tags they need, from `first_channel` on
+    They need `channels` of `tags` tags each, from `first_channel` on.
     """
 
     def __init__(self, table: Sequence[Facts], first_channel: int, tags: int) -> None:
-        self.order: dict[str, list[TiedPlace]] = {}
+        self.order: dict[str, list[TiedPlace]] = {}  # tie key -> its places, at least two, in the order of the stages
         count = 0
         for key in sorted({key for facts in table for key in facts}):
             places = [(site.stage, index, rank, site) for rank, facts in enumerate(table)
@@ -155,20 +153,15 @@ class Ties:
 
 
 class TiedParameter:
-    """One parameter that has a place on this rank.
-
-    places : in the order of the model; `users` are those of this rank
-    parts : gradient of each place; the buffers that receive it for places of other ranks
-    sums : the gradients of this rank that are to be the sum; more than one where storage could not be shared
-    """
+    """One parameter that has a place on this rank; `places` in the order of the model, `users` those of this rank."""
 
     def __init__(
         self, pipe: RankGroup, transport: Transport, places: list[TiedPlace], users: Mapping[TiedPlace, User]
     ) -> None:
         self.pipe, self.transport, self.places = pipe, transport, places
         self.peers = sorted({place.rank for place in places} - {pipe.rank})
-        self.parts: list[Array] = []
-        self.sums: list[Array] = []
+        self.parts: list[Array] = []  # gradient of each place; for one of another rank the buffer that receives it
+        self.sums: list[Array] = []  # gradients of this rank that are to be the sum: several where not all is shared
         values: list[Array] = []
         stage, name = next(iter(users.values()))
         like, first = stage.gradients[name], users.get(places[0])

@@ -27,9 +27,8 @@ def make_transport(
 ) -> Transport:
     """Return the transport for arrays on this rank's device, "cpu" or "cuda"; collective. Ranks may differ.
 
-    `comm`, `channels` and `synchronous` are as for HostTransport. `group`, in which the ranks agree, is by default that
-    of `comm`; `verdict` is what gpu_aware.detect said, asked by default where a rank computes on a GPU. `pairs` are
-    (from, to) of ranks that exchange messages by NCCL, the same on all ranks; empty if they have not chosen NCCL.
+    The ranks agree in `group`, by default in that of `comm`. `verdict` is what gpu_aware.detect said, asked by default
+    where a rank computes on a GPU. `pairs` are (from, to) of ranks that exchange messages by NCCL, the same on all.
     """
     group = group_of(comm) if group is None else group
     everyone = group.gather("making a transport", (device, verdict))

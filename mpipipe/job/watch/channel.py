@@ -197,10 +197,7 @@ def make_dump(
     neighbours: Mapping[int, Seen] | None = None,
     watcher: int | None = None,
 ) -> Dump:
-    """Describe this rank, which has seen no progress for `quiet` seconds, and what it has seen of its `neighbours`.
-
-    `watcher` is the watchdog's own thread, which is left out.
-    """
+    """Describe this rank, `quiet` seconds without progress, and its `neighbours`; the thread `watcher` is left out."""
     snapshots = _patiently(lambda: tuple(thing.snapshot() for thing in context.inspectables))
     waits = _patiently(lambda: tuple(_waits_of(long_wait) for long_wait in tuple(context.long_waits)))
     busy = next((snapshot.thread for snapshot in snapshots if snapshot.doing), context.thread)
