@@ -10,7 +10,6 @@ by NCCL                  nccl/
 Other rooms import the names below from here. A file is imported when one of its names is first used (faces.py).
 """
 
-# names of a face
 from __future__ import annotations
 
 from mpipipe.faces import lazy_face

@@ -12,7 +12,6 @@ ranks without MPI        inprocess
 Other rooms import the names below from here. A file is imported when one of its names is first used (faces.py).
 """
 
-# names of a face
 from __future__ import annotations
 
 from mpipipe.faces import lazy_face

@@ -212,15 +212,8 @@ def unregister_progress(thing: Advancing) -> None:
 # -- What one rank of a group knows of the others: who has failed, who has left, who waits for whom, who is missing ---
 #
 # The ranks of a group make the same collective calls in the same order, and each counts its own: 1, 2, 3, ... A control
-# message names the call that it is about, so the receiver can compare it with its own count:
-#
-# - LEFT after call 7: a receiver in call 7 goes on, one in call 8 would wait for ever, and fails;
-# - WAITING in call 8, sent to rank 0: rank 0 answers HERE once it has come to call 8. So rank 0 knows who is there, and
-#   the others know whether rank 0 is. A rank that has not said WAITING is missing;
-# - ELSEWHERE: see wait.LongWait, which finds two ranks that wait for each other in different groups;
-# - WITHDRAWN: see communicators.wait_for_ranks: a rank has failed while it made a communicator with the receiver.
-#
-# Only long waits send the last three kinds, each once a call, so the messages are few.
+# message (ControlKind) names the call that it is about, so the receiver can compare it with its own count. Only long
+# waits send WAITING, HERE and ELSEWHERE, each once a call, so the messages are few.
 
 
 class OpenGroup:
@@ -422,10 +415,10 @@ class ControlKind(IntEnum):
     """What a control message says."""
 
     FAILED = 0  # the sender cannot go on with this group; `call` is the number of the failure
-    LEFT = 1  # the sender's script has ended after `call`
-    WAITING = 2  # the sender waits for all ranks in `call`; goes to rank 0, which answers each with HERE
-    HERE = 3  # rank 0 has come to `call`, too
-    ELSEWHERE = 4  # the sender waits for the receiver in `call` of this group, and the receiver waits in another group
+    LEFT = 1  # the sender's script has ended after `call`: a receiver in a later one would wait for ever, and fails
+    WAITING = 2  # the sender waits for all ranks in `call`; goes to rank 0, which so knows who is missing
+    HERE = 3  # the answer: rank 0 has come to `call`, too
+    ELSEWHERE = 4  # the sender waits for the receiver in `call` of this group, and the receiver waits in another
     WITHDRAWN = 5  # the sender makes no communicator with the receiver any more; `call` is the number of a failure
 
 

@@ -167,9 +167,6 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
 #     rank 0   main() returned     [code 0, NOTHING]              |
 #     rank 1   ValueError          [code 1, CAUSE]                |  one all-gather -> rank 1 reports, all leave with 1
 #     rank 2   PeerError of it     [code 1, REPORTED_ELSEWHERE]   |
-#
-# A rank without an error waits for that all-gather as long as it takes. One with an error waits for some seconds, then
-# writes its report and ends the job by MPI_Abort.
 
 
 QUIET = 0.2  # seconds that a rank without an error waits for its peers before it tells them that it has left

@@ -240,7 +240,7 @@ class TiedParameter:
 # an optimizer, a norm and a cast that go through `flat` meet the parameter once.
 #
 # The memory of a parameter that leaves, and of its copy to compute with, then lies idle. It cannot be freed without all
-# other arrays of the buffer moving, and whoever had taken one of them before would train an array that no layer reads.
+# other arrays of the buffer moving, and a program that holds one of them would train an array that no layer reads.
 
 
 class User(NamedTuple):
