@@ -1,7 +1,7 @@
 """The flight recorder: the last operations of a rank, which are read only when a job hangs.
 
 An object that follows a plan knows how far it has come, and gives a `Snapshot` when it is asked (pipeline/diagnostics,
-comm/ring_exchange). All others are agreements, of which the last are kept. Only references and numbers are stored;
+comm/ring_exchange). All others are agreements, and the last ones are kept. Only references and numbers are stored;
 texts are made for a dump (watch/channel.py).
 """
 

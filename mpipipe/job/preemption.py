@@ -143,7 +143,13 @@ class Preemption:
         )
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return a context: what is done within counts as a save, which is to fit into the time, and not as a step."""
+        """Measure a save, so that the next one fits into what is left of the time.
+
+        Returns
+        -------
+        context manager
+            What is done within counts as a save, and not as part of a step.
+        """
         return self.time_limit.saving()
 
     def save_took(self, seconds: float) -> None:
