@@ -72,6 +72,7 @@ NCCL = Variable("MPIPIPE_NCCL", "auto, on or off", ("auto", "on", "off").__conta
 ATTENTION = Variable("MPIPIPE_ATTENTION", "host, torch, cudnn or cupy")
 DETERMINISTIC = Variable("MPIPIPE_DETERMINISTIC", "0 or 1")
 PRODUCTS = Variable("MPIPIPE_PRODUCTS", "cublas or cublaslt", ("cublas", "cublaslt").__contains__)
+HALVES = Variable("MPIPIPE_HALVES", "numpy or torch", ("numpy", "torch").__contains__)
 GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch)
 CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
 ENDED = Variable("MPIPIPE_ENDED", "a path that rank 0 sees")

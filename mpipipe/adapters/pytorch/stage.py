@@ -21,7 +21,6 @@ from mpipipe.adapters.pytorch.tensors import (
     Tensor,
     TorchGradients,
     TorchParameters,
-    array_of,
     check_module,
     device_of,
     flatten_output,
@@ -29,7 +28,6 @@ from mpipipe.adapters.pytorch.tensors import (
     is_differentiable,
     modules_for_hooks,
     on_stream,
-    tensor_of,
     tensors_of,
 )
 from mpipipe.adapters.trees import (
@@ -43,7 +41,7 @@ from mpipipe.adapters.trees import (
     tree_of,
     unflatten_parts,
 )
-from mpipipe.arrays import Array, Branches, Tree, flatten, unflatten
+from mpipipe.arrays import Array, Branches, Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position
 
