@@ -311,7 +311,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
             stage.check(ops, arguments.has_replicas)
             ends = ([skip.name for skip in schedule.skips if skip[end] == number] for end in (2, 1))
             stage.check_skips(number, *ends)
-            if not schedule.has_backward(number) and stage.has_parameters:
+            if not schedule.has_backward(number) and stage.gradient_arrays:
                 raise ArgumentError(
                     "a stage has parameters to train, and the schedule has no backward for it",
                     found=f"trained_from = {schedule.trained_from}",

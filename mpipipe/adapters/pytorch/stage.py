@@ -244,7 +244,7 @@ def stage_on(module: Any, values: Mapping[str, Array], gradients: Mapping[str, A
 def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[int, int]]:
     """Return what the forward returns, and what PyTorch keeps for its backward: bytes by the address of the memory.
 
-    Parameters and the input are not among them.
+    Parameters are not among them.
     """
     held: dict[int, int] = {}
 
@@ -255,8 +255,10 @@ def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[i
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         found = stage.forward(x, position)
-    for address in (*(each.data_ptr() for each in stage.module.parameters()), *map(arrays.address, flatten(x)[0])):
-        held.pop(address, None)
+    for tensor in () if found[1] is None else (*found[1].inputs, *found[1].outputs):
+        note(tensor)
+    for parameter in stage.module.parameters():
+        held.pop(parameter.data_ptr(), None)
     return found, held
 
 
