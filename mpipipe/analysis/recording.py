@@ -80,7 +80,7 @@ class Recording:
         engine.record(None)
         after = clock_offset(self._group, self._comm, self._recorder.now)
         replicas = engine.partners.replicas
-        planned = engine.plans.training.steps if engine.executor.clock.waits else None
+        planned = engine.training_plan.steps if engine.executor.clock.waits else None
         steps = steps_of(self._recorder, None if replicas is None else replicas.key, planned)
         clock = (before.at, before.ahead), (after.at, after.ahead)
         skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
