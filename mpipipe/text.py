@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from mpipipe.errors import BackendError
 
 BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # with their powers of two
 
@@ -55,6 +59,20 @@ def how_to_install(extra: str) -> str:
     return f"in a checkout of mpipipe `pip install '.[{extra}]'`"
 
 
+def optional_library(module: str, purpose: str, extra: str, otherwise: str = "") -> Any:
+    """Import a module of a library in an extra of this package. Raises BackendError, which says how to install it."""
+    library = module.partition(".")[0]
+    try:
+        import_module(library)
+        return import_module(module)
+    except ImportError as error:
+        raise BackendError(
+            f"the library {library} cannot be imported: {error}",
+            expected=f"it, to {purpose}",
+            remedy=f"{how_to_install(extra)}{otherwise}",
+        ) from error
+
+
 # -- A table as lines of text -----------------------------------------------------------------------------------------
 
 
@@ -62,8 +80,5 @@ def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collec
     """Yield the lines of a table: heads, a rule, and rows; the columns `left` are aligned at the left."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     for row in (heads, ["-" * width for width in widths], *rows):
-        cells = (
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths))
-        )
-        yield "  ".join(cells).rstrip()
+        cells = enumerate(zip(row, widths))
+        yield "  ".join(c.ljust(width) if place in left else c.rjust(width) for place, (c, width) in cells).rstrip()

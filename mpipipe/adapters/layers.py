@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import tracemalloc
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipipe import arrays, nn
+from mpipipe import nn
 from mpipipe.arrays import Array, Branches, Shape, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random_key
@@ -155,23 +153,24 @@ class ForeignLayer(nn.Layer):
     def forward(self, x: Array) -> tuple[Array, Any]:
         self.inner.refresh()
         found: tuple[Array, Any]
-        if tracemalloc.is_tracing() or getattr(COUNTED, "on", False):
+        if getattr(COUNTED, "on", False):
             found, held = self._room.counted(self.inner, x, self.stage.position)
-            return shown_to_tracer(found[0], held), Traced(found[1], np.empty(sum(held.values()), np.uint8))
+            return found[0], Held(found[1], held)
         found = self.inner.forward(x, self.stage.position)
         return found
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        dx, pending = self.inner.backward_input(dy, saved[0] if isinstance(saved, Traced) else saved)
-        if isinstance(saved, Traced):
-            return shown_to_tracer(dx, {}), Traced(pending, saved.room)
-        return dx, pending
+        if isinstance(saved, Held):
+            dx, pending = self.inner.backward_input(dy, saved.saved)
+            return dx, Held(pending, saved.bytes)
+        found: tuple[Array, Any] = self.inner.backward_input(dy, saved)
+        return found
 
     def backward_weight(self, pending: Any) -> None:
-        self.inner.backward_weight(pending[0] if isinstance(pending, Traced) else pending)
+        self.inner.backward_weight(pending.saved if isinstance(pending, Held) else pending)
 
     def backward(self, dy: Array, saved: Any) -> Any:
-        return self.inner.backward(dy, saved[0] if isinstance(saved, Traced) else saved)
+        return self.inner.backward(dy, saved.saved if isinstance(saved, Held) else saved)
 
 
 class NamedForeignLayer(ForeignLayer):
@@ -214,15 +213,15 @@ class NamedForeignLayer(ForeignLayer):
         return dx.main
 
 
-# -- Memory of PyTorch and JAX as Python's allocator would count it: arrays as large, which stay empty ----------------
+# -- Memory of PyTorch and JAX, for whoever looks at what a forward saved ----------------------------------------------
 
 
-COUNTED = threading.local()  # `on`: layers show what PyTorch and JAX keep, to whoever looks at what a forward saved
+COUNTED = threading.local()  # `on`: layers say what PyTorch and JAX keep
 
 
 @contextmanager
 def counting() -> Iterator[None]:
-    """Let forwards of this thread save arrays as large as what PyTorch and JAX keep."""
+    """Let forwards of this thread say with what they save how much of it PyTorch and JAX keep."""
     COUNTED.on = True
     try:
         yield
@@ -230,16 +229,8 @@ def counting() -> Iterator[None]:
         COUNTED.on = False
 
 
-class Traced(NamedTuple):
-    """What a layer saved, and an array as large as what PyTorch or JAX keep for it."""
+class Held(NamedTuple):
+    """What a layer saved, and the bytes that PyTorch or JAX keep for it, by their address."""
 
     saved: Any
-    room: np.ndarray
-
-
-def shown_to_tracer(tree: Any, held: Mapping[int, int]) -> Any:
-    """Return arrays, each with one as large that is there as long; but for those whose memory `held` counts."""
-    for leaf in arrays.flatten(tree)[0]:
-        if leaf is not None and arrays.address(leaf) not in held:
-            weakref.finalize(leaf, len, np.empty(leaf.nbytes, np.uint8))
-    return tree
+    bytes: dict[int, int]

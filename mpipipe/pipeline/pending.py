@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.faces import renamed
@@ -111,7 +110,6 @@ class PipelineState:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be made."""
         return self.state == "open"
 
     def check(self, call: str) -> None:
@@ -132,9 +130,7 @@ class PipelineState:
     def __enter__(self) -> None:
         self.running = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.running = False
         if error is not None:
             self.fail(error)

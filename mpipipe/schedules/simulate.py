@@ -49,17 +49,9 @@ class Costs:
     recompute: float | Sequence[float] | None = None
 
     def per_stage(self, name: str, stages: int) -> list[float]:
-        """Give a cost as one float for each stage; ArgumentError if it is negative, not finite, or not one per stage.
+        """Give a cost, by its name, as one float for each stage.
 
-        Parameters
-        ----------
-        name : str
-            forward, input_grad, weight_grad, transfer or recompute.
-        stages : int
-
-        Returns
-        -------
-        list of float
+        ArgumentError is raised if it is negative, not finite, or not one per stage.
         """
         given = "forward" if name == "recompute" and self.recompute is None else name
         return one_per_stage(f"the cost {given}", given, getattr(self, given), stages)
@@ -130,17 +122,8 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     """Run `schedule` on paper: an action starts when its rank is free and its input is there; sends are free.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        It is checked first.
-    costs : Costs, optional
-        Times of the actions; by default one unit for each of F, I and W.
-
-    Raises
-    ------
-    ScheduleError, ArgumentError
-        The schedule cannot run; a cost is negative, not finite, or not one per stage.
+    It is checked first: ScheduleError is raised where it cannot run, ArgumentError where a cost is negative, not
+    finite, or not one per stage. By default each F, I and W takes one unit of time.
 
     Examples
     --------
@@ -199,11 +182,8 @@ def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
     recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     alive = peak = 0
     for stage, op, microbatch in order:
-        if op == FORWARD:
-            alive += stage >= trained_from and (stage, microbatch) not in recomputed
-            peak = max(peak, alive)
-        elif op == RECOMPUTE:
-            alive += 1
+        if op == FORWARD or op == RECOMPUTE:
+            alive += op == RECOMPUTE or (stage >= trained_from and (stage, microbatch) not in recomputed)
             peak = max(peak, alive)
         elif op != INPUT_GRAD:
             alive -= 1
@@ -333,12 +313,9 @@ class Links:
 
     @classmethod
     def read(cls, text: str) -> Links:
-        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]].
+        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]], as in "5e-6,25e9,8".
 
-        Parameters
-        ----------
-        text : str
-            2, 3 or 5 numbers, such as "5e-6,25e9,8"; ArgumentError if it has another form or describes no link.
+        ArgumentError is raised if it has another form or describes no link.
         """
         parts = text.split(",")
         try:

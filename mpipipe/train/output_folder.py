@@ -52,7 +52,7 @@ def shared_path(comm: Communicator, path: str | None) -> str:
             ) from error
         return _new(place) if path is None else place
 
-    return group_of(comm).from_first("the path of a folder", found)
+    return group_of(comm).from_one("the path of a folder", found)
 
 
 def _new(path: str) -> str:

@@ -59,7 +59,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
                 _check_unfinished(out, task)
         return found
 
-    return group_of(mesh.comm).from_first("train: where to begin", start)
+    return group_of(mesh.comm).from_one("train: where to begin", start)
 
 
 def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:

@@ -19,7 +19,7 @@ from mpipipe.attention import BiasFunction, Layout, Local, Ring
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup, group_of
-from mpipipe.nn import Attend, Parameter, frozen_names
+from mpipipe.nn import Attend, Parameter, frozen_names, is_adapter, is_frozen
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
@@ -216,9 +216,23 @@ class Task:
         return Shard(comm, self.layout, size)
 
     def trained(self) -> Described:
-        """Return the parameters that are trained, by name."""
+        """Return the parameters that are trained, by name.
+
+        Raises ConfigError if there are none, or a pattern of `freeze` fits no name.
+        """
         everything = declared(self.outline)
+        names = [name for name, parameter in everything.items() if not parameter.frozen]
+        for pattern in self.freeze:
+            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
+                raise ConfigError(
+                    "a pattern of freeze fits no parameter" + (" of an adapter" if any(map(is_adapter, names)) else ""),
+                    found=pattern,
+                    expected=f"one that fits names such as {', '.join(names[:4])}",
+                    remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
+                )
         frozen = frozen_names(everything, tuple(self.freeze))
+        if frozen and len(frozen) == len(everything):
+            raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")
         return {name: parameter for name, parameter in everything.items() if name not in frozen}
 
     def check_stages(self, stages: int) -> None:
@@ -334,6 +348,10 @@ class Task:
             The output folder, the cut of the model, the stages of this rank, all ranks, and the steps that were made.
         """
         checkpoint.save(out / "weights", mesh, stages, step=step, state={"fingerprint": self.fingerprint}, keep=1)
+
+    def state_name(self, name: str) -> str:
+        """Return what a parameter is called in the file that `mpipipe convert` writes; by default what it is here."""
+        return name
 
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Return what the trained model makes, as text to show, where that is not what `show` returns; collective.

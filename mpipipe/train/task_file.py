@@ -65,7 +65,7 @@ def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
         with files.reading("the file of the task", Path(name), ConfigError, remedy=REMEDY, also=(UnicodeDecodeError,)):
             return Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
 
-    place, code = group.from_first("train: the file of the task", content)
+    place, code = group.from_one("train: the file of the task", content)
     with group.raise_together("train: loading the task"):
         with IMPORTING:
             module = imported(place, code)

@@ -215,13 +215,12 @@ def stage_on(given: tuple[Any, Any], values: Mapping[str, Array], gradients: Map
 def counted(stage: JaxStage, x: Tree, position: Position) -> tuple[Any, dict[int, int]]:
     """Return what the forward returns, and what JAX keeps for its backward: bytes by the address of the memory.
 
-    Parameters and the input are not among them.
+    Parameters are not among them.
     """
     found = stage.forward(x, position)
     kept = [] if found[1] is None else jax.tree.leaves(found[1].pull)
     held = {each.unsafe_buffer_pointer(): each.nbytes for each in kept if isinstance(each, jax.Array)}
-    own = () if stage.parameters is None else stage.parameters.values()
-    for array in (*own, *flatten(x)[0]):
+    for array in () if stage.parameters is None else stage.parameters.values():
         held.pop(arrays.address(array), None)
     return found, held
 

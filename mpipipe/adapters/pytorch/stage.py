@@ -21,7 +21,6 @@ from mpipipe.adapters.pytorch.tensors import (
     Tensor,
     TorchGradients,
     TorchParameters,
-    array_of,
     check_module,
     device_of,
     flatten_output,
@@ -29,7 +28,6 @@ from mpipipe.adapters.pytorch.tensors import (
     is_differentiable,
     modules_for_hooks,
     on_stream,
-    tensor_of,
     tensors_of,
 )
 from mpipipe.adapters.trees import (
@@ -43,7 +41,7 @@ from mpipipe.adapters.trees import (
     tree_of,
     unflatten_parts,
 )
-from mpipipe.arrays import Array, Branches, Tree, flatten, unflatten
+from mpipipe.arrays import Array, Branches, Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position
 
@@ -246,7 +244,7 @@ def stage_on(module: Any, values: Mapping[str, Array], gradients: Mapping[str, A
 def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[int, int]]:
     """Return what the forward returns, and what PyTorch keeps for its backward: bytes by the address of the memory.
 
-    Parameters and the input are not among them.
+    Parameters are not among them.
     """
     held: dict[int, int] = {}
 
@@ -257,8 +255,10 @@ def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[i
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         found = stage.forward(x, position)
-    for address in (*(each.data_ptr() for each in stage.module.parameters()), *map(arrays.address, flatten(x)[0])):
-        held.pop(address, None)
+    for tensor in () if found[1] is None else (*found[1].inputs, *found[1].outputs):
+        note(tensor)
+    for parameter in stage.module.parameters():
+        held.pop(parameter.data_ptr(), None)
     return found, held
 
 
