@@ -38,6 +38,7 @@ class UserStage(Protocol):
     inner_stages : the nn.Stages that its functions call
     refresh() : is called at the start of each call, before anything is computed
     index : is set to the number of the stage
+    ends : is set to whether nobody asks for the gradient of its input, which may then be None
     poll : is set to a function that lets messages move, to be called where the stage computes for long
     takes : tuple of the names that it takes; the inputs must have those of the first stage
     takes_branches : False where its functions know nothing of Branches, so that it can have no skips; by default True
@@ -75,6 +76,7 @@ class StageAdapter:
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
         self._storage: tuple[Any, list[dict]] = None, []  # of gradients and tied parameters, as the pipeline found them
         self._poll: Callable[[], object] | None = None
+        self._ends = False  # whether nobody asks for the gradient of its input
         self._has_layers_alone = self.is_model and not getattr(given, "takes_branches", False)
         self._gives: tuple[str, ...] = ()  # what a stage of layers hands on over skips
 
@@ -262,9 +264,8 @@ class StageAdapter:
         return [flat for flat in flats if flat.size]
 
     def attach(self, number: int, poll: Callable[[], object], ends: bool) -> None:
-        """Give the stage its number and the poll of its layers. `ends`: no stage before it wants a gradient."""
-        if type(self.given) is nn.Stage:
-            self.given.end_backward(ends or self.given.first_layer.uploads_integers)
+        """Give the stage its number and the poll of its layers. `ends`: nobody asks for the gradient of its input."""
+        self._ends = ends
         if self._has_layers_alone:
             self.given.hand_on(self._gives)
         self.number, self._poll = number, poll
@@ -279,8 +280,7 @@ class StageAdapter:
     def detach(self) -> None:
         """Let go of what belongs to the pipeline, which is being closed."""
         self.computes = self.given
-        if type(self.given) is nn.Stage:
-            self.given.end_backward(self.given.first_layer.uploads_integers)
+        self._end_backward(False)
         for model in self.models:
             if model.poll == self._poll:  # or a later pipeline has the stage
                 model.poll = None
@@ -291,6 +291,7 @@ class StageAdapter:
         """Make the stage compute with its parameters as they are now."""
         for model in self.models:
             model.refresh()
+        self._end_backward(self._ends)
         refresh = None if self.is_model else getattr(self.given, "refresh", None)
         if refresh is None:
             return
@@ -303,6 +304,12 @@ class StageAdapter:
             if arrays.memory_shortage(error) is not None:
                 raise
             raise StageError(f"refresh raised {type(error).__name__}: {error}", stage=self.number) from error
+
+    def _end_backward(self, ends: bool) -> None:
+        if type(self.given) is nn.Stage:
+            self.given.end_backward(ends)
+        elif hasattr(self.given, "ends"):
+            self.given.ends = ends
 
     def forward(self, x: Tree, position: Position) -> Any:
         """Return what the stage's forward returns, with its layers at this position."""

@@ -124,6 +124,7 @@ class ForeignLayer(nn.Layer):
     """
 
     freezes_parts = True
+    ends = False
 
     def __init__(self, library: str, given: Any) -> None:
         self._room: Any = import_module(f"mpipipe.adapters.{library}.stage")
@@ -154,6 +155,7 @@ class ForeignLayer(nn.Layer):
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         self.inner.refresh()
+        self.inner.ends = self.ends
         found: tuple[Array, Any]
         if tracemalloc.is_tracing() or getattr(COUNTED, "on", False):
             found, held = self._room.counted(self.inner, x, self.stage.position)
@@ -176,6 +178,9 @@ class ForeignLayer(nn.Layer):
 
 class NamedForeignLayer(ForeignLayer):
     """One that is called with values which stand under names, and returns others."""
+
+    freezes_parts = True
+    ends = False
 
     def __init__(self, library: str, given: Any, entry: WithSkips) -> None:
         super().__init__(library, given)

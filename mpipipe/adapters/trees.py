@@ -32,7 +32,8 @@ def skip_names(given: Sequence[str], what: str) -> tuple[str, ...]:
 class TreeStage:
     """What the stages of both libraries have in common: the names of skips, and what pipelines and optimizers ask for.
 
-    A pipeline sets the number `index`; optimizers call `before_write` before they write parameters.
+    A pipeline sets the number `index`, and `ends`: whether nobody asks for the gradient of the input. Optimizers call
+    `before_write` before they write parameters.
     """
 
     def __init__(self, maker: str, seed: int, gives: Sequence[str], takes: Sequence[str]) -> None:
@@ -40,6 +41,7 @@ class TreeStage:
         self.gives, self.takes = skip_names(gives, f"gives of {maker}"), skip_names(takes, f"takes of {maker}")
         self.takes_branches = bool(self.gives or self.takes)  # else one tree in, one tree out
         self.index: int | None = None
+        self.ends = False
         self.before_write: list[Callable[[], object]] = []
 
     def key(self, library: str, position: Position) -> np.ndarray:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Literal
 
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.faces import renamed
@@ -24,11 +25,26 @@ class StepResult:
         Loss of each micro-batch of this pipeline, in order; on every rank. NaN where the weight is 0.
     input_grads : list or None
         On the rank of stage 0, the gradients of `loss` with respect to the inputs, by micro-batch (None for integers).
+
+    Raises
+    ------
+    ArgumentError
+        `input_grads` is read, and the pipeline was built with input_grads=False.
     """
 
     loss: float
     losses: list[float]
-    input_grads: list | None
+    found: list | Literal[False] | None = field(repr=False)
+
+    @property
+    def input_grads(self) -> list | None:
+        if self.found is False:
+            raise ArgumentError(
+                "the gradients of the inputs were not computed",
+                found="a pipeline with input_grads=False, as in a training",
+                remedy="Pipeline(..., input_grads=True)",
+            )
+        return self.found
 
 
 @renamed(result="wait()")
@@ -41,8 +57,8 @@ class PendingStep:
         The losses on their way.
     state : PipelineState
         Of the pipeline.
-    input_grads : list or None
-        As in StepResult.
+    input_grads : list or None, or False
+        As in StepResult; False where they were not computed.
 
     Examples
     --------
@@ -69,7 +85,7 @@ class PendingStep:
     [True, True]
     """
 
-    def __init__(self, shared: SharedLoss, state: PipelineState, input_grads: list | None) -> None:
+    def __init__(self, shared: SharedLoss, state: PipelineState, input_grads: list | Literal[False] | None) -> None:
         self._shared, self._state, self._input_grads = shared, state, input_grads
         self._result: StepResult | None = None
 

@@ -122,7 +122,7 @@ class JaxStage(TreeStage):
         """Compute the output of one micro-batch, and in a training step what its backward needs."""
         position = Position() if position is None else position
         leaves, structures = flatten_parts(parts_of(x, self.takes))
-        floating = tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
+        floating = tuple(not self.ends and arrays.is_floating(leaf.dtype) for leaf in leaves)
         key = structures, floating
         if key not in self._functions:
             self._functions[key] = Functions(self.function, self._tree, structures, floating, self.gives)

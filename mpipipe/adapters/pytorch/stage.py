@@ -117,8 +117,10 @@ class TorchStage(TreeStage):
                 self.module.train(position.training)
             leaves, structures = flatten_parts(parts_of(x, self.takes))
             inputs = [tensor_of(leaf) for leaf in leaves]
+            # the first time, too, where nobody asks: what refuses to be differentiated in part raises its error then
+            differentiates = position.training and not (self.ends and self._looked)
             for each in inputs:
-                each.requires_grad_(position.training and is_differentiable(each))
+                each.requires_grad_(differentiates and is_differentiable(each))
             with inputs_unchanged(inputs), self._buffers.unchanged():
                 output = applied(self.module, (), unflatten_parts(inputs, structures))
                 outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
