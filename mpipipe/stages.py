@@ -68,9 +68,8 @@ class StageAdapter:
         first = self.models[0] if self.models else None
         self.device = str(getattr(given, "device", "cpu" if first is None else first.device))
         self._gpu: int | None = getattr(given, "gpu", None if first is None else first.gpu)
-        self.computes: Any = (
-            given  # what has its forward and backward: its CUDA graphs, or in check mode a CheckedStage
-        )
+        # what has its forward and backward: the stage, its CUDA graphs, or in check mode a CheckedStage
+        self.computes: Any = given
         self.number: int | None = None  # its logical number, once it is attached to a pipeline
         self._view: tuple[tuple[int, int], FlatView] | None = None  # of the parameters, with their place in memory
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position

@@ -23,13 +23,8 @@ class StepResult:
         Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its weight, or its rows.
     losses : list of float
         Loss of each micro-batch of this pipeline, in order; on every rank. NaN where the weight is 0.
-    input_grads : list or None
-        On the rank of stage 0, the gradients of `loss` with respect to the inputs, by micro-batch (None for integers).
-
-    Raises
-    ------
-    ArgumentError
-        `input_grads` is read, and the pipeline was built with input_grads=False.
+    found : list or None, or False
+        What `input_grads` is; False where that was not computed.
     """
 
     loss: float
@@ -38,6 +33,10 @@ class StepResult:
 
     @property
     def input_grads(self) -> list | None:
+        """On the rank of stage 0, the gradients of `loss` with respect to the inputs, by micro-batch.
+
+        None on the other ranks, and for integers. An ArgumentError where the pipeline has input_grads=False.
+        """
         if self.found is False:
             raise ArgumentError(
                 "the gradients of the inputs were not computed",
