@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import Array, Branches, Shape, Tree
+from mpipipe.arrays import Branches, Shape, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random_key
 
@@ -65,9 +65,7 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
     is_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[0])
     if is_pair or is_module(given):
         library = "jax" if is_pair else "pytorch"
-        return (
-            NamedForeignLayer(library, given, entry) if isinstance(entry, WithSkips) else ForeignLayer(library, given)
-        )
+        return ForeignLayer(library, given, *((entry.gives, entry.takes) if isinstance(entry, WithSkips) else ()))
     raise ArgumentError(f"layers[{place}] is not a layer", found=type(given).__name__, expected=EXPECTED)
 
 
@@ -117,18 +115,27 @@ def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
         yield
 
 
+class KeptOfForeign(NamedTuple):
+    """What a forward leaves for the backward, or the first half of that for the second."""
+
+    inner: Any  # of the stage
+    given: dict[str, Tree]  # under names
+    room: np.ndarray | None  # as large as what PyTorch or JAX keep, where that is counted
+
+
 class ForeignLayer(nn.Layer):
     """A module of PyTorch or a function of JAX as a layer; `inner` is the stage of it, once the layer is bound.
 
-    Its input and output may be a tuple or dict of arrays, where its neighbours take them.
+    Its input and output may be a tuple or dict of arrays, where its neighbours take them. It is called with the values
+    that stand under the names that it takes, and returns others for those that it gives.
     """
 
     freezes_parts = True
     ends = False
 
-    def __init__(self, library: str, given: Any) -> None:
+    def __init__(self, library: str, given: Any, gives: tuple[str, ...] = (), takes: tuple[str, ...] = ()) -> None:
         self._room: Any = import_module(f"mpipipe.adapters.{library}.stage")
-        self.given = given
+        self.given, self.gives, self.takes = given, gives, takes
         self.declared = self._room.declared_by(given)
 
     def forget(self) -> ForeignLayer:
@@ -147,72 +154,50 @@ class ForeignLayer(nn.Layer):
         gradients = {key: getattr(self, f"{key}_grad") for key in self.declared}
         values = {key: getattr(self, key) for key in self.declared}
         self.inner = self._room.stage_on(self.given, values, gradients, self.stage.seed)
+        self.inner.gives, self.inner.takes = self.gives, self.takes
         self.inner.index, self.inner.poll = int(self.name), self._poll
 
     def _poll(self) -> None:
         if self.stage.poll is not None:
             self.stage.poll()
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Any) -> tuple[Any, KeptOfForeign]:
         self.inner.refresh()
-        self.inner.ends = self.ends
-        found: tuple[Array, Any]
+        self.inner.ends, room = self.ends, None
+        if self.takes:
+            x = Branches(x, **{name: self.stage.taken(name) for name in self.takes})
         if tracemalloc.is_tracing() or getattr(COUNTED, "on", False):
-            found, held = self._room.counted(self.inner, x, self.stage.position)
-            return shown_to_tracer(found[0], held), Traced(found[1], np.empty(sum(held.values()), np.uint8))
-        found = self.inner.forward(x, self.stage.position)
-        return found
-
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        dx, pending = self.inner.backward_input(dy, saved[0] if isinstance(saved, Traced) else saved)
-        if isinstance(saved, Traced):
-            return shown_to_tracer(dx, {}), Traced(pending, saved.room)
-        return dx, pending
-
-    def backward_weight(self, pending: Any) -> None:
-        self.inner.backward_weight(pending[0] if isinstance(pending, Traced) else pending)
-
-    def backward(self, dy: Array, saved: Any) -> Any:
-        return self.inner.backward(dy, saved[0] if isinstance(saved, Traced) else saved)
-
-
-class NamedForeignLayer(ForeignLayer):
-    """One that is called with values which stand under names, and returns others."""
-
-    freezes_parts = True
-    ends = False
-
-    def __init__(self, library: str, given: Any, entry: WithSkips) -> None:
-        super().__init__(library, given)
-        self.gives, self.takes = entry.gives, entry.takes
-
-    def bound(self) -> None:
-        super().bound()
-        self.inner.gives, self.inner.takes = self.gives, self.takes
-
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        taken = {name: self.stage.taken(name) for name in self.takes}
-        y, saved = super().forward(Branches(x, **taken) if taken else x)
-        if not isinstance(y, Branches):
-            return y, (saved, {})
+            (y, saved), held = self._room.counted(self.inner, x, self.stage.position)
+            for array in (*(getattr(self, key) for key in self.declared), *arrays.flatten(x)[0]):
+                held.pop(arrays.address(array), None)
+            y, room = shown_to_tracer(y, held), np.empty(sum(held.values()), np.uint8)
+        else:
+            y, saved = self.inner.forward(x, self.stage.position)
+        if not self.gives:
+            return y, KeptOfForeign(saved, {}, room)
         for name, tree in y.skips.items():
             self.stage.give(name, tree)
-        return y.main, (saved, y.skips)
+        return y.main, KeptOfForeign(saved, y.skips, room)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        dx, pending = super().backward_input(self._joined(dy, saved[1]), saved[0])
-        return self._parted(dx), pending
+    def backward_input(self, dy: Any, saved: KeptOfForeign) -> tuple[Any, KeptOfForeign]:
+        dx, pending = self.inner.backward_input(self._joined(dy, saved), saved.inner)
+        if saved.room is not None:
+            shown_to_tracer(dx, {})
+        return self._parted(dx), KeptOfForeign(pending, {}, saved.room)
 
-    def backward(self, dy: Array, saved: Any) -> Any:
-        return self._parted(super().backward(self._joined(dy, saved[1]), saved[0]))
+    def backward_weight(self, pending: KeptOfForeign) -> None:
+        self.inner.backward_weight(pending.inner)
 
-    def _joined(self, dy: Tree, given: dict[str, Tree]) -> Tree:
+    def backward(self, dy: Any, saved: KeptOfForeign) -> Any:
+        return self._parted(self.inner.backward(self._joined(dy, saved), saved.inner))
+
+    def _joined(self, dy: Tree, saved: KeptOfForeign) -> Tree:
         """Return the gradient of the output with those of what was given, zeros where no layer has added."""
-        found = {name: nn.or_zeros(self.stage.gradient_of(name), tree) for name, tree in given.items()}
+        found = {name: nn.or_zeros(self.stage.gradient_of(name), tree) for name, tree in saved.given.items()}
         return Branches(dy, **found) if found else dy
 
-    def _parted(self, dx: Tree) -> Tree:
-        if not isinstance(dx, Branches):
+    def _parted(self, dx: Any) -> Any:
+        if not self.takes:
             return dx
         for name, gradient in dx.skips.items():
             self.stage.add_gradient(name, gradient)
@@ -233,13 +218,6 @@ def counting() -> Iterator[None]:
         yield
     finally:
         COUNTED.on = False
-
-
-class Traced(NamedTuple):
-    """What a layer saved, and an array as large as what PyTorch or JAX keep for it."""
-
-    saved: Any
-    room: np.ndarray
 
 
 def shown_to_tracer(tree: Any, held: Mapping[int, int]) -> Any:

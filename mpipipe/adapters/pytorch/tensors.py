@@ -16,14 +16,13 @@ import numpy as np
 import torch
 
 from mpipipe import arrays
+from mpipipe.adapters.trees import one_dtype
 from mpipipe.arrays import Array, Structure, Tree, flatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer
 
 Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
 BFLOAT16 = arrays.dtype("bfloat16")
-FLOATING = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
-            torch.complex128: "complex128", torch.complex64: "complex64"}  # fmt: skip
 
 
 def tensor_of(array: Array) -> Tensor:
@@ -231,35 +230,6 @@ class TrainedParameter(NamedTuple):
     gradient: Tensor  # what its `.grad` is, on the flat array of gradients
 
 
-class TorchGradients(Mapping[str, Array]):
-    """Gradients by name, with `flat` and `offsets`, as nn.FlatBuffer has them, in step with `.grad`."""
-
-    def __init__(self, buffer: FlatBuffer, parameters: TorchParameters):
-        self._buffer, self._parameters = buffer, parameters
-
-    @property
-    def flat(self) -> Array:
-        """The flat array, with what `.grad` of each parameter holds."""
-        self._parameters.check()
-        self._parameters.adopt_gradients()
-        return self._buffer.flat
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """Where each array starts in it."""
-        return self._buffer.offsets
-
-    def __getitem__(self, name: str) -> Array:
-        self._parameters.adopt_gradients()
-        return self._buffer[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._buffer)
-
-    def __len__(self) -> int:
-        return len(self._buffer)
-
-
 class TorchParameters:
     """The trainable parameters of a module, moved into one flat array `values`; None if nothing is trained.
 
@@ -269,23 +239,18 @@ class TorchParameters:
     def __init__(self, module: Any, prefix: str, device: str, storage: tuple[Mapping, Mapping] | None = None):
         trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self.values: FlatBuffer | None = None
-        self.gradients: TorchGradients | None = None
+        self.gradients: FlatBuffer | None = None
         self.pieces: list[TrainedParameter] = []
         if not trained:
             return
-        values: Mapping[str, Array]
-        gradients: Mapping[str, Array]
         if storage is None:
-            kind = arrays.dtype(_one_dtype(trained))
+            kind = _one_dtype(trained)
             shapes = {f"{prefix}{name}": tuple(each.shape) for name, each in trained.items()}
-            self.values = values = FlatBuffer(shapes, kind, device)
-            gradients = buffer = FlatBuffer(shapes, kind, device)
-            self.gradients = TorchGradients(buffer, self)
-        else:
-            values, gradients = storage
+            self.values, self.gradients = (FlatBuffer(shapes, kind, device) for _ in range(2))
+        both: Any = (self.values, self.gradients) if storage is None else storage
         with torch.no_grad():
             for name, parameter in trained.items():
-                value, gradient = (tensor_of(each[f"{prefix}{name}"]) for each in (values, gradients))
+                value, gradient = (tensor_of(each[f"{prefix}{name}"]) for each in both)
                 if storage is None:
                     value.copy_(parameter)
                 if storage is None and parameter.grad is not None:
@@ -295,8 +260,9 @@ class TorchParameters:
                 owned = module.get_submodule(owner)
                 self.pieces.append(TrainedParameter(name, owned, key, parameter, value.data_ptr(), gradient))
 
-    def adopt_gradients(self) -> None:
+    def adopted_gradients(self) -> FlatBuffer | None:
         """Let each `.grad` be a view of the flat array; one that was replaced is copied there, and None is zero."""
+        self.check()
         for piece in self.pieces:
             found = piece.parameter.grad
             if found is piece.gradient:
@@ -304,6 +270,7 @@ class TorchParameters:
             with torch.no_grad():
                 piece.gradient.zero_() if found is None else piece.gradient.copy_(found)
             piece.parameter.grad = piece.gradient
+        return self.gradients
 
     def check(self) -> None:
         """Raise ArgumentError if a parameter is no longer in the flat array."""
@@ -335,7 +302,7 @@ class TorchParameters:
                 )
 
 
-def _one_dtype(trained: Mapping[str, Tensor]) -> str:
+def _one_dtype(trained: Mapping[str, Tensor]) -> np.dtype:
     """The dtype of all parameters; raises ArgumentError if there are several, or none that arrays know."""
     uninitialised = [name for name, each in trained.items() if torch.nn.parameter.is_lazy(each)]
     if uninitialised:
@@ -344,12 +311,8 @@ def _one_dtype(trained: Mapping[str, Tensor]) -> str:
             found=uninitialised[0],
             remedy="run the module once before it becomes a stage",
         )
-    kinds = {each.dtype: name for name, each in trained.items()}
-    if len(kinds) > 1 or not kinds.keys() <= FLOATING.keys():
-        raise ArgumentError(
-            "the parameters of a module must have one dtype, since they lie in one array",
-            found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
-            expected=f"one of {', '.join(FLOATING.values())}",
-            remedy="module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward",
-        )
-    return FLOATING[next(iter(kinds))]
+    return one_dtype(
+        {str(each.dtype).removeprefix("torch."): name for name, each in trained.items()},
+        "module",
+        "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward",
+    )
