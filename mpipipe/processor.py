@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import cache
+from pathlib import Path
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
@@ -40,6 +42,19 @@ def _threads(text: str) -> list[int]:
     if all(count.isascii() and count.isdigit() and count.strip("0") for count in counts):
         return [int(counts[0])]
     return []
+
+
+@cache
+def features() -> frozenset[str]:
+    """Return the names of what this processor can do, as Linux has them; none elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    parts = (line.partition(":") for line in lines)
+    return next(
+        (frozenset(text.split()) for name, _, text in parts if name.strip() in ("flags", "Features")), frozenset()
+    )
 
 
 def keep_freed_memory() -> None:

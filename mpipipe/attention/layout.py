@@ -80,11 +80,8 @@ class Layout:
     def weight(self, rank: int) -> int:
         """Return the weight of a rank's shard in a mean over all positions of a sequence: how many it holds.
 
-        Returns
-        -------
-        int
-            A loss that is a mean over the positions of some sequences returns as its weight their number times this;
-            see `Pipeline`.
+        A loss that is a mean over the positions of some sequences returns as its weight their number times this; see
+        `Pipeline`.
         """
         return self.length(rank)
 
@@ -189,15 +186,12 @@ class Layout:
     ) -> int:
         """Return the number of ring steps that some rank needs: in step t rank r has the keys of rank r - t.
 
+        It is `ranks`, or less with a window.
+
         Parameters
         ----------
         causal, window, documents, keys : bool, int, sequence of int and Layout
             As for `needs`.
-
-        Returns
-        -------
-        int
-            `ranks`, or fewer with a window.
 
         Examples
         --------

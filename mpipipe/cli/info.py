@@ -9,10 +9,9 @@ import textwrap
 from collections.abc import Mapping
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
-from mpipipe import __version__, arrays, environment
+from mpipipe import __version__, arrays, environment, nn, processor
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
 from mpipipe.cli.output import show
@@ -56,7 +55,12 @@ def info(
         surroundings = _alone(gpus=False)
     facts |= {"numpy": metadata.version("numpy"), "BLAS": _blas()}
     facts["devices"] = "\n".join(["cpu", *arrays.describe_gpus(), *placement])
-    facts |= {"CuPy": _cupy(), "GPU toolkit": _toolkit(), "attention by": kernels.describe()}
+    facts |= {
+        "CuPy": _cupy(),
+        "GPU toolkit": _toolkit(),
+        "attention by": kernels.describe(),
+        "halves": nn.kernels.describe(),
+    }
     if root and probe:
         facts["probe"] = _probe()
     if root and surroundings is not None:
@@ -146,16 +150,9 @@ def _blas() -> str:
 
     pools = environment.blas()
     texts = [f"{p['library']} {p['version']} ({p['kernels']}), {counted(p['threads'], 'thread')}" for p in pools]
-    if any(pool["kernels"] in NARROW_KERNELS for pool in pools) and _has_avx512():
+    if any(pool["kernels"] in NARROW_KERNELS for pool in pools) and "avx512f" in processor.features():
         texts.append("this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts")
     return ", ".join(texts)
-
-
-def _has_avx512() -> bool:
-    try:
-        return "avx512f" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
 
 
 def _show(facts: dict[str, str]) -> None:

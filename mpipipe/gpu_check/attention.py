@@ -11,13 +11,13 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from mpipipe import arrays, attention
 from mpipipe.attention import kernels
+from mpipipe.gpu_check.extra import Finding
 
 SIZES = ((128, 64), (128, 128), (1024, 64), (1024, 128))  # (sequence, head dimension)
 HEADS, KV_HEADS, BATCH = 4, 2, 2
@@ -26,36 +26,21 @@ HEADS, KV_HEADS, BATCH = 4, 2, 2
 ROUNDINGS = 4.0
 
 
-class Case(NamedTuple):
-    """One size in one dtype, and the largest relative error of its four results."""
-
-    dtype: str
-    seq: int
-    dim: int
-    error: float
-    allowed: float
-
-    def __str__(self) -> str:
-        verdict = "ok" if self.error <= self.allowed else "WRONG"
-        sizes = f"{self.dtype} sequence {self.seq} dim {self.dim}"
-        return f"{sizes}: error {self.error:.2e}, at most {self.allowed:.2e}: {verdict}"
-
-
-def cases() -> Iterator[Case]:
-    """Yield each case, causal, with two query heads for each key head."""
+def cases() -> Iterator[Finding]:
+    """Yield the largest error of the four results of each case, causal, with two query heads for each key head."""
     for seq, dim in SIZES:
         for dtype in ("bfloat16", "float16"):
-            kind = arrays.dtype(dtype)
-            generator = np.random.default_rng(seq + dim)
-
+            kind, generator = arrays.dtype(dtype), np.random.default_rng(seq + dim)
             whole = [
                 generator.standard_normal((BATCH, seq, heads, dim), np.float32).astype(kind)
                 for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
             ]
             found = _results([arrays.upload(x) for x in whole])
             expected = _results([x.astype(np.float32) for x in whole])
-            errors = [_distance(one, other) for one, other in zip(found, expected)]
-            yield Case(dtype, seq, dim, max(errors), ROUNDINGS * float(ml_dtypes.finfo(kind).eps))
+            error = max(_distance(one, other) for one, other in zip(found, expected))
+            allowed = ROUNDINGS * float(ml_dtypes.finfo(kind).eps)
+            seen = f"error {error:.2e}, at most {allowed:.2e}"
+            yield Finding(f"{dtype} sequence {seq} dim {dim}", error <= allowed, seen)
 
 
 def _results(whole: list) -> list[np.ndarray]:
@@ -78,9 +63,9 @@ def main() -> int:
     wrong = not described.startswith("cudnn") and os.environ.get(kernels.VARIABLE, "") != "cupy"
     with warnings.catch_warnings(), arrays.own_stream():
         warnings.filterwarnings("error", message="cuDNN refuses")
-        for case in cases():
-            sys.stdout.write(f"{case}\n")
-            wrong |= not case.error <= case.allowed
+        for finding in cases():
+            sys.stdout.write(f"{finding}\n")
+            wrong |= not finding.right
     if not described.startswith("cudnn"):
         sys.stdout.write(f"attention by: {described}\n")  # the last line is what a report shows
     return int(wrong)

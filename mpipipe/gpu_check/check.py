@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from mpipipe import arrays, files
 from mpipipe.attention import kernels
-from mpipipe.environment import versions
+from mpipipe.environment import git_commit, versions
 
 GRACE = 10.0  # seconds between the polite and the final signal
 SHORTEST = 5.0  # seconds; with less time left a check is skipped
@@ -42,32 +42,21 @@ class Outcome:
         return f"{self.check} {self.status}" + (f" ({self.why})" if self.why else "")
 
 
-class Clock:
-    """The time that all checks share, in seconds from now."""
-
-    def __init__(self, seconds: float) -> None:
-        self._deadline = monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds that are left."""
-        return self._deadline - monotonic()
-
-
 def run_check(
     kind: Kind,
     name: str,
     limit: float,
     command: Sequence[str],
     *,
-    clock: Clock,
+    deadline: float,
     log: Path,
     variables: Mapping[str, str],
 ) -> Outcome:
-    """Run a command for `limit` seconds at most, and no longer than `clock` allows.
+    """Run a command for `limit` seconds at most, and no longer than to the `deadline` of time.monotonic.
 
     Its output goes to the file `log`; `variables` are set on top of the environment.
     """
-    left = clock.left()
+    left = deadline - monotonic()
     whose = "its own limit" if limit <= left else "what was left for everything"
     limit = min(limit, left)
     if limit < SHORTEST:
@@ -139,7 +128,7 @@ LIBRARIES: dict[str, Callable[[], object]] = {
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
-    """Write the report into `folder`, print its last lines, and return the exit code."""
+    """Write the report into `folder`, pack that into a tar file next to it, and return the exit code."""
     facts = _facts(folder, outcomes)
     files.write_whole(folder / "gpu_check.json", (json.dumps(facts, indent=1) + "\n").encode())
     files.write_whole(folder / "gpu_check.md", ("\n\n".join(_paragraphs(facts, outcomes)) + "\n").encode())
@@ -147,25 +136,20 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
     lines = [f"{o.check:<{width}} {o.status:<7} {o.seconds:>4} s  {o.why}" for o in outcomes]
     failed = [o.check for o in outcomes if o.kind == "correctness" and o.status == "failed"]
     verdict = f"{'failed' if failed else 'ok'} {' '.join(failed)}"
-    lines.append(f"mpipipe: gpu check {verdict} results={folder}/gpu_check.md packed={_pack(folder)}")
+    path = folder.with_name(folder.name + ".tar.gz")
+    with tarfile.open(path, "w:gz") as packed:
+        packed.add(folder, folder.name)
+    lines.append(f"mpipipe: gpu check {verdict} results={folder}/gpu_check.md packed={path}")
     sys.stdout.write("\n" + "\n".join(lines) + "\n")
     return 1 if failed else 0
 
 
-def _pack(folder: Path) -> Path:
-    """Pack a folder into a tar file next to it."""
-    path = folder.with_name(folder.name + ".tar.gz")
-    with tarfile.open(path, "w:gz") as packed:
-        packed.add(folder, folder.name)
-    return path
-
-
 def _facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     benches = [json.loads(path.read_text()) for path in sorted(folder.glob("bench*.json"))]
-    gpus = arrays.describe_gpus()
+    gpus, git = arrays.describe_gpus(), git_commit()
     return {
         "date": date.today().isoformat(),
-        "commit": _commit(),
+        "commit": git["commit"] + ("-dirty" if git["changed"] else "") if git else "unknown",
         "gpus": gpus,
         "attention by": kernels.describe(),
         "machine": _machine(),
@@ -174,15 +158,6 @@ def _facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "measurements": [row | beside(row, gpus) for bench in benches for row in bench["rows"]],
         "failed measurements": [problem for bench in benches for problem in bench["failed"]],
     }
-
-
-def _commit() -> str:
-    """Name the commit of this checkout, or "unknown" where git or the history is missing."""
-    try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return git.stdout.strip() or "unknown"
 
 
 def _machine() -> list[str]:

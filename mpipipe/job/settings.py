@@ -113,6 +113,13 @@ PRODUCTS = Variable(
     "cublas",
     ("cublas", "cublaslt").__contains__,
 )
+HALVES = Variable(
+    "MPIPIPE_HALVES",
+    "What computes with bfloat16 and float16 on a CPU: PyTorch, or numpy in float32.",
+    "numpy or torch",
+    "torch where it is installed and the processor has instructions for such products, else numpy",
+    ("numpy", "torch").__contains__,
+)
 GRAPHS = Variable(
     "MPIPIPE_GRAPHS",
     "1 lets stages on a GPU run by CUDA graphs in training, which spares small micro-batches the time of Python.",

@@ -39,6 +39,8 @@ ROUNDING = 1e-9  # share of a sum of times: what is less may be the rounding of 
 def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> float:
     """Return a time that no schedule with the same stages on the same ranks, and as many micro-batches, can beat.
 
+    It is in the unit of the costs. ArgumentError is raised where a cost does not fit, or no schedule keeps the limit.
+
     Parameters
     ----------
     schedule : Schedule
@@ -48,11 +50,6 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     memory_limit : float, optional
         Chunk activations that a rank may hold at once, at least its number of stages with backwards; by default there
         is no limit. It does not count where the schedule recomputes anything.
-
-    Returns
-    -------
-    float
-        The bound, in the unit of the costs; ArgumentError where a cost does not fit, or no schedule keeps the limit.
 
     Examples
     --------

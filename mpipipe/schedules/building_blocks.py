@@ -30,7 +30,7 @@ from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
 from mpipipe.schedules.search.problem import OrderProblem
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
-from mpipipe.schedules.zero_bubble import h2_orders, v_placement
+from mpipipe.schedules.zero_bubble import v_placement, zero_bubble_h2
 
 PERIOD = 6
 
@@ -67,11 +67,6 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
         A rank holds at most 2 floor((P+4)/3) chunk activations, half as many of a whole stage.
     costs : Costs, optional
         Times of the 2P stages, for the places of the W's.
-
-    Returns
-    -------
-    Schedule
-        Two stages per rank, placed on a V.
     """
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     return _repeated("v_min", ranks, microbatches, costs, SHORT, lambda p: 2 * ((p + 4) // 3))
@@ -241,8 +236,7 @@ def zero_bubble_2p(
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, microbatches) >= 2 * ranks - 1:
-        orders = h2_orders(ranks, microbatches)
-        return Schedule("zero_bubble_2p", looped_placement(ranks, 1), microbatches, orders)
+        return zero_bubble_h2(ranks, microbatches)
     whole = _Tries(ranks, microbatches, costs, limit, kept)
     small = min(ranks, MANY)
     average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)

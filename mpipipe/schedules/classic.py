@@ -12,7 +12,7 @@ a count below 1 raises ArgumentError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
 
@@ -47,10 +47,7 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     """
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    sizes = ranks, 1, microbatches, backward == "lifo"
-    orders = OrdersOnDemand(ranks, partial(_breadth_first, *sizes), partial(breadth_first, *sizes))
-    return Schedule("gpipe", looped_placement(ranks, 1), microbatches, orders)
+    return looped("gpipe", ranks, 1, microbatches, _breadth_first, breadth_first, backward == "lifo")
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---
@@ -59,14 +56,9 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Build 1F1B: as soon as the first micro-batch is back, one forward and one backward in turn.
 
-    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations.
+    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P.
     Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et al. 2021 (DAPPLE),
     arXiv:2007.01045.
-
-    Parameters
-    ----------
-    ranks, microbatches : int
-        M may be below P.
 
     Examples
     --------
@@ -75,9 +67,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     """
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    order, time = partial(_one_f_one_b, ranks, microbatches), partial(grouped, ranks, 1, microbatches, 1)
-    return Schedule("one_f_one_b", looped_placement(ranks, 1), microbatches, OrdersOnDemand(ranks, order, time))
+    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, grouped, 1)
 
 
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
@@ -102,10 +92,7 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
     1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
-    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    sizes = ranks, chunks, microbatches
-    orders = OrdersOnDemand(ranks, partial(_interleaved_1f1b, *sizes), partial(grouped, *sizes, 2))
-    return Schedule("interleaved_1f1b", looped_placement(ranks, chunks), microbatches, orders)
+    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, grouped, 2)
 
 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
@@ -121,10 +108,7 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
     ranks, chunks, microbatches : int
         For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds all MV activations.
     """
-    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    sizes = ranks, chunks, microbatches
-    orders = OrdersOnDemand(ranks, partial(_breadth_first, *sizes, False), partial(breadth_first, *sizes, False))
-    return Schedule("looped_bfs", looped_placement(ranks, chunks), microbatches, orders)
+    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, breadth_first, False)
 
 
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
@@ -137,50 +121,54 @@ def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     ranks, chunks, microbatches : int
         For M >= P the bubble is (P-1)f of a chunk.
     """
+    return looped("forward_only", ranks, chunks, microbatches, _forwards, grouped, 1)
+
+
+def looped(
+    name: str,
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    make: Callable[..., Iterable[Action]],
+    time: Callable[..., int],
+    option: int,
+) -> Schedule:
+    """Build a schedule whose stages loop over the ranks; `make` and `time` take P, V, M and an option first."""
     ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    sizes = ranks, chunks, microbatches
-    orders = OrdersOnDemand(ranks, partial(_forward_only, *sizes), partial(grouped, *sizes, 1))
-    return Schedule("forward_only", looped_placement(ranks, chunks), microbatches, orders)
+    given = ranks, chunks, microbatches, option
+    orders = OrdersOnDemand(ranks, partial(make, *given), partial(time, *given))
+    return Schedule(name, looped_placement(ranks, chunks), microbatches, orders)
 
 
 def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:
     stages, ascending = range(rank, chunks * ranks, ranks), range(microbatches)
-    yield from actions(FORWARD, stages, ascending)
-    yield from actions(BACKWARD, reversed(stages), ascending[::-1] if lifo else ascending)
+    yield from _actions(FORWARD, stages, [ascending])
+    yield from _actions(BACKWARD, stages[::-1], [ascending[::-1] if lifo else ascending])
 
 
-def _one_f_one_b(ranks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    forwards, backwards = (actions(op, (rank,), range(microbatches)) for op in (FORWARD, BACKWARD))
-    return alternate(forwards, backwards, warmup=min(ranks - 1 - rank, microbatches))
+def _one_f_one_b(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> tuple[Action, ...]:
+    """Run the first forwards, then one forward and one backward in turn, then the remaining backwards."""
+    forwards, backwards, first = forth_and_back(BACKWARD, ranks, chunks, microbatches, step, rank)
+    in_turn = chain.from_iterable(zip(forwards[first:], backwards))
+    return (*forwards[:first], *in_turn, *backwards[len(forwards) - first :])
 
 
-def _interleaved_1f1b(ranks: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    stages, groups = range(rank, chunks * ranks, ranks), groups_of(microbatches, ranks)
-    forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
-    backwards = [action for group in groups for action in actions(BACKWARD, reversed(stages), group)]
-    warmup = min((chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank), chunks * microbatches)
-    return alternate(forwards, backwards, warmup)
+def _forwards(*sizes: int) -> list[Action]:
+    return forth_and_back(FORWARD, *sizes)[0]
 
 
-def _forward_only(ranks: int, chunks: int, microbatches: int, rank: int) -> Iterator[Action]:
-    for group in groups_of(microbatches, ranks):
-        yield from actions(FORWARD, range(rank, chunks * ranks, ranks), group)
+def forth_and_back(
+    backward: str, ranks: int, chunks: int, microbatches: int, step: int, rank: int
+) -> tuple[list[Action], list[Action], int]:
+    """Return a rank's forwards, its backwards, and how many forwards come first: `step` fewer from rank to rank."""
+    stages, groups = range(rank, chunks * ranks, ranks), even_split(microbatches, max(1, microbatches // ranks))
+    first = min((chunks - 1) * len(groups[0]) + step * (ranks - 1 - rank), chunks * microbatches)
+    return _actions(FORWARD, stages, groups), _actions(backward, stages[::-1], groups), first
 
 
-def groups_of(microbatches: int, ranks: int) -> list[range]:
-    """Split the micro-batches into groups of P or more, or into one; the bigger ones come first."""
-    return even_split(microbatches, max(1, microbatches // ranks))
-
-
-def actions(op: str, stages: Iterable[int], microbatches: Iterable[int]) -> list[Action]:
-    """List `op` of each stage for each micro-batch, stage by stage."""
-    return [action for stage in stages for action in map(Action, repeat(stage), repeat(op), microbatches)]
-
-
-def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
-    """Take `warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    steady = zip(forwards[warmup:], backwards)
-    return (*forwards[:warmup], *chain.from_iterable(steady), *backwards[len(forwards) - warmup :])
+def _actions(op: str, stages: range, groups: Sequence[range]) -> list[Action]:
+    """List `op` for group after group of micro-batches, which pass one stage after the other."""
+    return [action for group in groups for stage in stages for action in map(Action, repeat(stage), repeat(op), group)]
 
 
 # -- Logical times of actions: whole numbers by which each rank proves that its own order cannot deadlock -------------

@@ -34,17 +34,8 @@ def from_csv(text: str) -> Schedule:
     Empty cells are idle slots and are skipped. A cell ``(0F3;3B1)OVERLAP_F_B`` of PyTorch's DualPipeV has two actions:
     they run one after the other here, in that order. Which rank a stage lies on, and how many stages and micro-batches
     there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call it.
-    What is not in the table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set.
-
-    Parameters
-    ----------
-    text : str
-        The table, as `Schedule.to_csv` or PyTorch's compute-only dump writes it.
-
-    Returns
-    -------
-    Schedule
-        The schedule, with the name "csv".
+    What is not in the table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set. `Schedule.to_csv`
+    and PyTorch's compute-only dump write such tables.
 
     Raises
     ------

@@ -18,19 +18,7 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """Draw one line per rank, with time to the right and dots where the rank idles.
 
     Actions are written out, ``2B0----``, where even the shortest one has room for that within 120 columns; otherwise
-    each column shows the op of the action that runs at its middle.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        It is checked first: ScheduleError where it cannot run.
-    costs : Costs, optional
-        Times of the actions.
-
-    Returns
-    -------
-    str
-        Lines without a final newline.
+    each column shows the op of the action that runs at its middle. A schedule that cannot run raises ScheduleError.
 
     Examples
     --------
@@ -53,12 +41,7 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
 
 
 def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
-    """Turn a timeline into trace events: chrome://tracing and Perfetto show ``json.dumps`` of the list.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        Its times are read as seconds.
+    """Turn a timeline in seconds into trace events: chrome://tracing and Perfetto show ``json.dumps`` of the list.
 
     Returns
     -------

@@ -138,7 +138,8 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
 
     A frozen stage has nothing to train. Its W actions vanish, and its I actions are backwards in one piece, B, at the
     same place. The frozen stages before the first one that is trained have no backward at all, and no gradient comes to
-    them over skips.
+    them over skips. The result needs no longer than the given one, where `Costs.weight_grad` is 0 for frozen stages:
+    their B has the gradient of the input alone, and the simulation counts B as both.
 
     Parameters
     ----------
@@ -146,12 +147,6 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
         A schedule with backwards.
     frozen : collection of int
         Logical stages without a parameter that is trained: some, and not all.
-
-    Returns
-    -------
-    Schedule
-        It needs no longer than the given one, where `Costs.weight_grad` is 0 for frozen stages: their B has the
-        gradient of the input alone, and the simulation counts B as both.
 
     Examples
     --------
@@ -170,10 +165,8 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
             expected="some of the stages, and not all of them",
             remedy="leave something to train",
         )
-    first = trained[0]
-
-    orders = changed(schedule.orders, _left, first, tuple(sorted(frozen)))
-    return replace(schedule, orders=orders, trained_from=first)
+    orders = changed(schedule.orders, _left, trained[0], tuple(sorted(frozen)))
+    return replace(schedule, orders=orders, trained_from=trained[0])
 
 
 def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Iterator[Action]:

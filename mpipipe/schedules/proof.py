@@ -50,7 +50,7 @@ def check(schedule: Schedule) -> None:
     - on its rank, F comes before B or I, and I before W; R comes after F, and before B or I;
     - skips of one name have one source, and each leads to a later stage;
     - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
-      the B or I of the stage after. An R and a W wait for nobody.
+      the B or I of the stage after. An R and a W wait for no other rank.
 
     The last point excludes deadlock even if every send is synchronous (a rendezvous). It holds for an executor that
     posts each receive at the latest when it reaches the action that needs the message, and that never waits for a send
@@ -63,14 +63,9 @@ def check(schedule: Schedule) -> None:
 
     Skips need no replay. The F of stage s waits for the F of every stage before it already, each by the next one. So
     the F of k, which makes what a skip brings from k to s, comes before it in the order that the replay found, and has
-    ended by the argument above. Its send has begun: to k's own executor it is one more send that nobody waits for. It
+    ended by the argument above. Its send has begun: to k's own executor it is one more send that it never waits for. It
     is received at the latest when the F of s is reached, under a tag that no other message has, so it completes. The
     same holds backwards, where the B or I of k waits for that of s through all stages between.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        The schedule to prove.
 
     Raises
     ------
@@ -258,7 +253,7 @@ def _wait_cycle(schedule: Schedule, stopped: Sequence[int], rank: int) -> tuple[
 def _awaited(schedule: Schedule, action: Action) -> Action:
     """Find the action that the stopped `action` waits for."""
     stage = source(action.stage, action.op, schedule.stages)
-    assert stage is not None  # an action that waits for nobody does not stop
+    assert stage is not None  # an action that waits for no other never stops
     if action.op == FORWARD:
         return Action(stage, FORWARD, action.microbatch)
     full = Action(stage, BACKWARD, action.microbatch)
@@ -390,11 +385,6 @@ def grid(
         Cells to mark, as ``>2F0<``. Of a large table only the part around the first mark is shown.
     missing : iterable of (rank, text), optional
         Cells that the schedule lacks. They are marked at the end of the rank's row.
-
-    Returns
-    -------
-    str
-        Lines without a final newline.
 
     Examples
     --------

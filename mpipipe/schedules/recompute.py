@@ -37,7 +37,7 @@ def with_recompute(
     activation: float | Sequence[float] = 1.0,
     kept_input: float | Sequence[float] = 0.0,
 ) -> Schedule:
-    """Put R actions into a schedule, and leave the order of all else.
+    """Put R actions into a schedule, where memory asks for them, and leave the order of all else.
 
     An R stands just before its backward, or further ahead where its rank would idle, as far as memory allows. The
     result is never slower than with each of its R's just before the backward.
@@ -54,11 +54,6 @@ def with_recompute(
         is moved ahead as long as its rank holds no more than one activation more than it must.
     activation, kept_input : float or sequence of float, optional
         As for `peak_memory`: by default the unit is one activation, and inputs are free.
-
-    Returns
-    -------
-    Schedule
-        The schedule with its R actions; the same one where nothing has to be recomputed.
 
     Raises
     ------

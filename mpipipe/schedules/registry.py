@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ def by_name(
     costs: Costs = EQUAL_COSTS,
     memory_limit: float | None = None,
 ) -> Schedule:
-    """Build the schedule that the function called `name` builds.
+    """Build the schedule that the function called `name` builds; it is not yet checked.
 
     Parameters
     ----------
@@ -56,11 +56,6 @@ def by_name(
         Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not depend on them.
     memory_limit : float, optional
         Activations that a rank may hold at once, for zero_bubble_2p; the memory of the others is their own.
-
-    Returns
-    -------
-    Schedule
-        The schedule, not yet checked.
 
     Raises
     ------
@@ -77,31 +72,25 @@ def by_name(
     memory_limit = checks.limit(memory_limit)
     if name in SEVERAL_STAGES:
         return SEVERAL_STAGES[name](ranks, chunks, microbatches)
-    if name in TWO_STAGES:
-        if at_least_one("chunks", chunks) != 2:
-            raise ArgumentError(
-                f"the schedule {name} has two stages per rank",
-                found=f"chunks={chunks}",
-                expected="chunks=2",
-                remedy="one of them is on the way down a V, one on the way up",
-            )
-        return TWO_STAGES[name](ranks, microbatches, **_costs(name, costs, memory_limit))
-    if name not in ONE_STAGE:
+    if name not in (*ONE_STAGE, *TWO_STAGES):
         word = str(name).lower().removeprefix("schedule")  # PyTorch's classes are ScheduleGPipe, Schedule1F1B
         meant = near(word, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES), OTHER_NAMES)
+        every = [f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES)]
+        every += [f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES]
+        expected = " or ".join(meant) if meant else "one of " + ", ".join(every)
+        raise ArgumentError("unknown schedule", found=f"name={name!r}", expected=expected)
+    number, needed = (1, "one stage") if name in ONE_STAGE else (2, "two stages")
+    if at_least_one("chunks", chunks) != number:
         raise ArgumentError(
-            "unknown schedule",
-            found=f"name={name!r}",
-            expected=" or ".join(meant) if meant else "one of " + ", ".join(_signatures()),
-        )
-    if at_least_one("chunks", chunks) != 1:
-        raise ArgumentError(
-            f"the schedule {name} has one stage per rank",
+            f"the schedule {name} has {needed} per rank",
             found=f"chunks={chunks}",
-            expected="chunks=1",
-            remedy="take one with chunks: " + ", ".join(SEVERAL_STAGES),
+            expected=f"chunks={number}",
+            remedy="take one for any number of chunks: " + ", ".join(SEVERAL_STAGES),
         )
-    return ONE_STAGE[name](ranks, microbatches, **_costs(name, costs, memory_limit))
+    options: dict[str, Any] = {"costs": costs} if name in WITH_COSTS else {}
+    if name == "zero_bubble_2p":
+        options["memory_limit"] = memory_limit
+    return {**ONE_STAGE, **TWO_STAGES}[name](ranks, microbatches, **options)
 
 
 def placement_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
@@ -113,17 +102,6 @@ def names(chunks: int) -> list[str]:
     """List the schedules of training with `chunks` stages per rank."""
     several = [name for name in SEVERAL_STAGES if name != "forward_only"]
     return [*(ONE_STAGE if chunks == 1 else ()), *several, *(TWO_STAGES if chunks == 2 else ())]
-
-
-def _costs(name: str, costs: Costs, memory_limit: float | None) -> dict[str, Any]:
-    """Return the arguments that a schedule takes besides its counts."""
-    arguments: dict[str, Any] = {"costs": costs} if name in WITH_COSTS else {}
-    return {**arguments, "memory_limit": memory_limit} if name == "zero_bubble_2p" else arguments
-
-
-def _signatures() -> Iterator[str]:
-    yield from (f"{name}(ranks, microbatches)" for name in (*ONE_STAGE, *TWO_STAGES))
-    yield from (f"{name}(ranks, chunks, microbatches)" for name in SEVERAL_STAGES)
 
 
 # -- How many micro-batches to cut a batch into, and the schedule with the smallest bubble for a number that is given --

@@ -103,7 +103,7 @@ def hops(placement: Sequence[int], transfer: Sequence[float]) -> list[float]:
 #     stage    0     1     2
 #     F        F --> F --> F
 #                          |
-#     B, I     B <-- B <-- B      R and W wait for nobody
+#     B, I     B <-- B <-- B      R and W wait for no other stage
 def source(stage: int, op: str, stages: int) -> int | None:
     """Return the stage for whose output an action waits: an F for an F, a B or I for a B or I, of its micro-batch."""
     if op == FORWARD:

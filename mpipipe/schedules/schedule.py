@@ -122,26 +122,13 @@ class Schedule:
         return int.from_bytes(content.digest(), "big") >> 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """List the logical stages that lie on `rank`, in ascending order.
-
-        Returns
-        -------
-        tuple of int
-        """
+        """List the logical stages that lie on `rank`, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def forward_only_part(self, microbatches: int) -> Schedule:
         """Take the forwards of the first `microbatches` micro-batches, in the same order on the same ranks.
 
-        Parameters
-        ----------
-        microbatches : int
-            From 1 to M: ArgumentError otherwise.
-
-        Returns
-        -------
-        Schedule
-            A schedule of forwards, with the name "forward" and the same skips.
+        The name is "forward" then, and the skips stay. Other numbers than 1 to M raise ArgumentError.
         """
         count = at_least_one("microbatches", microbatches)
         if count > self.microbatches:
@@ -157,10 +144,7 @@ class Schedule:
     def to_csv(self) -> str:
         r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
 
-        Returns
-        -------
-        str
-            The table, without skips and `trained_from`; `from_csv` reads it.
+        `from_csv` reads it. It has no skips and no `trained_from`.
 
         Examples
         --------
@@ -207,7 +191,7 @@ class Skip(NamedTuple):
 #     F        F --> F --> F --> F
 #               \______________/      "residual": (0, 3); its gradient comes back the same way
 def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
-    """Give a schedule the skips of a model, in place of those that it has; its orders stay.
+    """Give a schedule the skips of a model, sorted by name, in place of those that it has; its orders stay.
 
     It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips, since they are sent
     some stages before they are needed, and `peak_memory` no bytes: add what they hold to `activation` of both ends.
@@ -220,11 +204,6 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
         For each name, an identifier of Python, the stage that gives and the later stage that takes. A stage may give
         and take several; two stages may have several. Where several stages take what one gives, ``[(0, 2), (0, 3)]``,
         the same goes to each, and their gradients are summed.
-
-    Returns
-    -------
-    Schedule
-        The same orders with these skips, sorted by name.
 
     Raises
     ------

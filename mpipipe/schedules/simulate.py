@@ -49,17 +49,9 @@ class Costs:
     recompute: float | Sequence[float] | None = None
 
     def per_stage(self, name: str, stages: int) -> list[float]:
-        """Give a cost as one float for each stage; ArgumentError if it is negative, not finite, or not one per stage.
+        """Give a cost, by its name, as one float for each stage.
 
-        Parameters
-        ----------
-        name : str
-            forward, input_grad, weight_grad, transfer or recompute.
-        stages : int
-
-        Returns
-        -------
-        list of float
+        ArgumentError is raised if it is negative, not finite, or not one per stage.
         """
         given = "forward" if name == "recompute" and self.recompute is None else name
         return one_per_stage(f"the cost {given}", given, getattr(self, given), stages)
@@ -130,12 +122,7 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     """Run `schedule` on paper: an action starts when its rank is free and its input is there; sends are free.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        It is checked first.
-    costs : Costs, optional
-        Times of the actions; by default one unit for each of F, I and W.
+    It is checked first. By default each F, I and W takes one unit of time.
 
     Raises
     ------
@@ -333,12 +320,9 @@ class Links:
 
     @classmethod
     def read(cls, text: str) -> Links:
-        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]].
+        """Read links from text: latency,bandwidth[,node-size[,latency inside,bandwidth inside]], as in "5e-6,25e9,8".
 
-        Parameters
-        ----------
-        text : str
-            2, 3 or 5 numbers, such as "5e-6,25e9,8"; ArgumentError if it has another form or describes no link.
+        ArgumentError is raised if it has another form or describes no link.
         """
         parts = text.split(",")
         try:

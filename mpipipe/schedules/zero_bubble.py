@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import TypeAlias
 
 from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, OrdersOnDemand
 from mpipipe.schedules.checks import counts
-from mpipipe.schedules.classic import actions, grouped, groups_of
-from mpipipe.schedules.schedule import Schedule, looped_placement
+from mpipipe.schedules.classic import forth_and_back, grouped, looped
+from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search.orders import PATIENCES, fastest, fill_waits, score_of
 from mpipipe.schedules.search.problem import OrderProblem, tasks_of
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
@@ -31,12 +30,8 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
 
     Rank r runs the W of a micro-batch r micro-batches after its I. Let f, b, w be the times of F, I, W, with w at most
     f and b. The bubble is (P-1)(f+b) - (min(M,P)-1)w, which is (P-1)(f+b-w) for M >= P.
+    Every rank holds min(M, P) activations.
     Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H1.
-
-    Parameters
-    ----------
-    ranks, microbatches : int
-        Every rank holds min(M, P) activations.
 
     Examples
     --------
@@ -45,7 +40,7 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-    return replace(interleaved_zero_bubble(ranks, 1, microbatches), name="zero_bubble_h1")
+    return looped("zero_bubble_h1", ranks, 1, microbatches, _split, grouped, 1)
 
 
 #     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
@@ -63,46 +58,31 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
         Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the first group of
         micro-batches (see `interleaved_1f1b`).
     """
-    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    orders = _on_demand(ranks, chunks, microbatches, 1)
-    return Schedule("interleaved_zero_bubble", looped_placement(ranks, chunks), microbatches, orders)
+    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, _split, grouped, 1)
 
 
 #     rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
 #     rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
 #     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
-def h2_orders(ranks: int, microbatches: int) -> OrdersOnDemand:
-    """Make the orders of ZB-H2: no rank waits between its first action and its last, in twice the memory of 1F1B.
+def zero_bubble_h2(ranks: int, microbatches: int) -> Schedule:
+    """Build ZB-H2: no rank waits between its first action and its last, in twice the memory of 1F1B.
 
     That holds where F, I and W take the same time f, messages take none, and M is 2P - 1 or more. The makespan is then
     3Mf + (P-1)f. Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H2.
     """
-    return _on_demand(ranks, 1, microbatches, 2)
+    return looped("zero_bubble_2p", ranks, 1, microbatches, _split, grouped, 2)
 
 
-def _on_demand(ranks: int, chunks: int, microbatches: int, step: int) -> OrdersOnDemand:
-    """Make orders whose warm-up shrinks by `step` F's from rank to rank, while W's come `step` I's later."""
-    sizes = ranks, chunks, microbatches, step
-    return OrdersOnDemand(ranks, partial(_order, *sizes), partial(grouped, *sizes))
-
-
-def _order(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> tuple[Action, ...]:
-    stages, groups = range(rank, chunks * ranks, ranks), groups_of(microbatches, ranks)
-    forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
-    inputs = [action for group in groups for action in actions(INPUT_GRAD, reversed(stages), group)]
-    warmup = min((chunks - 1) * len(groups[0]) + step * (ranks - 1 - rank), chunks * microbatches)
-    return _split(forwards, inputs, warmup, delay=step * rank)
-
-
-def _split(forwards: Sequence[Action], inputs: Sequence[Action], warmup: int, delay: int) -> tuple[Action, ...]:
-    """Take `warmup` F's, then an F, an I and, `delay` I's later, its W in turn; at the end what is left."""
+def _split(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> list[Action]:
+    """Run the first F's, then an F, an I and, some I's later, its W in turn; at the end what is left."""
+    forwards, inputs, first = forth_and_back(INPUT_GRAD, ranks, chunks, microbatches, step, rank)
     weights = [Action(stage, WEIGHT_GRAD, microbatch) for stage, _, microbatch in inputs]
-    order = [*forwards[:warmup]]
+    order, delay = forwards[:first], step * rank
     for done, action in enumerate(inputs):
-        order += [*forwards[warmup + done : warmup + done + 1], action]
+        order += [*forwards[first + done : first + done + 1], action]
         if done >= delay:
             order.append(weights[done - delay])
-    return (*order, *weights[max(0, len(weights) - delay) :])
+    return order + weights[max(0, len(weights) - delay) :]
 
 
 # -- Schedules on a V: each rank has two stages, one on the way down and one on the way up, and the last rank the turn
@@ -168,17 +148,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Build DualPipeV: in the middle each rank has one forward and one backward, of its two stages, in turn.
 
     Most backwards are whole. The two of a pair are made to run at the same time on one device; here they run one after
-    the other. Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
-
-    Parameters
-    ----------
-    ranks, microbatches : int
-        For M >= 2P the makespan is that of `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations.
-
-    Returns
-    -------
-    Schedule
-        Two stages per rank, placed on a V.
+    the other. For M >= 2P the makespan is that of `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations.
+    Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
     """
     return _on_a_v("dualpipe_v", ranks, microbatches, _dualpipe, 0)
 

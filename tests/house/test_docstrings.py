@@ -48,7 +48,10 @@ CODES = {  # of numpydoc.validate
     "RT01": "no section Returns",
     "YD01": "no section Yields",
 }
-PLAIN = re.compile(r"(int|str|bool|float|Path|None|[A-Z][A-Za-z]*)( \| None)?")  # annotations that say all of a type
+# annotations that say all of a type
+PLAIN = re.compile(
+    r"(int|str|bool|float|Path|None|[A-Z][A-Za-z]*|(list|tuple)\[(int|float|str)(, \.\.\.)?\])( \| None)?"
+)
 NOUNS = set("A An The This These It Its What Which Who Whose Whether How Where There".split())
 
 

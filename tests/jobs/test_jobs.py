@@ -17,7 +17,6 @@ from support.launch import ROOT, job_environment
 
 from mpipipe.cli import compare_losses
 from mpipipe.gpu_check import suite
-from mpipipe.gpu_check.__main__ import main as gpu_check_main
 from mpipipe.language.config import TrainConfig
 from mpipipe.train.config import tomllib
 
@@ -436,7 +435,7 @@ def test_gpu_check_cuts_a_part_that_runs_past_its_own_limit(gpu_check, checkout,
     for name, value in {"PYTHON": "bin/python", "RESULTS": "out", "SLOW": "1", "FOUND": found}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(checkout)
-    assert gpu_check_main() == code
+    assert suite.main() == code
     facts = json.loads(Path("out", "gpu_check.json").read_text())
     (tests,) = (check for check in facts["checks"] if check["check"] == "tests-1")
     assert tests["status"] == status and "ended at 6 s, its own limit" in tests["why"]

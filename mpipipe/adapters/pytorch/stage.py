@@ -20,7 +20,6 @@ from mpipipe.adapters.pytorch.tensors import (
     ModuleBuffers,
     Tensor,
     TorchParameters,
-    array_of,
     check_module,
     device_of,
     flatten_output,
@@ -28,11 +27,10 @@ from mpipipe.adapters.pytorch.tensors import (
     is_differentiable,
     modules_for_hooks,
     on_stream,
-    tensor_of,
     tensors_of,
 )
 from mpipipe.adapters.trees import Saved, Structures, TreeStage, applied, flatten_parts, returned, unflatten_parts
-from mpipipe.arrays import Array, Tree, flatten, unflatten
+from mpipipe.arrays import Array, Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position
 

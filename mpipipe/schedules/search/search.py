@@ -25,7 +25,7 @@ from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.checks import at_least_one, check_time
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.anneal import Budget, anneal, critical_moves, moved
-from mpipipe.schedules.search.blocks import BlockSearch, RepeatedBlock, ReplayedBlockSearch, orders_of
+from mpipipe.schedules.search.blocks import BlockSearch, orders_of
 from mpipipe.schedules.search.orders import Priorities, decide
 from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, Orders, tasks_of
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
@@ -48,7 +48,7 @@ def search(
     """Search for the fastest schedule; stop where none can be faster.
 
     Backwards are split into I and W. The result is not slower than any schedule of this package with the same stages on
-    the same ranks that keeps the limit. `gap` tells how far it is from the best.
+    the same ranks that keeps the limit. `gap` tells how far it is from the best. Its name is "search".
 
     Parameters
     ----------
@@ -68,11 +68,6 @@ def search(
         machine.
     seed : int, optional
         Where the changes begin that are drawn at random.
-
-    Returns
-    -------
-    Schedule
-        The fastest that was found, with the name "search".
 
     Raises
     ------
@@ -186,9 +181,7 @@ KEPT = 5  # good priorities that are varied
 FIRST = 0.3  # share of the budget in which orders are varied and rearranged at first
 BLOCKS = 0.5  # share in which a block is searched
 NEAR = 0.01  # share of the bound by which a schedule may be longer without that
-CYCLIC = 0.5  # share of that in which blocks are searched without replays
-CHANGE = 0.05  # steps that a change of such a block counts
-FEW_REPLAYED = 2  # micro-batches per rank for the others
+CHANGE = 0.05  # steps that a change of a block counts
 VARIED = 0.7  # share of a round
 SOME = 0.5  # share of changes to some micro-batches only, at the second time
 WARM = 0.01  # busy times: how much longer a schedule may be that is taken on the way
@@ -237,26 +230,14 @@ class Improvement:
         for turn, (start, end) in enumerate(((begin, far), (far, until))):
             if turn and self.makespan > (1 + NEAR) * self.goal:
                 start += BLOCKS * (until - begin)
-                self._repeat(start)
+                block = BlockSearch(self.problem, self.random).search(self.budget.until(start, CHANGE))
+                for ends in self.take_all([] if block is None else [orders_of(self.problem, block)]):
+                    self.learn(ends)
             self._vary(start + VARIED * (end - start), SOME * (turn > 0))
             self._rearrange(end)
             if self.is_done():
                 return
             self.learn(self.problem.replay(self.orders)[1])
-
-    def _repeat(self, until: float) -> None:
-        """Search for a block without replays, and for one by how long few micro-batches take; take and learn both."""
-        problem, begin = self.problem, self.budget.spent()
-        share = self.budget.until(begin + CYCLIC * (until - begin), CHANGE)
-        self._take_block(BlockSearch(problem, self.random).search(share))
-        few = min(problem.microbatches, FEW_REPLAYED * len(problem.own))
-        part = OrderProblem(problem.placement, few, problem.costs, problem.limit)
-        self._take_block(ReplayedBlockSearch(part, self.random).search(self.budget.until(until)))
-
-    def _take_block(self, block: RepeatedBlock | None) -> None:
-        if block is not None:
-            for ends in self.take_all([orders_of(self.problem, block)]):
-                self.learn(ends)
 
     def is_done(self) -> bool:
         """Whether the bound is reached."""
