@@ -19,34 +19,13 @@ from mpipipe.arrays import Branches, Shape, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random_key
 
-EXPECTED = (
-    "an nn.Layer, a torch.nn.Module, a pair (function of JAX, its parameters), or a function without arguments that "
-    "makes one of them"
-)
-
 
 def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
-    """Return the layer that an entry of a list of layers is, or that it makes.
+    """Return the layer, unbound, that an entry of a list of layers is or makes; an ArgumentError for anything else.
 
     A module of PyTorch that a function makes draws its values for (seed, place), so they do not depend on the ranks.
-
-    Parameters
-    ----------
-    given : Layer, torch.nn.Module, (callable, tree of arrays), or callable
-        The entry: see `EXPECTED`. The parameters of a module or of a function of JAX lie in the buffers of the stage
-        that binds the layer, in its dtype, and have their own names, such as 3.conv.weight.
-    place, seed : int
-        Place in the list, and seed of the model.
-
-    Returns
-    -------
-    Layer
-        The layer, unbound.
-
-    Raises
-    ------
-    ArgumentError
-        It is something else.
+    The parameters of a module or of a function of JAX lie in the buffers of the stage that binds the layer, in its
+    dtype, and have their own names, such as 3.conv.weight.
     """
     entry, given = given, given.entry if isinstance(given, WithSkips) else given
     if not isinstance(given, (nn.Layer, tuple)) and not is_module(given) and callable(given):
@@ -66,7 +45,12 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
     if is_pair or is_module(given):
         library = "jax" if is_pair else "pytorch"
         return ForeignLayer(library, given, *((entry.gives, entry.takes) if isinstance(entry, WithSkips) else ()))
-    raise ArgumentError(f"layers[{place}] is not a layer", found=type(given).__name__, expected=EXPECTED)
+    raise ArgumentError(
+        f"layers[{place}] is not a layer",
+        found=type(given).__name__,
+        expected="an nn.Layer, a torch.nn.Module, a pair (function of JAX, its parameters), or a function without "
+        "arguments that makes one of them",
+    )
 
 
 @dataclass(frozen=True)
@@ -155,11 +139,7 @@ class ForeignLayer(nn.Layer):
         values = {key: getattr(self, key) for key in self.declared}
         self.inner = self._room.stage_on(self.given, values, gradients, self.stage.seed)
         self.inner.gives, self.inner.takes = self.gives, self.takes
-        self.inner.index, self.inner.poll = int(self.name), self._poll
-
-    def _poll(self) -> None:
-        if self.stage.poll is not None:
-            self.stage.poll()
+        self.inner.index, self.inner.poll = int(self.name), lambda: self.stage.poll and self.stage.poll()
 
     def forward(self, x: Any) -> tuple[Any, KeptOfForeign]:
         self.inner.refresh()

@@ -56,7 +56,7 @@ class TreeStage:
     _backward_input: Callable[[list[Array | None], Saved], tuple[Sequence[Array], Any]]
     _backward_weight: Callable[[Any], None]
 
-    def __init__(self, maker: str, seed: int, gives: Sequence[str], takes: Sequence[str]) -> None:
+    def __init__(self, maker: str, seed: int = 0, gives: Sequence[str] = (), takes: Sequence[str] = ()) -> None:
         self.seed = seed
         self.gives, self.takes = skip_names(gives, f"gives of {maker}"), skip_names(takes, f"takes of {maker}")
         self.takes_branches = bool(self.gives or self.takes)  # else one tree in, one tree out
@@ -138,13 +138,11 @@ def returned(output: Any, names: Sequence[str]) -> Sequence[Any]:
     """Return the parts of what a module or function returned, which gives over skips with these names."""
     if not names:
         return [output]
-    if not isinstance(output, (tuple, list)) or len(output) != 1 + len(names):
-        found = (
-            f"{type(output).__name__} of {len(output)}" if isinstance(output, (tuple, list)) else type(output).__name__
-        )
+    several = isinstance(output, (tuple, list))
+    if not several or len(output) != 1 + len(names):
         raise ArgumentError(
             "the output of a module or function that gives over skips",
-            found=found,
+            found=type(output).__name__ + (f" of {len(output)}" if several else ""),
             expected=f"a tuple of {1 + len(names)}: (y, {', '.join(names)})",
         )
     return output

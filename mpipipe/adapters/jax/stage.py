@@ -37,18 +37,10 @@ class JaxStage(TreeStage):
     with the memory of `parameters`.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        parameters: Any,
-        prefix: str = "",
-        seed: int = 0,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-    ):
+    def __init__(self, function: Callable[..., Any], parameters: Any, prefix: str = "", *common: Any):
         if not callable(function):
             raise ArgumentError("jax_stage", found=type(function).__name__, expected="a function (parameters, x) -> y")
-        super().__init__("jax_stage", seed, gives, takes)
+        super().__init__("jax_stage", *common)
         self.function = function
         self._tree, leaves = jax.tree_util.tree_structure(parameters), named_leaves(parameters, prefix)
         on_gpu = any(isinstance(leaf, jax.Array) and not is_on_host(leaf) for leaf in leaves.values())
@@ -151,16 +143,15 @@ def declared_by(given: tuple[Any, Any]) -> dict[str, Parameter]:
             expected="real floating numbers",
             remedy="keep real and imaginary parts as a last axis of 2; constants belong into the function",
         )
-    return {name: Parameter(leaf.shape, partial(_as_drawn, leaf), decay=leaf.ndim > 1) for name, leaf in leaves.items()}
-
-
-def _as_drawn(leaf: np.ndarray, _generator: np.random.Generator, _shape: arrays.Shape) -> np.ndarray:
-    return leaf.astype(np.float64)
+    return {
+        name: Parameter(leaf.shape, lambda *_, leaf=leaf: leaf.astype(np.float64), decay=leaf.ndim > 1)
+        for name, leaf in leaves.items()
+    }
 
 
 def stage_on(given: tuple[Any, Any], values: Mapping[str, Array], gradients: Mapping[str, Any], seed: int) -> JaxStage:
     """Return a stage of (function, parameters) whose parameters are these arrays; one without a gradient is frozen."""
-    stage = JaxStage(given[0], (), seed=seed)
+    stage = JaxStage(given[0], (), "", seed)
     stage._tree = jax.tree_util.tree_structure(given[1])
     stage.parameters, stage.gradients = dict(values), dict(gradients)
     stage._read_parameters()
@@ -202,23 +193,14 @@ def of_inputs(pull: Any, dy: Any) -> Any:
     kept = _read(rest, jaxpr.outvars[: len(weights)])
     found = jax.core.eval_jaxpr(jaxpr.replace(eqns=first, outvars=[*wanted, *kept]), closed.consts, *dy)
     later = jaxpr.replace(constvars=[], invars=kept, eqns=rest, outvars=jaxpr.outvars[: len(weights)])
-    return found[: len(inputs)], Partial(_Later(later), *found[len(inputs) :])
+    # by this function JAX knows the second half again: there is one for each first half that was compiled
+    return found[: len(inputs)], Partial(lambda *values: jax.core.eval_jaxpr(later, [], *values), *found[len(inputs) :])
 
 
 @jax.jit
 def of_parameters(pending: Any) -> Any:
     """Return the gradients of the parameters, a list."""
     return pending()
-
-
-class _Later:
-    """The second half: an object of its own for each first half that was compiled, by which JAX knows it again."""
-
-    def __init__(self, jaxpr: Any):
-        self.jaxpr = jaxpr
-
-    def __call__(self, *values: Any) -> Any:
-        return jax.core.eval_jaxpr(self.jaxpr, [], *values)
 
 
 def _in_halves(operations: Sequence[Any], wanted: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import setitem
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -46,17 +45,9 @@ class TorchStage(TreeStage):
     every millisecond at most, and while a `TorchAttend` within computes.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        prefix: str = "",
-        seed: int = 0,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        storage: tuple[Mapping, Mapping] | None = None,
-    ):
+    def __init__(self, module: Any, prefix: str = "", *common: Any, storage: tuple[Mapping, Mapping] | None = None):
         check_module(module)
-        super().__init__("torch_stage", seed, gives, takes)
+        super().__init__("torch_stage", *common)
         self.module, self.prefix = module, prefix
         self.poll: Callable[[], object] | None = None
         self._polled = 0.0  # seconds of a clock
@@ -71,6 +62,7 @@ class TorchStage(TreeStage):
         self.device, self.gpu = places.pop()
         with on_stream(self.device):
             self._trained = TorchParameters(module, prefix, self.device, storage)
+        self.parameters = self._trained.values
         self._parameters = [piece.parameter for piece in self._trained.pieces]
         self._buffers = ModuleBuffers(module)
         self._looked = False  # whether a graph has been looked at for tensors whose gradients are summed nowhere
@@ -79,11 +71,6 @@ class TorchStage(TreeStage):
         for each in module.modules():
             if isinstance(each, TorchAttend):
                 each.attend.poll = self._poll
-
-    @property
-    def parameters(self) -> FlatBuffer | None:
-        """The trainable parameters, or None."""
-        return self._trained.values
 
     @property
     def gradients(self) -> FlatBuffer | None:
@@ -205,14 +192,14 @@ def declared_by(module: Any) -> dict[str, Parameter]:
             remedy="run the module once first; keep real and imaginary parts as a last axis of 2",
         )
     return {
-        name: Parameter(tuple(each.shape), partial(_as_drawn, each), decay=each.ndim > 1, frozen=not each.requires_grad)
+        name: Parameter(
+            tuple(each.shape),
+            lambda *_, each=each: each.detach().double().cpu().numpy(),
+            decay=each.ndim > 1,
+            frozen=not each.requires_grad,
+        )
         for name, each in named.items()
     }
-
-
-def _as_drawn(parameter: Tensor, _generator: np.random.Generator, _shape: arrays.Shape) -> np.ndarray:
-    values: np.ndarray = parameter.detach().double().cpu().numpy()
-    return values
 
 
 def stage_on(module: Any, values: Mapping[str, Array], gradients: Mapping[str, Any], seed: int) -> TorchStage:
@@ -222,7 +209,7 @@ def stage_on(module: Any, values: Mapping[str, Array], gradients: Mapping[str, A
         module.to(value.device, value.dtype)
         parameter.data = value
         parameter.requires_grad_(gradients[name] is not None)
-    return TorchStage(module, seed=seed, storage=(values, gradients))
+    return TorchStage(module, "", seed, storage=(values, gradients))
 
 
 def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[int, int]]:
@@ -312,14 +299,6 @@ def input_gradients(inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
 COMPILED_NODE = "CompiledFunctionBackward"  # node of a graph that torch.compile has made
 
 
-class BackwardPart(NamedTuple):
-    """Where a walk for the gradients of some parameters begins."""
-
-    edges: list[Any]  # tensors, or GradientEdges
-    gradients: list[Tensor]
-    parameters: list[int]  # by their numbers
-
-
 class AutogradGraph:
     """What lies between outputs and inputs.
 
@@ -391,7 +370,8 @@ class SplitBackward:
     ):
         graph = AutogradGraph(outputs, inputs, parameters)
         self.input_gradients: Sequence[Tensor | None]
-        self._parts: list[BackwardPart] = []
+        # walks for the gradients of some parameters: tensors or GradientEdges to begin at, gradients, numbers of these
+        self._parts: list[tuple[list[Any], list[Tensor], list[int]]] = []
         self._found: list[Tensor | None] = []  # gradients of the parameters that are there already
         if not graph.divisible:
             found = torch.autograd.grad(outputs, [*inputs, *parameters], gradients, allow_unused=True)
@@ -413,7 +393,7 @@ class SplitBackward:
         self._parts += [_part(node, arrived[node], graph.branching[node]) for node in arrived]
         whole = sorted({*graph.shared, *graph.apart})
         if whole:
-            self._parts.append(BackwardPart(list(outputs), list(gradients), whole))
+            self._parts.append((list(outputs), list(gradients), whole))
 
     def finish(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients of the parameters to their `.grad`. A graph may be kept by others, so nothing is freed."""
@@ -431,7 +411,7 @@ def _add(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
             parameter.grad.add_(gradient)
 
 
-def _part(node: Any, gradients: tuple[Tensor | None, ...], numbers: list[int]) -> BackwardPart:
+def _part(node: Any, gradients: tuple[Tensor | None, ...], numbers: list[int]) -> tuple[Any, Any, list[int]]:
     """The walk through the branches of a node."""
     there = [(GradientEdge(node, place), each) for place, each in enumerate(gradients) if each is not None]
-    return BackwardPart([edge for edge, _ in there], [each for _, each in there], numbers)
+    return [edge for edge, _ in there], [each for _, each in there], numbers

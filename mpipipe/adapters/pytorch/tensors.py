@@ -1,9 +1,7 @@
-"""Arrays as PyTorch's tensors and back, without a copy: both see one memory, on the host and on a GPU.
+"""What a stage asks of a module of PyTorch and of its tensors: devices, trees, buffers, and parameters as flat arrays.
 
-On the host that is numpy's own bridge. bfloat16, which numpy does not know, crosses as int16 of the same bits. On a GPU
-it is DLPack between CuPy and PyTorch, and PyTorch works on CuPy's current stream, so all work is in one order. What is
-for GPUs here follows the documentation of both (PyTorch, "torch.utils.dlpack" and "torch.cuda.ExternalStream"; CuPy,
-"Interoperability", DLPack). It has never run: there is no emulated GPU for PyTorch.
+On a GPU PyTorch works on CuPy's current stream, so all work is in one order. That follows the documentation of both
+(PyTorch, "torch.cuda.ExternalStream"; CuPy, "Interoperability") and has never run: no emulated GPU is for PyTorch.
 """
 
 from __future__ import annotations
