@@ -26,7 +26,6 @@ from mpipipe.adapters.pytorch.tensors import (
     is_differentiable,
     modules_for_hooks,
     on_stream,
-    tensors_of,
 )
 from mpipipe.adapters.trees import Saved, Structures, TreeStage, applied, flatten_parts, returned, unflatten_parts
 from mpipipe.arrays import Array, Tree, array_of, flatten, tensor_of, unflatten
@@ -248,9 +247,9 @@ class TorchLoss:
     def __call__(self, output: Tree, target: Tree, factor: float = 1.0) -> tuple[Any, Tree]:
         """Return (value, gradient of the output times `factor`)."""
         with on_stream(arrays.device_of(flatten(output)[0][0])), torch.enable_grad():
-            outputs, structure = tensors_of(output)
+            (leaves, structure), (wanted, shape) = flatten(output), flatten(target)
+            outputs, targets = [*map(tensor_of, leaves)], [*map(tensor_of, wanted)]
             taking = [each.requires_grad_() for each in outputs if is_differentiable(each)]
-            targets, shape = tensors_of(target)
             with inputs_unchanged([*outputs, *targets], "a loss", "the output or the targets"):
                 value = self.function(unflatten(outputs, structure), unflatten(targets, shape))
             found = torch.autograd.grad(value, taking, torch.full_like(value, factor), allow_unused=True)

@@ -15,7 +15,7 @@ import torch
 
 from mpipipe import arrays
 from mpipipe.adapters.trees import one_dtype
-from mpipipe.arrays import Structure, Tree, flatten, tensor_of
+from mpipipe.arrays import Structure, flatten, tensor_of
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer
 
@@ -60,12 +60,6 @@ def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
             remedy="wrap the module in one whose forward returns tensors alone",
         )
     return leaves, structure
-
-
-def tensors_of(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """Return (tensors, structure) of a tree of arrays."""
-    leaves, structure = flatten(tree)
-    return [tensor_of(leaf) for leaf in leaves], structure
 
 
 # -- Modules that cannot be a stage, and what a module must not do in its forward -------------------------------------
