@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from mpipipe.errors import BackendError
 
 BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # with their powers of two
 
@@ -53,6 +57,20 @@ def as_word(name: str) -> str:
 def how_to_install(extra: str) -> str:
     """Return the remedy for a missing library of an extra of this package, by its name in pyproject.toml."""
     return f"in a checkout of mpipipe `pip install '.[{extra}]'`"
+
+
+def optional_library(module: str, purpose: str, extra: str, otherwise: str = "") -> Any:
+    """Import a module of a library in an extra of this package. Raises BackendError, which says how to install it."""
+    library = module.partition(".")[0]
+    try:
+        import_module(library)
+        return import_module(module)
+    except ImportError as error:
+        raise BackendError(
+            f"the library {library} cannot be imported: {error}",
+            expected=f"it, to {purpose}",
+            remedy=f"{how_to_install(extra)}{otherwise}",
+        ) from error
 
 
 # -- A table as lines of text -----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,12 +10,12 @@ from statistics import median_low
 from typing import Any
 
 from mpipipe import files
+from mpipipe.analysis.records import action_of
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Action, Costs, Schedule, check, from_csv, with_skips
 
 SUMMARY, EVENTS = "summary.json", "trace.json"
 MOST_BYTES = 1 << 30  # of a file
-ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
 MICRO = 1e6  # times of events are in microseconds
 Span = tuple[Action, float, float]  # with its start and end, in seconds
 
@@ -54,35 +53,17 @@ class WrittenTrace:
         return len(next(iter(self.parts_of_steps.values())))
 
     def middle_step(self) -> int:
-        """Find the step that took neither long nor short.
-
-        Returns
-        -------
-        int
-            The number of the step of median time on the first rank.
-        """
+        """Return the number of the step of median time on the first rank."""
         times = [sum(parts.values()) for parts in next(iter(self.parts_of_steps.values()))]
         return times.index(median_low(times))
 
     def pipeline(self, step: int, replica: int = 0) -> list[Sequence[Span]]:
-        """Look at one step of one pipeline.
-
-        Parameters
-        ----------
-        step : int
-            Its number, from 0.
-        replica : int, optional
-            The number of the pipeline.
+        """Look at one step of the pipeline of one replica. Raises ArgumentError if there is no such step or replica.
 
         Returns
         -------
         list
             For each rank of the pipeline what it computed.
-
-        Raises
-        ------
-        ArgumentError
-            There is no such step or replica.
         """
         number_in("step", step, self.steps)
         number_in("replica", replica, 1 + max(number for number, _ in self.places.values()))
@@ -108,17 +89,7 @@ def facts(schedule: Schedule, costs: Costs, places: Mapping[int, tuple[int, int]
 
 
 def read_trace(folder: str | Path) -> WrittenTrace:
-    """Read what `Trace.write` and `train --trace DIR` have written.
-
-    Parameters
-    ----------
-    folder : str or Path
-        With summary.json and trace.json.
-
-    Returns
-    -------
-    WrittenTrace
-        The schedule, its measured costs, and where the time of each rank went.
+    """Read what `Trace.write` and `train --trace DIR` have written: summary.json and trace.json of a folder.
 
     Raises
     ------
@@ -160,14 +131,9 @@ def read_trace(folder: str | Path) -> WrittenTrace:
 
 
 def _json(path: Path) -> Any:
-    try:
+    expected = f"a folder with {SUMMARY} and {EVENTS}, as `train --trace DIR` writes it"
+    with files.reading("a file of the trace", path, expected=expected, also=(ValueError, RecursionError)):
         return json.loads(files.read_text(path, MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(
-            "a file of the trace cannot be read",
-            found=f"{path}: {error}",
-            expected=f"a folder with {SUMMARY} and {EVENTS}, as `train --trace DIR` writes it",
-        ) from error
 
 
 def _seconds(parts: Mapping[str, Any]) -> dict[str, float]:
@@ -181,9 +147,8 @@ def _actions(
     found: dict[int, list[list[Span]]] = {rank: [[] for _ in range(steps)] for rank in places}
     for event in events:
         if event["ph"] == "X" and event["tid"] == 0 and event["cat"] == "compute":
-            match = ACTION.fullmatch(event["name"])
-            if match is not None:
+            action = action_of(event["name"])
+            if action is not None:
                 start, lasted = float(event["ts"]) / MICRO, float(event["dur"]) / MICRO
-                action = Action(int(match[1]), match[2], int(match[3]))
                 found[event["pid"]][event["args"]["step"]].append((action, start, start + lasted))
     return found

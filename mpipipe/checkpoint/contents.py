@@ -88,7 +88,7 @@ def _check_plain(value: Any, place: str = "state") -> None:
 def announcements_of(stages: Sequence[Any], optimizer: Any) -> tuple[list[Announcements], bool]:
     """Return the lists `before_write` of all that have one, and whether no write goes unannounced.
 
-    Stages with something to train that the optimizer does not have are stepped by somebody else: an optimizer of
+    Stages with something to train that the optimizer does not have are stepped by something else: an optimizer of
     PyTorch, for example, which announces nothing.
     """
     things = [*stages, *([] if optimizer is None else [optimizer])]

@@ -39,11 +39,6 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     optimizer : AdamW, SGD or alike, optional
         Its state and its `steps` are set. None reads parameters alone.
 
-    Returns
-    -------
-    Checkpoint
-        With `step`, `state`, `path`, the same on all ranks.
-
     Raises
     ------
     ArgumentError
@@ -51,16 +46,14 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
         damaged or of a newer format, or its arrays are not those of the model or of the optimizer. After an error the
         stages hold values of no use.
     """
-    group, adapters, saved = group_of(mesh.comm), StageAdapter.of(stages), None
-    with group.raise_together("checkpoint.load: the manifest"):
-        # a new array where a stage hands out what nobody may write to
+    group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
+    with group.raise_together("checkpoint.load: the arrays to set"):
+        # a new array where a stage hands out what must not be written to
         wanted = {
             name: array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
             for name, array in contents_of(adapters, optimizer).items()
         }
-        if mesh.rank == 0:
-            saved = read(path)
-    saved = group.broadcast("checkpoint.load: the manifest", saved)
+    saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(wanted) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
@@ -78,17 +71,9 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Read what a checkpoint is, without its arrays; one rank calls this.
+    """Read what a checkpoint is, without its arrays; of a folder with several, the newest. One rank calls this.
 
-    Parameters
-    ----------
-    path : str or Path
-        A checkpoint, or a folder with some: then the newest is taken.
-
-    Returns
-    -------
-    Checkpoint
-        Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
+    Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
     """
     path = Path(path).absolute()
     folder = path if files.exists(path / MANIFEST) else folders.newest(path)

@@ -7,9 +7,9 @@ A group brings four things together, each in a file of its own: a private commun
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Testable
 from mpipipe.job.wait import wait_for
 from mpipipe.job.watch.watchdog import enrol
+
+T = TypeVar("T")
 
 
 def group_of(comm: Communicator | None = None) -> RankGroup:
@@ -89,6 +91,14 @@ class RankGroup(OpenGroup):
         with self.failing(call):
             self.wait(own(self.comm.Ibcast(buffer, root)), call, everyone=True)
         return value if self.rank == root else pickle.loads(buffer.tobytes())
+
+    def from_one(self, call: str, make: Callable[[], T], root: int = 0) -> T:
+        """Return on every rank what `make` returns on rank `root`; what it raises there is raised on all."""
+        value: Any = None
+        with self.raise_together(call):
+            if self.rank == root:
+                value = make()
+        return cast(T, self.broadcast(call, value, root))
 
     @contextmanager
     def raise_together(self, call: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -24,17 +24,17 @@ from mpipipe.planning.search import Space
 Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
 
 
-def declared(layers: Sequence[nn.Layer]) -> dict[str, Parameter]:
-    """Return all parameters of the layers of a model by name, such as 3.norm.weight."""
+def declared(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
+    """Return all parameters of the layers of a model from its layer `first` on, by names such as 3.norm.weight."""
     return {
         f"{name}.{key}": parameter
-        for place, top in enumerate(layers)
+        for place, top in enumerate(layers, first)
         for name, layer in top.walk(str(place))
         for key, parameter in layer.declared.items()
     }
 
 
-def layers_with(names: Mapping[str, Any]) -> frozenset[int]:
+def layers_with(names: Iterable[str]) -> frozenset[int]:
     """Return the places of the layers that have parameters of these names."""
     return frozenset(int(name.partition(".")[0]) for name in names)
 

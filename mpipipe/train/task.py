@@ -16,7 +16,7 @@ from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup
-from mpipipe.nn import Parameter, frozen_names
+from mpipipe.nn import Parameter, frozen_names, is_adapter, is_frozen
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
@@ -262,9 +262,23 @@ class Task:
         return Shard(comm, self.layout, size)
 
     def trained(self) -> Described:
-        """Return the parameters that are trained, by name."""
+        """Return the parameters that are trained, by name.
+
+        Raises ConfigError if there are none, or a pattern of `freeze` fits no name.
+        """
         everything = declared(self.outline)
+        names = [name for name, parameter in everything.items() if not parameter.frozen]
+        for pattern in self.freeze:
+            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
+                raise ConfigError(
+                    "a pattern of freeze fits no parameter" + (" of an adapter" if any(map(is_adapter, names)) else ""),
+                    found=pattern,
+                    expected=f"one that fits names such as {', '.join(names[:4])}",
+                    remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
+                )
         frozen = frozen_names(everything, tuple(self.freeze))
+        if frozen and len(frozen) == len(everything):
+            raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")
         return {name: parameter for name, parameter in everything.items() if name not in frozen}
 
     def check_stages(self, stages: int) -> None:

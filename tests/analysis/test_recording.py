@@ -145,7 +145,7 @@ def test_ranks_of_several_pipelines_that_are_no_replicas_are_refused():
 
 def test_a_trace_needs_every_rank_of_a_pipeline_once():
     schedule = schedules.gpipe(2, 2)
-    step = StepRecord(0.0, 1.0, [], [], [], [], [])
+    step = StepRecord(0.0, 1.0, [], [], [], [])
     for positions, found in (([0], "1 rank of 1 pipeline"), ([0, 0], "rank 0 of replica 0 is there 2 times")):
         records = [RankRecord(n, position, 0, ((0, 0), (1, 0)), [step]) for n, position in enumerate(positions)]
         with pytest.raises(ArgumentError) as refusal:

@@ -42,7 +42,9 @@ def allocated(config):
         tracemalloc.start()
         try:
             before = tracemalloc.get_traced_memory()[0]
-            stages = plan_of.stages(0, found.task.layers(None), config.dtype, 0, frozen=config.freeze)
+            stages = plan_of.stages(
+                0, found.task.layers(found.task.shard(comm, 1)), config.dtype, 0, frozen=config.freeze
+            )
             loss = nn.softmax_cross_entropy
             with Pipeline(stages, plan_of.schedule, comm, loss=loss, recompute=config.recompute) as pipeline:
                 chosen = optim.AdamW if config.optimizer == "adamw" else lambda *a: optim.SGD(*a, momentum=0.9)

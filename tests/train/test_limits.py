@@ -48,7 +48,6 @@ def test_absurd_sizes_are_refused_with_a_remedy_before_they_take_memory(comm, mp
 def test_a_model_that_just_fits_is_not_refused(monkeypatch):
     config = TrainConfig(dim=64, layers=2, heads=2, batch=4, microbatches=2, dtype="float64")
     task, plan = text_plan(config, 2)
-    task.outline = task.layers(None)
     problem = problem_of(config, task, 2, 1)
     sample, message = task.sample_bytes(plan.microbatch_rows, "float64")
     counts = [memory.parameters_of([problem.layers[each] for each in plan.layers_of(rank)]) for rank in (0, 1)]

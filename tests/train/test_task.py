@@ -153,6 +153,12 @@ def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
     drawn, moved = parameters(Slow, 1), parameters(Frozen, 2)
     same = {name for name in drawn if np.array_equal(drawn[name], moved[name])}
     assert same == {"0.weight", "0.bias", "2.gain"}
+    Slow.freeze = ("0.*", "0.wieght")
+    with pytest.raises(ConfigError, match="freeze fits no parameter"):
+        parameters(Slow, 3)
+    Slow.freeze = ("*",)
+    with pytest.raises(ConfigError, match="nothing is left to train"):
+        parameters(Slow, 4)
 
 
 def test_a_loss_with_a_weight_counts_by_it(tmp_path, alone):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +32,11 @@ from mpipipe.language.data.source import out_of_range
 from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
-from mpipipe.language.inference.generation import forward_plan, open_pipeline
+from mpipipe.language.inference.generation import forward_plan
 from mpipipe.language.models.model_folder import ModelFolder
-from mpipipe.language.shard import TextShard
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
+from mpipipe.train import Shard
 
 TOKENS = 4096  # of a micro-batch, by default
 
@@ -112,14 +112,13 @@ class Evaluator:
     """A pipeline that evaluates `rows` windows in each micro-batch; `losses` is None but after the last stage."""
 
     def __init__(
-        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: TextShard, *, rows: int, vocab: int
+        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: Shard, *, rows: int, vocab: int
     ) -> None:
         self.pipeline, self.losses, self.mesh, self.shard = pipeline, losses, mesh, shard
         self.vocab = vocab
         placement = pipeline.schedule.placement
         self.first, self.last = mesh.pipe.rank == placement[0], mesh.pipe.rank == placement[-1]
         self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
-        self.positions = shard.layout.positions(shard.rank)
 
     def run(self, tokens: Tokens, windows: Windows) -> Iterator[int]:
         """Evaluate all windows, the same on every rank; yield how many have been done after each call; collective."""
@@ -147,7 +146,7 @@ class Evaluator:
                 place = int(outside[0])
                 raise out_of_range(int(row[place]), self.vocab, window.start + place, "the data")
         counts = np.zeros(len(read), np.int64)
-        counts[: len(own)] = np.searchsorted(self.positions, [window.rows for window in own])
+        counts[: len(own)] = np.searchsorted(self.shard.positions(length), [window.rows for window in own])
         documents = np.zeros(len(read), np.int64)
         documents[: len(own)] = [window.document for window in own]
         cut = self.shard.part
@@ -172,9 +171,10 @@ def _total(sums: Collection[LossSum]) -> LossSum:
     return LossSum(sum(losses.tokens for losses in sums), math.fsum(losses.nats for losses in sums))
 
 
+@contextmanager
 def build_evaluator(
     folder: ModelFolder, mesh: Mesh, length: int, *, layout: str, rows: int | None, dtype: str, device: str
-) -> AbstractContextManager[Evaluator]:
+) -> Iterator[Evaluator]:
     """Build the evaluator of a model for windows of `length` tokens; collective.
 
     A micro-batch has `rows` windows, by default as many as have about `TOKENS` tokens. Raises ConfigError, on every
@@ -191,14 +191,16 @@ def build_evaluator(
             )
         plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
     with group.raise_together("evaluate: the shards of windows"):
-        shard = TextShard(mesh.seq, layout, length)
+        shard = Shard(mesh.seq, layout)
+        attend, positions = shard.attend(length, causal=True), None if mesh.seq.size == 1 else shard.positions(length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, model.build(shard.attention, shard.rotary), dtype, 0, device)
+        stages = plan.stages(mesh.pipe.rank, model.build(attend, positions), dtype, 0, device)
         losses = WindowLosses(stages[-1]) if mesh.pipe.rank == plan.schedule.placement[-1] else None
     folder.load(stages, mesh)
     pipeline = Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
-    return open_pipeline(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, vocab=model.vocab))
+    with pipeline:
+        yield Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, vocab=model.vocab)
 
 
 # -- The data of an evaluation: tokens as they are, or text as the tokens of the model --------------------------------
@@ -210,13 +212,11 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     Files of tokens are read by position. Text is tokenized by all ranks together; each then has all tokens in memory.
     """
     group = group_of(mesh.comm)
-    listing, tokenizer = None, None
     with group.raise_together("evaluate: the data"):
-        if mesh.rank == 0:
-            if not paths:
-                raise ConfigError("there is nothing to evaluate on", expected="files with --data")
-            listing = find([Path(path).absolute() for path in paths], folder.model.vocab)
-    listing = group.broadcast("evaluate: the list of data", listing)
+        if not paths:
+            raise ConfigError("there is nothing to evaluate on", expected="files with --data")
+    places = [Path(path).absolute() for path in paths]
+    listing = group.from_one("evaluate: the list of data", lambda: find(places, folder.model.vocab))
     with group.raise_together("evaluate: the tokenizer"):
         tokenizer, first = folder.tokenizer(), listing.files[0][0]
         if listing.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:

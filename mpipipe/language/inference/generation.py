@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
 from mpipipe.job import group_of, raise_on_all
+from mpipipe.language.data.windows import generator
 from mpipipe.language.models.gpt import GPT, Model, check_layers
-from mpipipe.nn import random_key
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
 from mpipipe.train import check_actions
@@ -98,7 +98,7 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
         if decoder.mesh.rank == decoder.drawing:
             try:
                 tokens = [
-                    draw(row, sampling, generator(sampling.seed, each.prompt, len(each.tokens) - each.asked))
+                    draw(row, sampling, generator(sampling.seed, "sample", len(each.tokens) - each.asked, each.prompt))
                     for each, row in zip(asking, logits)
                 ]
             except NonFiniteError as caught:
@@ -148,7 +148,6 @@ def _next_parts(active: Sequence[_Sequence], count: int, microbatches: int) -> t
 # -- A pipeline that continues sequences of tokens: the layers of a model, each with a cache of keys and values -------
 
 
-User = TypeVar("User")
 LoadWeights = Callable[[Sequence[nn.Stage]], None]
 Part = tuple[list[Piece], list[int]]  # the pieces of a micro-batch, and its tokens
 
@@ -177,13 +176,6 @@ class Decoder:
         return [] if outputs is None else [row for output in outputs for row in output[0]]
 
 
-@contextmanager
-def open_pipeline(pipeline: Pipeline, user: User) -> Iterator[User]:
-    """Give what uses a pipeline, which is closed at the end."""
-    with pipeline:
-        yield user
-
-
 class DecodingStage:
     """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits that are asked for.
 
@@ -209,9 +201,10 @@ class DecodingStage:
         return head[0].forward(np.ascontiguousarray(y[:, asked]))[0], None
 
 
+@contextmanager
 def build_decoder(
     model: Model, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
-) -> AbstractContextManager[Decoder]:
+) -> Iterator[Decoder]:
     """Build a decoder of a model, with as many micro-batches in flight as its schedule has; collective.
 
     Attention looks back over the last `model.seq` positions, or the layer's own window where that is shorter, so no
@@ -249,8 +242,8 @@ def build_decoder(
             stages.append(DecodingStage(inner, pieces, held))
     with group.raise_together("generate: the parameters"):
         load_weights([inner for stage in stages for inner in stage.inner_stages])
-    pipeline = Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas)
-    return open_pipeline(pipeline, Decoder(pipeline, mesh, held, slots, capacity))
+    with Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas) as pipeline:
+        yield Decoder(pipeline, mesh, held, slots, capacity)
 
 
 IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
@@ -320,11 +313,6 @@ class Sampling:
             raise ArgumentError("top-p", found=self.top_p, expected="a probability above 0, and 1 at most")
 
 
-def generator(seed: int, prompt: int, position: int) -> np.random.Generator:
-    """Return the random numbers for one token of the answer to one prompt."""
-    return np.random.Generator(np.random.Philox(key=random_key("sample", seed), counter=[0, 0, prompt, position]))
-
-
 def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:
     """Draw an id from softmax(logits / temperature), (vocab,), by top-k and then top-p; lower ids first where equal."""
     finite = np.isfinite(logits)
@@ -368,11 +356,6 @@ def continued(
         sampling = Sampling(temperature=temperature, seed=seed)
         check_prompts([prompt], count, vocab)
     return [drawn.token for drawn in answers(decoder, [prompt], count, sampling)]
-
-
-def readable(text: bytes) -> str:
-    """Decode UTF-8, with a replacement character for all that would not show, or would move a cursor."""
-    return shown(text.decode(errors="replace"))
 
 
 def shown(text: str) -> str:

@@ -7,7 +7,7 @@ head -> logits
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, Parameter, RopeScaling, as_attend, scaling_of
+from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, RopeScaling, as_attend, scaling_of
+from mpipipe.planning import declared
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
@@ -164,7 +165,10 @@ class GPT:
         # has the size of one (Radford et al., "Language models are unsupervised multitask learners", 2019).
         gain = (2 * self.layers) ** -0.5
         attend_with = self._attend_with(attend)
-        layers: list[nn.Layer] = [self._embedding(tie, attend_with, positions)]
+        layers: list[nn.Layer] = [nn.Embedding(self.vocab, self.dim, tie=tie, scale=self.embedding_scale)]
+        if self.max_positions is not None:
+            table = nn.LearnedPositions(self.max_positions, self.dim, attend_with(None), positions)
+            layers = [nn.Sequential([*layers, table])]
         for window in self.windows or (None,) * self.layers:
             layers.append(self._residual(self._attention(attend_with(window), positions, gain)))
             layers.append(self._residual(self._feed_forward(gain)))
@@ -181,14 +185,6 @@ class GPT:
         if self.windows is None:
             return lambda _: attend()
         return lambda window: attend(window=window)
-
-    def _embedding(
-        self, tie: str | None, attend_with: Callable[[int | None], ForwardAndBackward], positions: ArrayLike | None
-    ) -> nn.Layer:
-        tokens = nn.Embedding(self.vocab, self.dim, tie=tie, scale=self.embedding_scale)
-        if self.max_positions is None:
-            return tokens
-        return nn.Sequential([tokens, nn.LearnedPositions(self.max_positions, self.dim, attend_with(None), positions)])
 
     def _attention(self, attend: ForwardAndBackward, positions: ArrayLike | None, gain: float) -> nn.Layer:
         same = ("head_dim", "rope_scaling", "qkv_bias", "out_bias", "qk_norm", "eps")
@@ -235,20 +231,8 @@ class GPT:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        declared = declared_in(self.build(Local()))
-        return sum({parameter.tie or name: parameter.size for name, parameter in declared.items()}.values())
-
-
-def layers_in(layers: Sequence[nn.Layer], first: int = 0) -> Iterator[tuple[str, nn.Layer]]:
-    """Yield all layers of a model from its layer `first` on, those within others too, by their names."""
-    for place, top in enumerate(layers, first):
-        yield from top.walk(str(place))
-
-
-def declared_in(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
-    """Return all parameters of the layers of a model from its layer `first` on, by their names."""
-    found = layers_in(layers, first)
-    return {f"{name}.{key}": parameter for name, layer in found for key, parameter in layer.declared.items()}
+        every = declared(self.build(Local()))
+        return sum({parameter.tie or name: parameter.size for name, parameter in every.items()}.values())
 
 
 # -- What a training asks of a model: sizes from which layers are made, and their costs -------------------------------
@@ -333,19 +317,13 @@ def check_heads(values: dict[str, Any]) -> None:
 def check_positions(values: dict[str, Any]) -> None:
     """Raise ArgumentError for options of rotary positions next to learned ones, or the other way round."""
     most, learned = values["max_positions"], values["positions"] == "learned"
-    if learned and values["rope_scaling"] is not None:
+    kind, other, name = ("learned", "rotary", "rope_scaling") if learned else ("rotary", "learned", "max_positions")
+    if values[name] is not None:
         raise ArgumentError(
-            "a GPT with learned positions has no rope_scaling",
-            found=repr(values["rope_scaling"]),
+            f"a GPT with {kind} positions has no {name}",
+            found=f"{name} {values[name]!r}",
             expected="None",
-            remedy="say positions='rotary', or leave rope_scaling out",
-        )
-    if not learned and most is not None:
-        raise ArgumentError(
-            "a GPT with rotary positions has no table of max_positions rows",
-            found=f"max_positions {most}",
-            expected="None",
-            remedy="say positions='learned', or leave max_positions out",
+            remedy=f"say positions={other!r}, or leave {name} out",
         )
     if learned and most is not None and (not _is_size(most) or most < values["seq"]):
         raise _wrong("max_positions", most, f"an integer of at least seq, {values['seq']}")

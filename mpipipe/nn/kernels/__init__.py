@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     TORCH_CPU: Kernels = torch_cpu
 
-__all__ = ["AdamWNumbers", "Kernels", "Update", "describe", "of", "of_array"]
+__all__ = ["AdamWNumbers", "Kernels", "Update", "describe", "multiplies", "of", "of_array"]
 
 VARIABLE = "MPIPIPE_HALVES"
 # what a processor has that multiplies halves faster than float32 and sums in float32, as /proc/cpuinfo calls it
@@ -79,6 +79,11 @@ def _of_halves(dtype: np.dtype, asked: str) -> Kernels:
 def _instructions(dtype: np.dtype) -> str:
     """Return the name of what this processor multiplies such halves by, empty if there is no such thing."""
     return next((name for name in INSTRUCTIONS[dtype.name] if name in processor.features()), "")
+
+
+def multiplies(name: str) -> bool:
+    """Return whether halves of this name are multiplied as such on the host, and not as float32."""
+    return of("cpu", arrays.dtype(name)) is not ANY_DTYPE
 
 
 def describe() -> str:

@@ -26,8 +26,9 @@ from mpipipe.language.inference.generation import (
     draw,
     forward_plan,
     generator,
-    readable,
+    shown,
 )
+from mpipipe.language.inference.prompts import Bytes
 from mpipipe.language.models import GPT
 from mpipipe.planning.layer_plan import LayerPlan
 
@@ -93,7 +94,7 @@ def _by_whole_forwards(prompts, sampling, count, model):
         tokens = list(prompt)
         for position in range(count):
             logits = stage.forward(np.array([tokens]))[0][0, -1]
-            tokens.append(draw(logits, sampling, generator(sampling.seed, number, position)))
+            tokens.append(draw(logits, sampling, generator(sampling.seed, "sample", position, number)))
             if tokens[-1] in sampling.stop:
                 break
         found[number] = tokens[len(prompt) :]
@@ -266,7 +267,7 @@ def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
     plan = forward_plan(model, comm.size)
     with Mesh(comm, pipe=comm.size) as mesh:
         with pytest.raises(ConfigError, match="learned positions") as caught:
-            build_decoder(model, plan, mesh, "float64", 22, fill)
+            build_decoder(model, plan, mesh, "float64", 22, fill).__enter__()
         assert "at most 21" in caught.value.expected
         with build_decoder(model, plan, mesh, "float64", 21, fill) as decoder:
             assert len(list(answers(decoder, [[1] * 18], 3, Sampling(0)))) == 3
@@ -278,9 +279,9 @@ def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
             raise ArgumentError("not there")
 
     with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match="not there"):
-        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse)
+        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse).__enter__()
 
 
 def test_generated_bytes_cannot_harm_a_terminal():
-    assert readable(b"a\tb\n\x1b[2J\r\x07\xff") == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffd"
-    assert readable("gr\u00fc\u00df".encode()) == "gr\u00fc\u00df"
+    assert shown(Bytes().decode(b"a\tb\n\x1b[2J\r\x07\xff")) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffd"
+    assert shown(Bytes().decode("gr\u00fc\u00df".encode())) == "gr\u00fc\u00df"

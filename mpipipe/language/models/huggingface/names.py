@@ -15,9 +15,9 @@ Ours are neighbours (2j, 2j + 1). So row (half, j) of a head is our row (j, half
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,14 +29,14 @@ FIRST = (EMBEDDING, POSITIONS)
 
 @dataclass(frozen=True)
 class Tensor:
-    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`; and which models."""
+    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`; which flag has it."""
 
     theirs: str
     place: int
     ours: str
     rows: str = "all"
     form: str = "plain"
-    when: Callable[[GPT], bool] = lambda model: True
+    when: str = ""
 
 
 class Part(NamedTuple):
@@ -47,34 +47,29 @@ class Part(NamedTuple):
     tensor: Tensor
 
 
-def _attention(prefix: str, name: str, ours: str, **more: Any) -> list[Tensor]:
-    """Return the lines for the three projections, whose weights or biases are rows of one array of ours."""
-    forms = {"q": "turned", "k": "turned", "v": "plain"}
-    return [
-        Tensor(f"{prefix}.{part}_proj.{name}", ATTENTION, ours, rows=part, form=form, **more)
-        for part, form in forms.items()
-    ]
-
-
 _BLOCK = "model.layers.{i}"
 LLAMA = (
     Tensor("model.embed_tokens.weight", EMBEDDING, "weight"),
     Tensor(f"{_BLOCK}.input_layernorm.weight", ATTENTION_NORM, "gain"),
-    *_attention(f"{_BLOCK}.self_attn", "weight", "qkv"),
-    *_attention(f"{_BLOCK}.self_attn", "bias", "qkv_bias", when=lambda model: model.qkv_bias),
-    Tensor(f"{_BLOCK}.self_attn.q_norm.weight", ATTENTION, "q_norm", form="turned", when=lambda model: model.qk_norm),
-    Tensor(f"{_BLOCK}.self_attn.k_norm.weight", ATTENTION, "k_norm", form="turned", when=lambda model: model.qk_norm),
+    Tensor(f"{_BLOCK}.self_attn.q_proj.weight", ATTENTION, "qkv", rows="q", form="turned"),
+    Tensor(f"{_BLOCK}.self_attn.k_proj.weight", ATTENTION, "qkv", rows="k", form="turned"),
+    Tensor(f"{_BLOCK}.self_attn.v_proj.weight", ATTENTION, "qkv", rows="v"),
+    Tensor(f"{_BLOCK}.self_attn.q_proj.bias", ATTENTION, "qkv_bias", rows="q", form="turned", when="qkv_bias"),
+    Tensor(f"{_BLOCK}.self_attn.k_proj.bias", ATTENTION, "qkv_bias", rows="k", form="turned", when="qkv_bias"),
+    Tensor(f"{_BLOCK}.self_attn.v_proj.bias", ATTENTION, "qkv_bias", rows="v", when="qkv_bias"),
+    Tensor(f"{_BLOCK}.self_attn.q_norm.weight", ATTENTION, "q_norm", form="turned", when="qk_norm"),
+    Tensor(f"{_BLOCK}.self_attn.k_norm.weight", ATTENTION, "k_norm", form="turned", when="qk_norm"),
     Tensor(f"{_BLOCK}.self_attn.o_proj.weight", ATTENTION, "out"),
-    Tensor(f"{_BLOCK}.self_attn.o_proj.bias", ATTENTION, "out_bias", when=lambda model: model.out_bias),
+    Tensor(f"{_BLOCK}.self_attn.o_proj.bias", ATTENTION, "out_bias", when="out_bias"),
     Tensor(f"{_BLOCK}.post_attention_layernorm.weight", FEED_NORM, "gain"),
     Tensor(f"{_BLOCK}.mlp.gate_proj.weight", FEED, "gate_up", rows="gate"),
     Tensor(f"{_BLOCK}.mlp.up_proj.weight", FEED, "gate_up", rows="up"),
     Tensor(f"{_BLOCK}.mlp.down_proj.weight", FEED, "down"),
-    Tensor(f"{_BLOCK}.mlp.gate_proj.bias", FEED, "gate_up_bias", rows="gate", when=lambda m: m.feed_forward_bias),
-    Tensor(f"{_BLOCK}.mlp.up_proj.bias", FEED, "gate_up_bias", rows="up", when=lambda m: m.feed_forward_bias),
-    Tensor(f"{_BLOCK}.mlp.down_proj.bias", FEED, "down_bias", when=lambda model: model.feed_forward_bias),
+    Tensor(f"{_BLOCK}.mlp.gate_proj.bias", FEED, "gate_up_bias", rows="gate", when="feed_forward_bias"),
+    Tensor(f"{_BLOCK}.mlp.up_proj.bias", FEED, "gate_up_bias", rows="up", when="feed_forward_bias"),
+    Tensor(f"{_BLOCK}.mlp.down_proj.bias", FEED, "down_bias", when="feed_forward_bias"),
     Tensor("model.norm.weight", LAST_NORM, "gain"),
-    Tensor("lm_head.weight", HEAD, "weight", when=lambda model: not model.tied),
+    Tensor("lm_head.weight", HEAD, "weight"),
 )
 
 _H = "transformer.h.{i}"
@@ -95,22 +90,20 @@ GPT2 = (
     Tensor(f"{_H}.mlp.c_proj.bias", FEED, "down_bias"),
     Tensor("transformer.ln_f.weight", LAST_NORM, "gain"),
     Tensor("transformer.ln_f.bias", LAST_NORM, "bias"),
-    Tensor("lm_head.weight", HEAD, "weight", when=lambda model: not model.tied),
+    Tensor("lm_head.weight", HEAD, "weight"),
 )
 
 
 def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
-    """Yield each of the tensors that a folder of this model has, in the order of its layers."""
-    for tensor in table:
-        if "{i}" not in tensor.theirs and tensor.place in FIRST and tensor.when(model):
-            yield _part(tensor, model, 0)
+    """Yield each of the tensors that a folder of this model has, in the order of its layers.
+
+    A head that is the embedding is not stored.
+    """
+    stored = [t for t in table if (not t.when or getattr(model, t.when)) and not (t.place == HEAD and model.tied)]
+    yield from (_part(tensor, model, 0) for tensor in stored if tensor.place in FIRST)
     for block in range(model.layers):
-        for tensor in table:
-            if "{i}" in tensor.theirs and tensor.when(model):
-                yield _part(tensor, model, block)
-    for tensor in table:
-        if "{i}" not in tensor.theirs and tensor.place not in FIRST and tensor.when(model):
-            yield _part(tensor, model, 0)
+        yield from (_part(tensor, model, block) for tensor in stored if "{i}" in tensor.theirs)
+    yield from (_part(tensor, model, 0) for tensor in stored if tensor.place in (LAST_NORM, HEAD))
 
 
 def _part(tensor: Tensor, model: GPT, block: int) -> Part:

@@ -39,26 +39,9 @@ DROPOUT = {"gpt2": {"embd_pdrop": 0.0, "attn_pdrop": 0.0}}  # where their defaul
 
 
 def config_of(model: GPT, dtype: str, origin: Origin) -> tuple[Family, dict[str, Any]]:
-    """Find how a model is expressed in a config.json.
+    """Return a family that can express a model, and its config.json; `origin` has options without effect.
 
-    Parameters
-    ----------
-    model, dtype : GPT and str
-        The description, and the dtype of the files.
-    origin : Origin
-        Where the model comes from; it is asked for its family, and for options without effect.
-
-    Returns
-    -------
-    family : Family
-        With the class in its `architecture` and the table of names.
-    options : dict
-        The content of config.json.
-
-    Raises
-    ------
-    ConfigError
-        No family can express the model.
+    Raises ConfigError where no family can.
     """
     family, options = expressed(model, origin.family)
     dropout = {**DROPOUT["gpt2"], "resid_pdrop": model.dropout} if family.name == "gpt2" else {}
@@ -220,7 +203,7 @@ def _size_of(tensor: Planned) -> int:
 
 def converted(part: Part, array: Array, dtype: np.dtype, model: GPT) -> np.ndarray:
     """Return the values of one of their tensors, contiguous and in the dtype of the file."""
-    host = arrays.download(array) if arrays.is_device(array) else array
+    host = arrays.download(array)
     with np.errstate(over="ignore"):
         values = np.ascontiguousarray(view(part.tensor, host, model), dtype=dtype)
     wide = values.astype(np.float32) if arrays.is_half(dtype) else values
