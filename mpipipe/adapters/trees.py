@@ -32,7 +32,7 @@ def skip_names(given: Sequence[str], what: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-class SavedForward(NamedTuple):
+class Tape(NamedTuple):
     """What the forward of a micro-batch leaves for its backward."""
 
     kept: Any  # of the library
@@ -51,9 +51,9 @@ class TreeStage:
     """
 
     _computing: Callable[[], AbstractContextManager[Any]]
-    _forward: Callable[[list[Array], Structures, Position], tuple[list[Array], Structures, SavedForward | None]]
-    _backward: Callable[[list[Array | None], SavedForward], Sequence[Array]]
-    _backward_input: Callable[[list[Array | None], SavedForward], tuple[Sequence[Array], Any]]
+    _forward: Callable[[list[Array], Structures, Position], tuple[list[Array], Structures, Tape | None]]
+    _backward: Callable[[list[Array | None], Tape], Sequence[Array]]
+    _backward_input: Callable[[list[Array | None], Tape], tuple[Sequence[Array], Any]]
     _backward_weight: Callable[[Any], None]
 
     def __init__(self, maker: str, seed: int = 0, gives: Sequence[str] = (), takes: Sequence[str] = ()) -> None:
@@ -68,21 +68,19 @@ class TreeStage:
         """Return the words for random numbers of this place: the same in a recomputation, others everywhere else."""
         return random_key(library, self.seed, self.index, position.step, position.microbatch, position.replica)
 
-    def forward(
-        self, x: Tree | Branches, position: Position | None = None
-    ) -> tuple[Tree | Branches, SavedForward | None]:
+    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, Tape | None]:
         """Compute the output of one micro-batch, and in a training step what its backward needs."""
         with self._computing():
             leaves, structures = flatten_parts(parts_of(x, self.takes))
             found, output, saved = self._forward(leaves, structures, Position() if position is None else position)
             return _tree_of(found, output, self.gives), saved
 
-    def backward(self, dy: Tree | Branches, saved: SavedForward) -> Tree | Branches:
+    def backward(self, dy: Tree | Branches, saved: Tape) -> Tree | Branches:
         """Add to the gradients of the parameters, and return the gradient of the input."""
         with self._computing():
             return self._of_input(self._backward(self._slopes(dy, saved), saved), saved)
 
-    def backward_input(self, dy: Tree | Branches, saved: SavedForward) -> tuple[Tree | Branches, Any]:
+    def backward_input(self, dy: Tree | Branches, saved: Tape) -> tuple[Tree | Branches, Any]:
         """Return the gradient of the input, and what `backward_weight` needs."""
         with self._computing():
             found, pending = self._backward_input(self._slopes(dy, saved), saved)
@@ -93,13 +91,13 @@ class TreeStage:
         with self._computing():
             self._backward_weight(pending)
 
-    def _slopes(self, dy: Tree | Branches, saved: SavedForward) -> list[Array | None]:
+    def _slopes(self, dy: Tree | Branches, saved: Tape) -> list[Array | None]:
         """The gradients of those arrays of the output that have them."""
         parts = zip(parts_of(dy, self.gives), saved.output)
         leaves = [leaf for part, structure in parts for leaf in _leaves_like(part, structure)]
         return [leaf for leaf, has in zip(leaves, saved.differentiable) if has]
 
-    def _of_input(self, found: Sequence[Array], saved: SavedForward) -> Tree | Branches:
+    def _of_input(self, found: Sequence[Array], saved: Tape) -> Tree | Branches:
         """The gradient of the input, with None for an array that has none."""
         source = iter(found)
         return _tree_of([next(source) if has else None for has in saved.floating], saved.structures, self.takes)

@@ -24,7 +24,7 @@ from mpipipe.adapters.jax.functions import (
     put,
     waiting_for_jax,
 )
-from mpipipe.adapters.trees import KINDS, SavedForward, Structures, TreeStage, flatten_parts, one_dtype
+from mpipipe.adapters.trees import KINDS, Structures, Tape, TreeStage, flatten_parts, one_dtype
 from mpipipe.arrays import Array, Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position, kernels
@@ -89,7 +89,7 @@ class JaxStage(TreeStage):
 
     def _forward(
         self, leaves: list[Array], structures: Structures, position: Position
-    ) -> tuple[list[Array], Structures, SavedForward | None]:
+    ) -> tuple[list[Array], Structures, Tape | None]:
         floating = tuple(not self.ends and arrays.is_floating(leaf.dtype) for leaf in leaves)
         key = structures, floating
         if key not in self._functions:
@@ -106,19 +106,15 @@ class JaxStage(TreeStage):
         differentiable = tuple(leaf is None for leaf in without)
         taken = self._results.take([*found, *(leaf for leaf in without if leaf is not None)])
         y = joined(taken[: len(found)], taken[len(found) :], differentiable)
-        return (
-            y,
-            output,
-            SavedForward(pull, structures, floating, output, differentiable) if position.training else None,
-        )
+        return y, output, Tape(pull, structures, floating, output, differentiable) if position.training else None
 
-    def _backward(self, slopes: list[Array | None], saved: SavedForward) -> list[Array]:
+    def _backward(self, slopes: list[Array | None], saved: Tape) -> list[Array]:
         weights, inputs = functions.both(saved.kept, [*map(put, slopes)])
         found = self._results.take([*weights, *inputs])
         self._add(found[: len(weights)])
         return found[len(weights) :]
 
-    def _backward_input(self, slopes: list[Array | None], saved: SavedForward) -> tuple[list[Array], Any]:
+    def _backward_input(self, slopes: list[Array | None], saved: Tape) -> tuple[list[Array], Any]:
         found, pending = of_inputs(saved.kept, [*map(put, slopes)])
         return self._results.take(found), pending
 

@@ -27,15 +27,7 @@ from mpipipe.adapters.pytorch.tensors import (
     modules_for_hooks,
     on_stream,
 )
-from mpipipe.adapters.trees import (
-    SavedForward,
-    Structures,
-    TreeStage,
-    applied,
-    flatten_parts,
-    returned,
-    unflatten_parts,
-)
+from mpipipe.adapters.trees import Structures, Tape, TreeStage, applied, flatten_parts, returned, unflatten_parts
 from mpipipe.arrays import Array, Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position
@@ -93,7 +85,7 @@ class TorchStage(TreeStage):
 
     def _forward(
         self, leaves: list[Array], structures: Structures, position: Position
-    ) -> tuple[list[Array], Structures, SavedForward | None]:
+    ) -> tuple[list[Array], Structures, Tape | None]:
         with self._random(position), torch.set_grad_enabled(position.training):
             if self.module.training != position.training:
                 self.module.train(position.training)
@@ -112,9 +104,9 @@ class TorchStage(TreeStage):
         if not self._looked:
             self._look(taking, differentiable)
         which = (tuple(each.requires_grad for each in some) for some in (inputs, outputs))
-        return found, shapes, SavedForward((taking, differentiable), structures, next(which), shapes, next(which))
+        return found, shapes, Tape((taking, differentiable), structures, next(which), shapes, next(which))
 
-    def _backward(self, slopes: list[Array | None], saved: SavedForward) -> list[Array]:
+    def _backward(self, slopes: list[Array | None], saved: Tape) -> list[Array]:
         self._trained.check_gradients()
         inputs, outputs, gradients = taking_part(slopes, saved)
         if outputs:
@@ -122,9 +114,7 @@ class TorchStage(TreeStage):
                 torch.autograd.backward(outputs, gradients, inputs=[*inputs, *self._parameters])
         return input_gradients(inputs, [each.grad for each in inputs])
 
-    def _backward_input(
-        self, slopes: list[Array | None], saved: SavedForward
-    ) -> tuple[list[Array], SplitBackward | None]:
+    def _backward_input(self, slopes: list[Array | None], saved: Tape) -> tuple[list[Array], SplitBackward | None]:
         inputs, outputs, gradients = taking_part(slopes, saved)
         if not outputs:
             return input_gradients(inputs, [None for _ in inputs]), None
@@ -271,7 +261,7 @@ class TorchLoss:
 # -- The backward of a module ------------------------------------------------------------------------------------------
 
 
-def taking_part(slopes: list[Array | None], saved: SavedForward) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def taking_part(slopes: list[Array | None], saved: Tape) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return the inputs that take gradients, the outputs that gradients flow back from, and those gradients."""
     inputs, outputs = saved.kept
     pairs = [(output, tensor_of(slope)) for output, slope in zip(outputs, slopes) if slope is not None]
