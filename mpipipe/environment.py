@@ -55,14 +55,9 @@ GIT_SECONDS = 5.0  # for one question to git, whose files may be on a slow disk
 def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any] | None:
     """Return what a run on these ranks depends on, as plain values that JSON takes, on rank 0; None elsewhere.
 
-    Collective. `mpipipe train` writes it into its output folder, as environment.json.
-
-    Parameters
-    ----------
-    comm : communicator, optional
-        The ranks, on which no other messages are under way; COMM_WORLD by default.
-    gpus : bool
-        Whether to look for GPUs, which imports CuPy.
+    Collective over `comm`, by default COMM_WORLD, on which no other messages are under way. `mpipipe train` writes it
+    into its output folder, as environment.json. With `gpus` it looks for GPUs, which imports CuPy. BackendError is
+    raised where there is no MPI.
 
     Returns
     -------
@@ -77,11 +72,6 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         else None.
         `blas`: each library of numpy with its kernels and threads. `variables`: those of this package, of threads, of
         GPUs and of MPI that are set. `different`: what of all this other ranks have in another way.
-
-    Raises
-    ------
-    BackendError
-        Where there is no MPI.
 
     Examples
     --------

@@ -1,7 +1,8 @@
-"""Stages as pipeline, optimizers and checkpoints see them: the protocol of a user's own, and one adapter for all kinds.
+"""Stages as pipeline, optimizers and checkpoints see them: one adapter for all kinds.
 
-A user's stage is an object with `forward` and `backward`. An `nn.Stage` has more: named parameters, ties, a device,
-layers that ask for their position and that let messages advance between them. Other rooms see a `StageAdapter` alone.
+A user's stage is an object with `forward` and `backward`; docs/stages.md lists what else it may have. An `nn.Stage` has
+more: named parameters, ties, a device, layers that ask for their position and that let messages advance between them.
+Other rooms see a `StageAdapter` alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import suppress
 from copy import copy
 from inspect import signature
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,36 +21,6 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError, MpipipeError, StageError
 from mpipipe.nn import FlatBuffer, Position, kernels
 from mpipipe.nn.kernels import Kernels
-
-
-class UserStage(Protocol):
-    """A pair of array functions. It may keep x until its backward; it holds nothing else of a micro-batch.
-
-    For schedules that split the backward, `backward_input(dy, saved) -> (dx, pending)` and `backward_weight(pending)`
-    stand in place of `backward`. All else is optional:
-
-    device : "cpu" or "cuda", with or without a number; by default that of its inner stages, or "cpu"
-    gpu : number of its GPU
-    gradients : an object whose `flat` is one contiguous array of all gradients, or None where there are none
-    parameters : the same for the parameters; where it is a mapping, its arrays are views of `flat`
-    decay_ranges : (start, stop, decay) ranges of `flat`; by default matrices decay, and vectors do not
-    before_write : list of functions to be called before anything writes to the parameters
-    state_dict(), load_state_dict(arrays) : what a checkpoint holds, in place of the mapping `parameters`
-    inner_stages : the nn.Stages that its functions call
-    refresh() : is called at the start of each call, before anything is computed
-    index : is set to the number of the stage
-    ends : is set to whether nobody asks for the gradient of its input, which may then be None
-    poll : is set to a function that lets messages move, to be called where the stage computes for long
-    takes : tuple of the names that it takes; the inputs must have those of the first stage
-    takes_branches : False where its functions know nothing of Branches, so that it can have no skips; by default True
-    """
-
-    def forward(self, x: Tree) -> tuple[Tree, Any]:
-        """Return (output, all that backward needs). It may take a second parameter `position`, an nn.Position."""
-
-    def backward(self, dy: Tree, saved: Any) -> Tree:
-        """Add to the gradients of the parameters; return the gradient of x."""
-
 
 METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
@@ -240,11 +211,6 @@ class StageAdapter:
     def shows_gradients(self) -> bool:
         """Whether all gradients are known, so that they can be summed over replicas, or divided by a sum of weights."""
         return bool(self.models) or hasattr(self.given, "gradients")
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether there is something to train in the stage, as far as known."""
-        return bool(self.gradient_arrays)
 
     @property
     def shown_gradients(self) -> list[Array]:
@@ -447,13 +413,11 @@ class FlatView(Mapping[str, Array]):
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
         """(start, stop, decay) of the flat array: matrices decay and vectors do not; without names all of it does."""
-        places = sorted(
-            (start, len(self._shapes[name]) > self.parts or name == WHOLE)
-            for name, start in self.offsets.items()
-            if self[name].size
-        )
-        edges = [0, *(start for start, _ in places[1:]), self.flat.size]  # gaps go with what is before them
-        return [(start, stop, decay) for (_, decay), start, stop in zip(places, edges, edges[1:]) if stop > start]
+        decays = {name: array.ndim > self.parts or name == WHOLE for name, array in self.items() if array.size}
+        starts = {
+            name: self.offsets[name] for name in sorted(decays, key=lambda name: (self.offsets[name], decays[name]))
+        }
+        return nn.decay_ranges(starts, decays, self.flat.size)
 
     def __getitem__(self, name: str) -> Array:
         start, shape = self.offsets[name], self._shapes[name]

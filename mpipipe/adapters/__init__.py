@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
 from mpipipe.adapters.layers import ForeignLayer as ForeignLayer
+from mpipipe.adapters.layers import Held as Held
 from mpipipe.adapters.layers import WithSkips
 from mpipipe.adapters.layers import as_layer as as_layer
 from mpipipe.adapters.layers import counting as counting

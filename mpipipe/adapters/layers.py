@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import tracemalloc
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -99,14 +97,6 @@ def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
         yield
 
 
-class KeptOfForeign(NamedTuple):
-    """What a forward leaves for the backward, or the first half of that for the second."""
-
-    inner: Any  # of the stage
-    given: dict[str, Tree]  # under names
-    room: np.ndarray | None  # as large as what PyTorch or JAX keep, where that is counted
-
-
 class ForeignLayer(nn.Layer):
     """A module of PyTorch or a function of JAX as a layer; `inner` is the stage of it, once the layer is bound.
 
@@ -141,39 +131,38 @@ class ForeignLayer(nn.Layer):
         self.inner.gives, self.inner.takes = self.gives, self.takes
         self.inner.index, self.inner.poll = int(self.name), lambda: self.stage.poll and self.stage.poll()
 
-    def forward(self, x: Any) -> tuple[Any, KeptOfForeign]:
+    def forward(self, x: Any) -> tuple[Any, tuple[Held, dict[str, Tree]]]:
         self.inner.refresh()
-        self.inner.ends, room = self.ends, None
+        self.inner.ends, held = self.ends, {}
         if self.takes:
             x = Branches(x, **{name: self.stage.taken(name) for name in self.takes})
-        if tracemalloc.is_tracing() or getattr(COUNTED, "on", False):
+        if getattr(COUNTED, "on", False):
             (y, saved), held = self._room.counted(self.inner, x, self.stage.position)
-            for array in (*(getattr(self, key) for key in self.declared), *arrays.flatten(x)[0]):
-                held.pop(arrays.address(array), None)
-            y, room = shown_to_tracer(y, held), np.empty(sum(held.values()), np.uint8)
+            for key in self.declared:
+                held.pop(arrays.address(getattr(self, key)), None)
         else:
             y, saved = self.inner.forward(x, self.stage.position)
         if not self.gives:
-            return y, KeptOfForeign(saved, {}, room)
+            return y, (Held(saved, held), {})
         for name, tree in y.skips.items():
             self.stage.give(name, tree)
-        return y.main, KeptOfForeign(saved, y.skips, room)
+        return y.main, (Held(saved, held), y.skips)
 
-    def backward_input(self, dy: Any, saved: KeptOfForeign) -> tuple[Any, KeptOfForeign]:
-        dx, pending = self.inner.backward_input(self._joined(dy, saved), saved.inner)
-        if saved.room is not None:
-            shown_to_tracer(dx, {})
-        return self._parted(dx), KeptOfForeign(pending, {}, saved.room)
+    def backward_input(self, dy: Any, saved: tuple[Held, dict[str, Tree]]) -> tuple[Any, Held]:
+        held, given = saved
+        dx, pending = self.inner.backward_input(self._joined(dy, given), held.saved)
+        return self._parted(dx), Held(pending, held.bytes)
 
-    def backward_weight(self, pending: KeptOfForeign) -> None:
-        self.inner.backward_weight(pending.inner)
+    def backward_weight(self, pending: Held) -> None:
+        self.inner.backward_weight(pending.saved)
 
-    def backward(self, dy: Any, saved: KeptOfForeign) -> Any:
-        return self._parted(self.inner.backward(self._joined(dy, saved), saved.inner))
+    def backward(self, dy: Any, saved: tuple[Held, dict[str, Tree]]) -> Any:
+        held, given = saved
+        return self._parted(self.inner.backward(self._joined(dy, given), held.saved))
 
-    def _joined(self, dy: Tree, saved: KeptOfForeign) -> Tree:
+    def _joined(self, dy: Tree, given: dict[str, Tree]) -> Tree:
         """Return the gradient of the output with those of what was given, zeros where no layer has added."""
-        found = {name: nn.or_zeros(self.stage.gradient_of(name), tree) for name, tree in saved.given.items()}
+        found = {name: nn.or_zeros(self.stage.gradient_of(name), tree) for name, tree in given.items()}
         return Branches(dy, **found) if found else dy
 
     def _parted(self, dx: Any) -> Any:
@@ -184,15 +173,15 @@ class ForeignLayer(nn.Layer):
         return dx.main
 
 
-# -- Memory of PyTorch and JAX as Python's allocator would count it: arrays as large, which stay empty ----------------
+# -- Memory of PyTorch and JAX, for whoever looks at what a forward saved ----------------------------------------------
 
 
-COUNTED = threading.local()  # `on`: layers show what PyTorch and JAX keep, to whoever looks at what a forward saved
+COUNTED = threading.local()  # `on`: layers say what PyTorch and JAX keep
 
 
 @contextmanager
 def counting() -> Iterator[None]:
-    """Let forwards of this thread save arrays as large as what PyTorch and JAX keep."""
+    """Let forwards of this thread say with what they save how much of it PyTorch and JAX keep."""
     COUNTED.on = True
     try:
         yield
@@ -200,9 +189,8 @@ def counting() -> Iterator[None]:
         COUNTED.on = False
 
 
-def shown_to_tracer(tree: Any, held: Mapping[int, int]) -> Any:
-    """Return arrays, each with one as large that is there as long; but for those whose memory `held` counts."""
-    for leaf in arrays.flatten(tree)[0]:
-        if leaf is not None and arrays.address(leaf) not in held:
-            weakref.finalize(leaf, len, np.empty(leaf.nbytes, np.uint8))
-    return tree
+class Held(NamedTuple):
+    """What a layer saved, and the bytes that PyTorch or JAX keep for it, by their address."""
+
+    saved: Any
+    bytes: dict[int, int]

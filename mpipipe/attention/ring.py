@@ -30,8 +30,9 @@ class Ring(Attend):
 
     Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype and on one kind of device on all
     ranks, as for `Local`. Keys may be another sequence than queries, and a shard may be empty. The constructor and the
-    methods are collective: they raise the same error on every rank if arguments do not fit, or if ranks do different
-    things. All rings on a communicator share private duplicates of it, which are freed with it.
+    methods are collective: they raise the same ArgumentError or MismatchError on every rank if arguments do not fit,
+    shards do not cover the sequence, or ranks do different things. All rings on a communicator share private duplicates
+    of it, which are freed with it.
 
     Parameters
     ----------
@@ -133,11 +134,6 @@ class Ring(Attend):
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : RingSaved
             For `backward`, as that of `Local`: `saved.lse` is (batch, heads, local seq).
-
-        Raises
-        ------
-        ArgumentError, MismatchError
-            On all ranks, if arrays do not fit together, shards do not cover the sequence, or ranks differ.
         """
         options, digest, error = self._options_for(segments, q)
         plan, kernel, call = self.agreement.agree_on_forward(options, digest, q, k, v, error=error)
@@ -172,11 +168,6 @@ class Ring(Attend):
         -------
         dq, dk, dv : array
             In the shapes and dtype of q, k and v.
-
-        Raises
-        ------
-        ArgumentError, MismatchError
-            On all ranks, if a gradient does not fit its output, or ranks give what different forwards saved.
         """
         return Ring.backward_into(self, dout, saved, None)
 

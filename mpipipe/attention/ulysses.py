@@ -55,11 +55,6 @@ class Ulysses(Ring):
     comm, causal, layout, window, segments, scale, seq_len, bias : Communicator and options
         As for `Ring`.
 
-    Attributes
-    ----------
-    bytes_sent, poll : int, callable
-        As those of `Ring`.
-
     Examples
     --------
     Two threads stand for two MPI ranks here:

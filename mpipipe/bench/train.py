@@ -20,7 +20,6 @@ from mpipipe.attention import Local
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.cli import Operand, show
 from mpipipe.comm import Mesh
-from mpipipe.errors import BackendError
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.language import TextTask, estimate
 from mpipipe.language.models import GPT
@@ -34,8 +33,8 @@ from mpipipe.planning import (
     cuts_by_time,
     find_plan,
     in_words,
+    peak,
     predict,
-    resident,
     shown_seconds,
     trial_steps,
 )
@@ -242,11 +241,10 @@ def _report_plans(
 
 # -- `bench dry-run`: the memory that `train --dry-run` foresees against what a training takes, rank by rank -----------
 #
-# Measured is how far the resident memory of a process grows from the first line of `train` to its peak. Such a training
-# must be the first thing that a process does: what an earlier one has left behind is taken again.
+# Both are the peak of resident memory. Such a training must be the first one of a process: what an earlier one has left
+# behind is taken again.
 
 
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MIB = 2**20
 
 
@@ -257,38 +255,20 @@ def dry_run(config: Annotated[Path, Operand("TOML file with keys of train")]) ->
     group = group_of(comm)
     with group.raise_together("bench: reading the configuration"):
         chosen = TrainConfig.load(str(config))
+        memory = estimate(chosen, GPT, comm.size) if comm.rank == 0 else None
     folder = group.broadcast("bench: a folder", tempfile.mkdtemp() if comm.rank == 0 else None)
     try:
-        with group.raise_together("bench: the peak of resident memory"):
-            begin_peak()
-        before = resident()
         train(replace(chosen, steps=2, out=str(Path(folder, "run"))), GPT, comm)
-        grown = group.gather("bench: the peaks", peak() - before)
+        peaks = group.gather("bench: the peaks", peak())
     finally:
         if comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    if comm.rank == 0:
-        before = resident()
-        memory = estimate(chosen, GPT, comm.size)
-        for rank, measured in enumerate(grown):
+    if memory is not None:
+        for rank, measured in enumerate(peaks):
             pipe_rank = rank // (memory.problem.replicas * memory.problem.seq)
-            foreseen = memory.ranks[pipe_rank].total - before
+            foreseen = memory.ranks[pipe_rank].total
             show(
                 f"dry run, rank {rank}: foreseen {foreseen / MIB:.1f} MiB, measured {measured / MIB:.1f} MiB, "
                 f"ratio {foreseen / measured:.3f} (within 0.9 ... 1.1)\n"
             )
     group.agree("bench: the end")
-
-
-def begin_peak() -> None:
-    """Let the peak of resident memory begin anew. Raises BackendError if the system has no such thing."""
-    try:
-        RESET.write_text("5")
-    except OSError as error:
-        raise BackendError(f"the peak of memory cannot be measured here ({error})", remedy="run it on Linux") from None
-
-
-def peak() -> int:
-    """Return the most bytes that were resident since."""
-    lines = STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

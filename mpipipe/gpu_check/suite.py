@@ -42,13 +42,12 @@ class Suite:
         python, limits, quick = self.settings.python, self.settings.limits, self.settings.quick
         reason = mpi_error(python)
         self._check("information", "info", 60, [python, "-m", "mpipipe", "info"], show=True)
-        attention = [python, "-m", "mpipipe.gpu_check.attention"]
-        self._check("correctness", "attention", limits.attention, attention, show=True)
+        ask = [python, "-m", "mpipipe.gpu_check.extra"]
+        self._check("correctness", "attention", limits.attention, [*ask, "attention"], show=True)
         warm = [python, "-m", "gpu_emulator.warm_kernels", str(self.settings.processes)]
         self._check("information", "compile", limits.compile, warm)
         if not quick:
-            extra = [python, "-m", "mpipipe.gpu_check.extra"]
-            self._check("correctness", "extra", limits.extra, extra, show=True)
+            self._check("correctness", "extra", limits.extra, [*ask, "graphs", "nccl", "memory"], show=True)
         tests = [python, "-m", "pytest", "-q", "--color=no", "--durations=10", "-p", "no:cacheprovider", "-m", "gpu"]
         tests += ["-p", "support.gpu_selection"]
         tests += [] if _ask(python, "import pytest_mpi").returncode == 0 else ["-p", "support.mpi_stand_in"]

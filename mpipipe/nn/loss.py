@@ -37,7 +37,7 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     Parameters
     ----------
     output : array
-        Of any shape and a floating or complex dtype, on the host or a GPU.
+        Of any shape but an empty one, and a floating or complex dtype, on the host or a GPU.
     target : array
         Of the same shape. For an output on a GPU it may be on the host: it is uploaded.
     factor : float
@@ -49,11 +49,6 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
         The mean, summed in float64, on the side of the output.
     gradient : array
         `factor` * 2 (output - target) / size, of the shape and dtype of `output`: for complex numbers dRe + i dIm.
-
-    Raises
-    ------
-    ArgumentError
-        The shapes differ, there are no elements, or only the target is on a GPU.
 
     Examples
     --------
@@ -88,7 +83,7 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     Parameters
     ----------
     output : array
-        Logits (..., vocab), of any size and a floating dtype, on the host or a GPU.
+        Logits (..., vocab), of any size but 0 and a floating dtype, on the host or a GPU.
     target : array of integers
         (...) in 0 ... vocab - 1. For an output on a GPU it may be on the host: it is uploaded.
     factor : float
@@ -100,12 +95,6 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
         The mean, summed in float64, on the side of the output; NaN if a target that was on a GPU is out of range.
     gradient : array
         `factor` * (softmax(output) - onehot(target)) / rows, of the shape and dtype of `output`.
-
-    Raises
-    ------
-    ArgumentError
-        The shapes do not fit, there are no elements, a target on the host is out of range, or only the target is on a
-        GPU.
 
     Examples
     --------

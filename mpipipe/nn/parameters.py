@@ -160,11 +160,15 @@ def drawn(
 
 
 def decay_ranges(offsets: Mapping[str, int], decays: Mapping[str, bool], end: int) -> list[tuple[int, int, bool]]:
-    """Cut a flat buffer of `end` elements, gaps included, into the longest (start, stop, decay) of equal decay."""
+    """Cut a flat buffer of `end` elements into the longest (start, stop, decay) of equal decay.
+
+    Offsets are in the order of memory. A gap goes with what is before it.
+    """
     starts = [(start, decays[name]) for name, start in offsets.items()]
     changes = [now for before, now in zip([(0, None), *starts], starts) if now[1] != before[1]]
-    stops = [*(start for start, _ in changes[1:]), end]
-    return [(start, stop, decay) for (start, decay), stop in zip(changes, stops)]
+    edges = [0, *(start for start, _ in changes[1:]), end]
+    ranges = zip(edges, edges[1:], (decay for _, decay in changes))
+    return [(start, stop, decay) for start, stop, decay in ranges if stop > start]
 
 
 def memory_order(declared: Mapping[str, Parameter]) -> list[str]:

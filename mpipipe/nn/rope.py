@@ -23,13 +23,7 @@ from mpipipe.errors import ArgumentError
 
 
 class RopeScaling(ABC):
-    """A scaling of rotary frequencies: a frozen dataclass, whose `kind` names its class in files.
-
-    Attributes
-    ----------
-    kind : str
-        "linear", "llama3" or "yarn".
-    """
+    """A scaling of rotary frequencies: a frozen dataclass, whose `kind`, such as "yarn", names its class in files."""
 
     kind: str
 

@@ -71,8 +71,6 @@ class Stage(Differentiable):
 
     Raises
     ------
-    ArgumentError
-        Something is no layer, a layer has a stage already, or the dtype is another one.
     BackendError
         The device is not there.
 
@@ -231,13 +229,7 @@ class Stage(Differentiable):
     # -- what a pipeline sets around steps and backwards
 
     def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
-
-        Parameters
-        ----------
-        used : bool
-            Whether to the parts, as within a step.
-        """
+        """Let layers add to the parts of shared gradients, as within a step, or to the gradients; a pipeline does."""
         parts = self.buffers.parts
         if not parts:
             return
@@ -257,13 +249,9 @@ class Stage(Differentiable):
         self._chain.on_layer_done = done
 
     def end_backward(self, ends: bool) -> None:
-        """Let backwards end with the lowest layer that is trained, if nobody asks for the gradient of the input.
+        """Let backwards end with the lowest layer that is trained, where nobody asks for the gradient of the input.
 
-        Parameters
-        ----------
-        ends : bool
-            Whether nobody asks, as for integers, which have none. From then on backwards return None for that gradient
-            where they end early.
+        From then on they return None for that gradient. Integers have none.
         """
         ends = ends or self.first_layer.uploads_integers
         knowing = [layer for layer in self.layers if "ends" in vars(type(layer))]  # no class derived from such a one
@@ -307,22 +295,9 @@ class Stage(Differentiable):
             self.names.hand_on(names)
 
     def taken(self, name: str) -> Tree:
-        """Return what stands under a name, in the forward of a layer that has it in `takes`.
+        """Return what stands under a name, not to be written to, in the forward of a layer that has it in `takes`.
 
-        Parameters
-        ----------
-        name : str
-            The name.
-
-        Returns
-        -------
-        array, or tuple or dict of arrays
-            Not to be written to.
-
-        Raises
-        ------
-        ArgumentError
-            No layer of the stage has it in `takes`, or none before has given it.
+        A layer before has given it, or the input has it.
         """
         values: dict[str, Tree] = getattr(self.position, "values", {})
         if name not in values:
@@ -336,10 +311,7 @@ class Stage(Differentiable):
     def give(self, name: str, tree: Tree) -> None:
         """Let later layers take something by a name, in the forward of a layer that has the name in `gives`.
 
-        Parameters
-        ----------
-        name, tree : str, array or tuple or dict of arrays
-            The name, and what stands for it; not to be written to any more.
+        It is not to be written to any more.
         """
         if self.names is None or name not in self.names.given:
             raise ArgumentError(f"a layer gives the name {name!r} without having it in `gives`")
@@ -348,10 +320,7 @@ class Stage(Differentiable):
     def add_gradient(self, name: str, gradient: Tree) -> None:
         """Add to the gradient of what was taken by a name, in `backward_input` of the layer that took it.
 
-        Parameters
-        ----------
-        name, gradient : str, array or tuple or dict of arrays
-            The name, and a gradient shaped as what was taken; None in place of an array of integers.
+        The gradient is shaped as what was taken, with None in place of an array of integers.
         """
         assert self.names is not None  # since the layer took something
         gradients = self.names.gradients_for(name, (*self.names.takes, *self.names.given), "takes")
@@ -360,15 +329,7 @@ class Stage(Differentiable):
     def gradient_of(self, name: str) -> Tree:
         """Return the gradient of what was given under a name, in `backward_input` of the layer that gave it.
 
-        Parameters
-        ----------
-        name : str
-            The name.
-
-        Returns
-        -------
-        array, or tuple or dict of arrays, or None
-            The sum of what all takers have added; None where none has.
+        It is the sum of what all takers have added; None where none has.
         """
         assert self.names is not None  # since the layer gave something
         return self.names.gradients_for(name, self.names.given, "gives").pop(name, None)
@@ -381,7 +342,8 @@ class Stage(Differentiable):
         Parameters
         ----------
         x : array
-            Of the dtype of the stage, or integers for an Embedding. An array on the host is uploaded for a GPU.
+            Of the dtype of the stage, or integers for an Embedding. An array on the host is uploaded for a GPU, not
+            the other way round.
         position : Position, optional
             By default that of the last forward.
 
@@ -389,11 +351,6 @@ class Stage(Differentiable):
         -------
         y, saved : array, object
             The output, and all that the backward of this micro-batch needs.
-
-        Raises
-        ------
-        ArgumentError
-            The input has another dtype, does not fit the layers, or is on a GPU and the stage is not.
         """
         if position is not None:
             self.position = position

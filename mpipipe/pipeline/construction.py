@@ -67,7 +67,6 @@ class Partners(NamedTuple):
 
     @property
     def groups(self) -> list[RankGroup]:
-        """All groups."""
         return [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
 
     @property
@@ -314,7 +313,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
             stage.check(ops, arguments.has_replicas)
             ends = ([skip.name for skip in schedule.skips if skip[end] == number] for end in (2, 1))
             stage.check_skips(number, *ends)
-            if not schedule.has_backward(number) and stage.has_parameters:
+            if not schedule.has_backward(number) and stage.gradient_arrays:
                 raise ArgumentError(
                     "a stage has parameters to train, and the schedule has no backward for it",
                     found=f"trained_from = {schedule.trained_from}",
@@ -363,9 +362,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
             )
 
 
-# -- The construction of a Pipeline on one rank of a large job, without MPI: all that grows with the size of the job
-#
-# `bench schedules` measures its time and memory.
+# -- The construction of a Pipeline on one rank of a large job, without MPI: `bench schedules` measures it
 
 
 PROMISED_TAG_UB = 32767  # what every MPI offers

@@ -61,7 +61,6 @@ class Executor:
         self.state: CallState | None = None
 
     def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs, signature: int) -> CallState:
-        """Begin a call, whose messages are known."""
         self.state = CallState(inputs, self.clock.begin(actions, inputs.training))
         self.meter.begin(signature, inputs.training)
         if self.sums is not None:
@@ -104,7 +103,6 @@ class Executor:
             raise
 
     def end(self, state: CallState) -> None:
-        """End a call whose actions have run."""
         self.clock.end()
         if state.inputs.training:
             self.peaks = state.peak, state.peak_under_way
@@ -132,7 +130,6 @@ class Executor:
 
     @property
     def activation_bytes(self) -> ActivationBytes:
-        """Bytes that activations of this rank take now, and took at most in the last training step."""
         state = self.state
         kept = [] if state is None else [*state.saved.values(), *state.pending.values()]
         return ActivationBytes(sum(stop - start for start, stop in self.meter.ranges(kept)), self.meter.peak)

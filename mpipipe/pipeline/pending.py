@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Literal
 
 from mpipipe.errors import ArgumentError, MpipipeError
@@ -126,7 +125,6 @@ class PipelineState:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be made."""
         return self.state == "open"
 
     def check(self, call: str) -> None:
@@ -147,9 +145,7 @@ class PipelineState:
     def __enter__(self) -> None:
         self.running = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.running = False
         if error is not None:
             self.fail(error)

@@ -16,7 +16,7 @@ from mpipipe.planning.memory import attentions as attentions
 from mpipipe.planning.memory import check_memory as check_memory
 from mpipipe.planning.memory import check_training as check_training
 from mpipipe.planning.memory import parameters_of as parameters_of
-from mpipipe.planning.memory import resident as resident
+from mpipipe.planning.memory import peak as peak
 from mpipipe.planning.predict import Choice, Prediction, predict
 from mpipipe.planning.predict import completed as completed
 from mpipipe.planning.problem import MeasuredRanks as MeasuredRanks
@@ -27,7 +27,6 @@ from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes
 from mpipipe.planning.saved import SavedProfile
 from mpipipe.planning.search import Plan, Space, find_plans
 from mpipipe.planning.search import cuts_by_time as cuts_by_time
-from mpipipe.planning.step_memory import SETTLED as SETTLED
 from mpipipe.planning.step_memory import RankBytes as RankBytes
 from mpipipe.planning.step_memory import StageMeter as StageMeter
 from mpipipe.planning.step_memory import rank_bytes as rank_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -19,6 +19,7 @@ from mpipipe.arrays import Branches, Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Loss, Pipeline
+from mpipipe.planning.memory import array_bytes, new_bytes, peak, process_bytes, resident
 from mpipipe.planning.problem import MeasuredRanks, declared
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
 
@@ -185,15 +186,19 @@ class Probe:
         with ExitStack() as stack:
             stack.enter_context(loss.taking_head())
             stack.enter_context(counting())
-            _, before = stage.forward(inputs)
-            output, kept = stage.forward(inputs)
-            gradient = loss.call(output, targets, 1.0)[1]
-            _, pending = stage.backward_input(gradient, kept)
-        shared = {*array_bytes(before), *array_bytes((stage.parameters.flat, stage.compute.flat, inputs, targets))}
-        whole = _new_bytes(kept if stage.names is None else kept[0], shared)
-        split = _new_bytes(pending[::-1], shared)
+            kept: Any = ()
+            for _ in range(2):  # what is made once, by the first one, is shared by all
+                before, start = kept, resident()
+                output, kept = stage.forward(inputs)
+                gradient = loss.call(output, targets, 1.0)[1]
+                _, pending = stage.backward_input(gradient, kept)
+                stage.backward_weight(pending)
+        most = peak() - start
+        shared = {*array_bytes((before, stage.parameters.flat, stage.compute.flat, inputs, targets))}
+        whole = new_bytes(kept if stage.names is None else kept[0], shared)
+        split = new_bytes(pending[::-1], shared)
         split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
-        stage.backward_weight(pending)
+        scratch = max(0, most - sum(max(pair) for pair in zip(whole, split)))
         kinds = self.measured.problem.kinds
         activation: dict[int, int] = {}
         waiting: dict[int, int] = {}
@@ -204,7 +209,11 @@ class Probe:
         each = range(len(activation))
         message = math.prod(measured.message_shape(self.size)) * dtype_of(measured.problem.dtype).itemsize
         return Sizes(
-            tuple(activation[kind] for kind in each), tuple(waiting[kind] for kind in each), message, gradient.nbytes
+            tuple(activation[kind] for kind in each),
+            tuple(waiting[kind] for kind in each),
+            message,
+            gradient.nbytes,
+            scratch,
         )
 
 
@@ -238,58 +247,6 @@ class Taker(nn.Layer):
 
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
         return dy, None
-
-
-def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
-    """Return the bytes that each thing holds and neither `shared` nor one before it has."""
-    seen, found = set(shared), []
-    for thing in things:
-        own = array_bytes(thing)
-        found.append(sum(size for key, size in own.items() if key not in seen))
-        seen |= set(own)
-    return found
-
-
-# -- How many bytes objects hold in arrays ----------------------------------------------------------------------------
-
-
-def array_bytes(thing: Any) -> dict[int, int]:
-    """Return the bytes of each memory that arrays in `thing` lie in, by its identity; layers and stages are left out.
-
-    Arrays are looked for in tuples, lists, mappings, and attributes of objects.
-    """
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    waiting = [thing]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, np.ndarray):
-            owner = _owner(each)
-            found[id(owner)] = owner.nbytes
-        elif id(each) not in seen:
-            seen.add(id(each))
-            waiting.extend(_parts(each))
-    return found
-
-
-def _owner(array: np.ndarray) -> np.ndarray:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
-OPAQUE = (nn.Layer, nn.Stage, type, str, bytes, int, float)  # what holds no arrays of a micro-batch
-
-
-def _parts(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, Mapping):
-        yield from thing.values()
-    elif isinstance(thing, (tuple, list, set)):
-        yield from thing
-    elif not isinstance(thing, OPAQUE) and not callable(thing):
-        yield from getattr(thing, "__dict__", {}).values()
-        slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
-        yield from (getattr(thing, name) for name in slots if hasattr(thing, name))
 
 
 # -- Times the calls of layers inside a stage that runs ---------------------------------------------------------------
@@ -356,11 +313,13 @@ ALIKE = 2  # layers of a kind that are measured
 class MeasuredLayers:
     """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one parameter.
 
-    `alone` is the time of a step while no other rank computes, as a share of what it is while all do.
+    `alone` is the time of a step while no other rank computes, as a share of what it is while all do; `process` are the
+    bytes of a process that trains, without arrays.
     """
 
     costs: dict[int, RankCosts]
     sizes: dict[int, Sizes]
+    process: int
     optimizer: float
     sums: float
     alone: float
@@ -378,12 +337,17 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
     probes = {
         size: Probe(measured, solo, _picked(measured.problem.kinds), size) for size in measured.problem.space.sizes
     }
+    sizes, process = {}, 0
+    for size, probe in probes.items():
+        sizes[size] = probe.sizes()
+        process = process or process_bytes()  # a training has one size, and libraries keep something for each
     for _ in range(ROUNDS):
         for probe in probes.values():
             probe.run()
     found = MeasuredLayers(
         costs={size: probe.costs() for size, probe in probes.items()},
-        sizes={size: probe.sizes() for size, probe in probes.items()},
+        sizes=sizes,
+        process=process,
         optimizer=median(seconds for probe in probes.values() for seconds in probe.optimizers),
         sums=median(seconds for probe in probes.values() for seconds in probe.sums),
         alone=probes[measured.problem.space.sizes[len(probes) // 2]].alone(),

@@ -3,48 +3,51 @@
     layers of the stage      E A F A F A F A F H        a run of 4 times (A F)
     measured                 E A F H    E A F A F H     its bytes, and those of each further time
 
-All sums of bytes grow by the same amount with each repetition, so two measurements say what any number of them takes.
-The Python allocator counts (tracemalloc): numpy tells it of each array.
+What is kept grows by the same amount with each repetition, so two measurements say what any number of them takes. It
+is counted array by array; what an action takes on top is how far the resident memory of the process grows meanwhile.
 """
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays, nn
+from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Structure, Tree
 from mpipipe.nn import Position, is_frozen
 from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import attentions, check_rehearsal, parameters_of
+from mpipipe.planning.memory import (
+    array_bytes,
+    attentions,
+    check_rehearsal,
+    new_bytes,
+    parameters_of,
+    peak,
+    process_bytes,
+    resident,
+)
 from mpipipe.planning.problem import PlanningProblem
 from mpipipe.schedules import Schedule, before_backwards
-
-# What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
-# and gaps between arrays. Measured with `bench dry-run` under MPICH 5.0 and Open MPI 5.0: 8 to 18 MB.
-SETTLED = 13_000_000
 
 
 @dataclass(frozen=True)
 class StageBytes:
     """Bytes of one stage, without the input of a micro-batch.
 
-    buffers : parameters, gradients and copies for computing, as the stage makes them
     tables : what the first micro-batch leaves for all others
-    drawing : most that is there besides the buffers while initial values are drawn
+    drawing : most that is there besides parameters and gradients while initial values are drawn
     output : what a forward returns
     saved : what is kept from a forward for its backward; after the last stage the gradient of the loss, too
     pending : what is kept from the input gradient for the weight gradient
     forward, backward, input_grad, weight_grad : most that the action allocates at once, its results included
     """
 
-    buffers: float
     tables: float
     drawing: float
     output: float
@@ -57,7 +60,15 @@ class StageBytes:
 
     def longer(self, more: StageBytes, times: int) -> StageBytes:
         """Return the bytes of a stage with `times` further repetitions, where `more` has one more than this one."""
-        return StageBytes(*(low + times * (high - low) for low, high in zip(astuple(self), astuple(more))))
+        saved, pending = more.saved - self.saved, more.pending - self.pending
+        return replace(
+            more,
+            tables=self.tables + times * (more.tables - self.tables),
+            saved=self.saved + times * saved,
+            pending=self.pending + times * pending,
+            forward=more.forward + (times - 1) * saved,
+            input_grad=more.input_grad + (times - 1) * max(0, pending - saved),
+        )
 
 
 class LayerRun(NamedTuple):
@@ -153,23 +164,32 @@ class StageMeter:
     def _measure(
         self, places: Sequence[int], x: Tree, targets: Tree, ends: bool, gives: tuple[str, ...]
     ) -> tuple[StageBytes, Shapes]:
-        with _counting():
-            layers = self.build()
-            chosen = [layers[place] for place in places]
-            del layers
-            check_rehearsal(chosen, self.dtype, bytes_of(x))
-            before = _now()
-            stage = nn.Stage(chosen, self.dtype)
-            drawing, buffers = _peak() - before, _now() - before
-            drawing -= buffers
-            stage.optimizer_writes_compute()
-            stage.end_backward(ends)
-            stage.hand_on(gives)
-            loss = Loss(self.loss_for(stage)) if places[-1] == len(self.kinds) - 1 else None
-            one = _MicroBatch(stage, loss, x, targets)
-            one.whole()
-            tables = _now() - before - buffers
-            return StageBytes(max(0, buffers), max(0, tables), drawing, *one.measure()), one.shapes
+        layers = self.build()
+        chosen = [layers[place] for place in places]
+        del layers
+        check_rehearsal(chosen, self.dtype, bytes_of(x))
+        resident()
+        stage = nn.Stage(chosen, self.dtype)
+        most = peak()
+        drawing = most - resident()
+        stage.optimizer_writes_compute()
+        stage.end_backward(ends)
+        stage.hand_on(gives)
+        loss = Loss(self.loss_for(stage)) if places[-1] == len(self.kinds) - 1 else None
+        one = _MicroBatch(stage, loss, x, targets)
+        with ExitStack() as stack:
+            stack.enter_context(np.errstate(all="ignore"))
+            stack.enter_context(counting())
+            if loss is not None:
+                stack.enter_context(loss.taking_head())
+            one.measure()  # what is made once is there then
+            return StageBytes(tables_of(stage), max(0, drawing), *one.measure()), one.shapes
+
+
+def tables_of(stage: nn.Stage) -> int:
+    """Return the bytes that a stage and its layers keep besides parameters, gradients and copies of them."""
+    parts = [vars(part) for top in stage.layers for _, part in top.walk("") if not isinstance(part, ForeignLayer)]
+    return new_bytes([[stage.tables, *parts]], {*array_bytes(stage.buffers)})[0]
 
 
 class _MicroBatch:
@@ -192,36 +212,26 @@ class _MicroBatch:
         _, gradient, _ = self.loss.checked(self.loss.call(y, self.targets, 1.0))
         return saved, self.loss.scaled(gradient, 1.0, y), bytes_of(y)
 
-    def whole(self) -> None:
-        """Run all once, so that what is made once is there."""
-        with np.errstate(all="ignore"), self._head():
-            saved, dy, _ = self.forward()
-            self.stage.backward(dy, saved)
-
-    def _head(self) -> Any:
-        return nullcontext() if self.loss is None else self.loss.taking_head()
-
     def measure(self) -> tuple[float, ...]:
         """Return output, saved, pending, and the most of forward, backward, input and weight gradient."""
-        with np.errstate(all="ignore"), self._head():
-            start = _now()
-            saved, dy, output = self.forward()
-            forward, kept = _peak() - start, _now() - start
-            held = _now()
-            self.stage.backward(dy, saved)
-            backward = _peak() - held
-            saved = dy = None
-            start = _now()
-            saved, dy, output = self.forward()
-            held = _now()
-            waiting = self.stage.backward_input(dy, saved)[1]
-            input_grad = _peak() - held
-            saved = dy = None
-            pending = _now() - start
-            held = _now()
-            self.stage.backward_weight(waiting)
-            weight_grad = _peak() - held
-        return output, kept, pending, forward, backward, input_grad, weight_grad
+        shared = {*array_bytes((self.stage.buffers, self.x, self.targets))}
+        start = resident()
+        saved, dy, output = self.forward()
+        (kept,) = new_bytes([saved if self.loss is None else (saved, dy)], shared)
+        forward = max(kept, peak() - start)
+        start = resident()
+        self.stage.backward(dy, saved)
+        backward = peak() - start
+        del saved, dy
+        saved, dy, output = self.forward()
+        start = resident()
+        waiting = self.stage.backward_input(dy, saved)[1]
+        input_grad = peak() - start
+        del saved, dy
+        (pending,) = new_bytes([waiting], shared)
+        start = resident()
+        self.stage.backward_weight(waiting)
+        return output, kept, pending, forward, backward, input_grad, peak() - start
 
 
 Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, Any], ...]]"  # of a tree: shape and dtype of each array
@@ -245,30 +255,6 @@ def bytes_of(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in arrays.flatten(tree)[0])
 
 
-@contextmanager
-def _counting() -> Iterator[None]:
-    """Let the allocator count within this context."""
-    mine = not tracemalloc.is_tracing()
-    if mine:
-        tracemalloc.start()
-    try:
-        yield
-    finally:
-        if mine:
-            tracemalloc.stop()
-
-
-def _now() -> int:
-    """Return the bytes that are allocated; the peak begins anew here."""
-    now = tracemalloc.get_traced_memory()[0]
-    tracemalloc.reset_peak()
-    return now
-
-
-def _peak() -> int:
-    return tracemalloc.get_traced_memory()[1]
-
-
 # -- What each rank of a training would hold --------------------------------------------------------------------------
 
 
@@ -287,7 +273,7 @@ class RankBytes:
     start : what drawing the initial values takes, besides parameters and gradients
     sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
     sums : what MPI takes for sums over replicas; 0 without replicas
-    process : Python with its libraries, and what they keep for themselves once a training runs
+    process : Python with its libraries and MPI, and what they keep for themselves once a training runs
     """
 
     rank: int
@@ -326,12 +312,11 @@ def rank_bytes(
     *,
     recompute: bool,
     copied: bool,
-    process: int,
 ) -> list[RankBytes]:
     """Return what each rank of a pipeline holds, from one micro-batch that `meter` runs on the processor.
 
     `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at the end for a
-    sample, and `process` are the bytes of a process without the training.
+    sample.
     """
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
     stages: list[StageBytes] = []
@@ -350,7 +335,7 @@ def rank_bytes(
             measured = with_ring(measured, problem.layers[start:stop], positions, problem.dtype)
         stages.append(measured)
         x = zeros_of(shapes)
-    windows = receive_windows(schedule)
+    windows, process = receive_windows(schedule), process_bytes()
     row = 2 * (sum(map(bytes_of, example)) // len(first)) * plan.rows  # the next batch is read meanwhile
     narrow = arrays.dtype(problem.dtype)
     wide = arrays.accumulator(narrow).itemsize

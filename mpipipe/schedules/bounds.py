@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
-from mpipipe.schedules.action import FORWARD
 from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, whole_limit
@@ -58,7 +57,9 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     >>> schedules.lower_bound(schedule, memory_limit=4), schedules.simulate(schedule).makespan
     (27.0, 27.0)
     """
-    placement, microbatches, trained_from = schedule.placement, schedule.microbatches, _first_trained(schedule)
+    placement, microbatches, trained_from = schedule.placement, schedule.microbatches, schedule.trained_from
+    if schedule.forwards_only and any(schedule.orders):
+        trained_from = schedule.stages
     if not schedule.recomputed:
         return least_time(placement, microbatches, costs, memory_limit, trained_from)
     memory_limit = checks.limit(memory_limit)
@@ -116,6 +117,8 @@ class Gap(NamedTuple):
 def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> Gap:
     """Tell how far `schedule` is at most from the best one with the same stages on the same ranks.
 
+    ScheduleError or ArgumentError is raised where it cannot run, a cost does not fit, or it does not keep the limit.
+
     Parameters
     ----------
     schedule : Schedule
@@ -125,11 +128,6 @@ def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | No
     memory_limit : float, optional
         Chunk activations that a rank may hold at once, here and in the best one; by default there is no limit.
         ``max(simulate(schedule).peak_activations)`` compares with schedules that need no more memory.
-
-    Raises
-    ------
-    ScheduleError, ArgumentError
-        The schedule cannot run, a cost does not fit, or the schedule does not keep the limit.
 
     Examples
     --------
@@ -151,11 +149,6 @@ def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | No
     # rounding of sums must not put a schedule below its bound
     above = max(0.0, timeline.makespan - bound)
     return Gap(above / bound if bound else 0.0, timeline.makespan, bound)
-
-
-def _first_trained(schedule: Schedule) -> int:
-    forwards_only = any(schedule.orders) and all(op == FORWARD for order in schedule.orders for _, op, _ in order)
-    return schedule.stages if forwards_only else schedule.trained_from
 
 
 class _Stage(NamedTuple):

@@ -127,13 +127,13 @@ def _repeated(
 
 def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]:
     """List the shortest blocks that have no two actions of a rank on the same cell of the six."""
+
+    def is_free(block: BuildingBlock) -> bool:
+        return all(len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4 for rank in range(ranks))
+
     cells = range(1, PERIOD + 1)
-    blocks = (BuildingBlock(steps, (first, second, third)) for first in cells for second in cells for third in cells)
-    return sorted((each for each in blocks if _is_free(ranks, each)), key=lambda each: sum(each.turns))[:BLOCKS]
-
-
-def _is_free(ranks: int, block: BuildingBlock) -> bool:
-    return all(len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4 for rank in range(ranks))
+    every = (BuildingBlock(steps, (first, second, third)) for first, second, third in product(cells, cells, cells))
+    return sorted(filter(is_free, every), key=lambda each: sum(each.turns))[:BLOCKS]
 
 
 def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]:
@@ -189,7 +189,7 @@ class OrderRule(NamedTuple):
     """How the orders of F's and I's are made.
 
     `rule` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
-    slope / 2, or "I" or "F": whatever comes of preferring these. `patience` and `prompt` are those of `fill_waits`.
+    slope / 2, or "I" or "F": whatever comes of preferring these.
     """
 
     rule: str
@@ -289,8 +289,11 @@ class _Tries:
         ranks, every = range(len(self.problem.own)), self.problem.microbatches
         ahead = self.ahead(choice)
         queues: Queues
-        if ahead:
-            queues = [[_in_turn(3 * rank, number, every)] for rank, number in zip(ranks, ahead)]
+        if ahead:  # so many F's first, then an I and an F in turn, then the I's that are left
+            queues = [
+                [[f] * first + [f + 1, f] * (every - first) + [f + 1] * first]
+                for f, first in zip(range(0, 3 * len(ranks), 3), ahead)
+            ]
         else:
             preferred = (1, 0) if choice.rule == "I" else (0, 1)  # I's first, or F's
             queues = [[[3 * rank + op] * every for op in preferred] for rank in ranks]
@@ -312,11 +315,6 @@ class _Tries:
         span = self.problem.busy * self.problem.microbatches
         makespan = least_time(self.problem.placement, self.problem.microbatches, self.problem.costs, None)
         return span * (1 + ROUNDING), makespan * (1 + ROUNDING)
-
-
-def _in_turn(forward: int, ahead: int, every: int) -> list[int]:
-    """List the tasks of a rank's F's and I's: `ahead` F's first, then an I and an F in turn, then the I's left."""
-    return [forward] * ahead + [forward + 1, forward] * (every - ahead) + [forward + 1] * ahead
 
 
 def _away(costs: Costs, stages: int) -> list[float]:

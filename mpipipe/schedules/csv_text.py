@@ -35,12 +35,8 @@ def from_csv(text: str) -> Schedule:
     they run one after the other here, in that order. Which rank a stage lies on, and how many stages and micro-batches
     there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call it.
     What is not in the table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set. `Schedule.to_csv`
-    and PyTorch's compute-only dump write such tables.
-
-    Raises
-    ------
-    ScheduleError
-        A cell is no action, a row is empty, a stage lies on two ranks, or a stage has no actions.
+    and PyTorch's compute-only dump write such tables. ScheduleError is raised where a cell is no action, a row is
+    empty, a stage lies on two ranks, or a stage has no actions.
 
     Examples
     --------
@@ -122,12 +118,11 @@ def _action(rank: int, column: int, cell: str) -> Action:
     if match:
         stage, op, microbatch = match.groups()
         return Action(int(stage), op, int(microbatch))
+    what, remedy = "not an action", "correct the cell"
     if TRANSPORT.fullmatch(cell):
         what, remedy = "sends and receives are not written down", "leave it out: messages follow from the actions"
     elif SHARDING.fullmatch(cell):
         what, remedy = "parameters are not sharded by the schedule", "leave it out"
-    else:
-        what, remedy = "not an action", "correct the cell"
     raise ScheduleError(
         f"row {rank + 1}, column {column}: {what}", rank=rank, found=f"{cell!r:.80}", expected=EXPECTED, remedy=remedy
     )

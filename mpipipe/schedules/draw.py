@@ -6,7 +6,7 @@ from typing import Any
 
 from mpipipe.schedules.proof import grid
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Span, Timeline, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
 
 __all__ = ["chrome_trace", "grid", "timeline"]
 
@@ -31,13 +31,22 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     labels = max(len(str(action)) for order in schedule.orders for action in order)
     shortest = min((end - start for spans in result.spans for _, start, end in spans if end > start), default=1.0)
     room = int(COLUMNS * shortest / max(result.makespan, shortest))  # columns for the shortest action
-    draw, room = (_written_out, labels + 1) if room > labels else (_letters, room)
+    written = room > labels
+    room = labels + 1 if written else room
     # Whole columns per action where each can have one; else all of the time squeezed into the columns.
     scale = room / shortest if room else COLUMNS / result.makespan
     columns = round(result.makespan * scale)
     names = [f"rank {rank} " for rank in range(schedule.ranks)]
     width = max(map(len, names))
-    return "\n".join(name.ljust(width) + draw(spans, columns, scale) for name, spans in zip(names, result.spans))
+    lines = []
+    for name, spans in zip(names, result.spans):
+        line = [IDLE] * columns
+        for action, start, end in spans:
+            first, stop = round(start * scale), round(end * scale)
+            room = stop - first
+            line[first:stop] = (f"{action}".ljust(room - 1, BUSY) + " ")[:room] if written else action.op * room
+        lines.append(name.ljust(width) + "".join(line).rstrip())
+    return "\n".join(lines)
 
 
 def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
@@ -63,20 +72,3 @@ def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
             event = {"ph": "X", "name": str(action), "cat": action.op, "pid": rank, "tid": 0, "args": place}
             events.append({**event, "ts": start * 1e6, "dur": (end - start) * 1e6})
     return events
-
-
-def _written_out(spans: tuple[Span, ...], columns: int, scale: float) -> str:
-    line = [IDLE] * columns
-    for action, start, end in spans:
-        first, stop = round(start * scale), round(end * scale)
-        room = stop - first
-        line[first:stop] = (f"{action}".ljust(room - 1, BUSY) + " ")[:room]
-    return "".join(line).rstrip()
-
-
-def _letters(spans: tuple[Span, ...], columns: int, scale: float) -> str:
-    line = [IDLE] * columns
-    for action, start, end in spans:
-        for column in range(round(start * scale), round(end * scale)):
-            line[column] = action.op
-    return "".join(line)

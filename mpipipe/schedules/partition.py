@@ -22,7 +22,8 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
 
     Many cuts reach that cost. Among them the sum of squared stage costs decides, then the sum of squared stage sizes;
     the least one is taken. Of equal cuts the one with the longer stages first is taken: ten equal layers in three
-    stages are 4, 3, 3. All sums are exact, so that rounding does not decide.
+    stages are 4, 3, 3. All sums are exact, so that rounding does not decide. No stage is empty: ArgumentError is raised
+    for more stages than layers, for none, and for a cost that is negative or not finite.
 
     Parameters
     ----------
@@ -34,12 +35,7 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
     Returns
     -------
     list of (int, int)
-        Start and stop of each stage's layers; no stage is empty.
-
-    Raises
-    ------
-    ArgumentError
-        `stages` is below 1 or above the number of layers, or a cost is negative or not finite.
+        Start and stop of each stage's layers.
 
     Examples
     --------

@@ -40,7 +40,8 @@ def with_recompute(
     """Put R actions into a schedule, where memory asks for them, and leave the order of all else.
 
     An R stands just before its backward, or further ahead where its rank would idle, as far as memory allows. The
-    result is never slower than with each of its R's just before the backward.
+    result is never slower than with each of its R's just before the backward. ScheduleError or ArgumentError is raised
+    where the schedule cannot run, no choice keeps the limit, or a cost or size does not fit.
 
     Parameters
     ----------
@@ -55,11 +56,6 @@ def with_recompute(
     activation, kept_input : float or sequence of float, optional
         As for `peak_memory`: by default the unit is one activation, and inputs are free.
 
-    Raises
-    ------
-    ScheduleError, ArgumentError
-        The schedule cannot run, no choice keeps the limit, or a cost or size does not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -72,7 +68,9 @@ def with_recompute(
     check(schedule)
     checks.limit(memory_limit)
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
-    plain = without_recompute(schedule)
+    plain = schedule
+    if schedule.recomputed:
+        plain = replace(schedule, orders=changed(schedule.orders, _without_recompute))
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
@@ -81,7 +79,14 @@ def with_recompute(
         more = [max(whole[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
         limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
         return hidden_in_waits(everything, costs, limits, whole, kept)[0]
-    limit = _checked(memory_limit, least)
+    limit, most = memory_limit * (1 + ROUNDING), max(least)
+    if not limit >= most:
+        raise ArgumentError(
+            "no choice of forwards to run again keeps this memory limit",
+            found=f"memory_limit={memory_limit!r}",
+            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all of them again",
+            remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
+        )
     timeline = simulate(plain, costs)
     lives = [_lives(timeline, rank, whole, kept) for rank in range(schedule.ranks)]
     found = []
@@ -90,13 +95,6 @@ def with_recompute(
         chosen = set().union(*of_ranks)
         found.append(hidden_in_waits(before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, kept))
     return min(found, key=lambda each: (each[1], len(each[0].recomputed)))[0]
-
-
-def without_recompute(schedule: Schedule) -> Schedule:
-    """Take all R's out."""
-    if not schedule.recomputed:
-        return schedule
-    return replace(schedule, orders=changed(schedule.orders, _without_recompute))
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
@@ -116,19 +114,6 @@ def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -
         if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in there:
             yield Action(stage, RECOMPUTE, microbatch)
         yield action
-
-
-def _checked(memory_limit: float, least: Sequence[float]) -> float:
-    limit = memory_limit * (1 + ROUNDING)
-    most = max(least)
-    if not limit >= most:
-        raise ArgumentError(
-            "no choice of forwards to run again keeps this memory limit",
-            found=f"memory_limit={memory_limit!r}",
-            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all of them again",
-            remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
-        )
-    return limit
 
 
 class _Life(NamedTuple):

@@ -45,6 +45,8 @@ def by_name(
 ) -> Schedule:
     """Build the schedule that the function called `name` builds; it is not yet checked.
 
+    ArgumentError is raised for an unknown name, and for a count below 1 or one that does not fit the schedule.
+
     Parameters
     ----------
     name : str
@@ -56,11 +58,6 @@ def by_name(
         Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not depend on them.
     memory_limit : float, optional
         Activations that a rank may hold at once, for zero_bubble_2p; the memory of the others is their own.
-
-    Raises
-    ------
-    ArgumentError
-        The name is unknown, a count is below 1 or does not fit the schedule, or `memory_limit` is no number.
 
     Examples
     --------

@@ -79,6 +79,7 @@ def simulate_repeated(
     straight line. They have up to 2^15 actions, or up to 2^18 if no line shows before. The result is that of `simulate`
     if the line goes on. That is evidence and no proof: another line, steeper by very little, may take over later. Costs
     are rounded to 30 bits of the largest one, so that sums are exact. Whole numbers below 2^30 are not rounded.
+    ArgumentError is raised where no repetition is found, costs differ between stages, or an argument does not fit.
 
     Parameters
     ----------
@@ -92,11 +93,6 @@ def simulate_repeated(
         Times of messages, in place of `costs.transfer`.
     message_bytes : float, optional
         Bytes of one micro-batch's activation between two stages, for `links`.
-
-    Raises
-    ------
-    ArgumentError
-        No repetition was found, costs differ from stage to stage, or an argument does not fit.
 
     Examples
     --------

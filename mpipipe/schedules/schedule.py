@@ -11,7 +11,7 @@ from keyword import iskeyword
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, Order, OrdersOnDemand, changed
+from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, OrdersOnDemand, changed
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.text import counted
 
@@ -83,11 +83,6 @@ class Schedule:
     def chunks(self) -> int:
         """The largest number of stages on one rank."""
         return max(Counter(self.placement).values(), default=0)
-
-    @cached_property
-    def splits_backward(self) -> bool:
-        """Whether any backward is split into I and W."""
-        return any(action.op in (INPUT_GRAD, WEIGHT_GRAD) for order in self.orders for action in order)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
@@ -195,6 +190,7 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
 
     It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips, since they are sent
     some stages before they are needed, and `peak_memory` no bytes: add what they hold to `activation` of both ends.
+    ScheduleError is raised where a name is no identifier, there is no such stage, or a skip leads back.
 
     Parameters
     ----------
@@ -204,11 +200,6 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
         For each name, an identifier of Python, the stage that gives and the later stage that takes. A stage may give
         and take several; two stages may have several. Where several stages take what one gives, ``[(0, 2), (0, 3)]``,
         the same goes to each, and their gradients are summed.
-
-    Raises
-    ------
-    ScheduleError
-        A name is no identifier, there is no such stage, or a skip leads back.
 
     Examples
     --------

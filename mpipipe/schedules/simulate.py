@@ -122,12 +122,8 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     """Run `schedule` on paper: an action starts when its rank is free and its input is there; sends are free.
 
-    It is checked first. By default each F, I and W takes one unit of time.
-
-    Raises
-    ------
-    ScheduleError, ArgumentError
-        The schedule cannot run; a cost is negative, not finite, or not one per stage.
+    It is checked first: ScheduleError is raised where it cannot run, ArgumentError where a cost is negative, not
+    finite, or not one per stage. By default each F, I and W takes one unit of time.
 
     Examples
     --------
@@ -186,11 +182,8 @@ def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
     recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     alive = peak = 0
     for stage, op, microbatch in order:
-        if op == FORWARD:
-            alive += stage >= trained_from and (stage, microbatch) not in recomputed
-            peak = max(peak, alive)
-        elif op == RECOMPUTE:
-            alive += 1
+        if op == FORWARD or op == RECOMPUTE:
+            alive += op == RECOMPUTE or (stage >= trained_from and (stage, microbatch) not in recomputed)
             peak = max(peak, alive)
         elif op != INPUT_GRAD:
             alive -= 1

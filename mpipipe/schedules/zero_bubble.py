@@ -168,10 +168,6 @@ def _kept(cells: Cells, ranks: int, full: int, microbatches: int, rank: int) -> 
     return (action for action in _of_rank(cells, ranks, full, rank) if action.microbatch < microbatches)
 
 
-def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> tuple[Action, ...]:
-    return _v_order(cells(rank, ranks, full), rank, 2 * ranks - 1 - rank)
-
-
 def _logical_time(cells: Cells, ranks: int, full: int, stage: int, backward: bool, microbatch: int) -> int:
     return _logical_times(cells, ranks, full, min(stage, 2 * ranks - 1 - stage))[stage, backward][microbatch]
 
@@ -205,13 +201,13 @@ def _dualpipe(rank: int, ranks: int, full: int) -> str:
     return filling + steady + emptying + "WI" * rest + "W" * (rank + 1)
 
 
-def _v_order(cells: str, down: int, up: int) -> tuple[Action, ...]:
-    """Write out an order: F, I, B of stage `down`, f, i, b of `up`, each of its next micro-batch, W of the oldest I."""
+def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
+    """Write out an order: a letter is of its chain's next micro-batch, small ones on the way up; W of the oldest I."""
     count: Counter[str] = Counter()
     owed: deque[Action] = deque()
     order = []
-    for cell in cells:
-        op, stage = cell.upper(), down if cell.isupper() else up
+    for cell in cells(rank, ranks, full):
+        op, stage = cell.upper(), rank if cell.isupper() else 2 * ranks - 1 - rank
         if op == WEIGHT_GRAD:
             order.append(owed.popleft())
             continue
@@ -221,4 +217,4 @@ def _v_order(cells: str, down: int, up: int) -> tuple[Action, ...]:
         order.append(action)
         if op == INPUT_GRAD:
             owed.append(Action(stage, WEIGHT_GRAD, action.microbatch))
-    return tuple(order)
+    return order

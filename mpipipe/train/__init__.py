@@ -25,6 +25,7 @@ from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
 from mpipipe.train.setup import check_same_config as check_same_config
 from mpipipe.train.setup import evaluate as evaluate
+from mpipipe.train.setup import export as export
 from mpipipe.train.setup import load, run
 from mpipipe.train.shard import Shard
 from mpipipe.train.sinks import MOST_BYTES, NAME

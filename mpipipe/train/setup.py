@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from errno import EEXIST
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mpipipe import arrays, checkpoint, environment, files, nn, optim
 from mpipipe.attention import kernels
@@ -219,15 +222,7 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     ArgumentError
         The weights are damaged.
     """
-    path = Path(run, provenance.CONFIG)
-    if not files.exists(path) or "task" not in read_keys(path):
-        raise ConfigError(
-            "the folder is not that of a task in a file",
-            found=str(run),
-            expected="the --out folder of `mpipipe train FILE.py`",
-            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the folder weights",
-        )
-    config = TaskFileConfig.load(str(path))
+    config = _config_of(run)
 
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
@@ -241,6 +236,50 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
         return task, stage
 
     return inprocess.run(1, work)[0]
+
+
+def _config_of(run: str | Path) -> TaskFileConfig:
+    path = Path(run, provenance.CONFIG)
+    if not files.exists(path) or "task" not in read_keys(path):
+        raise ConfigError(
+            "the folder is not that of a task in a file",
+            found=str(run),
+            expected="the --out folder of `mpipipe train FILE.py`",
+            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the folder weights",
+        )
+    return TaskFileConfig.load(str(path))
+
+
+def export(run: Path, target: Path) -> str:
+    """Write the weights that `load` takes from a run folder into one file of safetensors; return what was done.
+
+    They are called what `Task.state_name` says. One array at a time is in memory.
+    """
+    config = _config_of(run)
+    task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
+    found, arrays_by_name = resume.newest_state(run), {}
+
+    def values(name: str, entry: checkpoint.TensorEntry) -> np.ndarray:
+        array = np.empty(entry.shape, entry.kind)
+        checkpoint.read_arrays(found, {name: array})
+        return array
+
+    for name, entry in (pair for content in found.files.values() for pair in content.arrays.items()):
+        kind, _, own = name.partition("/")
+        if kind == checkpoint.PARAMETERS:
+            called = task.state_name(own)
+            if called in arrays_by_name or not isinstance(called, str) or not called:
+                raise ConfigError(
+                    f"{type(task).__name__}.state_name gives no name of its own to {own}",
+                    found=repr(called),
+                    expected="a string that no other parameter has",
+                )
+            arrays_by_name[called] = checkpoint.Planned(entry.kind, entry.shape, partial(values, name, entry))
+    with files.writing("the file of weights", target, remedy="make room, or choose another file"):
+        if target.exists():
+            raise FileExistsError(EEXIST, "it is there already", str(target))
+        checkpoint.write_tensors(target, dict(sorted(arrays_by_name.items())))
+    return f"wrote {len(arrays_by_name)} arrays of step {found.step} from {found.path} into {target}"
 
 
 def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:

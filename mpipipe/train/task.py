@@ -444,6 +444,10 @@ class Task:
         """
         checkpoint.save(out / "weights", mesh, stages, step=step, state={"fingerprint": self.fingerprint}, keep=1)
 
+    def state_name(self, name: str) -> str:
+        """Return what a parameter is called in the file that `mpipipe convert` writes; by default what it is here."""
+        return name
+
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Return what the trained model makes, as text to show, where that is not what `show` returns; collective.
 

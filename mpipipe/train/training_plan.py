@@ -317,11 +317,10 @@ def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> 
     return shard, replace(problem, inputs=tuple(map(shapes_of, inputs_of(config, task, shard))))
 
 
-def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
+def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
     """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`; raises as that would.
 
-    `process` are the bytes of this process without the training. One micro-batch runs on the processor, on stages with
-    at most two repetitions of the layers that repeat.
+    One micro-batch runs on the processor, on stages with at most two repetitions of the layers that repeat.
     """
     if config.plan == "auto":
         raise ConfigError(
@@ -342,9 +341,7 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
         problem.inputs,
     )
     sample = example(task, rows, 1, shard)
-    found = planning.rank_bytes(
-        problem, plan, meter, sample, recompute=config.recompute, copied=task.copies, process=process
-    )
+    found = planning.rank_bytes(problem, plan, meter, sample, recompute=config.recompute, copied=task.copies)
     return MemoryEstimate(config, task, problem, plan, found)
 
 
@@ -353,15 +350,11 @@ def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks
 
     `make` returns configuration and task, for the communicator of one rank.
     """
-    process = planning.resident() + planning.SETTLED  # before anything is tried
 
     def work(comm: Communicator) -> MemoryEstimate:
         config, task = make(comm)
         task.find_data(group_of(comm))
-        if task.file is None:
-            return estimate_memory(config, task, ranks, comm, process)
-        example(task, 1, 1, task.shard(comm, 1))  # what the file imports, and the data that it keeps, are there then
-        return estimate_memory(config, task, ranks, comm, planning.resident() + planning.SETTLED)
+        return estimate_memory(config, task, ranks, comm)
 
     return inprocess.run(1, work)[0]
 

@@ -262,8 +262,8 @@ def test_every_file_of_the_package_that_is_not_python_is_declared():
 
 PYTHON = """
 case "$*" in
+    *"gpu_check.extra attention") echo "attention by: ${{ATTENTION:-cudnn 9.24.0}}"; [ -z "${{ATTENTION:-}}" ]; exit ;;
     *gpu_check.extra*) echo "all as expected"; exit ;;
-    *gpu_check.attention*) echo "attention by: ${{ATTENTION:-cudnn 9.24.0}}"; [ -z "${{ATTENTION:-}}" ]; exit ;;
     *mpipipe.gpu_check*) exec {python} "$@" ;;
     *check_device*) [ "${{GPU:-1}}" = 1 ] && exit
         printf 'Traceback:\n  here\nmpipipe.errors.BackendError: no GPU here\n  found: \n    no headers\n' >&2

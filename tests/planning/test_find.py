@@ -21,7 +21,8 @@ from mpipipe.language.task import TextTask
 from mpipipe.planning import Choice, links, probe
 from mpipipe.planning import find as finding
 from mpipipe.planning.find import find_plan
-from mpipipe.planning.probe import METHODS, Stopwatch, array_bytes
+from mpipipe.planning.memory import array_bytes
+from mpipipe.planning.probe import METHODS, Stopwatch
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import read_keys
 from mpipipe.train.training_plan import measured_ranks

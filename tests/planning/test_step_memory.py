@@ -17,7 +17,7 @@ from mpipipe.pipeline import Pipeline
 from mpipipe.planning.step_memory import LayerRun, StageBytes, StageMeter, longest_run, peak_of_step
 from mpipipe.train import TrainConfig
 
-SIZES = dict(dim=32, layers=4, heads=4, seq_len=64, batch=8, microbatches=4, sample_bytes=0, device="cpu")
+SIZES = dict(dim=64, layers=4, heads=4, seq_len=128, batch=8, microbatches=4, sample_bytes=0, device="cpu")
 SHAPES = {
     "one rank": {},
     "float64": {"dtype": "float64"},
@@ -67,10 +67,11 @@ def allocated(config):
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_arrays_are_foreseen_as_a_step_allocates_them(shape):
+    """To 15 %: what an action takes on top is found from the resident memory, in pages and with gaps between arrays."""
     config = TrainConfig(**SIZES, **SHAPES[shape])
     (rank,) = estimate(config, GPT, 1).ranks
     foreseen = rank.total - rank.process - rank.messages
-    assert foreseen == pytest.approx(allocated(config), rel=0.05)
+    assert foreseen == pytest.approx(allocated(config), rel=0.15)
 
 
 def test_parameters_gradients_and_moments_are_those_of_the_layers():
@@ -99,7 +100,7 @@ def test_a_stage_of_many_layers_is_foreseen_from_two_repetitions():
     short, shape = stage(6, whole=False)
     long, same = stage(6, whole=True)
     assert shape == same == (None, (((2, 32, 256), np.dtype("float32")),))
-    for name in ("buffers", "saved", "pending", "forward", "backward"):
+    for name in ("saved", "pending", "forward", "backward"):
         assert getattr(short, name) == pytest.approx(getattr(long, name), rel=0.02), name
 
 
@@ -118,7 +119,7 @@ def test_the_longest_repetition_is_found(kinds, run):
     assert longest_run(kinds) == run
 
 
-UNIT = StageBytes(0, 0, 0, output=0, saved=100, pending=30, forward=0, backward=0, input_grad=0, weight_grad=0)
+UNIT = StageBytes(0, 0, output=0, saved=100, pending=30, forward=0, backward=0, input_grad=0, weight_grad=0)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "dualpipe_v"])
@@ -127,7 +128,7 @@ def test_activations_follow_the_peak_of_the_schedule(name, ranks):
     """For stages of equal activations and nothing else, the walk says what the simulation counts."""
     chunks = 1 if name in ("gpipe", "one_f_one_b") else 2
     schedule = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=2 * ranks)
-    unit = UNIT if name != "dualpipe_v" else StageBytes(0, 0, 0, 0, 100, 100, 0, 0, 0, 0)
+    unit = UNIT if name != "dualpipe_v" else StageBytes(0, 0, 0, 100, 100, 0, 0, 0, 0)
     # what an action leaves is held from the next one on: the forward itself allocates it
     unit = StageBytes(**{**vars(unit), "forward": 100})
     counted = schedules.simulate(schedule).peak_activations

@@ -15,6 +15,7 @@ from support.command_line import invoke
 
 from mpipipe import arrays, nn
 from mpipipe import train as train_room
+from mpipipe.checkpoint import open_tensors
 from mpipipe.cli import train as command
 from mpipipe.cli.plan import write
 from mpipipe.cli.train import load_config
@@ -159,6 +160,65 @@ def test_the_model_of_a_run_folder_predicts_the_same_on_a_gpu(gpu, waves, tmp_pa
     found, expected = (stage.forward(task.batch(9, range(4), None)[0])[0] for stage in (device, host))
     assert arrays.is_device(found)
     np.testing.assert_allclose(arrays.download(found), expected, rtol=1e-12, atol=1e-14)
+
+
+RENAMED = """
+    def state_name(self, name):
+        return name.replace("0.", "lift.").replace("2.", "project.")
+"""
+
+
+@pytest.mark.parametrize("save_every", [0, 3])
+def test_the_weights_of_a_run_folder_are_exported_to_one_file_by_name(waves, tmp_path, save_every, capsys):
+    run_folder, target = tmp_path / "run", tmp_path / "waves.safetensors"
+    train(load_config(str(waves), None, **dict(KEYS, save_every=save_every), out=str(run_folder)), 2)
+    if save_every:  # the newest checkpoint, with the state of an optimizer and a part for each rank
+        shutil.rmtree(run_folder / "weights")
+    done = invoke("convert", str(run_folder), str(target))
+    place = run_folder / ("checkpoints" if save_every else "weights") / "step-00000004"
+    assert done.code == 0, done.report
+    assert f"wrote 4 arrays of step 4 from {place} into {target}\n" in capsys.readouterr().out
+    expected = train_room.load(run_folder)[1].parameters
+    with open_tensors(target, "", "", "") as file:
+        assert list(file.arrays) == sorted(expected) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        for name, entry in file.arrays.items():
+            found = np.empty(entry.shape, entry.kind)
+            file.read_into(name, found)
+            assert found.dtype == expected[name].dtype and found.tobytes() == expected[name].tobytes()
+    before = target.read_bytes()
+    assert "it is there already" in invoke("convert", str(run_folder), str(target)).report
+    assert target.read_bytes() == before
+
+
+def test_a_task_names_its_weights_in_an_export(waves, tmp_path):
+    waves.write_text(WAVES + RENAMED)
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
+    target = tmp_path / "waves.safetensors"
+    assert invoke("convert", str(tmp_path / "run"), str(target)).code == 0
+    with open_tensors(target, "", "", "") as file:
+        assert list(file.arrays) == ["lift.bias", "lift.weight", "project.bias", "project.weight"]
+
+
+def test_an_export_that_cannot_be_is_one_report_and_no_file(waves, tmp_path):
+    waves.write_text(WAVES + RENAMED.replace("name.replace", "name[2:].replace"))
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
+    target = tmp_path / "waves.safetensors"
+    cases = [
+        ((tmp_path / "run", target), "Waves.state_name gives no name of its own to"),
+        ((tmp_path / "run", target, "--dtype", "float32"), "are for folders"),
+        ((tmp_path, target), "not that of a task in a file"),
+        ((tmp_path / "absent", target), "not that of a task in a file"),
+    ]
+    for words, text in cases:
+        ended = invoke("convert", *map(str, words))
+        assert ended.code and text in ended.report and not target.exists()
+    waves.write_text(WAVES)
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "again")))
+    absent = tmp_path / "absent" / "waves.safetensors"
+    assert "cannot be written" in invoke("convert", str(tmp_path / "again"), str(absent)).report
+    part = next((tmp_path / "again" / "weights").rglob("*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1] + b"\1")
+    assert "checksum" in invoke("convert", str(tmp_path / "again"), str(target)).report and not target.exists()
 
 
 def test_a_folder_that_has_no_task_in_a_file_is_not_loaded(tmp_path):

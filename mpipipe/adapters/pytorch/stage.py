@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from operator import setitem
 from time import perf_counter
 from typing import Any
@@ -221,7 +222,10 @@ def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[i
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        return stage.forward(x, position), held
+        found = stage.forward(x, position)
+    for tensor in () if found[1] is None else chain(*found[1].kept):
+        note(tensor)
+    return found, held
 
 
 def _stored(name: str, value: Any) -> Tensor:

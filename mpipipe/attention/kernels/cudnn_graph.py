@@ -249,8 +249,7 @@ def handle() -> Any:
 DETERMINISTIC = "MPIPIPE_DETERMINISTIC"
 TILE = 128  # rows and columns of cuDNN's tiles
 WIDEST, WIDEST_MIXED = 256, 128  # head dimension; the second if values have another one than keys
-WIDEST_BACK = {9: 256}  # of backwards, by the major number of the compute capability
-WIDEST_BACK_ELSEWHERE = 128
+HOPPER, WIDEST_BACK, WIDEST_BACK_ELSEWHERE = 9, 256, 128  # of backwards, by the major number of the compute capability
 BLACKWELL, WIDE_ON_BLACKWELL = 10, (9, 23)  # the cuDNN from which its backward does dimension 256, and no other > 128
 OLDEST_CAPABILITY = 80
 WORD = 16  # bytes: rows begin at multiples of this
@@ -279,7 +278,7 @@ def widest_backward(capability: int) -> tuple[int, ...]:
     """
     major = capability // 10
     beyond = (256,) if major == BLACKWELL and installed().version >= WIDE_ON_BLACKWELL else ()
-    return WIDEST_BACK.get(major, WIDEST_BACK_ELSEWHERE), *beyond
+    return WIDEST_BACK if major == HOPPER else WIDEST_BACK_ELSEWHERE, *beyond
 
 
 def fits(x: DeviceArray) -> bool:
@@ -346,10 +345,9 @@ def available() -> CudnnVerdict:
 @lru_cache(maxsize=64)
 def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
     verdict = installed()
-    if arrays.compute_capability() < 80:
-        return CudnnVerdict(
-            False, f"{verdict.reason} computes attention on compute capability 8.0 and newer", verdict.version
-        )
+    if arrays.compute_capability() < OLDEST_CAPABILITY:
+        reason = f"{verdict.reason} computes attention on compute capability {OLDEST_CAPABILITY / 10} and newer"
+        return CudnnVerdict(False, reason, verdict.version)
     missing = ""
     try:
         missing = prepare()

@@ -56,14 +56,6 @@ class SelfAttention(Layer):
     qk_norm, eps : bool, float
         Whether each head of queries and of keys is normalised as by `nn.RMSNorm`, before it is turned, and the epsilon
         of these norms; the parameters `q_norm` and `k_norm`, (head_dim,), are their gains.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import attention, nn
-    >>> stage = nn.Stage([nn.SelfAttention(16, heads=4, kv_heads=2, attend=attention.Local())])
-    >>> stage.forward(np.ones((2, 5, 16), np.float32))[0].shape
-    (2, 5, 16)
     """
 
     takes_integers = False
@@ -96,28 +88,16 @@ class SelfAttention(Layer):
         eps: float = 1e-6,
     ):
         kv_heads = heads if kv_heads is None else kv_heads
-        check_positive(dim=dim, heads=heads, kv_heads=kv_heads)
-        if head_dim is None:
-            if dim % heads:
-                raise ArgumentError(
-                    "dim must be a multiple of heads where no head_dim is given",
-                    found=f"dim={dim}, heads={heads}",
-                    expected="no remainder",
-                    remedy="say head_dim",
-                )
-            head_dim = dim // heads
-        check_positive(head_dim=head_dim)
-        if rope_base is not None and head_dim % 2:
+        check_positive(dim=dim, heads=heads, kv_heads=kv_heads, head_dim=1 if head_dim is None else head_dim)
+        fits = heads % kv_heads == 0 and (head_dim is not None or dim % heads == 0)
+        head_dim = dim // heads if head_dim is None else head_dim
+        if not fits or (rope_base is not None and head_dim % 2):
             raise ArgumentError(
-                "the width of a head must be even (rotary positions turn pairs of elements)",
-                found=f"head_dim={head_dim}",
-                expected="head_dim even; without an own one, dim an even multiple of heads",
-            )
-        if heads % kv_heads:
-            raise ArgumentError(
-                "heads must be a multiple of kv_heads",
-                found=f"heads={heads}, kv_heads={kv_heads}",
-                expected="no remainder",
+                "the heads of SelfAttention do not fit",
+                found=f"dim={dim}, heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}",
+                expected="heads a multiple of kv_heads, and dim one of heads unless head_dim is given; head_dim even, "
+                "since rotary positions turn pairs of elements",
+                remedy="choose other sizes, or rope_base=None",
             )
         if attend is None:
             raise ArgumentError(

@@ -100,7 +100,6 @@ class Residual(Layer):
     ----------
     layer : Layer
         A layer whose output has the shape of its input.
-
     """
 
     recordable = True

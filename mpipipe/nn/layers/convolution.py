@@ -76,9 +76,10 @@ class Conv(Layer):
     width : tuple of int
         Points of a window along each axis of space: one, two or three numbers.
     stride : int
-        Points of x from one window to the next.
+        Points of x from one window to the next; a divisor of the points of a periodic axis.
     groups : int
-        Number of groups that channels are divided into, in order; a group of y sees its group of x alone.
+        Number of groups that channels are divided into, in order, a divisor of `inputs` and `outputs`; a group of y
+        sees its group of x alone.
     padding : {"same", "periodic", "valid"}, or a tuple with one for each axis
         What lies beyond the edges: ``("same", "periodic")`` is a grid of latitudes and longitudes.
     bias : bool
@@ -86,20 +87,6 @@ class Conv(Layer):
     gain : float
         The weight starts normal with standard deviation gain / sqrt(terms of a sum), as in LeCun et al., "Efficient
         backprop" (1998). With 2**0.5 it is that of He et al., "Delving deep into rectifiers" (2015).
-
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer, the groups do not divide the channels, a window is wider than a field without
-        zeros around it, or the stride does not divide a periodic axis.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Conv(3, 8, (3, 3), padding="periodic")])
-    >>> stage.forward(np.ones((2, 16, 32, 3), np.float32))[0].shape
-    (2, 16, 32, 8)
     """
 
     takes_integers = False

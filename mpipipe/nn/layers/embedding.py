@@ -34,11 +34,6 @@ class Embedding(Layer):
         The table starts normal with standard deviation gain / sqrt(dim), as the weight of that Linear does.
     scale : float
         Factor on the rows that come out.
-
-    Raises
-    ------
-    ArgumentError
-        In `forward`: x has no integers, or one on the host is out of range.
     """
 
     uploads_integers = True
@@ -85,11 +80,6 @@ class LearnedPositions(Layer):
         The position of each place in the whole sequence; `attend` is not asked then. By default 0 ... seq - 1.
     gain : float
         The table starts normal with standard deviation gain / sqrt(dim).
-
-    Raises
-    ------
-    ArgumentError
-        In `forward`: x has another shape, or a position has no row.
     """
 
     takes_integers = False

@@ -92,12 +92,7 @@ class Differentiable(ABC):
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:
-        """Compute the output of one micro-batch.
-
-        Parameters
-        ----------
-        x : array
-            The input, of the stage's dtype and device, or integers.
+        """Compute the output of one micro-batch, from an input of the stage's dtype and device, or of integers.
 
         Returns
         -------
@@ -109,12 +104,7 @@ class Differentiable(ABC):
 
     @abstractmethod
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
-        """Compute the gradient of the input of one micro-batch.
-
-        Parameters
-        ----------
-        dy, saved : array, object
-            Gradient of the output, and what `forward` saved.
+        """Compute the gradient of the input of one micro-batch, from that of the output and what `forward` saved.
 
         Returns
         -------
@@ -125,21 +115,10 @@ class Differentiable(ABC):
         """
 
     def backward_weight(self, pending: Any) -> None:  # noqa: B027  # most layers have no parameters
-        """Add this micro-batch's part to the gradients of the parameters.
-
-        Parameters
-        ----------
-        pending : object
-            What `backward_input` returned.
-        """
+        """Add this micro-batch's part to the gradients of the parameters, from what `backward_input` returned."""
 
     def backward(self, dy: Array, saved: Any) -> Any:
         """Do `backward_input` and `backward_weight` at once.
-
-        Parameters
-        ----------
-        dy, saved : array, object
-            As for `backward_input`.
 
         Returns
         -------
@@ -229,28 +208,11 @@ class Layer(Differentiable):
     ends = False
 
     def upload(self, x: Array) -> Array:
-        """Bring an input on the host to the device of the stage; asked of the first layer.
-
-        Parameters
-        ----------
-        x : array
-            An input that `forward` takes.
-
-        Returns
-        -------
-        array
-            The same on the device.
-        """
+        """Bring an input of `forward` from the host to the device of the stage; asked of the first layer."""
         return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
 
     def unrecordable(self) -> str:
-        """Return why CUDA graphs cannot record this layer, where its class says that they can.
-
-        Returns
-        -------
-        str
-            A reason in words, or "" where there is none.
-        """
+        """Return why CUDA graphs cannot record this layer, where its class says that they can; "" if they can."""
         return ""
 
     def projections(self) -> dict[str, Projection]:
@@ -271,18 +233,7 @@ class Layer(Differentiable):
         """
 
     def bind(self, stage: StageOfLayer, name: str) -> None:
-        """Become part of a stage, which calls this.
-
-        Parameters
-        ----------
-        stage, name : Stage, str
-            The stage, and the name of the layer in the model.
-
-        Raises
-        ------
-        ArgumentError
-            The layer belongs to a stage already.
-        """
+        """Become part of a stage, of one alone, which calls this with the name of the layer in the model."""
         if self.stage is not None:
             raise ArgumentError(
                 f"layer {name} ({type(self).__name__}) already belongs to a stage, as {self.name}",
@@ -295,12 +246,7 @@ class Layer(Differentiable):
         self.bound()
 
     def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
-        """Iterate over this layer and all within it.
-
-        Parameters
-        ----------
-        name : str
-            The name of this layer.
+        """Iterate over this layer, of this name, and all within it.
 
         Yields
         ------

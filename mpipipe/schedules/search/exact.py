@@ -47,7 +47,8 @@ def optimum(
     """Find the fastest schedule with a split backward, by OR-Tools CP-SAT on all cores.
 
     Some ten actions per rank take less than a second, a hundred may take minutes. Costs with more than six digits
-    after the point are rounded down for the search, so that the bound holds.
+    after the point are rounded down for the search, so that the bound holds. Without OR-Tools BackendError is raised,
+    and ArgumentError where an argument does not fit.
 
     Parameters
     ----------
@@ -56,11 +57,6 @@ def optimum(
     microbatches, costs, memory_limit : as for `search`
     seconds : float, optional
         When the search is given up; the result is then the best so far, at worst that of `search`.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        OR-Tools is not installed, or an argument does not fit.
 
     Examples
     --------
@@ -103,7 +99,7 @@ class _Model:
         self.model = model = cp_model.CpModel()
         times = [*problem.seconds, *problem.lag]
         self.unit = next((unit for unit in UNITS if all(_is_whole(time * unit) for time in times)), UNITS[-1])
-        self.seconds, lag = ([self._scaled(time) for time in row] for row in (problem.seconds, problem.lag))
+        self.seconds, lag = ([_floor(time * self.unit) for time in row] for row in (problem.seconds, problem.lag))
         self.horizon = horizon = math.ceil(known.makespan * self.unit)
         count = range(problem.microbatches)
         self.starts = [
@@ -157,9 +153,9 @@ class _Model:
             orders.append([task for *_, task in began])
         return orders, solver.best_objective_bound / self.unit
 
-    def _scaled(self, time: float) -> int:
-        whole = round(time * self.unit)
-        return whole if _is_whole(time * self.unit) else math.floor(time * self.unit)
+
+def _floor(time: float) -> int:
+    return round(time) if _is_whole(time) else math.floor(time)
 
 
 def _is_whole(time: float) -> bool:

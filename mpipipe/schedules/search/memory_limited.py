@@ -47,7 +47,8 @@ def search_with_recompute(
     """Search for the fastest schedule within a limit of memory, with forwards that are run again where that helps.
 
     The result is not slower than `search` with its share of the time, nor than `with_recompute` on any schedule of this
-    package with the same stages on the same ranks.
+    package with the same stages on the same ranks. ArgumentError is raised where no choice keeps the limit, or an
+    argument does not fit.
 
     Parameters
     ----------
@@ -62,11 +63,6 @@ def search_with_recompute(
         The share of an activation that stays where its forward is run again, 0 to 1: the input of the stage.
     seconds, steps, seed : as for `search`
         What `with_recompute` takes is not counted.
-
-    Raises
-    ------
-    ArgumentError
-        An argument does not fit, or no choice keeps the limit.
 
     Examples
     --------
@@ -137,9 +133,8 @@ def _orders(
 
 def _one_by_one(place: Sequence[int], microbatches: int) -> Schedule:
     """Return the schedule that needs the least memory: each micro-batch goes forth and back before the next one."""
-    ways = [(stage, FORWARD) for stage in range(len(place))] + [
-        (stage, BACKWARD) for stage in reversed(range(len(place)))
-    ]
+    ways = [(stage, FORWARD) for stage in range(len(place))]
+    ways += [(stage, BACKWARD) for stage in reversed(range(len(place)))]
     orders = tuple(
         tuple(Action(stage, op, number) for number in range(microbatches) for stage, op in ways if place[stage] == rank)
         for rank in range(max(place) + 1)

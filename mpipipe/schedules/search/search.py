@@ -48,7 +48,8 @@ def search(
     """Search for the fastest schedule; stop where none can be faster.
 
     Backwards are split into I and W. The result is not slower than any schedule of this package with the same stages on
-    the same ranks that keeps the limit. `gap` tells how far it is from the best. Its name is "search".
+    the same ranks that keeps the limit. `gap` tells how far it is from the best. Its name is "search". ArgumentError is
+    raised where a count is below 1, a cost does not fit, no schedule keeps the limit, or there is no time.
 
     Parameters
     ----------
@@ -68,11 +69,6 @@ def search(
         machine.
     seed : int, optional
         Where the changes begin that are drawn at random.
-
-    Raises
-    ------
-    ArgumentError
-        A count is below 1, a cost does not fit, no schedule keeps the limit, or there is no time.
 
     Examples
     --------
