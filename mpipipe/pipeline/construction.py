@@ -44,6 +44,7 @@ class Arguments(NamedTuple):
     recompute: bool
     replicas: Communicator | None  # the user's
     check: bool
+    input_grads: bool
 
     @property
     def has_replicas(self) -> bool:
@@ -174,6 +175,7 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
         ("schedule", f"{arguments.schedule.name} {digest(arguments.schedule)}"),
         ("recompute", bool(arguments.recompute)),
         ("check", arguments.check),
+        ("input_grads", arguments.input_grads),
         ("setting MPIPIPE_GRAPHS", settings.graphs()),
     )
 

@@ -45,9 +45,14 @@ class Engine:
     """
 
     def __init__(
-        self, partners: Partners, schedule: Schedule, loss: Callable[..., Any] | None, recompute: bool
+        self,
+        partners: Partners,
+        schedule: Schedule,
+        loss: Callable[..., Any] | None,
+        recompute: bool,
+        input_grads: bool,
     ) -> None:
-        self.partners, self.schedule, self.steps_taken = partners, schedule, 0
+        self.partners, self.schedule, self.steps_taken, self.input_grads = partners, schedule, 0, input_grads
         pipe, replicas, stages, rank = partners.pipe, partners.replicas, partners.stages, partners.pipe.rank
         numbers, device = schedule.stages_of(rank), partners.devices[rank]
         pipe.comm.Set_name("mpipipe pipeline")
@@ -76,11 +81,12 @@ class Engine:
             weighing=self.weighing,
             sums=self.sums,
             recompute=recompute or recomputes_all(schedule, rank),
+            input_grads=input_grads,
             device=device,
         )
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(stages, numbers):
-            stage.attach(number, poll, ends=0 < number == schedule.trained_from)
+            stage.attach(number, poll, ends=number == schedule.trained_from and (number > 0 or not input_grads))
             if checks is not None:
                 stage.computes = CheckedStage(stage, checks)
             elif device == "cuda" and settings.graphs():
@@ -201,7 +207,7 @@ class Engine:
             total, problem = self.weighing.settle(shared, self.partners.stages, wait=call == "step")
             self.end_step(before)
         self.end(problem)
-        return PendingStep(shared, self.state, in_order(state, total))
+        return PendingStep(shared, self.state, in_order(state, total) if self.input_grads else False)
 
     @contextmanager
     def making_gradients(self, accumulate: bool) -> Iterator[list[tuple[Array, Array]]]:

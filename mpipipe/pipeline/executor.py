@@ -37,10 +37,12 @@ class Executor:
         sums: GradientSums | None,
         *,
         recompute: bool,
+        input_grads: bool,
         device: str,
     ):
         self.rank, self.stages, self.messages, self.sums = rank, stages, messages, sums
         self.loss, self.weighing, self.recompute = loss, weighing, recompute  # the shares of micro-batches in the loss
+        self.input_grads = input_grads
         self.functions: dict[str, Function] = {
             "F": self._forward,
             "B": self._backward,
@@ -289,7 +291,7 @@ class Executor:
             self.messages.send_gradient(action.send, dx)
         elif not action.ends:
             state.local[action.stage, microbatch, "B"] = read_only(dx)
-        elif action.first:
+        elif action.first and self.input_grads:
             state.input_gradients[microbatch] = unscaled(dx, state.inputs.scale)
         if skips:
             self.messages.give(action, state.local, skips, leases)

@@ -50,6 +50,9 @@ class Pipeline:
     check : bool, optional
         Look at all arrays for NaN, infinity and forbidden writes, and raise where the first is; the same on all ranks.
         By default what MPIPIPE_CHECK says. Costs time and memory: docs/sharp-bits.md.
+    input_grads : bool
+        Whether training steps compute the gradients of the inputs; the same on every rank. Without them the first layer
+        saves a product, and `backward` returns None everywhere.
 
     Attributes
     ----------
@@ -101,12 +104,15 @@ class Pipeline:
         recompute: bool = False,
         replicas: Communicator | None = None,
         check: bool | None = None,
+        input_grads: bool = True,
     ):
         comm = runtime.resolve(comm)
         check = settings.check() if check is None else bool(check)
-        partners = agree_on_construction(comm, Arguments(stages, schedule, loss, recompute, replicas, check))
+        partners = agree_on_construction(
+            comm, Arguments(stages, schedule, loss, recompute, replicas, check, bool(input_grads))
+        )
         try:
-            self.engine = Engine(partners, schedule, loss, recompute)
+            self.engine = Engine(partners, schedule, loss, recompute, bool(input_grads))
         except BaseException as error:
             end_groups(partners.groups, error)
             raise
@@ -139,7 +145,7 @@ class Pipeline:
         Returns
         -------
         StepResult
-            Losses on every rank, and gradients of the inputs on the rank of stage 0.
+            Losses on every rank, and gradients of the inputs on the rank of stage 0, where they are asked for.
         """
         return self.engine.train("step", inputs, targets, scale, accumulate).wait()
 

@@ -102,7 +102,7 @@ def _train(
         stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
         pipeline = stack.enter_context(
-            Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas)
+            Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas, input_grads=False)
         )
         norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with group.raise_together("train: the optimizer"):
