@@ -131,7 +131,10 @@ def test_batch_job_is_finished_where_the_options_say(submit, checkout, options):
 def test_gpu_batch_job_binds_no_gpu_to_a_task_and_lays_ranks_out_by_node(submit, script, options):
     result = submit(script, "--steps", "5", MPIPIPE_SRUN_FLAGS="--mpi=pmix")
     words = " ".join(result.stdout.splitlines()[1:-1])
-    assert "--cpus-per-task=2 --cpu-bind=cores --gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17 " in words
+    assert (
+        "--cpus-per-task=2 --cpu-bind=cores --gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17 "
+        in words
+    )
     assert words.endswith(f" --config jobs/gpt2_small.toml{options} --steps 5")
 
 
