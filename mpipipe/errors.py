@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -15,10 +16,8 @@ class MpipipeError(Exception):
         What went wrong, in one sentence.
     rank : int or str, optional
         Where: the rank in the communicator that was handed in, or several as in "0-3, 7" or "all 12".
-    stage : int, optional
-        Where: the logical stage.
-    microbatch : int, optional
-        Where: the micro-batch.
+    stage, microbatch : int, optional
+        Where: the logical stage, and the micro-batch.
     found, expected : object, optional
         Both sides of a disagreement.
     remedy : str, optional
@@ -60,7 +59,8 @@ class MpipipeError(Exception):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[Callable[..., MpipipeError], tuple[Any, ...]]:  # errors travel between ranks
-        return _rebuild, (type(self), self.message, {name: _sendable(getattr(self, name)) for name in _FIELDS})
+        fields: dict[str, Any] = {name: _sendable(getattr(self, name)) for name in _FIELDS}
+        return partial(type(self), self.message, **fields), ()
 
     def __str__(self) -> str:
         names = (("stage", self.stage), ("micro-batch", self.microbatch))
@@ -159,10 +159,6 @@ def _named(ranks: str) -> str:
     if ranks.startswith("all "):
         return f"{ranks} ranks"
     return f"{'rank' if ranks.isdigit() else 'ranks'} {ranks}"
-
-
-def _rebuild(kind: type[MpipipeError], message: str, fields: dict[str, Any]) -> MpipipeError:
-    return kind(message, **fields)
 
 
 def _sendable(value: object) -> int | float | str | None:

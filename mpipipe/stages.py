@@ -39,14 +39,14 @@ class StageAdapter:
         first = self.models[0] if self.models else None
         self.device = str(getattr(given, "device", "cpu" if first is None else first.device))
         self._gpu: int | None = getattr(given, "gpu", None if first is None else first.gpu)
-        self.computes: Any = (
-            given  # what has its forward and backward: its CUDA graphs, or in check mode a CheckedStage
-        )
+        # what has its forward and backward: the stage, its CUDA graphs, or in check mode a CheckedStage
+        self.computes: Any = given
         self.number: int | None = None  # its logical number, once it is attached to a pipeline
         self._view: tuple[tuple[int, int], FlatView] | None = None  # of the parameters, with their place in memory
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
         self._storage: tuple[Any, list[dict]] = None, []  # of gradients and tied parameters, as the pipeline found them
         self._poll: Callable[[], object] | None = None
+        self._ends = False  # whether nobody asks for the gradient of its input
         self._has_layers_alone = self.is_model and not getattr(given, "takes_branches", False)
         self._gives: tuple[str, ...] = ()  # what a stage of layers hands on over skips
 
@@ -229,9 +229,8 @@ class StageAdapter:
         return [flat for flat in flats if flat.size]
 
     def attach(self, number: int, poll: Callable[[], object], ends: bool) -> None:
-        """Give the stage its number and the poll of its layers. `ends`: no stage before it wants a gradient."""
-        if type(self.given) is nn.Stage:
-            self.given.end_backward(ends or self.given.first_layer.uploads_integers)
+        """Give the stage its number and the poll of its layers. `ends`: nobody asks for the gradient of its input."""
+        self._ends = ends
         if self._has_layers_alone:
             self.given.hand_on(self._gives)
         self.number, self._poll = number, poll
@@ -246,8 +245,7 @@ class StageAdapter:
     def detach(self) -> None:
         """Let go of what belongs to the pipeline, which is being closed."""
         self.computes = self.given
-        if type(self.given) is nn.Stage:
-            self.given.end_backward(self.given.first_layer.uploads_integers)
+        self._end_backward(False)
         for model in self.models:
             if model.poll == self._poll:  # or a later pipeline has the stage
                 model.poll = None
@@ -258,6 +256,7 @@ class StageAdapter:
         """Make the stage compute with its parameters as they are now."""
         for model in self.models:
             model.refresh()
+        self._end_backward(self._ends)
         refresh = None if self.is_model else getattr(self.given, "refresh", None)
         if refresh is None:
             return
@@ -270,6 +269,12 @@ class StageAdapter:
             if arrays.memory_shortage(error) is not None:
                 raise
             raise StageError(f"refresh raised {type(error).__name__}: {error}", stage=self.number) from error
+
+    def _end_backward(self, ends: bool) -> None:
+        if type(self.given) is nn.Stage:
+            self.given.end_backward(ends)
+        elif hasattr(self.given, "ends"):
+            self.given.ends = ends
 
     def forward(self, x: Tree, position: Position) -> Any:
         """Return what the stage's forward returns, with its layers at this position."""

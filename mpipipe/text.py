@@ -80,8 +80,5 @@ def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collec
     """Yield the lines of a table: heads, a rule, and rows; the columns `left` are aligned at the left."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     for row in (heads, ["-" * width for width in widths], *rows):
-        cells = (
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths))
-        )
-        yield "  ".join(cells).rstrip()
+        cells = enumerate(zip(row, widths))
+        yield "  ".join(c.ljust(width) if place in left else c.rjust(width) for place, (c, width) in cells).rstrip()

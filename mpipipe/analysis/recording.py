@@ -56,7 +56,7 @@ class Recording:
         places = self._group.gather("the begin of a recording", (engine.partners.replica, pipeline.rank))
         with self._group.raise_together("the begin of a recording"):
             check_places(places, engine.schedule.ranks)
-        self._schedule = engine.plans.running
+        self._schedule = engine.training_plan.schedule
         self._comm = self._group.split(0, self._group.rank, "trace")
         self._before = clock_offset(self._group, self._comm, now)
         pipeline.engine.record(self._recorder)
@@ -80,7 +80,7 @@ class Recording:
         engine.record(None)
         after = clock_offset(self._group, self._comm, self._recorder.now)
         replicas = engine.partners.replicas
-        planned = engine.plans.training.steps if engine.executor.clock.waits else None
+        planned = engine.training_plan.steps if engine.executor.clock.waits else None
         steps = steps_of(self._recorder, None if replicas is None else replicas.key, planned)
         clock = (before.at, before.ahead), (after.at, after.ahead)
         skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]

@@ -21,6 +21,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Event
+from mpipipe.comm.transport.staged import PinnedPool
 from mpipipe.job import (
     Communicator,
     Request,
@@ -33,7 +34,7 @@ from mpipipe.job import (
 )
 
 BUCKET_BYTES = 32 << 20
-BUFFERS = 3  # pinned ones in use at once on one communicator: a bucket on its way out, one summed, one on its way back
+BUFFERS = 3  # pinned buckets in use at once on one communicator: one on its way out, one summed, one on its way back
 Range: TypeAlias = tuple[int, int]
 
 
@@ -57,7 +58,6 @@ class AllReduce:
         return self.sum.finish()
 
     def progress(self) -> None:
-        """Let the sum advance; the current stream waits for nothing."""
         self.queue.progress()
         self.sum.poll()
 
@@ -75,17 +75,14 @@ class _Queue:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.in_place = comm, runtime.library_of(comm).IN_PLACE
-        self.unstarted: deque[_HostSum | _DeviceSum] = (
-            deque()
-        )  # with collectives still to be started, in the order of the calls
+        # with collectives still to be started, in the order of the calls
+        self.unstarted: deque[_HostSum | _DeviceSum] = deque()
         self.active: list[_DeviceSum] = []  # whose results are not back on the device
-        self.free: list[np.ndarray] = []  # buffers that no sum uses
+        self.pool = PinnedPool(BUFFERS * BUCKET_BYTES)
         self.returning: deque[tuple[Event, np.ndarray]] = deque()  # buffers whose content is on its way to the device
-        self.buffers = 0
 
     @cached_property
     def streams(self) -> tuple[Any, Any]:
-        """The streams of the copies out and in."""
         return arrays.side_stream(), arrays.side_stream()
 
     def add(self, new: _HostSum | _DeviceSum) -> None:
@@ -109,19 +106,13 @@ class _Queue:
     def take_buffer(self, nbytes: int) -> np.ndarray | None:
         """Pinned bytes, or None while all buffers are in use."""
         while self.returning and arrays.is_done(self.returning[0][0]):
-            self.free.append(self.returning.popleft()[1])
-        if not self.free:
-            if self.buffers == BUFFERS:
-                return None
-            self.buffers += 1
-            self.free.append(arrays.pinned(nbytes))
-        buffer = self.free.pop()
-        return buffer if buffer.size >= nbytes else arrays.pinned(nbytes)
+            self.pool.give(self.returning.popleft()[1])
+        return self.pool.take(nbytes, first=self.pool.used == 0)
 
     def abort(self) -> None:
         """After a failure: advance no more, and free nothing."""
         unregister_progress(self)
-        keep_forever((self.unstarted, self.active, self.free, self.returning))
+        keep_forever((self.unstarted, self.active, self.pool, self.returning))
         self.unstarted, self.active = deque(), []
 
     def close(self) -> None:
@@ -154,7 +145,6 @@ class _HostSum:
         return True
 
     def poll(self) -> None:
-        """Take what MPI has summed."""
         self.finish()
 
     def finish(self) -> bool:
@@ -172,11 +162,7 @@ class _HostSum:
 
 
 class _DeviceSum:
-    """The sum of a device buffer.
-
-    A bucket has a pinned buffer, and its `values` there in the dtype of `flat`; MPI adds up `sums`, the same memory or
-    float32 for half types.
-    """
+    """The sum of a device buffer. MPI adds up `sums`: `values` of a bucket in pinned memory, or float32 of halves."""
 
     def __init__(self, queue: _Queue, flat: DeviceArray) -> None:
         self.queue, self.flat, self.ready = queue, flat, arrays.record()

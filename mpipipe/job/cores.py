@@ -88,10 +88,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def share_of_cores() -> int:
-    """Return how many threads this rank can take; collective over COMM_WORLD if a launcher promises several ranks.
-
-    Two hardware threads of a core count as one: products of matrices keep a core busy with one.
-    """
+    """Return how many threads this rank can take, one for each core; collective where a launcher gave several."""
     mine = cores_of(parse_cores(own_cores()))
     if launcher_size(os.environ) is None:
         return max(1, len(mine))

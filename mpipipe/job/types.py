@@ -40,9 +40,8 @@ class Advancing(Protocol):
 
 
 class Communicator(Protocol):
-    """What this package uses of a communicator, by the names of mpi4py.
+    """What this package uses of a communicator: `mpi4py.MPI.Intracomm`, or `job.inprocess.ThreadCommunicator`.
 
-    `mpi4py.MPI.Intracomm` has these methods, and so has `job.inprocess.ThreadCommunicator`, whose ranks are threads.
     Only `runtime.in_process` asks which of the two it is.
     """
 

@@ -140,7 +140,7 @@ class Stage(Differentiable):
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, self.buffers.merged, anew=True)
         _mark_frozen(named)
-        self.end_backward(self.first_layer.uploads_integers)  # which have no gradient
+        self.end_backward(False)
 
     def __repr__(self) -> str:
         size = sum(array.size for array in self.parameters.values())
@@ -249,12 +249,18 @@ class Stage(Differentiable):
         self._chain.on_layer_done = done
 
     def end_backward(self, ends: bool) -> None:
-        """Let backwards end with the lowest layer that is trained, where no stage asks for the gradient of the input.
+        """Let backwards end with the lowest layer that is trained, where nobody asks for the gradient of the input.
 
-        From then on they return None for that gradient.
+        From then on they return None for that gradient. Integers have none.
         """
-        trained = [place for place, layer in enumerate(self.layers) if not layer.frozen]
-        self._chain.lowest = trained[0] if ends and trained and self.frozen else 0
+        ends = ends or self.first_layer.uploads_integers
+        knowing = [layer for layer in self.layers if "ends" in vars(type(layer))]  # no class derived from such a one
+        trained = [
+            i for i, each in enumerate(self.layers) if not (each.frozen or (each in knowing and not each.declared))
+        ]
+        self._chain.lowest = lowest = trained[0] if ends and trained else 0
+        for layer in knowing:
+            layer.ends = ends and layer is self.layers[lowest]
 
     # -- names that layers give and take
 

@@ -25,11 +25,15 @@ from mpipipe.text import counted
 
 KEPT_SIGNATURES = 64
 UNSAID, ROWS, ENTRIES = 0, 1, 2
-STEPS = ("step", "forward_train")  # calls that begin a training step, with all of its micro-batches
+TRAINS = ("step", "launch")  # calls that are a whole training step
+STEPS = (*TRAINS, "forward_train")  # those that begin one, with all of its micro-batches
 
 
 class BatchFacts(NamedTuple):
-    """What this rank knows of the batch; zeros where it holds neither inputs nor targets."""
+    """What this rank knows of the batch, with zeros where it holds neither inputs nor targets; or what all agreed on.
+
+    After the agreement `rows` and `entries` are of all replicas, and the last two are true where any rank says so.
+    """
 
     signature: int = 0  # the same for inputs of the same shapes
     rows: int = 0
@@ -41,18 +45,10 @@ class BatchFacts(NamedTuple):
     uneven: int = 0  # whether rows of one micro-batch have more entries than those of another
     bare: int = 0  # whether a stage does not show its gradients
 
-
-class Agreed(NamedTuple):
-    """What the ranks found out about the batch; facts without a comment are those of BatchFacts."""
-
-    signature: int
-    microbatches: int
-    listed: bool
-    total: int  # rows of all replicas, or entries of their targets: what the loss is a mean over
-    entries: int  # of the targets of all replicas
-    mean_over: int
-    uneven: bool  # whether rows somewhere have more entries than elsewhere
-    bare: bool  # whether a stage somewhere does not show its gradients
+    @property
+    def total(self) -> int:
+        """What the loss is a mean over: entries of the targets, or rows."""
+        return self.entries if self.mean_over == ENTRIES else self.rows
 
 
 class Batch(NamedTuple):
@@ -89,7 +85,7 @@ class BatchReader:
         self.signatures: dict[Any, int] = {}
 
     def read(self, call: str, inputs: Any, targets: Any) -> Batch:
-        """Return the batch of a call, where "step" is any that takes targets; raises ArgumentError if it is wrong."""
+        """Return the batch of a call; raises ArgumentError if it is wrong."""
         if call in STEPS and not self.trains:
             raise ArgumentError(
                 "a schedule without backward passes cannot train",
@@ -97,20 +93,9 @@ class BatchReader:
                 remedy="use evaluate or forward, or another schedule",
             )
         holds_inputs = self.rank == self.first_rank
-        holds_targets = self.rank == self.last_rank and call in ("step", "evaluate")
-        for name, value, wanted, where in (
-            ("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0"),
-            ("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage"),
-        ):
-            if wanted and value is None:
-                raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
-            if not wanted and value is not None:
-                raise ArgumentError(
-                    f"{name} on the wrong rank",
-                    found=type(value).__name__,
-                    expected=f"None here; {name} only on {where}",
-                    remedy=f"pass {name}=None on this rank",
-                )
+        holds_targets = self.rank == self.last_rank and call in (*TRAINS, "evaluate")
+        check_place("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0")
+        check_place("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage")
         if holds_targets and not self.has_loss:
             raise ArgumentError(
                 "no loss on the rank of the last stage",
@@ -194,6 +179,19 @@ class BatchReader:
         return self.signatures[key]
 
 
+def check_place(name: str, value: Any, wanted: bool, where: str) -> None:
+    """Raise ArgumentError where a value is missing, or is given on a rank that wants none."""
+    if wanted and value is None:
+        raise ArgumentError(f"{name} are missing", found="None", expected=f"{name} on {where}")
+    if not wanted and value is not None:
+        raise ArgumentError(
+            f"{name} on the wrong rank",
+            found=type(value).__name__,
+            expected=f"None here; {name} only on {where}",
+            remedy=f"pass {name}=None on this rank",
+        )
+
+
 def _entries(tree: Tree) -> int:
     """How many numbers the arrays of a tree have."""
     return tree.size if type(tree) is np.ndarray else sum(leaf.size for leaf in flatten(tree)[0])
@@ -242,12 +240,10 @@ class MessageSpec:
         return ", ".join(f"{kind.name}{list(shape)}" for shape, kind in self.leaves)
 
     def encode(self) -> bytes:
-        """Return the content of a header."""
         return json.dumps([self.structure, [[kind.name, shape] for shape, kind in self.leaves]]).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> MessageSpec:
-        """Return the spec that a header tells."""
         structure, leaves = json.loads(content)
         structure = tuple(structure) if isinstance(structure, list) else structure
         return cls(structure, [(tuple(shape), arrays.dtype(name)) for name, shape in leaves])
@@ -478,11 +474,9 @@ class CallState:
     input_gradients: dict[int, Tree] = field(default_factory=dict)
 
     def count_activation(self) -> None:
-        """Count one more whole activation."""
         self.alive += 1
         self.peak = max(self.peak, self.alive)
 
     def drop_activation(self) -> None:
-        """Count one less: its last backward has ended."""
         self.alive -= 1
         self.under_way -= 1

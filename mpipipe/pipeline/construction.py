@@ -44,6 +44,7 @@ class Arguments(NamedTuple):
     recompute: bool
     replicas: Communicator | None  # the user's
     check: bool
+    input_grads: bool
 
     @property
     def has_replicas(self) -> bool:
@@ -66,7 +67,6 @@ class Partners(NamedTuple):
 
     @property
     def groups(self) -> list[RankGroup]:
-        """All groups."""
         return [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
 
     @property
@@ -175,6 +175,7 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
         ("schedule", f"{arguments.schedule.name} {digest(arguments.schedule)}"),
         ("recompute", bool(arguments.recompute)),
         ("check", arguments.check),
+        ("input_grads", arguments.input_grads),
         ("setting MPIPIPE_GRAPHS", settings.graphs()),
     )
 
@@ -361,9 +362,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
             )
 
 
-# -- The construction of a Pipeline on one rank of a large job, without MPI: all that grows with the size of the job
-#
-# `bench schedules` measures its time and memory.
+# -- The construction of a Pipeline on one rank of a large job, without MPI: `bench schedules` measures it
 
 
 PROMISED_TAG_UB = 32767  # what every MPI offers

@@ -32,17 +32,14 @@ from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, kernels
-from mpipipe.pipeline.batch import UNSAID, Agreed
+from mpipipe.pipeline.batch import UNSAID, BatchFacts
 from mpipipe.stages import StageAdapter, takes_parameter
 
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
 
 
 class Loss:
-    """A user's loss function, (output, target) -> (value, gradient of the output), or with a weight as a third value.
-
-    A function with a parameter `factor` multiplies the gradient by it before rounding; for others that is done after.
-    """
+    """A user's loss; one with a parameter `factor` multiplies its gradient by it before rounding, for others after."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -192,10 +189,10 @@ class Weighing:
         self.shares: list[float] = []  # of this rank's micro-batches in the call under way
         self.known = False  # whether a loss without a weight leaves them as they are
         self.underway: list[SharedLoss] = []  # losses of launched steps that have not arrived
-        self._facts: Agreed | None = None
+        self._facts: BatchFacts | None = None
         self._exponent: int | None = None  # c is 2 to the power of minus this one
 
-    def begin(self, facts: Agreed, counts: list[int]) -> None:
+    def begin(self, facts: BatchFacts, counts: list[int]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
         self._facts, self.known = facts, self.given is False and not facts.uneven
         self.shares = [count / (facts.total or 1) for count in counts]
@@ -336,14 +333,12 @@ class SharedLoss:
         return self._request is None
 
     def wait(self) -> None:
-        """Wait until they have."""
         if self._request is not None:
             self.pipe.wait(self._request, self.what, everyone=True)
             self._request = None
 
     @property
     def mean(self) -> float:
-        """Mean loss over all replicas."""
         return float(self.table[-3] / self.total if self.givers else self.table[-3])
 
     @property
@@ -358,5 +353,4 @@ class SharedLoss:
 
     @property
     def losses(self) -> list[float]:
-        """Losses of the micro-batches of this pipeline."""
         return self.table[:-3].tolist()

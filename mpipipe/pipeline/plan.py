@@ -19,7 +19,7 @@ class Port(NamedTuple):
     name: str
     edge: int
     message: Envelope | None  # None if data stays on this rank
-    wanted: bool = True  # False for a gradient that nobody wants, since the stage at the other end has no backward
+    wanted: bool = True  # False for a gradient of a stage that has no backward
 
 
 class PlannedAction(NamedTuple):
@@ -62,12 +62,12 @@ class PlannedAction(NamedTuple):
 class ActionPlan:
     """The steps of `rank`, its messages in the order in which steps need and make them, and its window of receives.
 
-    `order_keys` leads from an Envelope to (OrderKey of the action that makes the message, edge). These keys put the
-    messages of all ranks into one order, in which each action comes after the messages that it needs.
+    `order_keys`, Envelope -> (OrderKey of the action that makes it, edge), put the messages of all ranks into one
+    order, in which each action comes after the messages that it needs.
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
-        clock = _clock(schedule, rank)
+        self.schedule, clock = schedule, _clock(schedule, rank)
         self.steps = _steps(schedule, rank, tags, clock)
         self.order_keys = {sent: (*step.order_key, sent.edge) for step in self.steps for sent in step.sends}
         for step in self.steps:

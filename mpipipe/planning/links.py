@@ -177,7 +177,9 @@ def trial_steps(measured: MeasuredRanks, choice: Choice) -> Iterator[TrialSteps]
         stages = plan.stages(mesh.pipe.rank, layers, problem.dtype, measured.seed, frozen=measured.frozen)
         loss = measured.loss_for(stages[-1], plan.microbatch_rows)
     with (
-        Pipeline(stages, plan.schedule, mesh.pipe, loss, choice.recompute, mesh.replicas) as pipeline,
+        Pipeline(
+            stages, plan.schedule, mesh.pipe, loss, choice.recompute, mesh.replicas, input_grads=False
+        ) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
         trial = TrialSteps(measured, plan, pipeline, norm)

@@ -173,7 +173,7 @@ class StageMeter:
         most = peak()
         drawing = most - resident()
         stage.optimizer_writes_compute()
-        stage.end_backward(ends or stage.first_layer.uploads_integers)
+        stage.end_backward(ends)
         stage.hand_on(gives)
         loss = Loss(self.loss_for(stage)) if places[-1] == len(self.kinds) - 1 else None
         one = _MicroBatch(stage, loss, x, targets)
@@ -329,7 +329,7 @@ def rank_bytes(
         x = nn.handed(x, values, names) if number else x
         inputs.append(bytes_of(x))
         gives = tuple(dict.fromkeys(skip.name for skip in schedule.skips if skip.source == number))
-        measured, shapes = meter.stage(start, stop, x, targets, 0 < number == schedule.trained_from, gives)
+        measured, shapes = meter.stage(start, stop, x, targets, number == schedule.trained_from, gives)
         if problem.seq > 1:
             positions = first.shape[0] * first.shape[1]
             measured = with_ring(measured, problem.layers[start:stop], positions, problem.dtype)

@@ -18,11 +18,9 @@ from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.schedules import WITH_COSTS, Links, Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train import resume
-from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_one_text, is_table
+from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingOptions, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
-from mpipipe.train.shard import Shard
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shard, Task
 from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
 from mpipipe.train.task_check import TaskLoss
 
@@ -155,11 +153,8 @@ def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
     """
     if not is_path(config.schedule):
         return config
-    group, table, call = group_of(comm), None, "train: the order of the schedule"
-    with group.raise_together(call):
-        if comm.rank == 0:
-            table = _read(config, out)
-    return replace(config, schedule=group.broadcast(call, table))
+    table = group_of(comm).from_one("train: the order of the schedule", lambda: _read(config, out))
+    return replace(config, schedule=table)
 
 
 def _read(config: TaskConfig, out: Path) -> str:
@@ -220,7 +215,7 @@ def make_shard(config: TaskConfig, task: Task, mesh: Mesh) -> tuple[Shard, list[
         layers = outline(task, shard, config.seed)
     with group.raise_together("train: the layers on paper"):
         problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-    agree_on_layers(task, problem, group)
+    agree_on_layers(task, problem, shard, group)
     return shard, layers
 
 
@@ -233,6 +228,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs = inputs_of(config, task, shard)
     problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
+    largest = max((sum(leaf.size for leaf in arrays.flatten(x)[0]) for x in inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         inputs=inputs,
@@ -240,7 +236,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         layers=lambda: layers_of(task, shard, config.seed),
         loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
         example=lambda rows, microbatches: example(task, rows, microbatches, shard, config.batch),
-        message_shape=lambda rows: task.message_shape(rows, shard) or (rows, max(map(_size, inputs[1:]), default=1)),
+        message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
         optimizer=lambda pipeline: make_optimizer(config, pipeline, task),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
@@ -253,11 +249,6 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
 def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
     """Return an input of each layer for one row, where the task does not say how large they are; collective."""
     return [] if task.message_shape(1, shard) else [x for _, x in chain(task, shard, config.seed)]
-
-
-def _size(tree: Tree) -> int:
-    """How many numbers a row has."""
-    return sum(leaf.size for leaf in arrays.flatten(tree)[0])
 
 
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard) -> tuple[TaskConfig, str]:

@@ -212,7 +212,7 @@ def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh,
         for name in ("watch", "complete"):
             monkeypatch.setattr(GradientSums, name, partialmethod(partial(noting, getattr(GradientSums, name))))
         pipeline.step(*mine)
-        messages = pipeline.engine.plans.training.order_keys
+        messages = pipeline.engine.training_plan.order_keys
     keys = [key for key, _ in issued]
     assert keys == sorted(keys)
     assert len(issued) == len(messages) + len(put)

@@ -87,21 +87,24 @@ def test_parameters_gradients_and_moments_are_those_of_the_layers():
 
 
 def test_a_stage_of_many_layers_is_foreseen_from_two_repetitions():
-    """Each layer more costs as much as the one before: a stage that is rehearsed whole says the same."""
+    """Each layer more costs as much as the one before: a stage that is rehearsed whole says the same.
 
-    def stage(layers, whole):
-        model = GPT(dim=32, layers=layers, heads=2, seq=32)
+    What an action takes on top comes from the resident memory. Arrays are of a MiB here, and gaps between them small.
+    """
+
+    def stage(whole):
+        model = GPT(dim=128, layers=6, heads=2, seq=128)
         meter = StageMeter(lambda: model.build(Local()), "float32", (), lambda stage: nn.softmax_cross_entropy)
         if whole:
-            meter.kinds = [*range(2 * layers + 2)]  # no two are alike
-        tokens = np.zeros((2, 32), np.int64)
-        return meter.stage(0, 2 * layers + 2, tokens, tokens, False)
+            meter.kinds = [*range(2 * 6 + 2)]  # no two are alike
+        tokens = np.zeros((16, 128), np.int64)
+        return meter.stage(0, 2 * 6 + 2, tokens, tokens, False)
 
-    short, shape = stage(6, whole=False)
-    long, same = stage(6, whole=True)
-    assert shape == same == (None, (((2, 32, 256), np.dtype("float32")),))
-    for name in ("saved", "pending", "forward", "backward"):
-        assert getattr(short, name) == pytest.approx(getattr(long, name), rel=0.02), name
+    short, shape = stage(whole=False)
+    long, same = stage(whole=True)
+    assert shape == same == (None, (((16, 128, 256), np.dtype("float32")),))
+    for name, apart in {"saved": 1e-3, "pending": 1e-3, "forward": 0.1, "backward": 0.1}.items():
+        assert getattr(short, name) == pytest.approx(getattr(long, name), rel=apart), name
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ class Conv(Layer):
     takes_integers = False
     recordable = True
     freezes_parts = True
+    ends = False
 
     weight: np.ndarray
     bias: np.ndarray | None = None
@@ -151,7 +152,9 @@ class Conv(Layer):
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
         return self._correlate(x, self._by_group(self.weight), shape), x
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        if self.ends:
+            return None, (dy, saved)
         # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number: for all i of one
         # remainder by the stride it is a convolution of dy with every stride-th k, turned round
         step, space, weight = self.stride, saved.shape[1:-1], self._by_group(self.weight)

@@ -222,6 +222,7 @@ class Patches(Layer):
 
     takes_integers = False
     recordable = True
+    ends = False
 
     def __init__(self, size: tuple[int, ...], grid: tuple[int, ...], back: bool = False):
         check_axes("size", size)

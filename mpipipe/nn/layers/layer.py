@@ -169,6 +169,9 @@ class Layer(Differentiable):
     recordable : bool
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
         and never lets the host wait for the device. Subclasses do not inherit it either.
+    ends : bool
+        Whether nobody asks for the gradient of its input, so that dx may be None. Set by the stage of a first layer
+        whose own class has the attribute; without parameters such a layer then has no backward at all.
 
     Examples
     --------
@@ -202,6 +205,7 @@ class Layer(Differentiable):
     recordable = False
     freezes_parts = False
     frozen = False
+    ends = False
 
     def upload(self, x: Array) -> Array:
         """Bring an input of `forward` from the host to the device of the stage; asked of the first layer."""

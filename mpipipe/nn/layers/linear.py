@@ -39,6 +39,7 @@ class Linear(Layer):
     takes_integers = False
     recordable = True
     freezes_parts = True
+    ends = False
 
     weight: np.ndarray
     bias: np.ndarray | None = None
@@ -62,7 +63,9 @@ class Linear(Layer):
             check_features(self, x, self.inputs)
         return self.stage.kernels.linear(x, self.weight, self.bias), x
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        if self.ends:
+            return None, (rows(dy), saved)
         if dy.ndim != 2:
             shape, dy = (*dy.shape[:-1], self.inputs), dy.reshape(-1, self.outputs)
             return self.stage.kernels.linear_backward_input(dy, self.weight).reshape(shape), (dy, saved)
