@@ -265,7 +265,7 @@ def test_the_command_shows_ten_plans_and_what_real_steps_say(tmp_path, capsys):
     config = TrainConfig.load(**SMALL, data=[str(tmp_path / "text.txt")], recompute=False, microbatches=2)
 
     def on_each_rank(comm):
-        found, problem = make_plans(config, comm)
+        found, problem, _ = make_plans(config, comm)
         if comm.rank == 0:
             show(found)
         return problem.ranks, problem.replicas
