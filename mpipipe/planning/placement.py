@@ -105,9 +105,10 @@ def find_placements(measured: MeasuredRanks, found: PlanReport, pipe: int | None
     places = group.gather("plan: the cores of all ranks", mine)
     most, chosen = min(len(place.cores) for place in places), processor.chosen_threads()
     if chosen is not None:
-        return PlacementReport(most, reason=f"a variable sets {counted(chosen, 'thread')} for each rank")
+        remedy = f"unset {processor.VARIABLE}, OMP_NUM_THREADS and its kin to compare them"
+        return PlacementReport(most, reason=f"a variable sets {counted(chosen, 'thread')}; {remedy}")
     if most < 2:
-        return PlacementReport(most, reason="a rank may run on one core only, so it has one thread")
+        return PlacementReport(most, reason="a rank may run on one core alone, and has one thread")
     if found.oversubscribed:
         return PlacementReport(most, reason="ranks share cores; start at most one for each core")
     cores = host_cores(places)
