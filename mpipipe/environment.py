@@ -107,7 +107,9 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         "hosts": _hosts(everyone),
         "binding": binding,
         "oversubscribed": oversubscribed(binding),
-        "oversubscribed_threads": oversubscribed_threads(binding),
+        "oversubscribed_threads": oversubscribed_threads(
+            [{**place, "cores": cores_text(each["single_cores"])} for place, each in zip(binding, everyone)]
+        ),
         "blas": first["blas"],
         "variables": first["variables"],
         "different": _different(everyone),
