@@ -99,7 +99,9 @@ def _threads(surroundings: Mapping[str, Any]) -> Iterator[str]:
         sizes = Counter(place["threads"] for place in places)
         ranks = " and ".join(f"{counted(sizes[each], 'rank')} x {counted(each, 'thread')}" for each in sorted(sizes))
         used = frozenset().union(*(parse_cores(place["cores"]) for place in places))
-        where = f"{cores_text(sorted(used))}: {len(used)} of {host['cores']} cores" if used else "cores that are not known"
+        where = (
+            f"{cores_text(sorted(used))}: {len(used)} of {host['cores']} cores" if used else "cores that are not known"
+        )
         yield f"{host['host']}: {ranks} in train, on {where}"
 
 

@@ -17,8 +17,7 @@ from mpipipe.planning.memory import check_memory as check_memory
 from mpipipe.planning.memory import check_training as check_training
 from mpipipe.planning.memory import parameters_of as parameters_of
 from mpipipe.planning.memory import peak as peak
-from mpipipe.planning.placement import PlacementReport as PlacementReport
-from mpipipe.planning.placement import find_placements as find_placements
+from mpipipe.planning.placement import compare_placements as compare_placements
 from mpipipe.planning.predict import Choice, Prediction, predict
 from mpipipe.planning.predict import completed as completed
 from mpipipe.planning.problem import MeasuredRanks as MeasuredRanks

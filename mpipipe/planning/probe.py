@@ -28,7 +28,6 @@ Step: TypeAlias = "Callable[[], float]"  # returns the seconds of the pipeline
 SECONDS = 0.6  # of a round
 REPEATS = (3, 25)  # of a step in a round: at least, at most
 TURNS = 5  # in which all ranks compute, and then every other one
-FEW = 8  # steps, at most, with a number of threads
 UNDER_WAY = 2  # micro-batches, so that what one has saved is not in the cache any more when it is needed
 # how to go backwards: in one go, in one go after the forward was run again, in two
 WAYS = {"whole": ("gpipe", False), "again": ("gpipe", True), "split": ("zero_bubble_h1", False)}
@@ -83,14 +82,6 @@ class Probe:
         share = median(self.group.gather("plan: what ranks save alone", median(shares)))
         others = (rings // 2 - 1) / (rings - 1)  # were at work all the same
         return min(1.0, max(0.0, 1 - (1 - share) / (1 - others)))
-
-    def few_steps(self) -> list[tuple[float, float]]:
-        """Return the seconds of some steps, and of their optimizer for one parameter; not collective."""
-        with self._pipeline("whole", None) as step:
-            taken = [(step(), self.optimizers[-1])]
-            for _ in range(min(FEW - 1, int(SECONDS / 3 / max(taken[0][0], 1e-9)))):
-                taken.append((step(), self.optimizers[-1]))
-        return taken
 
     def costs(self) -> RankCosts:
         """Return what was measured so far."""
@@ -374,20 +365,21 @@ def measure_threads(measured: MeasuredRanks, at_work: Mapping[int, bool]) -> dic
     """
     group, problem, before = group_of(measured.mesh.comm), measured.problem, processor.thread_count()
     solo = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
-    sizes, picked = problem.space.sizes, _picked(problem.kinds)
-    steps: dict[int, list[list[tuple[float, float]]]] = {
-        count: [[] for _ in sizes] for count, works in at_work.items() if works
-    }
+    sizes, steps = problem.space.sizes, defaultdict[tuple[int, int], list[tuple[float, float]]](list)
     for _ in range(ROUNDS):
-        for count in at_work:
-            if count in steps:
-                processor.set_threads(count)
-                for size, taken in zip(sizes, steps[count]):
-                    taken += Probe(measured, solo, picked, size).few_steps()
+        for count, works in at_work.items():
+            processor.set_threads(count)
+            for size in sizes if works else ():
+                probe = Probe(measured, solo, _picked(problem.kinds), size)
+                with probe._pipeline("whole", None) as step:
+                    stop = perf_counter() + SECONDS / 3
+                    while not probe.optimizers or perf_counter() < stop:
+                        steps[count, size].append((step(), probe.optimizers[-1]))
             group.agree("plan: these ranks have computed while the others were idle")
     processor.set_threads(before)
     solo.Free()
-    return {count: [(median(a), median(b)) for a, b in (zip(*each) for each in taken)] for count, taken in steps.items()}
+    times = {count: [zip(*steps[count, size]) for size in sizes] for count, works in at_work.items() if works}
+    return {count: [(median(a), median(b)) for a, b in pairs] for count, pairs in times.items()}
 
 
 def _picked(kinds: Sequence[int]) -> list[int]:
