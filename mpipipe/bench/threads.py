@@ -24,7 +24,6 @@ from mpipipe.nn.kernels import AdamWNumbers
 from mpipipe.options import Option
 
 WARMUP = 1
-MEGABYTES = 100
 NUMBERS = AdamWNumbers(0.9, 0.99, 1e-8, 1e-3, 0.1, 0.01, 0.999)
 
 
@@ -38,13 +37,14 @@ def run(
     seq_len: int = 256,
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
     ring_seq_len: int = 8192,
+    megabytes: Annotated[int, Option("of an array, for kernels alone", least=1)] = 100,
 ) -> None:
     """Threads in a rank, next to one thread; with mpiexec -n 2 next to ranks (python -m mpipipe bench threads)."""
     comm = runtime.world()
     most = share_of_cores() * comm.size if threads is None else threads
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     if comm.size == 1:
-        _kernels(comm, repeats, most)
+        _kernels(comm, repeats, most, megabytes)
         _steps(comm, repeats, most, f"GPT of {model.parameters:,} parameters", model, rows, "at least 1.8")
         small = GPT(dim=64, layers=4, heads=4, seq=64)
         _steps(comm, repeats, most, "small GPT, whose arrays are not cut", small, rows, "at least 0.98")
@@ -68,14 +68,14 @@ def _gain(comm: Communicator, repeats: int, threads: int, what: str, call: Call,
     return one / many
 
 
-def _kernels(comm: Communicator, repeats: int, threads: int) -> None:
-    """Report kernels on arrays of 100 MB."""
-    host, size = kernels.of("cpu", np.dtype(np.float32)), MEGABYTES * 1_000_000 // 4
+def _kernels(comm: Communicator, repeats: int, threads: int, megabytes: int) -> None:
+    """Report kernels on large arrays."""
+    host, size = kernels.of("cpu", np.dtype(np.float32)), megabytes * 1_000_000 // 4
     draw = np.random.default_rng(0).standard_normal
     p, g, m, v = (np.abs(draw(size, np.float32)) for _ in range(4))
     width = 1000
     x, y, gain, ids = p.reshape(-1, width), g.reshape(-1, width), m[:width], np.arange(size // width) % width
-    limit = _gain(comm, repeats, threads, f"copy of {MEGABYTES} MB", partial(host.copy, x, y), "the memory's rate")
+    limit = _gain(comm, repeats, threads, f"copy of {megabytes} MB", partial(host.copy, x, y), "the memory's rate")
     goal = f"at least 1.7, or {limit:.2f} of the copy"
     calls: dict[str, Call] = {
         "AdamW": partial(host.adamw, p, g, m, v, NUMBERS),
@@ -84,7 +84,7 @@ def _kernels(comm: Communicator, repeats: int, threads: int) -> None:
         "softmax and cross-entropy": partial(host.softmax_cross_entropy, x, ids, 1.0, y),
     }
     for what, call in calls.items():
-        _gain(comm, repeats, threads, f"{what} of {MEGABYTES} MB", call, goal)
+        _gain(comm, repeats, threads, f"{what} of {megabytes} MB", call, goal)
 
 
 @contextmanager
