@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from mpipipe import Pipeline, attention, nn, optim, processor, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
+from mpipipe.bench.train import beside_torch
 from mpipipe.comm import Mesh
 from mpipipe.job import Communicator, group_of, runtime, share_of_cores
 from mpipipe.language.models import GPT
@@ -47,6 +49,8 @@ def run(
         _kernels(comm, repeats, most, megabytes)
         _steps(comm, repeats, most, f"GPT of {model.parameters:,} parameters", model, rows, "at least 1.8")
         small = GPT(dim=64, layers=4, heads=4, seq=64)
+        if find_spec("torch"):
+            beside_torch(comm, model, rows, repeats, most)
         _steps(comm, repeats, most, "small GPT, whose arrays are not cut", small, rows, "at least 0.98")
     else:
         _replicas(comm, repeats, most, model, rows)
