@@ -6,10 +6,11 @@ that do little with each number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from time import perf_counter, sleep
 from typing import Annotated, Any
 
 import numpy as np
@@ -115,20 +116,27 @@ def _steps(comm: Communicator, repeats: int, threads: int, what: str, model: GPT
         _gain(comm, repeats, threads, f"step of a {what}", step, goal)
 
 
-def _alone(comm: Communicator, make: Callable[[Communicator], Any], stack: ExitStack) -> Call:
-    """Return a call that rank 0 makes by itself, and the other ranks skip."""
-    alone = group_of(comm).split(comm.rank, 0, "bench")
-    stack.callback(alone.Free)
-    return stack.enter_context(make(alone)) if comm.rank == 0 else lambda: None
+def _asleep(comm: Communicator, call: Call) -> Call:
+    """Return what rank 0 calls while the others sleep for about as long: ranks that wait take time from it."""
+    seconds = [0.0]
+    if comm.rank == 0:
+        for _ in range(2):
+            start = perf_counter()
+            call()
+            seconds[0] = perf_counter() - start
+    (expected,) = group_of(comm).broadcast("bench: the seconds of a call", seconds)
+    return call if comm.rank == 0 else partial(sleep, 0.8 * expected)
 
 
 def _replicas(comm: Communicator, repeats: int, threads: int, model: GPT, rows: int) -> None:
     """Report a step on one rank with threads, next to replicas that share its batch."""
     with ExitStack() as stack:
-        whole = _alone(comm, lambda alone: _training(alone, model, rows, 4 * comm.size), stack)
+        alone = group_of(comm).split(comm.rank, 0, "bench")
+        stack.callback(alone.Free)
+        whole = stack.enter_context(_training(alone, model, rows, 4 * comm.size))
         mesh = stack.enter_context(Mesh(comm, data=comm.size))
         shared = stack.enter_context(_training(mesh.pipe, model, rows, 4, mesh.replicas))
-        ours, theirs = compare(comm, [_with(threads, whole), _with(1, shared)], repeats, WARMUP)
+        ours, theirs = compare(comm, [_asleep(comm, _with(threads, whole)), _with(1, shared)], repeats, WARMUP)
     what = f"step of a GPT of {model.parameters:,} parameters, one rank with {threads} threads"
     measured = f"{ours:.3f} s, {comm.size} replicas with one thread each {theirs:.3f} s"
     report(comm, what, measured, theirs / ours, "at least 0.97")
@@ -145,8 +153,8 @@ def _ring(comm: Communicator, repeats: int, threads: int, seq_len: int) -> None:
         *inputs, dout = arrays
         attend.backward(dout, attend.forward(*inputs)[1])
 
-    alone = partial(both, Local(), whole) if comm.rank == 0 else lambda: None
+    alone = _asleep(comm, _with(threads, partial(both, Local(), whole)))
     ring = partial(both, attention.Ring(comm, layout=layout), shards)
-    ours, theirs = compare(comm, [_with(threads, alone), _with(1, ring)], repeats, WARMUP)
+    ours, theirs = compare(comm, [alone, _with(1, ring)], repeats, WARMUP)
     what = f"attention, forward and backward, sequence {seq_len}, one rank with {threads} threads"
     report(comm, what, f"{ours:.3f} s, a ring of {comm.size} {theirs:.3f} s", theirs / ours, "at least 0.95")
