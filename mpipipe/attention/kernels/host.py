@@ -57,8 +57,8 @@ def upcast_backward(backward: Callable[[KVBlock, np.ndarray, OutLse, Gradients],
         half = is_half(block.q.dtype)
         sums = Gradients(*map(float32_like, gradients)) if half else gradients
         if overwrite:
-            for each in sums:
-                each.fill(0)
+            for total in sums:
+                total.fill(0)
         if not half:
             return backward(block, dout, result, gradients)
         backward(_wide_block(block), upcast(dout), result._replace(out=upcast(result.out)), sums)
