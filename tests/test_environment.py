@@ -75,7 +75,7 @@ def test_a_machine_without_git_has_no_commit(monkeypatch):
 
 def test_two_threads_on_the_hardware_threads_of_one_core_are_too_many(monkeypatch):
     monkeypatch.setattr(environment, "own_cores", lambda: "0-1")
-    monkeypatch.setattr(environment, "cores_of", lambda threads: frozenset({0}))
+    monkeypatch.setattr(environment, "single_cores", lambda: [0])
     monkeypatch.setenv("MPIPIPE_THREADS", "2")
     (found,) = inprocess.run(1, lambda comm: environment.gather(comm, gpus=False))
     assert found["binding"][0]["cores"] == "0-1"

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from mpipipe import processor
 from mpipipe.errors import MpipipeError
-from mpipipe.job import cores_of, fair_shares, group_of, own_cores, parse_cores
+from mpipipe.job import fair_shares, group_of, single_cores
 from mpipipe.planning.find import PlanReport, profile_of, shown_seconds
 from mpipipe.planning.probe import measure_threads
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem
@@ -66,8 +66,7 @@ def compare_placements(measured: MeasuredRanks, found: PlanReport, pipe: int | N
     """
     mesh, group = measured.mesh, group_of(measured.mesh.comm)
     ring = mesh.data.rank * mesh.pipe.size + mesh.pipe.rank
-    mine = socket.gethostname(), sorted(cores_of(parse_cores(own_cores()))), ring
-    places = group.gather("plan: the cores of all ranks", mine)
+    places = group.gather("plan: the cores of all ranks", (socket.gethostname(), single_cores(), ring))
     most = min(len(own) for _, own, _ in places)
     if reason := _reason(most, found.oversubscribed):
         return [f"ranks and threads were not compared: {reason}"]

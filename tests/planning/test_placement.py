@@ -123,8 +123,7 @@ def cores(monkeypatch):
     """Two cores for all ranks, whatever this machine has, no variable that sets threads, and short measurements."""
     for name in (processor.VARIABLE, *processor.THREAD_VARIABLES):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(placement, "own_cores", lambda: "0-1")
-    monkeypatch.setattr(placement, "cores_of", frozenset)
+    monkeypatch.setattr(placement, "single_cores", lambda: [0, 1])
     for module in (probe, links):
         monkeypatch.setattr(module, "SECONDS", 0)
         monkeypatch.setattr(module, "REPEATS", (1, 1))
@@ -159,11 +158,11 @@ def test_placements_are_measured_on_any_mesh(cores, ranks, keys, rows):
 
 
 @pytest.mark.parametrize(("own", "variable", "oversubscribed", "reason"), [
-    ("0-1", "2", "", "a variable sets 2 threads"), ("0-1", "", "2 ranks share 1 core", "ranks share cores"),
-    ("1", "", "", "one core alone"), ("", "", "", "one core alone"),
+    ([0, 1], "2", "", "a variable sets 2 threads"), ([0, 1], "", "2 ranks share 1 core", "ranks share cores"),
+    ([1], "", "", "one core alone"), ([], "", "", "one core alone"),
 ])  # fmt: skip
 def test_it_says_why_nothing_is_compared(cores, monkeypatch, own, variable, oversubscribed, reason):
     monkeypatch.setenv(processor.VARIABLE, variable)
-    monkeypatch.setattr(placement, "own_cores", lambda: own)
+    monkeypatch.setattr(placement, "single_cores", lambda: own)
     for (line,) in lines_of(2, oversubscribed=oversubscribed):
         assert line.startswith("ranks and threads were not compared: ") and reason in line
