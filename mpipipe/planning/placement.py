@@ -35,7 +35,7 @@ NEAR = 0.03  # of a step: among placements so near to the fastest the one with t
 
 @dataclass(frozen=True)
 class Placement:
-    """So many ranks on each node, with so many threads each.
+    """A number of ranks on each node, and of threads of each.
 
     `speed` is that of a rank, as a multiple of what it is with one thread. `plan` is the fastest plan, if there is one.
     """
@@ -128,7 +128,7 @@ def thread_counts(most: int, base: int) -> list[int]:
 
 
 def rings_at_work(places: Sequence[RankPlace], threads: int) -> set[int]:
-    """Return the rings whose ranks compute while each has so many threads: on each host as many as have room."""
+    """Return the rings whose ranks compute while each has this number of threads: on each host as many as have room."""
     cores, ranks, idle = host_cores(places), Counter[str](), set()
     for host, _, ring in places:
         ranks[host] += 1
