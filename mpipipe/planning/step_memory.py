@@ -7,9 +7,9 @@ meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -37,7 +37,6 @@ class StageBytes:
     """Bytes of a layer, or of the layers of a stage, for one micro-batch, whose input is not counted.
 
     tables, shared : what the first micro-batch leaves for all others: of a layer, and of its stage
-    drawing : most that is there besides parameters and gradients while initial values are drawn
     input, output : what comes in, and what a forward returns
     saved, keeps_output, keeps_input : what is kept from a forward for its backward, the output in it, and of the input
     pending, added, pends_input : what is kept from the input gradient for the weight gradient, what of it was not
@@ -48,7 +47,6 @@ class StageBytes:
 
     tables: float = 0
     shared: float = 0
-    drawing: float = 0
     input: float = 0
     output: float = 0
     saved: float = 0
@@ -80,7 +78,6 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
         added, gradient = added + each.added, each.input
     return StageBytes(
         tables=sum(each.tables for each in layers) + max(each.shared for each in layers),
-        drawing=max(each.drawing for each in layers),
         input=layers[0].input,
         output=before.output,
         saved=saved + before.loss,
@@ -112,22 +109,14 @@ def layer_bytes(
 
     def measured(layer: nn.Layer) -> tuple[StageBytes, Shapes, bool]:
         check_rehearsal([layer], problem.dtype, bytes_of(x))
-        resident()
         stage = nn.Stage([layer], problem.dtype, first=len(found), frozen=frozen)
-        most = peak()
-        drawing = max(0, most - resident())
         stage.optimizer_writes_compute()
         still = below and layer.frozen
         stage.end_backward(below and not still)
         stage.hand_on(stage.gives)
         loss = None if layers else Loss(loss_for(stage))
-        with ExitStack() as stack:
-            stack.enter_context(np.errstate(all="ignore"))
-            stack.enter_context(counting())
-            if loss is not None:
-                stack.enter_context(loss.taking_head())
-            each, shapes = _micro_batch(stage, loss, x, targets, not still)
-        return replace(each, drawing=drawing), shapes, still
+        with np.errstate(all="ignore"), counting(), nullcontext() if loss is None else loss.taking_head():
+            return *_micro_batch(stage, loss, x, targets, not still), still
 
     while layers:
         layer = layers.pop(0)
@@ -244,7 +233,6 @@ class RankBytes:
     tables : what is made once, such as rotary tables
     activations, messages, scratch : at the peak of a step
     batch : inputs and targets, also those of the next step
-    start : what drawing the initial values takes, besides parameters and gradients
     sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
     sums : what MPI takes for sums over replicas; 0 without replicas
     process : Python with its libraries and MPI, and what they keep for themselves once a training runs
@@ -261,16 +249,15 @@ class RankBytes:
     messages: int
     scratch: int
     batch: int
-    start: int
     sample: int
     sums: int
     process: int
 
     @property
     def total(self) -> int:
-        """The most that the rank holds at once: in a step, while initial values are drawn, or for the sample."""
-        state = self.moments + self.tables + max(self.step, self.sample, self.sums)
-        return self.process + self.parameters + self.gradients + max(self.start, state)
+        """The most that the rank holds at once: in a step, for sums over replicas, or for the sample."""
+        state = self.parameters + self.gradients + self.moments + self.tables
+        return self.process + state + max(self.step, self.sample, self.sums)
 
     @property
     def step(self) -> int:
@@ -312,13 +299,13 @@ def rank_bytes(
     wide = arrays.accumulator(narrow).itemsize
     ranks = []
     for rank in range(problem.ranks):
-        held = peak_of_step(schedule, rank, stages, inputs, windows)
+        window = windows(rank) if schedule.ranks > 1 else 0
+        held = [round(part) for part in peak_of_step(schedule, rank, stages, inputs, window)]
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
-        own_stages = [stages[number] for number in schedule.stages_of(rank)]
         ranges = plan.ranges_of(rank)
         sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
         count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-        step = round(held.total) + batch
+        step = sum(held) + batch
         ranks.append(
             RankBytes(
                 rank=rank,
@@ -327,12 +314,11 @@ def rank_bytes(
                 parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
                 gradients=trained * wide,
                 moments=trained * wide * problem.moments,
-                tables=max(0, round(sum(stage.tables for stage in own_stages))),
-                activations=round(held.activations),
-                messages=round(held.messages),
-                scratch=round(held.scratch),
+                tables=round(sum(stages[number].tables for number in schedule.stages_of(rank))),
+                activations=held[0],
+                messages=held[1],
+                scratch=held[2],
                 batch=batch,
-                start=max(0, round(max(stage.drawing for stage in own_stages))),
                 sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if copied else 0,
                 # MPI sums with a buffer as large, where a step has been
                 sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
@@ -362,47 +348,31 @@ def _with_buffers(step: int, buffers: list[int]) -> int:
 # R  leaves it where F has kept its input alone, which stays as long, in a buffer of messages
 
 
-class StepBytes(NamedTuple):
-    """Bytes of one rank at the peak of its step, by what they are for."""
-
-    activations: float
-    messages: float
-    scratch: float
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return sum(self)
-
-
 def peak_of_step(
-    schedule: Schedule,
-    rank: int,
-    stages: Sequence[StageBytes],
-    inputs: Sequence[float],
-    windows: Callable[[int], int] | None = None,
-) -> StepBytes:
-    """Walk through the order of a rank, and return what it holds at the peak.
+    schedule: Schedule, rank: int, stages: Sequence[StageBytes], inputs: Sequence[float], window: int
+) -> tuple[float, float, float]:
+    """Walk through the order of a rank; return bytes of activations, messages and scratch at the peak.
 
-    `inputs` are bytes of the input of a micro-batch, for all stages, and `windows` is `receive_windows(schedule)`.
+    `inputs` are bytes of the input of a micro-batch, for all stages, and `window` is that of `receive_windows`.
     """
-    placement, last = schedule.placement, schedule.stages - 1
-    window = (windows or receive_windows(schedule))(rank) if schedule.ranks > 1 else 0
-    waiting = sum(_receives(schedule, rank, *action[:2]) for action in schedule.orders[rank])
-    largest = max((inputs[stage + 1] for stage in schedule.stages_of(rank) if stage < last), default=0)
-    largest = max([largest, *(inputs[stage] for stage in schedule.stages_of(rank) if stage)])
-    best = StepBytes(0, 0, 0)
-    activations, local, leased, buffers, leaving = 0.0, 0.0, 0, 0, 0.0
-    for stage, op, microbatch in schedule.orders[rank]:
-        own, trained = stages[stage], schedule.has_backward(stage)
-        from_here = stage > 0 and placement[stage - 1] == rank
-        from_away, to_away = stage > 0 and not from_here, stage < last and placement[stage + 1] != rank
-        if _receives(schedule, rank, stage, op):
+    placement, last, order = schedule.placement, schedule.stages - 1, schedule.orders[rank]
+    away = {
+        stage: (stage > 0 and placement[stage - 1] != rank, stage < last and placement[stage + 1] != rank)
+        for stage in schedule.stages_of(rank)
+    }  # whether the input comes from another rank, and the gradient of the output
+    receives = [op in "FBI" and away[stage][op != "F"] for stage, op, _ in order]
+    waiting = sum(receives)
+    largest = max((inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0)
+    best, activations, local, leaving, leased, buffers = (0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0
+    for (stage, op, microbatch), receiving in zip(order, receives):
+        own, trained, (from_away, to_away) = stages[stage], schedule.has_backward(stage), away[stage]
+        here = inputs[stage] if stage and not from_away else 0.0
+        if receiving:
             buffers = max(buffers, leased + min(window, waiting))
             waiting -= 1
             leased += 1
-        elif op == "F" and from_here:
-            local += inputs[stage]
+        elif op == "F":
+            local += here
         stays = trained and (stage, microbatch) not in schedule.recomputed
         scratch, more = {
             "F": (own.forward, own.saved if stays else 0.0),
@@ -411,21 +381,13 @@ def peak_of_step(
             "I": (own.input_grad, own.pending - own.saved),
             "W": (own.weight_grad, -own.pending),
         }[op]
-        held = StepBytes(activations + local, buffers * largest, scratch + leaving)
-        best = max(best, held, key=lambda bytes_: bytes_.total)
+        best = max(best, (activations + local, buffers * largest, scratch + leaving), key=sum)
         activations += more
         leaving = own.output if op == "F" and to_away else inputs[stage] if op in "BI" and from_away else 0.0
         if op in "BW" or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
-            local -= inputs[stage] if from_here else 0
+            local -= here
             leased -= from_away + (op != "F" and to_away)
     return best
-
-
-def _receives(schedule: Schedule, rank: int, stage: int, op: str) -> bool:
-    """Whether an action of this rank takes an array from another one."""
-    if op == "F":
-        return stage > 0 and schedule.placement[stage - 1] != rank
-    return op in "BI" and stage < schedule.stages - 1 and schedule.placement[stage + 1] != rank
 
 
 # -- What attention over a ring of ranks takes beyond attention on one rank: the messages with keys and values --------
