@@ -6,6 +6,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import (
     array_bytes,
     attentions,
-    check_rehearsal,
+    check_memory,
     new_bytes,
     parameters_of,
     peak,
@@ -37,6 +38,7 @@ class StageBytes:
     """Bytes of a layer, or of the layers of a stage, for one micro-batch, whose input is not counted.
 
     tables, shared : what the first micro-batch leaves for all others: of a layer, and of its stage
+    drawing : most that is there besides parameters and gradients while initial values are drawn
     input, output : what comes in, and what a forward returns
     saved, keeps_output, keeps_input : what is kept from a forward for its backward, the output in it, and of the input
     pending, added, pends_input : what is kept from the input gradient for the weight gradient, what of it was not
@@ -47,6 +49,7 @@ class StageBytes:
 
     tables: float = 0
     shared: float = 0
+    drawing: float = 0
     input: float = 0
     output: float = 0
     saved: float = 0
@@ -78,6 +81,7 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
         added, gradient = added + each.added, each.input
     return StageBytes(
         tables=sum(each.tables for each in layers) + max(each.shared for each in layers),
+        drawing=max(each.drawing for each in layers),
         input=layers[0].input,
         output=before.output,
         saved=saved + before.loss,
@@ -105,29 +109,37 @@ def layer_bytes(
     values: dict[str, Tree] = {}
     known: dict[tuple, tuple[StageBytes, Shapes, bool]] = {}
     found: list[StageBytes] = []
-    below = True  # all that is trained
+    below, wide = True, arrays.accumulator(arrays.dtype(problem.dtype)).itemsize  # below all that is trained
 
     def measured(layer: nn.Layer) -> tuple[StageBytes, Shapes, bool]:
-        check_rehearsal([layer], problem.dtype, bytes_of(x))
+        needs = {f"{parameters_of([layer]):,} parameters and their gradients": 2 * wide * parameters_of([layer])}
+        check_memory("measuring a layer", needs, "run it on a machine with more memory")
+        resident()
         stage = nn.Stage([layer], problem.dtype, first=len(found), frozen=frozen)
+        drawing = peak() - resident()
         stage.optimizer_writes_compute()
         still = below and layer.frozen
         stage.end_backward(below and not still)
         stage.hand_on(stage.gives)
         loss = None if layers else Loss(loss_for(stage))
         with np.errstate(all="ignore"), counting(), nullcontext() if loss is None else loss.taking_head():
-            return *_micro_batch(stage, loss, x, targets, not still), still
+            each, shapes = _micro_batch(stage, loss, x, targets, not still)
+        return replace(each, drawing=drawing), shapes, still
 
-    while layers:
-        layer = layers.pop(0)
-        takes, gives, _ = nn.names_of([layer])
-        x = nn.handed(x, values, takes)
-        key = problem.kinds[len(found)], shapes_of(x), gives, below, bool(layers)
-        if key not in known:
-            known[key] = measured(layer)
-        each, shapes, below = known[key]
-        found.append(each)
-        x = zeros_of(shapes)
+    gc.freeze()  # `resident` need not look through what is there already
+    try:
+        while layers:
+            layer = layers.pop(0)
+            takes, gives, _ = nn.names_of([layer])
+            x = nn.handed(x, values, takes)
+            key = problem.kinds[len(found)], shapes_of(x), gives, below, bool(layers)
+            if key not in known:
+                known[key] = measured(layer)
+            each, shapes, below = known[key]
+            found.append(each)
+            x = zeros_of(shapes)
+    finally:
+        gc.unfreeze()
     return found, {name: bytes_of(value) for name, value in values.items()}
 
 
@@ -233,6 +245,7 @@ class RankBytes:
     tables : what is made once, such as rotary tables
     activations, messages, scratch : at the peak of a step
     batch : inputs and targets, also those of the next step
+    start : what drawing the initial values takes, besides parameters and gradients
     sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
     sums : what MPI takes for sums over replicas; 0 without replicas
     process : Python with its libraries and MPI, and what they keep for themselves once a training runs
@@ -249,15 +262,16 @@ class RankBytes:
     messages: int
     scratch: int
     batch: int
+    start: int
     sample: int
     sums: int
     process: int
 
     @property
     def total(self) -> int:
-        """The most that the rank holds at once: in a step, for sums over replicas, or for the sample."""
-        state = self.parameters + self.gradients + self.moments + self.tables
-        return self.process + state + max(self.step, self.sample, self.sums)
+        """The most that the rank holds at once: while initial values are drawn, in a step, or after it."""
+        training = self.moments + self.tables + max(self.step, self.sample, self.sums)
+        return self.process + self.parameters + self.gradients + max(self.start, training)
 
     @property
     def step(self) -> int:
@@ -288,11 +302,10 @@ def rank_bytes(
     stages: list[StageBytes] = []
     inputs: list[float] = []
     for number, (start, stop) in enumerate(plan.layer_ranges):
-        own = joined(layers[start:stop])
-        inputs.append(own.input + sum(named[skip.name] for skip in schedule.skips if skip.target == number))
+        whole = joined(layers[start:stop])
+        inputs.append(whole.input + sum(named[skip.name] for skip in schedule.skips if skip.target == number))
         gives = {skip.name for skip in schedule.skips if skip.source == number}
-        output = own.output + sum(named[name] for name in gives)
-        stages.append(replace(own, output=output))
+        stages.append(replace(whole, output=whole.output + sum(named[name] for name in gives)))
     windows, process = receive_windows(schedule), process_bytes()
     row = 2 * (sum(map(bytes_of, example)) // len(first)) * plan.rows  # the next batch is read meanwhile
     narrow = arrays.dtype(problem.dtype)
@@ -304,6 +317,7 @@ def rank_bytes(
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
         ranges = plan.ranges_of(rank)
         sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
+        own = [stages[number] for number in schedule.stages_of(rank)]
         count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
         step = sum(held) + batch
         ranks.append(
@@ -314,11 +328,12 @@ def rank_bytes(
                 parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
                 gradients=trained * wide,
                 moments=trained * wide * problem.moments,
-                tables=round(sum(stages[number].tables for number in schedule.stages_of(rank))),
+                tables=round(sum(stage.tables for stage in own)),
                 activations=held[0],
                 messages=held[1],
                 scratch=held[2],
                 batch=batch,
+                start=round(max(stage.drawing for stage in own)),
                 sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if copied else 0,
                 # MPI sums with a buffer as large, where a step has been
                 sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
