@@ -67,7 +67,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         there is none. `mpi`: library, standard and thread level; None if the ranks are threads. `launcher`: the
         variable that promises the ranks, and their number; or None. `job`: numbers of the batch system. `ranks`: their
         number. `hosts`: name, processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
-        host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train.
+        host, the cores that it may run on, such as "0-3,8", and the threads with which it would train.
         `oversubscribed` and `oversubscribed_threads`: a sentence if ranks, or their threads, are more than their cores;
         else None.
         `blas`: each library of numpy with its kernels and threads. `variables`: those of this package, of threads, of

@@ -225,5 +225,5 @@ def _room(name: str, library: str, title: str) -> ModuleType:
             f"{title} was asked for, and is not installed",
             remedy=f"{how_to_install(library)}; for a GPU first as its own pages say",
         ) from None
-    processor.limit_blas_threads()
+    processor.set_threads(processor.thread_count())
     return module

@@ -46,7 +46,7 @@ from mpipipe.arrays.streams import annotated, is_done, own_stream, record, secon
 from mpipipe.arrays.streams import wait_for
 from mpipipe.arrays.strided import THREADS, blocks_of, cast, copied, element_strides, fill, strided_copy
 from mpipipe.arrays.strided import in_c_order, strided_copy_views
-from mpipipe.arrays.torch_memory import array_of, tensor_of
+from mpipipe.arrays.torch_memory import array_of, share_threads, tensor_of
 from mpipipe.arrays.transfer import Download, copy_to_device, copy_to_host, download, download_all, host_pieces, pinned
 from mpipipe.arrays.transfer import upload
 from mpipipe.arrays.trees import Branches, Forked, Structure, flatten, named_leaves, read_only, unflatten

@@ -13,9 +13,17 @@ import numpy as np
 
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import Array, dtype, is_device
+from mpipipe.processor import given_threads
 
 Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
 BFLOAT16 = dtype("bfloat16")
+
+
+def share_threads() -> None:
+    """Let PyTorch compute with as many threads as this rank, where their number is known; the pool waits meanwhile."""
+    count = given_threads()
+    if count is not None:
+        sys.modules["torch"].set_num_threads(count)
 
 
 def tensor_of(array: Array) -> Tensor:

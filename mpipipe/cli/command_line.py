@@ -172,6 +172,7 @@ BENCH = {
     "checkpoint": Command("Saving and loading against dd", "bench.files:save_and_load"),
     "tokenize": Command("Tokenizing against the library alone", "bench.files:tokens"),
     "attention": Command("Attention kernels beside PyTorch, a ring beside one rank", "bench.attention:run"),
+    "threads": Command("Threads in a rank beside one thread, and beside ranks", "bench.threads:run"),
     "peers": Command("A pipeline and a ring beside PyTorch's over gloo", "bench.peers:peers"),
     "gpu": Command("Kernels, ring, executor and a GPT's step on a GPU", "bench.gpu.run:gpu"),
 }

@@ -76,7 +76,7 @@ def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
     """Return cores, threads and free memory in words, and warnings where the placement of ranks is bad."""
     binding = surroundings["binding"]
     cores = [(place["rank"], f"{place['cores'] or 'not known'} on {place['host']}") for place in binding]
-    threads = [(place["rank"], f"{place['threads']} of BLAS in train") for place in binding]
+    threads = [(place["rank"], f"{place['threads']} in train") for place in binding]
     memory = [
         f"{host['host']}: {host['free_memory'] / 2**30:.1f} of {host['memory'] / 2**30:.1f} GiB"
         for host in surroundings["hosts"]

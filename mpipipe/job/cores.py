@@ -35,7 +35,7 @@ def oversubscribed(binding: Sequence[Place]) -> str | None:
 
 
 def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
-    """Say if ranks have more BLAS threads than cores, such as "rank 0 has 4 BLAS threads on 1 core of n1".
+    """Say if ranks have more threads than cores, such as "rank 0 has 4 threads on 1 core of n1".
 
     It names the cores with the most threads on each. `binding` also has `threads` of each rank. Ranks with one thread
     each are the business of `oversubscribed`.
@@ -49,7 +49,7 @@ def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
     if not ranks:
         return None
     verb = "has" if len(ranks) == 1 else "have"
-    return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {counted(count, 'core')} of {host}"
+    return f"{rank_list.named(ranks)} {verb} {threads} threads on {counted(count, 'core')} of {host}"
 
 
 def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -> tuple[list[int], int, int, str]:
@@ -88,7 +88,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def share_of_cores() -> int:
-    """Return how many BLAS threads this rank can take, one for each core; collective where a launcher gave several."""
+    """Return how many threads this rank can take, one for each core; collective where a launcher gave several."""
     mine = cores_of(parse_cores(own_cores()))
     if launcher_size(os.environ) is None:
         return max(1, len(mine))

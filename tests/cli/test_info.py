@@ -25,7 +25,7 @@ def surroundings(cores, threads=1, host_cores=8):
 def test_ranks_with_the_same_cores_stand_together():
     facts = described(surroundings(["0-3", "0-3", "4-7", "4-7"], threads=2))
     assert facts["cores"] == "ranks 0-1: 0-3 on n1\nranks 2-3: 4-7 on n1"
-    assert facts["threads"] == "ranks 0-3: 2 of BLAS in train"
+    assert facts["threads"] == "ranks 0-3: 2 in train"
     assert facts["free memory"] == "n1: 48.0 of 64.0 GiB"
     assert "warning" not in facts
 
@@ -34,7 +34,7 @@ def test_ranks_with_the_same_cores_stand_together():
     ("cores", "threads", "text"),
     [
         (["3", "3"], 1, "2 ranks share 1 core"),
-        (["0", "1"], 4, "ranks 0-1 have 8 BLAS threads on 2 cores of n1"),
+        (["0", "1"], 4, "ranks 0-1 have 8 threads on 2 cores of n1"),
         (["0", "1"], 1, "each rank on n1 is pinned to one core, and of 8 cores 2 are used"),
     ],
 )

@@ -98,8 +98,8 @@ def test_batch_job_starts_one_rank_for_each_task_and_hands_on_the_status(submit,
     lines = result.stdout.splitlines()
     assert lines[0].startswith("job 17: 6 tasks on this node, 2 threads each, our-python")
     assert lines[1:-1] == [
-        "--kill-on-bad-exit=1", "--wait=30", "--cpus-per-task=2", "--mpi=pmi2", "-v", "our-python", "-m", "mpipipe",
-        "train", "--out", "runs/slurm-17", "--pipe", "6", "--steps", "5",
+        "--kill-on-bad-exit=1", "--wait=30", "--cpus-per-task=2", "--cpu-bind=cores", "--mpi=pmi2", "-v", "our-python",
+        "-m", "mpipipe", "train", "--out", "runs/slurm-17", "--pipe", "6", "--steps", "5",
     ]  # fmt: skip
     verdict = "failed exit=3" if status else "finished"
     assert lines[-1] == f"mpipipe: job 17 {verdict} out=runs/slurm-17"
@@ -131,7 +131,10 @@ def test_batch_job_is_finished_where_the_options_say(submit, checkout, options):
 def test_gpu_batch_job_binds_no_gpu_to_a_task_and_lays_ranks_out_by_node(submit, script, options):
     result = submit(script, "--steps", "5", MPIPIPE_SRUN_FLAGS="--mpi=pmix")
     words = " ".join(result.stdout.splitlines()[1:-1])
-    assert "--cpus-per-task=2 --gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17 " in words
+    assert (
+        "--cpus-per-task=2 --cpu-bind=cores --gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17 "
+        in words
+    )
     assert words.endswith(f" --config jobs/gpt2_small.toml{options} --steps 5")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -29,8 +30,8 @@ ON_CPU = "--device cpu --dtype float32".split()
 SECONDS = 300  # for a job to end, on a machine with other work, too
 
 
-def local(command, folder):
-    env = job_environment({"SLURM_LOCAL": str(folder)})
+def local(command, folder, **variables):
+    env = job_environment({"SLURM_LOCAL": str(folder), **variables})
     return subprocess.run(
         ["bash", ROOT / "jobs" / "slurm_local.sh", command], env=env, capture_output=True, text=True, timeout=90
     )
@@ -239,3 +240,22 @@ def test_a_printed_script_trains_to_the_end(slurm, ranks, wanted):
     text = slurm.printed(name)
     assert f"mpipipe: {ranks} ranks = pipe {ranks} x data 1 x seq 1;" in text and "mpipipe: ok steps=3 " in text
     assert text.splitlines()[-1] == f"mpipipe: job {name} finished out=runs/slurm-{name}"
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two cores are bound")
+def test_a_rank_has_the_cores_and_the_threads_that_its_script_asks_for(tmp_path):
+    started = local("start", tmp_path / "daemons", SLURM_LOCAL_CPUS="2")
+    assert started.returncode == 0, started
+    cluster, found = Cluster(started, tmp_path), {}
+    for ranks, threads in ((1, 2), (2, 1)):
+        wanted = [f"--ranks-per-node={ranks}", f"--threads={threads}", "--name=cores"]
+        printed = cluster.ask(sys.executable, "-m", "mpipipe", "jobscript", "slurm", *wanted, "--", *TINY)
+        (cluster.folder / "printed.sbatch").write_text(printed)
+        job = cluster.ask("sbatch", "--parsable", "printed.sbatch").strip()
+        assert cluster.end_of(job) == "COMPLETED 0", cluster.printed(job)
+        surroundings = json.loads((cluster.folder / f"runs/slurm-{job}/environment.json").read_text())
+        found[ranks] = [(place["cores"], place["threads"]) for place in surroundings["binding"]]
+        assert surroundings["variables"]["MPIPIPE_THREADS"] == str(threads)
+    assert found == {1: [("0-1", 2)], 2: [("0", 1), ("1", 1)]}
+    stopped = local("stop", tmp_path / "daemons")
+    assert stopped.returncode == 0, stopped

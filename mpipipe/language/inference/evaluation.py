@@ -215,8 +215,9 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     with group.raise_together("evaluate: the data"):
         if not paths:
             raise ConfigError("there is nothing to evaluate on", expected="files with --data")
-    places = [Path(path).absolute() for path in paths]
-    listing = group.from_one("evaluate: the list of data", lambda: find(places, folder.model.vocab))
+    listing = group.from_one(
+        "evaluate: the list of data", lambda: find([Path(path).absolute() for path in paths], folder.model.vocab)
+    )
     with group.raise_together("evaluate: the tokenizer"):
         tokenizer, first = folder.tokenizer(), listing.files[0][0]
         if listing.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from mpipipe import arrays
-from mpipipe.arrays import array_of, tensor_of
+from mpipipe.arrays import array_of, share_threads, tensor_of
 from mpipipe.nn.kernels.host import any_dtype
 
+share_threads()
 P = ParamSpec("P")
 R = TypeVar("R")
 

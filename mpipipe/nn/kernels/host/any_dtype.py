@@ -6,6 +6,7 @@ import numpy as np
 
 from mpipipe.arrays import upcast, upcast_halves
 from mpipipe.nn.kernels.host import blocks, full_precision
+from mpipipe.nn.kernels.host.flat import summed
 from mpipipe.nn.kernels.host.full_precision import cross_entropy_block
 
 # `returned`: the results that are activations, and rounded; all others are sums, statistics or parameters' gradients
@@ -100,9 +101,11 @@ def softmax_cross_entropy(
     if logits.dtype.itemsize != 2:
         return full_precision.softmax_cross_entropy(logits, ids, factor, out)
     gradient = np.empty_like(logits) if out is None else out
-    total = 0.0
-    for rows in blocks(*logits.shape):
+
+    def term(rows: slice) -> float:
         part = upcast(logits[rows])
-        total += cross_entropy_block(part, ids[rows], len(logits) / factor, part)
+        value = cross_entropy_block(part, ids[rows], len(logits) / factor, part)
         cast(part, gradient[rows])
-    return total / len(logits), gradient
+        return value
+
+    return summed(blocks(*logits.shape), term) / len(logits), gradient
