@@ -191,7 +191,7 @@ def _micro_batch(
         stage.backward_weight(pending)
         found = replace(
             found, pending=waiting, added=added, pends_input=pends,
-            backward=backward, input_grad=input_grad, weight_grad=peak() - start,
+            backward=backward, input_grad=max(added, input_grad), weight_grad=peak() - start,
         )  # fmt: skip
         del pending
     parts = [vars(part) for _, part in stage.layers[0].walk("") if not isinstance(part, ForeignLayer)]
