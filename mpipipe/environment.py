@@ -22,7 +22,6 @@ from mpipipe.comm import thread_level
 from mpipipe.job import (
     Communicator,
     collect,
-    cores_of,
     cores_text,
     fair_shares,
     group_of,
@@ -30,8 +29,8 @@ from mpipipe.job import (
     oversubscribed,
     oversubscribed_threads,
     own_cores,
-    parse_cores,
     runtime,
+    single_cores,
 )
 
 PACKAGES = (
@@ -170,7 +169,7 @@ def _here(gpus: bool) -> dict[str, Any]:
             "gpus": arrays.describe_gpus() if gpus else [],
         },
         "cores": own_cores(),
-        "single_cores": sorted(cores_of(parse_cores(own_cores()))),
+        "single_cores": single_cores(),
         "chosen_threads": processor.chosen_threads(),
         "blas": blas(),
         "variables": {

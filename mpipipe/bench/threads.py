@@ -6,9 +6,11 @@ that do little with each number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
+from time import perf_counter, sleep
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from mpipipe import Pipeline, attention, nn, optim, processor, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
+from mpipipe.bench.train import beside_torch
 from mpipipe.comm import Mesh
 from mpipipe.job import Communicator, group_of, runtime, share_of_cores
 from mpipipe.language.models import GPT
@@ -24,7 +27,6 @@ from mpipipe.nn.kernels import AdamWNumbers
 from mpipipe.options import Option
 
 WARMUP = 1
-MEGABYTES = 100
 NUMBERS = AdamWNumbers(0.9, 0.99, 1e-8, 1e-3, 0.1, 0.01, 0.999)
 
 
@@ -38,15 +40,18 @@ def run(
     seq_len: int = 256,
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
     ring_seq_len: int = 8192,
+    megabytes: Annotated[int, Option("of an array, for kernels alone", least=1)] = 100,
 ) -> None:
     """Threads in a rank, next to one thread; with mpiexec -n 2 next to ranks (python -m mpipipe bench threads)."""
     comm = runtime.world()
     most = share_of_cores() * comm.size if threads is None else threads
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     if comm.size == 1:
-        _kernels(comm, repeats, most)
+        _kernels(comm, repeats, most, megabytes)
         _steps(comm, repeats, most, f"GPT of {model.parameters:,} parameters", model, rows, "at least 1.8")
         small = GPT(dim=64, layers=4, heads=4, seq=64)
+        if find_spec("torch"):
+            beside_torch(comm, model, rows, repeats, most)
         _steps(comm, repeats, most, "small GPT, whose arrays are not cut", small, rows, "at least 0.98")
     else:
         _replicas(comm, repeats, most, model, rows)
@@ -68,14 +73,14 @@ def _gain(comm: Communicator, repeats: int, threads: int, what: str, call: Call,
     return one / many
 
 
-def _kernels(comm: Communicator, repeats: int, threads: int) -> None:
-    """Report kernels on arrays of 100 MB."""
-    host, size = kernels.of("cpu", np.dtype(np.float32)), MEGABYTES * 1_000_000 // 4
+def _kernels(comm: Communicator, repeats: int, threads: int, megabytes: int) -> None:
+    """Report kernels on large arrays."""
+    host, size = kernels.of("cpu", np.dtype(np.float32)), megabytes * 1_000_000 // 4
     draw = np.random.default_rng(0).standard_normal
     p, g, m, v = (np.abs(draw(size, np.float32)) for _ in range(4))
     width = 1000
     x, y, gain, ids = p.reshape(-1, width), g.reshape(-1, width), m[:width], np.arange(size // width) % width
-    limit = _gain(comm, repeats, threads, f"copy of {MEGABYTES} MB", partial(host.copy, x, y), "the memory's rate")
+    limit = _gain(comm, repeats, threads, f"copy of {megabytes} MB", partial(host.copy, x, y), "the memory's rate")
     goal = f"at least 1.7, or {limit:.2f} of the copy"
     calls: dict[str, Call] = {
         "AdamW": partial(host.adamw, p, g, m, v, NUMBERS),
@@ -84,7 +89,7 @@ def _kernels(comm: Communicator, repeats: int, threads: int) -> None:
         "softmax and cross-entropy": partial(host.softmax_cross_entropy, x, ids, 1.0, y),
     }
     for what, call in calls.items():
-        _gain(comm, repeats, threads, f"{what} of {MEGABYTES} MB", call, goal)
+        _gain(comm, repeats, threads, f"{what} of {megabytes} MB", call, goal)
 
 
 @contextmanager
@@ -111,20 +116,27 @@ def _steps(comm: Communicator, repeats: int, threads: int, what: str, model: GPT
         _gain(comm, repeats, threads, f"step of a {what}", step, goal)
 
 
-def _alone(comm: Communicator, make: Callable[[Communicator], Any], stack: ExitStack) -> Call:
-    """Return a call that rank 0 makes by itself, and the other ranks skip."""
-    alone = group_of(comm).split(comm.rank, 0, "bench")
-    stack.callback(alone.Free)
-    return stack.enter_context(make(alone)) if comm.rank == 0 else lambda: None
+def _asleep(comm: Communicator, call: Call) -> Call:
+    """Return what rank 0 calls while the others sleep for about as long: ranks that wait take time from it."""
+    seconds = [0.0]
+    if comm.rank == 0:
+        for _ in range(2):
+            start = perf_counter()
+            call()
+            seconds[0] = perf_counter() - start
+    (expected,) = group_of(comm).broadcast("bench: the seconds of a call", seconds)
+    return call if comm.rank == 0 else partial(sleep, 0.8 * expected)
 
 
 def _replicas(comm: Communicator, repeats: int, threads: int, model: GPT, rows: int) -> None:
     """Report a step on one rank with threads, next to replicas that share its batch."""
     with ExitStack() as stack:
-        whole = _alone(comm, lambda alone: _training(alone, model, rows, 4 * comm.size), stack)
+        alone = group_of(comm).split(comm.rank, 0, "bench")
+        stack.callback(alone.Free)
+        whole = stack.enter_context(_training(alone, model, rows, 4 * comm.size))
         mesh = stack.enter_context(Mesh(comm, data=comm.size))
         shared = stack.enter_context(_training(mesh.pipe, model, rows, 4, mesh.replicas))
-        ours, theirs = compare(comm, [_with(threads, whole), _with(1, shared)], repeats, WARMUP)
+        ours, theirs = compare(comm, [_asleep(comm, _with(threads, whole)), _with(1, shared)], repeats, WARMUP)
     what = f"step of a GPT of {model.parameters:,} parameters, one rank with {threads} threads"
     measured = f"{ours:.3f} s, {comm.size} replicas with one thread each {theirs:.3f} s"
     report(comm, what, measured, theirs / ours, "at least 0.97")
@@ -141,8 +153,8 @@ def _ring(comm: Communicator, repeats: int, threads: int, seq_len: int) -> None:
         *inputs, dout = arrays
         attend.backward(dout, attend.forward(*inputs)[1])
 
-    alone = partial(both, Local(), whole) if comm.rank == 0 else lambda: None
+    alone = _asleep(comm, _with(threads, partial(both, Local(), whole)))
     ring = partial(both, attention.Ring(comm, layout=layout), shards)
-    ours, theirs = compare(comm, [_with(threads, alone), _with(1, ring)], repeats, WARMUP)
+    ours, theirs = compare(comm, [alone, _with(1, ring)], repeats, WARMUP)
     what = f"attention, forward and backward, sequence {seq_len}, one rank with {threads} threads"
     report(comm, what, f"{ours:.3f} s, a ring of {comm.size} {theirs:.3f} s", theirs / ours, "at least 0.95")

@@ -20,9 +20,9 @@ PEERS = {
 }
 
 
-def micro_batch(model: GPT, tokens: np.ndarray, targets: np.ndarray) -> Callable[[], None]:
-    """Return a function that runs forward, loss and backward of one micro-batch on one thread of the host."""
-    torch.set_num_threads(1)
+def micro_batch(model: GPT, tokens: np.ndarray, targets: np.ndarray, threads: int = 1) -> Callable[[], None]:
+    """Return a function that runs forward, loss and backward of one micro-batch on threads of the host."""
+    torch.set_num_threads(threads)
     gpt = sequential(model)
     inputs, wanted = torch.from_numpy(tokens), torch.from_numpy(targets).reshape(-1)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mpipipe import Pipeline, nn, schedules
+from mpipipe import Pipeline, nn, processor, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.cli import Operand, show
@@ -73,10 +73,10 @@ def step(
             "at most 1.05",
         )
     if find_spec("torch"):
-        _beside_torch(comm, model, rows, repeats)
+        beside_torch(comm, model, rows, repeats)
 
 
-def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> None:
+def beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int, threads: int = 1) -> None:
     """Report forward and backward of one micro-batch on one rank, next to PyTorch's."""
     from mpipipe.bench.torch_gpt import micro_batch
 
@@ -84,15 +84,17 @@ def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> No
     stage = nn.Stage(model.build(Local(causal=True)))
 
     def ours() -> None:
-        output, saved = stage.forward(tokens)
-        stage.backward(nn.softmax_cross_entropy(output, targets)[1], saved)
+        with processor.threads_set_to(threads):
+            output, saved = stage.forward(tokens)
+            stage.backward(nn.softmax_cross_entropy(output, targets)[1], saved)
 
     group = group_of(comm)
     alone = group.split(comm.rank, 0, "bench")
     if comm.rank == 0:
-        times = compare(alone, [ours, micro_batch(model, tokens, targets)], repeats, WARMUP)
+        times = compare(alone, [ours, micro_batch(model, tokens, targets, threads)], repeats, WARMUP)
         measured = f"{times[0]:.3f} s, PyTorch {times[1]:.3f} s"
-        report(comm, "train, one micro-batch on one rank", measured, times[0] / times[1], "below 1")
+        what = f"train, one micro-batch on one rank, {counted(threads, 'thread')}"
+        report(comm, what, measured, times[0] / times[1], "below 1")
     group.agree("bench: the end of the comparison with PyTorch")
     alone.Free()
 

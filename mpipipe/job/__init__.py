@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     )
     from mpipipe.job.context import current_rank, in_place_of, is_rank, register_progress, unregister_progress, whoami
     from mpipipe.job.cores import (
-        cores_of,
         cores_text,
         fair_share,
         fair_shares,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
         own_cores,
         parse_cores,
         share_of_cores,
+        single_cores,
     )
     from mpipipe.job.exit import Stop, run_or_abort
     from mpipipe.job.flight import Inspectable, Message, Snapshot

@@ -85,11 +85,12 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores in so many microseconds
 
 
 def share_of_cores() -> int:
     """Return how many threads this rank can take, one for each core; collective where a launcher gave several."""
-    mine = cores_of(parse_cores(own_cores()))
+    mine = single_cores()
     if launcher_size(os.environ) is None:
         return max(1, len(mine))
     return fair_share(group_of(), mine)
@@ -99,6 +100,15 @@ def fair_share(group: RankGroup, cores: Collection[int]) -> int:
     """Return this rank's part, at least one, of the cores that it shares with other ranks of the group; collective."""
     places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
     return fair_shares(places)[group.rank]
+
+
+def single_cores() -> list[int]:
+    """Return the cores that this process may keep busy with one thread each: no more than a quota of a container."""
+    cores = sorted(cores_of(parse_cores(own_cores())))
+    with suppress(OSError, ValueError):  # "max" is no number
+        quota, period = map(float, QUOTA.read_text().split())
+        cores = cores[: max(1, int(quota / period))]
+    return cores
 
 
 def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe import processor
+from mpipipe.job import cores as job_cores
 from mpipipe.job.cores import (
     cores_of,
     cores_text,
@@ -106,6 +107,18 @@ def test_two_hardware_threads_of_a_core_are_one(tmp_path):
     assert cores_of(range(4), tmp_path) == {0, 1}
     assert cores_of([2, 3], tmp_path) == {0, 1}
     assert cores_of([4, 5], tmp_path) == {4, 5}  # nobody says
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("max 100000", None), ("150000 100000", 1), ("200000 100000", 2), ("9 9", 1)]
+)
+def test_a_container_may_have_less_than_its_cores(monkeypatch, tmp_path, text, most):
+    before = sorted(cores_of(parse_cores(own_cores())))
+    (tmp_path / "cpu.max").write_text(f"{text}\n")
+    monkeypatch.setattr(job_cores, "QUOTA", tmp_path / "cpu.max")
+    assert job_cores.single_cores() == before[:most]
+    monkeypatch.setattr(job_cores, "QUOTA", tmp_path / "missing")
+    assert job_cores.single_cores() == before
 
 
 def test_all_ranks_of_a_job_count_the_same_cores(comm):

@@ -8,6 +8,8 @@ from support.pieces import SMALL, new_pool, set_sizes
 
 from mpipipe import Pipeline, attention, nn, optim, processor, schedules
 from mpipipe.attention import Layout, Local, Ring
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, host
+from mpipipe.attention.mask import Slice
 from mpipipe.language.models import GPT
 
 SIZES = dict(vocab=40, dim=48, layers=1, heads=4, kv_heads=2, hidden=64, seq=32, tied=True)
@@ -91,3 +93,24 @@ def test_a_ring(comm, monkeypatch, group):
         new_pool(monkeypatch, 3)
         out, saved = slices.forward(q, k, v)
         assert [array.tobytes() for array in (out, *slices.backward(dout, saved))] == first
+
+
+def test_slices_that_share_keys_add_in_their_order(monkeypatch):
+    """The first has most of the work, so that another thread would be done with the second before."""
+    random = np.random.default_rng(3)
+    q, k, v, dout = (random.standard_normal((2, 96, 4, 8)).astype(np.float32) for _ in range(4))
+    slices = [Slice(start, stop, 0, 96, None, None) for start, stop in ((0, 80), (80, 88), (88, 96))]
+    block = KVBlock(q, k, v, 0.3, slices)
+
+    def run():
+        result = OutLse(np.zeros_like(q), np.full((2, 4, 96), -np.inf, np.float32))
+        host.forward(block, result, False)
+        gradients = Gradients(*(np.zeros_like(x) for x in (q, k, v)))
+        host.backward(block, dout, result, gradients)
+        return [array.tobytes() for array in (*result, *gradients)]
+
+    set_sizes(monkeypatch, SMALL)
+    new_pool(monkeypatch, 1)
+    expected = run()
+    new_pool(monkeypatch, 4)
+    assert all(run() == expected for _ in range(10))
