@@ -388,15 +388,16 @@ def peak_of_step(
             leased += 1
         elif op == "F":
             local += here
-        stays = trained and (stage, microbatch) not in schedule.recomputed
+        stays = op == "R" or (op == "F" and trained and (stage, microbatch) not in schedule.recomputed)
+        saved = own.saved if stays else 0.0
         scratch, more = {
-            "F": (own.forward, own.saved if stays else 0.0),
-            "R": (own.forward, own.saved),
+            "F": (own.forward - saved, saved),
+            "R": (own.forward - saved, saved),
             "B": (own.backward, -own.saved),
             "I": (own.input_grad, own.pending - own.saved),
             "W": (own.weight_grad, -own.pending),
         }[op]
-        best = max(best, (activations + local, buffers * largest, scratch + leaving), key=sum)
+        best = max(best, (activations + saved + local, buffers * largest, scratch + leaving), key=sum)
         activations += more
         leaving = own.output if op == "F" and to_away else inputs[stage] if op in "BI" and from_away else 0.0
         if op in "BW" or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
