@@ -89,7 +89,8 @@ def test_parameters_gradients_and_moments_are_those_of_the_layers():
 def test_a_stage_of_many_layers_is_foreseen_from_two_repetitions():
     """Each layer more costs as much as the one before: a stage that is rehearsed whole says the same.
 
-    What an action takes on top comes from the resident memory. Arrays are of a MiB here, and gaps between them small.
+    What an action takes on top comes from the resident memory. Arrays are of a MiB here, as are the pieces in which
+    kernels work: gaps between them grow with the layers, to some MiB of a backward, beside 90 MiB that are saved.
     """
 
     def stage(whole):
@@ -103,7 +104,7 @@ def test_a_stage_of_many_layers_is_foreseen_from_two_repetitions():
     short, shape = stage(whole=False)
     long, same = stage(whole=True)
     assert shape == same == (None, (((16, 128, 256), np.dtype("float32")),))
-    for name, apart in {"saved": 1e-3, "pending": 1e-3, "forward": 0.1, "backward": 0.1}.items():
+    for name, apart in {"saved": 1e-3, "pending": 1e-3, "forward": 0.1, "backward": 0.2}.items():
         assert getattr(short, name) == pytest.approx(getattr(long, name), rel=apart), name
 
 
