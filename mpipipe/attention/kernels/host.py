@@ -74,8 +74,9 @@ def _wide_block(block: KVBlock) -> KVBlock:
 
 ROWS = 128  # of one tile of scores
 KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
-AT_ONCE = 1 << 19  # scores of small problems that are solved at once: fewer and longer calls of numpy
+AT_ONCE = 1 << 18  # scores of small problems that are solved at once: fewer and longer calls of numpy
 LEAST = 4  # parts for threads, where there are so many problems
+SHARED = 1 << 14  # scores of a part at least: less is no work for another thread
 # Twice the bound may reach this: exp(-these), times values down to 1e-20, are still normal numbers.
 _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
@@ -134,8 +135,8 @@ def _each_problem(block: KVBlock, solve: Callable[[_Problems], object]) -> None:
 def _at_once(block: KVBlock, group: int) -> int:
     """Return how many problems to solve at once."""
     scores = max(((part.q_stop - part.q_start) * (part.k_stop - part.k_start) for part in block.slices), default=0)
-    problems = block.k.shape[0] * block.k.shape[2]
-    return max(1, min(AT_ONCE // max(1, group * scores), problems // LEAST))
+    problems, scores = block.k.shape[0] * block.k.shape[2], max(1, group * scores)
+    return max(1, min(AT_ONCE // scores, max(problems // LEAST, SHARED // scores)))
 
 
 def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]]:

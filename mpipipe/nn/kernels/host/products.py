@@ -32,9 +32,10 @@ def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Return a b + bias, in pieces of rows; of columns where there are many columns, and few rows."""
-    count, (depth, width) = len(a), b.shape
-    pieces = even_pieces(count, 2 * ROWS) or even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
-    if not pieces or count * depth * width < WORK:
+    count, (depth, width), pieces = len(a), b.shape, list[slice]()
+    if count * depth * width >= WORK:
+        pieces = even_pieces(count, 2 * ROWS) or even_pieces(count, ROWS) or even_pieces(width, COLUMNS)
+    if not pieces:
         y = np.matmul(a, b)
         return y if bias is None else np.add(y, bias, out=y)
     result = np.empty((count, width), a.dtype)
