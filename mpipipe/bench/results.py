@@ -46,6 +46,8 @@ BENCHES = (
     Bench("steps"),
     Bench("transport"),
     Bench("train"),
+    Bench("threads", 1),
+    Bench("threads"),
     Bench("attention", 1, "torch"),
     Bench("attention"),
     Bench("peers", 2, "torch"),

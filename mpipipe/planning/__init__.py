@@ -29,7 +29,7 @@ from mpipipe.planning.saved import SavedProfile
 from mpipipe.planning.search import Plan, Space, find_plans
 from mpipipe.planning.search import cuts_by_time as cuts_by_time
 from mpipipe.planning.step_memory import RankBytes as RankBytes
-from mpipipe.planning.step_memory import StageMeter as StageMeter
+from mpipipe.planning.step_memory import layer_bytes as layer_bytes
 from mpipipe.planning.step_memory import rank_bytes as rank_bytes
 
 __all__ = [

@@ -51,16 +51,6 @@ def check_training(
                  "more ranks for a pipeline")  # fmt: skip
 
 
-def check_rehearsal(layers: Sequence[nn.Layer], dtype: str, input_bytes: int) -> None:
-    """Raise ConfigError as `check_training` does, where a dry run tries these layers with one micro-batch."""
-    count, wide = parameters_of(layers), arrays.accumulator(arrays.dtype(dtype)).itemsize
-    needs = {
-        f"{count:,} parameters and their gradients": 2 * count * wide,
-        "inputs of the layers": len(layers) * input_bytes,
-    }
-    check_memory("rehearsing a stage for the dry run", needs, "run it on a machine with more memory")
-
-
 def parameters_of(layers: Sequence[nn.Layer]) -> int:
     """Count the elements of all arrays that the layers declare."""
     return sum(parameter.size for parameter in declared(layers).values())

@@ -14,14 +14,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import nn, optim, processor, schedules
-from mpipipe.adapters import counting
 from mpipipe.arrays import Branches, Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
-from mpipipe.pipeline import Loss, Pipeline
-from mpipipe.planning.memory import array_bytes, new_bytes, peak, process_bytes, resident
+from mpipipe.pipeline import Pipeline
+from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks, declared
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
+from mpipipe.planning.step_memory import layer_bytes
 
 Step: TypeAlias = "Callable[[], float]"  # returns the seconds of the pipeline
 
@@ -179,41 +179,22 @@ class Probe:
         return inputs.main if isinstance(inputs, Branches) else inputs, targets
 
     def sizes(self) -> Sizes:
-        """Count what one micro-batch of several keeps, but not what they share, such as parameters and tables."""
-        measured, stage = self.measured, self._stage()
-        inputs, targets = self._example(1)
-        loss = Loss(measured.loss_for(stage, self.size))
-        with ExitStack() as stack:
-            stack.enter_context(loss.taking_head())
-            stack.enter_context(counting())
-            kept: Any = ()
-            for _ in range(2):  # what is made once, by the first one, is shared by all
-                before, start = kept, resident()
-                output, kept = stage.forward(inputs)
-                gradient = loss.call(output, targets, 1.0)[1]
-                _, pending = stage.backward_input(gradient, kept)
-                stage.backward_weight(pending)
-        most = peak() - start
-        shared = {*array_bytes((before, stage.parameters.flat, stage.compute.flat, inputs, targets))}
-        whole = new_bytes(kept if stage.names is None else kept[0], shared)
-        split = new_bytes(pending[::-1], shared)
-        split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
-        scratch = max(0, most - sum(max(pair) for pair in zip(whole, split)))
-        kinds = self.measured.problem.kinds
-        activation: dict[int, int] = {}
-        waiting: dict[int, int] = {}
-        for place, at in zip(self.picked, self.at):
-            first, second = whole[at], split[at]
-            activation[kinds[place]] = max(first, activation.get(kinds[place], 0))
-            waiting[kinds[place]] = max(second, waiting.get(kinds[place], 0))
-        each = range(len(activation))
-        message = math.prod(measured.message_shape(self.size)) * dtype_of(measured.problem.dtype).itemsize
+        """Count what one micro-batch keeps, but not what several share, such as parameters and tables."""
+        measured, problem = self.measured, self.measured.problem
+        example = measured.example(self.size, 1)
+        found, _ = layer_bytes(
+            problem, measured.layers(), lambda stage: measured.loss_for(stage, self.size), example, measured.frozen
+        )
+        alike = [
+            [each for each, kind in zip(found, problem.kinds) if kind == one] for one in range(max(problem.kinds) + 1)
+        ]
+        actions = ((each.forward - each.saved, each.backward, each.input_grad, each.weight_grad) for each in found)
         return Sizes(
-            tuple(activation[kind] for kind in each),
-            tuple(waiting[kind] for kind in each),
-            message,
-            gradient.nbytes,
-            scratch,
+            tuple(max(round(each.saved + each.keeps_input) for each in kind) for kind in alike),
+            tuple(max(round(each.pending + each.pends_input) for each in kind) for kind in alike),
+            math.prod(measured.message_shape(self.size)) * dtype_of(problem.dtype).itemsize,
+            round(found[-1].loss),
+            max(0, round(max(map(max, actions)))),
         )
 
 

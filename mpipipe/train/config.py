@@ -250,7 +250,12 @@ class TaskConfig(RunOptions, ParallelOptions):
     """The configuration of the training of any task.
 
     Field names are the keys of a TOML file and, with dashes, the flags of a command. Texts with a meaning of their own,
-    such as a partition, may be given as texts. Raises ConfigError for a value of the wrong type or out of its range.
+    such as a partition, may be given as texts.
+
+    Raises
+    ------
+    ConfigError
+        For a value of the wrong type or out of its range.
     """
 
     other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES

@@ -311,7 +311,7 @@ def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> 
 def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
     """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`; raises as that would.
 
-    One micro-batch runs on the processor, on stages with at most two repetitions of the layers that repeat.
+    One micro-batch runs on the processor, through each kind of layer.
     """
     if config.plan == "auto":
         raise ConfigError(
@@ -324,15 +324,11 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
     shard, problem = on_paper(config, task, ranks, comm)
     plan = plan_layers(config, task, problem.ranks, problem.replicas)
     rows = plan.microbatch_rows
-    meter = planning.StageMeter(
-        lambda: layers_of(task, shard, config.seed),
-        config.dtype,
-        task.freeze,
-        lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task),
-        problem.inputs,
+    sample, layers = example(task, rows, 1, shard), layers_of(task, shard, config.seed)
+    measured = planning.layer_bytes(
+        problem, layers, lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task), sample, task.freeze
     )
-    sample = example(task, rows, 1, shard)
-    found = planning.rank_bytes(problem, plan, meter, sample, recompute=config.recompute, copied=task.copies)
+    found = planning.rank_bytes(problem, plan, measured, sample, recompute=config.recompute, copied=task.copies)
     return MemoryEstimate(config, task, problem, plan, found)
 
 

@@ -18,7 +18,7 @@ from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning
 from mpipipe.language.task import TextTask
-from mpipipe.planning import Choice, links, probe
+from mpipipe.planning import Choice, links, probe, step_memory
 from mpipipe.planning import find as finding
 from mpipipe.planning.find import find_plan
 from mpipipe.planning.memory import array_bytes
@@ -316,7 +316,7 @@ def test_wrong_options_are_refused(keys, text):
         TrainConfig.load(**{**SMALL, **keys})
 
 
-@pytest.mark.parametrize("module, name", [(probe, "Loss"), (links, "_link"), (links, "TrialSteps")])
+@pytest.mark.parametrize("module, name", [(step_memory, "Loss"), (links, "_link"), (links, "TrialSteps")])
 def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, module, name):
     real, here = getattr(module, name), threading.local()
 
