@@ -76,7 +76,7 @@ ROWS = 128  # of one tile of scores
 KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
 AT_ONCE = 1 << 18  # scores of small problems that are solved at once: fewer and longer calls of numpy
 LEAST = 4  # parts for threads, where there are so many problems
-SHARED = 1 << 14  # scores of a part at least: less is no work for another thread
+SHARED = 1 << 16  # scores of a part at least: less is no work for another thread
 # Twice the bound may reach this: exp(-these), times values down to 1e-20, are still normal numbers.
 _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
