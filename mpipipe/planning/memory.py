@@ -1,9 +1,4 @@
-"""Refuses models and batches that do not fit into this machine, before memory for them is taken.
-
-The limits are generous. What they let through may still be too much; what they refuse could not have run. Bytes are
-compared with all the memory of the machine, as if this rank had the machine for itself and kept nothing but what is
-counted here. Where the operating system does not say how much memory there is, nothing is refused.
-"""
+"""How much memory this machine has, how much of it this process holds, and how much of that are arrays."""
 
 from __future__ import annotations
 
@@ -23,37 +18,7 @@ import numpy as np
 from mpipipe import arrays, nn
 from mpipipe.adapters import Held
 from mpipipe.errors import ConfigError
-from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.problem import PlanningProblem, declared
 from mpipipe.text import exact_bytes, shown_bytes
-
-
-def check_training(
-    problem: PlanningProblem, plan: LayerPlan, rank: int, device: str, *, sample: int, message: int
-) -> None:
-    """Raise ConfigError if what a rank of the pipeline surely needs for training exceeds this machine's memory.
-
-    On the host that is its parameters, gradients and state of the optimizer, the batch, and one micro-batch's input of
-    each of its layers; for a GPU, parameters as they are drawn and the batch. `sample` are the bytes of inputs and
-    targets of one sample, `message` those that a layer hands to the next for a micro-batch.
-    """
-    own = plan.layers_of(rank)
-    count = parameters_of([problem.layers[layer] for layer in own])
-    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
-    needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * wide}
-    if device == "cpu":
-        trained = sum(problem.trained_counts[layer] for layer in own)
-        needs |= {
-            f"gradients and state of {problem.optimizer}": trained * wide * (1 + problem.moments),
-            "activations of one micro-batch": len(own) * message,
-        }
-    check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
-                 "more ranks for a pipeline")  # fmt: skip
-
-
-def parameters_of(layers: Sequence[nn.Layer]) -> int:
-    """Count the elements of all arrays that the layers declare."""
-    return sum(parameter.size for parameter in declared(layers).values())
 
 
 def machine_memory() -> int | None:
@@ -77,12 +42,6 @@ def check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
         expected=f"at most {exact_bytes(memory)}, all that {socket.gethostname()} has",
         remedy=remedy,
     )
-
-
-def attentions(layers: Sequence[nn.Layer]) -> Iterator[nn.SelfAttention]:
-    """Yield the attention layers among these layers and their parts."""
-    for top in layers:
-        yield from (layer for _, layer in top.walk("") if isinstance(layer, nn.SelfAttention))
 
 
 # -- Resident memory of this process, where the operating system says it: on Linux ------------------------------------

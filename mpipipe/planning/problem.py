@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -174,3 +174,14 @@ class MeasuredRanks:
         mine = {"rank": comm.rank, "host": socket.gethostname(), "cores": own_cores()}
         text = oversubscribed(group_of(comm).gather("plan: the cores", mine))
         return f"{text}: times depend on who waits meanwhile, and predictions are rough" if text else ""
+
+
+def parameters_of(layers: Sequence[nn.Layer]) -> int:
+    """Count the elements of all arrays that the layers declare."""
+    return sum(parameter.size for parameter in declared(layers).values())
+
+
+def attentions(layers: Sequence[nn.Layer]) -> Iterator[nn.SelfAttention]:
+    """Yield the attention layers among these layers and their parts."""
+    for top in layers:
+        yield from (layer for _, layer in top.walk("") if isinstance(layer, nn.SelfAttention))

@@ -19,17 +19,8 @@ from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Branches, Structure, Tree
 from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import (
-    array_bytes,
-    attentions,
-    check_memory,
-    new_bytes,
-    parameters_of,
-    peak,
-    process_bytes,
-    resident,
-)
-from mpipipe.planning.problem import PlanningProblem
+from mpipipe.planning.memory import array_bytes, check_memory, new_bytes, peak, process_bytes, resident
+from mpipipe.planning.problem import PlanningProblem, attentions, parameters_of
 from mpipipe.schedules import Schedule, before_backwards
 
 
@@ -427,3 +418,33 @@ def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str)
         backward=measured.backward + under_way,
         input_grad=measured.input_grad + under_way,
     )
+
+
+# -- Refuses models and batches that do not fit into this machine, before memory for them is taken --------------------
+#
+# The limits are generous. What they let through may still be too much; what they refuse could not have run. Bytes are
+# compared with all the memory of the machine, as if this rank had the machine for itself and kept nothing but what is
+# counted here. Where the operating system does not say how much memory there is, nothing is refused.
+
+
+def check_training(
+    problem: PlanningProblem, plan: LayerPlan, rank: int, device: str, *, sample: int, message: int
+) -> None:
+    """Raise ConfigError if what a rank of the pipeline surely needs for training exceeds this machine's memory.
+
+    On the host that is its parameters, gradients and state of the optimizer, the batch, and one micro-batch's input of
+    each of its layers; for a GPU, parameters as they are drawn and the batch. `sample` are the bytes of inputs and
+    targets of one sample, `message` those that a layer hands to the next for a micro-batch.
+    """
+    own = plan.layers_of(rank)
+    count = parameters_of([problem.layers[layer] for layer in own])
+    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
+    needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * wide}
+    if device == "cpu":
+        trained = sum(problem.trained_counts[layer] for layer in own)
+        needs |= {
+            f"gradients and state of {problem.optimizer}": trained * wide * (1 + problem.moments),
+            "activations of one micro-batch": len(own) * message,
+        }
+    check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
+                 "more ranks for a pipeline")  # fmt: skip

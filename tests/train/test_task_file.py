@@ -20,7 +20,7 @@ from mpipipe.cli import train as command
 from mpipipe.cli.plan import write
 from mpipipe.cli.train import load_config
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.job import inprocess
+from mpipipe.job import inprocess, settings
 from mpipipe.train import TaskFileConfig, load_task, run
 
 WAVES = """
@@ -168,8 +168,14 @@ RENAMED = """
 """
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """A command of one process runs, although mpiexec has started the tests."""
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
+
+
 @pytest.mark.parametrize("save_every", [0, 3])
-def test_the_weights_of_a_run_folder_are_exported_to_one_file_by_name(waves, tmp_path, save_every, capsys):
+def test_the_weights_of_a_run_folder_are_exported_to_one_file_by_name(waves, alone, tmp_path, save_every, capsys):
     run_folder, target = tmp_path / "run", tmp_path / "waves.safetensors"
     train(load_config(str(waves), None, **dict(KEYS, save_every=save_every), out=str(run_folder)), 2)
     if save_every:  # the newest checkpoint, with the state of an optimizer and a part for each rank
@@ -190,7 +196,7 @@ def test_the_weights_of_a_run_folder_are_exported_to_one_file_by_name(waves, tmp
     assert target.read_bytes() == before
 
 
-def test_a_task_names_its_weights_in_an_export(waves, tmp_path):
+def test_a_task_names_its_weights_in_an_export(waves, alone, tmp_path):
     waves.write_text(WAVES + RENAMED)
     train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
     target = tmp_path / "waves.safetensors"
@@ -199,7 +205,7 @@ def test_a_task_names_its_weights_in_an_export(waves, tmp_path):
         assert list(file.arrays) == ["lift.bias", "lift.weight", "project.bias", "project.weight"]
 
 
-def test_an_export_that_cannot_be_is_one_report_and_no_file(waves, tmp_path):
+def test_an_export_that_cannot_be_is_one_report_and_no_file(waves, alone, tmp_path):
     waves.write_text(WAVES + RENAMED.replace("name.replace", "name[2:].replace"))
     train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
     target = tmp_path / "waves.safetensors"
