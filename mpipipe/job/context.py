@@ -350,6 +350,8 @@ class OpenGroup:
             self.context.withdrawn[self.members[source]] = Failure(call, text)
         elif kind == ControlKind.WAITING:
             self.received += 1
+            if source in self.unanswered:  # it has gone on from there, so this rank has been there, too
+                self.messages.send(source, ControlKind.HERE, self.unanswered[source], "")
             self.waiting[source] = call, text
             self.unanswered[source] = call
         elif kind == ControlKind.HERE:
