@@ -46,7 +46,7 @@ class StageAdapter:
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
         self._storage: tuple[Any, list[dict]] = None, []  # of gradients and tied parameters, as the pipeline found them
         self._poll: Callable[[], object] | None = None
-        self._ends = False  # whether nobody asks for the gradient of its input
+        self._ends = False  # whether the gradient of its input is not asked for
         self._has_layers_alone = self.is_model and not getattr(given, "takes_branches", False)
         self._gives: tuple[str, ...] = ()  # what a stage of layers hands on over skips
 
@@ -229,7 +229,7 @@ class StageAdapter:
         return [flat for flat in flats if flat.size]
 
     def attach(self, number: int, poll: Callable[[], object], ends: bool) -> None:
-        """Give the stage its number and the poll of its layers. `ends`: nobody asks for the gradient of its input."""
+        """Give the stage its number and the poll of its layers. `ends`: the gradient of its input is not asked for."""
         self._ends = ends
         if self._has_layers_alone:
             self.given.hand_on(self._gives)
@@ -273,7 +273,7 @@ class StageAdapter:
     def _end_backward(self, ends: bool) -> None:
         if type(self.given) is nn.Stage:
             self.given.end_backward(ends)
-        elif hasattr(self.given, "ends"):
+        elif isinstance(getattr(self.given, "ends", None), bool):  # anything else is the user's own
             self.given.ends = ends
 
     def forward(self, x: Tree, position: Position) -> Any:

@@ -45,7 +45,7 @@ class Tape(NamedTuple):
 class TreeStage:
     """What the stages of both libraries have in common: parts as lists of arrays, and what others ask of a stage.
 
-    A pipeline sets the number `index`, and `ends`: whether nobody asks for the gradient of the input. Optimizers call
+    A pipeline sets the number `index`, and `ends`: whether the gradient of the input is not asked for. Optimizers call
     `before_write` before they write parameters. A library has its own four functions, of lists of arrays, and a context
     in which they run.
     """

@@ -249,7 +249,7 @@ class Stage(Differentiable):
         self._chain.on_layer_done = done
 
     def end_backward(self, ends: bool) -> None:
-        """Let backwards end with the lowest layer that is trained, where nobody asks for the gradient of the input.
+        """Let backwards end with the lowest layer that is trained, where the gradient of the input is not asked for.
 
         From then on they return None for that gradient. Integers have none.
         """

@@ -236,7 +236,7 @@ class RetainedState:
         return SurvivorReport(self.pipe, self.step, self.step_barrier.pending is not None, self.facts)
 
     def catch_up(self, step: int) -> None:
-        """Make the step that another rank has made, too, where this one can; else nobody will make it any more.
+        """Make the step that another rank has made, too, where this one can; else it is not made any more.
 
         Other ranks make the step after `step` from now on, and it is another one: with fewer replicas.
         """

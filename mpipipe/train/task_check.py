@@ -182,7 +182,8 @@ def doubts(task: Task) -> list[str]:
 class TaskLoss:
     """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true.
 
-    If it `rehearses`, the micro-batch that comes is tried with each row twice, too: means stay, and weights double.
+    While it `rehearses`, it tries micro-batches with each row twice, too: means stay, and weights double. The first one
+    with a weight is judged: were it any of them, a loss that draws random numbers would soon look wrong.
     """
 
     def __init__(self, task: Task) -> None:
@@ -191,6 +192,7 @@ class TaskLoss:
         self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
         self.over_batch = bool(getattr(task.loss, "over_batch", False))
         self.suspect: ConfigError | None = None  # of a rehearsal
+        self.judged = False
         self.sums: dict[str, np.ndarray] = {}
         self.entries: list[int] = []  # of each array of the targets, where these count
         self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
@@ -209,8 +211,11 @@ class TaskLoss:
                     continue
                 for name, value in call(self.task, "metrics", y, goal, by=self._metrics).items():
                     self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([value * weight, weight])
-        self.rehearses = False
         return result
+
+    def rehearse(self, collects: bool) -> None:
+        """Rehearse from now on."""
+        self.rehearses, self.collects, self.suspect, self.judged = True, collects, None, False
 
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
@@ -252,7 +257,10 @@ class TaskLoss:
 
         twice = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
         once, doubled = again(output, target), again(*twice)  # as many calls on every rank
-        if weight == 0 or not same_loss(checked, once):
+        if weight == 0 or self.judged:
+            return
+        self.judged = True
+        if not same_loss(checked, once):
             return
         with self._suspecting():
             if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
@@ -353,14 +361,14 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
         wrong = own is not None
         for _ in range(REPEATS):
             if own is not None:
-                own.rehearses, own.collects, own.suspect = True, scores is not None, None
+                own.rehearse(scores is not None)
             when = " in the validation" * (method == "validation")
             call(task, "layers", *pair, when=when, by=pipeline.evaluate)
             wrong = wrong and own is not None and own.suspect is not None
             if not any(group.gather("train: whether the loss is a mean", wrong)):
                 break
         if own is not None:
-            own.collects = False
+            own.rehearses = own.collects = False
         with group.raise_together("train: the loss"):
             if wrong and own is not None and own.suspect is not None:
                 raise own.suspect
@@ -424,7 +432,7 @@ def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int
     line, fine = _checked("loss", _LossStage(loss, target), y, None)
     if fine:
         for _ in range(REPEATS):
-            loss.rehearses, loss.collects, loss.suspect = True, True, None
+            loss.rehearse(True)
             loss(y, target)
             if loss.suspect is None:
                 break

@@ -438,6 +438,16 @@ class Narrow(Field):
     metrics, show = Task.metrics, Task.show
 
 
+def test_the_first_micro_batch_with_a_weight_is_judged(tmp_path):
+    class Undone(Sparse):
+        def loss(self, output, target):
+            value, gradient, count = super().loss(output, target)
+            return value, count * gradient, count
+
+    with pytest.raises(MpipipeError, match=r"Undone.loss returns a gradient that is not that of a mean"):
+        trained(1, replace(EXACT, microbatches=8, out=str(tmp_path / "run")), Undone)
+
+
 @pytest.mark.parametrize("task", [Known, Sparse, Drawing, partial(Levels, 1.0, 0.5), partial(Levels, 0.5, 1.0), Narrow])
 def test_what_is_right_is_trained(tmp_path, task):
     keys = {"dtype": "float16", "microbatches": 1, "steps": 1} if task is Narrow else {"microbatches": 8}
