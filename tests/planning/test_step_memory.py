@@ -118,6 +118,7 @@ class Columns(Task):
     validation = batch
 
 
+@pytest.mark.long  # it wants a process whose memory is at rest
 @pytest.mark.parametrize("keys", [{}, {"schedule": "zero_bubble_h1"}, {"recompute": True}])
 def test_layers_one_by_one_add_up_to_what_they_take_together(keys):
     config = TaskConfig(batch=8192, microbatches=2, device="cpu", **keys)
