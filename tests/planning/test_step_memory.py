@@ -126,7 +126,11 @@ def test_layers_one_by_one_add_up_to_what_they_take_together(keys):
     class Whole(Columns):
         whole = True
 
-    one, whole = (estimate_task(lambda comm, task=task: (config, task()), 1).ranks[0] for task in (Columns, Whole))
+    def estimated(task):  # what the process takes for other things meanwhile only adds to it
+        found = [estimate_task(lambda comm: (config, task()), 1).ranks[0] for _ in range(3)]
+        return min(found, key=lambda rank: rank.activations + rank.scratch)
+
+    one, whole = estimated(Columns), estimated(Whole)
     assert one.count == whole.count and one.batch == whole.batch
     assert one.activations + one.scratch == pytest.approx(whole.activations + whole.scratch, rel=0.15)
     if not keys:  # else two actions take nearly the same, of other parts: of a split backward, or forward and again
