@@ -83,7 +83,7 @@ def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: 
 def _slowest(schedule: Schedule, costs: Costs) -> str:
     forward, *backward = (costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad"))
     again = Counter(stage for stage, _ in schedule.recomputed)
-    run = [time * (1 + again[stage] / schedule.microbatches) for stage, time in enumerate(forward)]
+    run = [time * (1 + again[stage] / schedule.units) for stage, time in enumerate(forward)]
     each = [sum(column) for column in zip(run, *backward)]
     stage = max(range(schedule.stages), key=lambda number: each[number])
     return f"give stage {stage} less to do, which takes {each[stage] / fmean(each):.2f} x the mean stage"

@@ -145,7 +145,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
             runtime.resolve(replicas)
         adapters = check_arguments(arguments, pipe.comm)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
-        Tags(schedule.placement, schedule.microbatches, largest_tag, schedule.skip_ends)
+        Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
         facts = (
             *_common_facts(arguments),
             ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
@@ -378,7 +378,7 @@ def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
     schedule = build()
     check_part(schedule, rank)
     digest(schedule)
-    tags = Tags(schedule.placement, schedule.microbatches, PROMISED_TAG_UB, schedule.skip_ends)
+    tags = Tags(schedule.placement, schedule.units, PROMISED_TAG_UB, schedule.skip_ends)
     TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
     neighbours(schedule.placement, schedule.skip_ends)
     BatchReader(schedule, rank, loss=None)

@@ -59,7 +59,7 @@ class Engine:
         pipe.context.pipelines += 1
         name = f"pipeline {pipe.context.pipelines} ({schedule.name})"  # the how many-th of this rank
 
-        tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(pipe.comm), schedule.skip_ends)
+        tags = Tags(schedule.placement, schedule.units, runtime.tag_upper_bound(pipe.comm), schedule.skip_ends)
         ties = TieNames(partners.ties, tags.channels, tags.base)
         pairs = sorted({*neighbours(schedule.placement, schedule.skip_ends), *ties.pairs})
         self.nccl = choose_nccl(partners, pairs)  # whether NCCL carries sums over replicas and messages, and why

@@ -209,4 +209,4 @@ def recomputes_all(schedule: Schedule, rank: int) -> bool:
     """Whether every forward of this rank that has a backward is run again."""
     trained = [stage for stage in schedule.stages_of(rank) if schedule.has_backward(stage)]
     again = sum(stage in trained for stage, _ in recomputed_on(schedule, rank))
-    return bool(trained) and again == len(trained) * schedule.microbatches
+    return bool(trained) and again == len(trained) * schedule.units

@@ -113,7 +113,7 @@ def _speed(timeline: Timeline, alone: float) -> float:
     busy = [0.0] * schedule.ranks
     for stage, rank in enumerate(schedule.placement):
         backward = times[BACKWARD][stage] if stage >= schedule.trained_from else 0.0
-        busy[rank] += schedule.microbatches * (times[FORWARD][stage] + backward)
+        busy[rank] += schedule.units * (times[FORWARD][stage] + backward)
     for stage, _ in schedule.recomputed:
         busy[schedule.placement[stage]] += times[RECOMPUTE][stage]
     others = sorted(busy)[:-1]

@@ -57,7 +57,7 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     >>> schedules.lower_bound(schedule, memory_limit=4), schedules.simulate(schedule).makespan
     (27.0, 27.0)
     """
-    placement, microbatches, trained_from = schedule.placement, schedule.microbatches, schedule.trained_from
+    placement, microbatches, trained_from = schedule.placement, schedule.units, schedule.trained_from
     if schedule.forwards_only and any(schedule.orders):
         trained_from = schedule.stages
     if not schedule.recomputed:

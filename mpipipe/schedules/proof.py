@@ -95,7 +95,7 @@ def check(schedule: Schedule) -> None:
     orders = []
     for rank, order in enumerate(schedule.orders):  # made once, where they are made on demand
         states += check_cells(schedule, rank, order)
-        orders.append(packed(order, schedule.microbatches))
+        orders.append(packed(order, schedule.units))
     check_complete(schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states))
     _check_progress(schedule, orders)
     object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
@@ -141,8 +141,8 @@ State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of 
 
 def check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
     """Walk through the order of a rank, and return the states of its stages at the end."""
-    states = {stage: bytearray(schedule.microbatches) for stage in schedule.stages_of(rank)}
-    count, trained_from = schedule.microbatches, schedule.trained_from
+    states = {stage: bytearray(schedule.units) for stage in schedule.stages_of(rank)}
+    count, trained_from = schedule.units, schedule.trained_from
     for slot, action in enumerate(order):
         if type(action) is Action:
             stage, op, microbatch = action
@@ -165,8 +165,8 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str]
     stage, op, microbatch = action
     if type(stage) is not int or not 0 <= stage < schedule.stages:
         return f"there is no stage {stage!r}", f"a stage from 0 to {schedule.stages - 1}"
-    if type(microbatch) is not int or not 0 <= microbatch < schedule.microbatches:
-        return f"there is no micro-batch {microbatch!r}", f"a micro-batch from 0 to {schedule.microbatches - 1}"
+    if type(microbatch) is not int or not 0 <= microbatch < schedule.units:
+        return f"there is no micro-batch {microbatch!r}", f"a micro-batch from 0 to {schedule.units - 1}"
     if op != FORWARD and not schedule.has_backward(stage):
         return f"stage {stage} has nothing to train", f"no backward before stage {schedule.trained_from}"
     if schedule.placement[stage] != rank:
@@ -193,7 +193,7 @@ def _untimely(action: Action, state: int) -> tuple[str, str]:
 
 def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
     """Refuse a (stage, micro-batch) that is not finished or, where there is no backward, not forwarded."""
-    count = schedule.microbatches
+    count = schedule.units
     wrong = [
         (stage, microbatch, state[microbatch], goal)
         for stage, state in sorted(states)
@@ -221,7 +221,7 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
 def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
     ones = [1.0] * schedule.stages
-    starts, _ = replay(schedule.placement, schedule.microbatches, dict.fromkeys(OPS, ones), ones, orders)
+    starts, _ = replay(schedule.placement, schedule.units, dict.fromkeys(OPS, ones), ones, orders)
     stopped = [len(began) for began in starts]
     stuck = [rank for rank, slot in enumerate(stopped) if slot < len(orders[rank])]
     if not stuck:
@@ -294,7 +294,7 @@ def logical_time_of(schedule: Schedule) -> LogicalTime | None:
     A rank proves all of a small schedule, and of one that was searched or read: it has all orders of such a one anyway.
     """
     orders = schedule.orders
-    large = schedule.stages * schedule.microbatches > WHOLE
+    large = schedule.stages * schedule.units > WHOLE
     return orders.logical_time if large and isinstance(orders, OrdersOnDemand) else None
 
 
@@ -360,7 +360,7 @@ def digest(schedule: Schedule) -> str:
     """Return a short text that differs between schedules. For a large one it is made of how its orders are made."""
     if logical_time_of(schedule) is None:
         return f"{schedule.fingerprint:x}"
-    text = f"{schedule.placement} {schedule.microbatches} {schedule.trained_from} {schedule.skips} {schedule.orders!r}"
+    text = f"{schedule.placement} {schedule.microbatches} {schedule.slices} {schedule.trained_from} {schedule.skips} {schedule.orders!r}"
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

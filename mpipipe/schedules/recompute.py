@@ -199,8 +199,8 @@ def hidden_in_waits(
     transfer = costs.per_stage("transfer", schedule.stages)
 
     def replayed(orders: Sequence[Sequence[Action]]) -> tuple[list[array[float]], list[float]]:
-        codes = [packed(order, schedule.microbatches) for order in orders]
-        return replay(schedule.placement, schedule.microbatches, durations, transfer, codes)
+        codes = [packed(order, schedule.units) for order in orders]
+        return replay(schedule.placement, schedule.units, durations, transfer, codes)
 
     orders = [*schedule.orders]
     starts, ends = replayed(orders)

@@ -35,9 +35,14 @@ class Schedule:
         The first stage that has backwards: those before it have nothing to train (see `with_frozen`).
     skips : sequence of Skip
         What stages hand to others than the next one (see `with_skips`).
+    slices : int
+        n, the parts into which each sequence is cut: unit u is slice u mod n of micro-batch u // n, and an action is of
+        one unit. 1: a unit is a whole micro-batch.
 
     Attributes
     ----------
+    units : int
+        M n: how many units each stage has.
     proven : bool
         Whether `check` has passed.
 
@@ -54,6 +59,7 @@ class Schedule:
     orders: Sequence[Order]
     trained_from: int = 0
     skips: tuple[Skip, ...] = ()
+    slices: int = 1
     proven: bool = field(default=False, init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +84,11 @@ class Schedule:
     def stages(self) -> int:
         """The number of logical stages, S."""
         return len(self.placement)
+
+    @property
+    def units(self) -> int:
+        """What goes through each stage in a step: M micro-batches in n slices each."""
+        return self.microbatches * self.slices
 
     @cached_property
     def chunks(self) -> int:
@@ -111,7 +122,8 @@ class Schedule:
         The name does not count: a schedule read back from its CSV runs together with the one that wrote it.
         """
         skips = f" {[*map(tuple, self.skips)]}" if self.skips else ""
-        content = blake2b(f"{self.placement} {self.microbatches}{skips}\n".encode(), digest_size=8)
+        slices = f" in {self.slices}" if self.slices > 1 else ""
+        content = blake2b(f"{self.placement} {self.microbatches}{slices}{skips}\n".encode(), digest_size=8)
         for order in self.orders:
             content.update(_row(order).encode())
         return int.from_bytes(content.digest(), "big") >> 1

@@ -137,13 +137,13 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     transfer = costs.per_stage("transfer", schedule.stages)
     orders, peaks = [], []
     for order in schedule.orders:  # made once, where they are made on demand
-        orders.append(packed(order, schedule.microbatches))
+        orders.append(packed(order, schedule.units))
         peaks.append(peak_of(schedule, order))
-    starts, ends = replay(schedule.placement, schedule.microbatches, durations, transfer, orders)
+    starts, ends = replay(schedule.placement, schedule.units, durations, transfer, orders)
     makespan = max(ends)
     # A checked schedule is complete: every stage runs every micro-batch forward and, if there are backwards, back.
     backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]
-    busy = schedule.microbatches * math.fsum((*durations[FORWARD], *backwards))
+    busy = schedule.units * math.fsum((*durations[FORWARD], *backwards))
     busy += math.fsum(durations[RECOMPUTE][stage] for stage, _ in schedule.recomputed)
     # Rounding of the sums must not make a negative bubble where there is none.
     idle = max(0.0, schedule.ranks * makespan - busy)

@@ -134,7 +134,7 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
     if are_alike(costs, 2 * ranks):
         return by_hand
-    problem = OrderProblem(by_hand.placement, by_hand.microbatches, costs, None)
+    problem = OrderProblem(by_hand.placement, by_hand.units, costs, None)
     queues = [[[task for task in order if task % 3 != 2]] for order in tasks_of(by_hand)]
     best = fastest(fill_waits(problem, queues, 2 * ranks, patience) for patience in PATIENCES)
     if best is None or score_of(by_hand, costs) <= best.score:

@@ -170,7 +170,7 @@ class Annealing:
             [action._replace(op=op) for action in order for op in (halves if action.op == BACKWARD else (action.op,))]
             for order in schedule.orders
         ]
-        self.codes = [packed(order, schedule.microbatches) for order in self.orders]
+        self.codes = [packed(order, schedule.units) for order in self.orders]
         self.makespan = self._time_of(self.codes)
         single = (times for op, times in self.seconds.items() if op != BACKWARD)
         self.warm = WARM * (max(map(max, single)) or 1.0)
@@ -188,7 +188,7 @@ class Annealing:
 
     def _time_of(self, codes: Sequence[array[int]]) -> float:
         """Return the makespan, NEVER where the ranks stand still."""
-        placement, microbatches = self.schedule.placement, self.schedule.microbatches
+        placement, microbatches = self.schedule.placement, self.schedule.units
         starts, ends = replay(placement, microbatches, self.seconds, self.transfer, codes)
         return max(ends) if all(len(began) == len(order) for began, order in zip(starts, codes)) else NEVER
 
@@ -199,7 +199,7 @@ class Annealing:
         order = self._changed_order(orders[rank])
         if order is None or max(held(order, self.whole, self.kept)) > self.limit:
             return None
-        orders[rank], codes[rank] = order, packed(order, self.schedule.microbatches)
+        orders[rank], codes[rank] = order, packed(order, self.schedule.units)
         return (orders, codes), self._time_of(codes)
 
     def _changed_order(self, order: Order) -> Order | None:
