@@ -18,6 +18,43 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{ending}"
 
 
+class Unit(int):
+    """The number m n + s of slice s of micro-batch m, shown as that slice; `microbatch` is m, and shown alike.
+
+    Examples
+    --------
+    >>> from mpipipe.text import Unit
+    >>> unit = Unit(7, (2, 1))
+    >>> unit == 7, unit.microbatch == 2, f"micro-batch {unit.microbatch}"
+    (True, True, 'micro-batch 2, slice 1')
+    """
+
+    def __new__(cls, number: int, place: tuple[int, int]) -> Unit:
+        unit = super().__new__(cls, number)
+        unit.place = place
+        return unit
+
+    @property
+    def microbatch(self) -> Unit:
+        return Unit(self.place[0], self.place)
+
+    def __str__(self) -> str:
+        return "{}, slice {}".format(*self.place)
+
+    def __getnewargs__(self) -> tuple[int, tuple[int, int]]:
+        return int(self), self.place
+
+
+def units(count: int, slices: int) -> Sequence[int]:
+    """Return the numbers of so many units: as slices of micro-batches, where these have several."""
+    return range(count) if slices == 1 else [Unit(number, divmod(number, slices)) for number in range(count)]
+
+
+def microbatch_of(unit: int | None) -> int | None:
+    """Return the number of the micro-batch of a unit, for an error; without slices they are the same."""
+    return unit.microbatch if isinstance(unit, Unit) else unit
+
+
 def shown_bytes(count: float) -> str:
     """Return a number of bytes in the largest unit that it fills, such as "1.5 KiB"."""
     for unit, power in BYTES:

@@ -21,6 +21,7 @@ from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
+from mpipipe.text import microbatch_of
 from mpipipe.trace import Recorder
 
 
@@ -151,7 +152,7 @@ class Executor:
         """Add where it happened, as far as the error does not say that itself."""
         error.rank = self.rank if error.rank is None else error.rank
         error.stage = action.stage if error.stage is None else error.stage
-        error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
+        error.microbatch = microbatch_of(action.microbatch if error.microbatch is None else error.microbatch)
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
         inputs, microbatch, envelope = state.inputs, action.microbatch, action.receive
@@ -165,8 +166,11 @@ class Executor:
         if action.takes:
             x, lease = self.messages.join(action, state.local, x, lease)
         target = inputs.targets[microbatch] if action.last and inputs.targets is not None else None
+        position = inputs.positions[microbatch]
+        if inputs.training and not action.keeps:
+            position = position._replace(keeps=False)
         state.marks.append(self.now())
-        result = self.stages[action.chunk].forward(x, inputs.positions[microbatch])
+        result = self.stages[action.chunk].forward(x, position)
         if type(result) is not tuple or len(result) != 2:
             raise ArgumentError(
                 "the forward of a stage returns (output, saved)",
