@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from mpipipe.errors import BackendError
+from mpipipe.errors import BackendError, MpipipeError
 
 BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # with their powers of two
 
@@ -19,40 +19,35 @@ def counted(count: int, noun: str) -> str:
 
 
 class Unit(int):
-    """The number m n + s of slice s of micro-batch m, shown as that slice; `microbatch` is m, and shown alike.
+    """The number of a unit of a schedule with slices, shown as its `place`: its micro-batch and the slice of that."""
 
-    Examples
-    --------
-    >>> from mpipipe.text import Unit
-    >>> unit = Unit(7, (2, 1))
-    >>> unit == 7, unit.microbatch == 2, f"micro-batch {unit.microbatch}"
-    (True, True, 'micro-batch 2, slice 1')
-    """
-
-    def __new__(cls, number: int, place: tuple[int, int]) -> Unit:
-        unit = super().__new__(cls, number)
-        unit.place = place
-        return unit
-
-    @property
-    def microbatch(self) -> Unit:
-        return Unit(self.place[0], self.place)
+    place = 0, 0
 
     def __str__(self) -> str:
         return "{}, slice {}".format(*self.place)
 
-    def __getnewargs__(self) -> tuple[int, tuple[int, int]]:
-        return int(self), self.place
-
 
 def units(count: int, slices: int) -> Sequence[int]:
-    """Return the numbers of so many units: as slices of micro-batches, where these have several."""
-    return range(count) if slices == 1 else [Unit(number, divmod(number, slices)) for number in range(count)]
+    """Return the numbers of so many units, which are whole micro-batches where these have one slice.
+
+    Examples
+    --------
+    >>> from mpipipe.text import units
+    >>> [f"micro-batch {unit}" for unit in units(4, slices=2)][-1]
+    'micro-batch 1, slice 1'
+    """
+    if slices == 1:
+        return range(count)
+    numbers = [*map(Unit, range(count))]
+    for number in numbers:
+        number.place = divmod(number, slices)
+    return numbers
 
 
-def microbatch_of(unit: int | None) -> int | None:
-    """Return the number of the micro-batch of a unit, for an error; without slices they are the same."""
-    return unit.microbatch if isinstance(unit, Unit) else unit
+def name_slice(error: MpipipeError) -> None:
+    """Let an error that says a unit say its micro-batch and slice."""
+    if isinstance(error.microbatch, Unit):
+        error.microbatch, error.slice = error.microbatch.place
 
 
 def shown_bytes(count: float) -> str:

@@ -28,7 +28,6 @@ from mpipipe.pipeline.messages import KNOWN_SHAPES, StageMessages
 from mpipipe.pipeline.pending import PipelineState
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction
 from mpipipe.stages import StageAdapter, flat_if_any
-from mpipipe.text import microbatch_of
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
 Function: TypeAlias = Callable[[PlannedAction, CallState], None]  # that runs an action
@@ -95,7 +94,7 @@ class PipelineFlight:
         return account._replace(
             doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.microbatch}, in {call.name}",
             stage=action.stage,
-            microbatch=microbatch_of(action.microbatch),
+            microbatch=action.microbatch,
             expects=next((self._message(each) for each in awaited if each in action.receives), None),
         )
 

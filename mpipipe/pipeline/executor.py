@@ -21,7 +21,6 @@ from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
-from mpipipe.text import microbatch_of
 from mpipipe.trace import Recorder
 
 
@@ -152,7 +151,7 @@ class Executor:
         """Add where it happened, as far as the error does not say that itself."""
         error.rank = self.rank if error.rank is None else error.rank
         error.stage = action.stage if error.stage is None else error.stage
-        error.microbatch = microbatch_of(action.microbatch if error.microbatch is None else error.microbatch)
+        error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
         inputs, microbatch, envelope = state.inputs, action.microbatch, action.receive
