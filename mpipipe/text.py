@@ -28,7 +28,7 @@ class Unit(int):
 
 
 def units(count: int, slices: int) -> Sequence[int]:
-    """Return the numbers of so many units, which are whole micro-batches where these have one slice.
+    """Return the numbers from 0 to `count` - 1, as units of a schedule with slices.
 
     Examples
     --------

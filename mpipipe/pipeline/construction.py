@@ -351,7 +351,9 @@ def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None
         )
     for number, stage in stages.items():
         stage.check_slices(number)
-    if arguments.schedule.stages - 1 in stages and (getattr(loss, "over_batch", False) or getattr(loss, "mean_over_entries", None) is False):
+    if arguments.schedule.stages - 1 in stages and (
+        getattr(loss, "over_batch", False) or getattr(loss, "mean_over_entries", None) is False
+    ):
         raise ArgumentError(
             "the loss does not go together with the slices of sequences",
             found="loss.over_batch" if getattr(loss, "over_batch", False) else "loss.mean_over_entries = False",

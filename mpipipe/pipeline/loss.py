@@ -230,8 +230,8 @@ class Weighing:
         if weight is None:
             if facts.uneven and facts.mean_over == UNSAID:
                 raise ArgumentError(
-                    "rows of some micro-batches have more target entries than rows of others, or are in slices, and the "
-                    "loss does not say what its value is a mean over",
+                    "rows of some micro-batches have more target entries than rows of others, or are in slices, and "
+                    "the loss does not say what its value is a mean over",
                     found="(value, doutput)",
                     expected="a weight for each micro-batch",
                     remedy="return (value, doutput, weight), where weight is how many things value is a mean over, "

@@ -55,8 +55,8 @@ class Pipeline:
         Whether training steps compute the gradients of the inputs; the same on every rank. Without them the first layer
         saves a product, and `backward` returns None everywhere.
     slice_lengths : sequence of int, optional
-        With a schedule of n slices, the positions of each: each sequence is cut along axis 1 of all inputs and targets
-        into so many. By default slices are even. docs/stages.md has more.
+        With a schedule of n slices, how many positions each has, along axis 1 of all inputs and targets; by default
+        they are even. See docs/stages.md.
 
     Attributes
     ----------
@@ -114,8 +114,12 @@ class Pipeline:
         comm = runtime.resolve(comm)
         check = settings.check() if check is None else bool(check)
         partners = agree_on_construction(
-            comm, Arguments(stages, schedule, loss, recompute, replicas, check, bool(input_grads), slice_lengths)
-        )
+            comm,
+            Arguments(
+                stages, schedule, loss, recompute, replicas, check=check, input_grads=bool(input_grads),
+                slice_lengths=slice_lengths,
+            ),
+        )  # fmt: skip
         try:
             self.engine = Engine(partners, schedule, loss, recompute, bool(input_grads), slice_lengths)
         except BaseException as error:

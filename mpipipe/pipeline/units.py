@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.text import counted
 
-if TYPE_CHECKING:
-    from mpipipe.pipeline.batch import AskedBatch
+AskedBatch: TypeAlias = Any  # of batch.py
 
 
 def rows_of(tree: Tree, axis: int = 0) -> int:
@@ -36,7 +35,7 @@ def rows_of(tree: Tree, axis: int = 0) -> int:
         raise ArgumentError(
             f"the arrays of a batch do not share their {('first', 'second')[axis]} axis",
             found=f"shapes {[leaf.shape for leaf in leaves]}",
-            expected=f"the same number of {('rows', 'positions')[axis]} in each, and at least {('one axis', 'two axes')[axis]}",
+            expected=("the same number of rows in each, and at least one axis", "the same number of positions")[axis],
         )
     return counts.pop()
 
@@ -165,7 +164,7 @@ class Slicing:
         cut = (split_as(each, units[at : at + count], 1) for at, each in zip(range(0, len(units), count), gradients))
         return [arrays.in_c_order(part) for parts in cut for part in parts]
 
-    def units(self, batch: list[Tree] | AskedBatch) -> list[Tree] | AskedBatch | AskedSlices:
+    def units(self, batch: list[Tree] | AskedBatch) -> Any:
         """Return the units of a batch of micro-batches, by their numbers; ArgumentError where it cannot be cut."""
         if self.count == 1:
             return batch

@@ -229,7 +229,9 @@ def test_recomputation_halves_and_accumulation():
 
 
 def test_frozen_stages_are_told_that_no_backward_follows():
-    schedule = in_place(replace(gpipe(2, 1), trained_from=1, orders=[gpipe(2, 1).orders[0][:1], gpipe(2, 1).orders[1]]), 2)
+    schedule = in_place(
+        replace(gpipe(2, 1), trained_from=1, orders=[gpipe(2, 1).orders[0][:1], gpipe(2, 1).orders[1]]), 2
+    )
 
     def job(comm):
         stage = Running(comm.rank, 2)
