@@ -210,8 +210,8 @@ class StageAdapter:
                 stage=number,
                 found=reason,
                 expected="layers for which positions are alike, and nn.SelfAttention with attention.Sliced",
-                remedy="attend with attention.Sliced(attention.Local(causal=True), lengths); set slices = True in a stage of "
-                "your own that treats each position by itself; or take a schedule without slices",
+                remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a stage of your "
+                "own that treats each position by itself; or take a schedule without slices",
             )
 
     @property
