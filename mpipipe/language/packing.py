@@ -38,11 +38,20 @@ class PackedAttend(Attend):
 
     def __init__(self, inner: Any, packing: Packing) -> None:
         self.inner, self.packing = inner, packing
+        self._slices = len(getattr(inner, "lengths", " "))  # of each sequence
         self._microbatch = 0
         self._others: dict[int, PackedAttend] = {}
 
     def begin(self, position: Position) -> None:
-        self._microbatch = position.microbatch
+        self._microbatch = position.microbatch // self._slices
+        self.inner.begin(position)
+
+    def positions(self, rows: int) -> np.ndarray | None:
+        found: np.ndarray | None = self.inner.positions(rows)
+        return found
+
+    def for_layer(self) -> PackedAttend:
+        return PackedAttend(self.inner.for_layer(), self.packing)
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         found: tuple[Array, Any] = self.inner.forward(q, k, v, segments=self.packing.parts[self._microbatch])

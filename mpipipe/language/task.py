@@ -182,11 +182,14 @@ class TextTask(Task):
         attend = shard.attend(length, causal=True)
         if self.packing is not None:
             attend = PackedAttend(attend, self.packing)
-        positions = None if shard.comm.size == 1 else shard.positions(length)
+        positions = None if shard.comm.size == 1 or shard.cut else shard.positions(length)
         return self.tuning.layers(self.model.build(attend, positions))
 
     def costs(self) -> Sequence[float]:
         return self.tuning.costs(self.model, self.trained())
+
+    def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
+        return self.model.slice_lengths(length, slices)
 
     def check_stages(self, stages: int) -> None:
         pieces, layers = len(self.model.costs()), asdict(self.model).get("layers")
@@ -298,7 +301,7 @@ class TextTask(Task):
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
         """Return the loss after a stage: with its head, in tiles, where the logits of all rows are large."""
-        tiles = worth_tiles(stage, rows * self._length(shard))
+        tiles = worth_tiles(stage, rows * max(shard.slice_lengths or [self._length(shard)]))
         return nn.HeadCrossEntropy(stage) if tiles else nn.softmax_cross_entropy
 
     def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...]:
@@ -407,7 +410,9 @@ class TextTask(Task):
         count = config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
-        alone = replace(plan, schedule=plan.schedule.forward_only_part(1))
+        forward = plan.schedule.forward_only_part(1)  # of whole sequences: that of the first slice
+        orders = [[action for action in order if action.microbatch == 0] for order in forward.orders]
+        alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
             answer = continued(decoding, prompt, count, self.vocab, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"

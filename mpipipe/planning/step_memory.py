@@ -36,6 +36,7 @@ class StageBytes:
         saved, and of the input
     loss : gradient of the loss
     forward, backward, input_grad, weight_grad : most that the action allocates at once, its results included
+    keys, sums : keys and values of a sequence in slices, and sums of their gradients
     """
 
     tables: float = 0
@@ -54,6 +55,8 @@ class StageBytes:
     backward: float = 0
     input_grad: float = 0
     weight_grad: float = 0
+    keys: float = 0
+    sums: float = 0
 
 
 def joined(layers: Sequence[StageBytes]) -> StageBytes:
@@ -81,6 +84,8 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
         backward=backward,
         input_grad=input_grad,
         weight_grad=max(each.weight_grad for each in layers),
+        keys=sum(each.keys for each in layers),
+        sums=sum(each.sums for each in layers),
     )
 
 
@@ -278,11 +283,12 @@ def rank_bytes(
     *,
     recompute: bool,
     copied: bool,
+    share: float = 1.0,
 ) -> list[RankBytes]:
     """Return what each rank of a pipeline holds, from what `layer_bytes` has measured for one rank.
 
     `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at the end for a
-    sample.
+    sample, and `share` is what the largest slice has of a sequence.
     """
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
     layers, named = measured
@@ -290,6 +296,10 @@ def rank_bytes(
     if problem.seq > 1:
         positions = first.shape[0] * first.shape[1]
         layers = [with_ring(each, layer, positions, problem.dtype) for each, layer in zip(layers, problem.layers)]
+    if schedule.slices > 1:
+        positions, kind = first.shape[0] * first.shape[1], problem.dtype
+        layers = [of_slice(each, layer, positions, kind, share) for each, layer in zip(layers, problem.layers)]
+        named = {name: share * size for name, size in named.items()}
     stages: list[StageBytes] = []
     inputs: list[float] = []
     for number, (start, stop) in enumerate(plan.layer_ranges):
@@ -388,8 +398,12 @@ def peak_of_step(
             "I": (own.input_grad, own.pending - own.saved),
             "W": (own.weight_grad, -own.pending),
         }[op]
+        number, final = microbatch % schedule.slices, schedule.slices - 1
+        activations += own.keys * (op == "F" and number == 0) + own.sums * (op in "BI" and number == final)
         best = max(best, (activations + saved + local, buffers * largest, scratch + leaving), key=sum)
         activations += more
+        if number == (0 if trained else final) and op in ("BI" if trained else "F"):
+            activations -= own.keys + own.sums * trained
         leaving = own.output if op == "F" and to_away else inputs[stage] if op in "BI" and from_away else 0.0
         if op in "BW" or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
             local -= here
@@ -418,6 +432,19 @@ def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str)
         backward=measured.backward + under_way,
         input_grad=measured.input_grad + under_way,
     )
+
+
+# -- What a slice of a sequence takes: its share of the positions; keys and values are those of the whole sequence -----
+
+
+def of_slice(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str, share: float) -> StageBytes:
+    """Return the bytes of a layer for a slice that has this share of the positions of a micro-batch on this rank."""
+    kind, still = arrays.dtype(dtype), ("tables", "shared", "drawing")
+    width = sum(2 * each.kv_heads * each.head_dim * positions for each in attentions([layer]))
+    keys, sums = width * kind.itemsize, width * arrays.accumulator(kind).itemsize
+    whole = replace(measured, saved=max(0, measured.saved - keys), keys=keys, sums=sums)
+    scaled = {name: share * size for name, size in vars(whole).items() if name not in (*still, "keys", "sums")}
+    return replace(whole, **scaled)
 
 
 # -- Refuses models and batches that do not fit into this machine, before memory for them is taken --------------------
