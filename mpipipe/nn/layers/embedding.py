@@ -38,6 +38,7 @@ class Embedding(Layer):
 
     uploads_integers = True
     recordable = True
+    mixes_positions = False
 
     weight: np.ndarray
 
@@ -63,7 +64,7 @@ class Embedding(Layer):
         self._add("weight", kernels.embed_backward, dy if self.scale == 1 else kernels.scale(dy, self.scale), x)
 
 
-NUMBERS = 16  # arrays of row numbers that a layer keeps at most, each for its own positions
+NUMBERS = 64  # arrays of row numbers that a layer keeps at most, each for its own positions
 
 
 class LearnedPositions(Layer):
@@ -102,11 +103,15 @@ class LearnedPositions(Layer):
             as_attend(attend).check_positions(self.positions)
         self.declared = {"weight": matrix(count, dim, gain)}
 
+    @property
+    def mixes_positions(self) -> bool:  # type: ignore[override]
+        return self.attend is None or self.positions is not None or as_attend(self.attend).slice_rows is None
+
     def unrecordable(self) -> str:
         return "" if self.attend is None or self.positions is not None else why_unrecordable(self.attend)
 
     def bound(self) -> None:
-        self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend)
+        self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend).for_layer()
         self._kept = lru_cache(maxsize=NUMBERS)(self._made)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -127,6 +132,8 @@ class LearnedPositions(Layer):
         """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
         check_sequence(self, x, self.dim, self.positions)
         batch, seq = x.shape[:2]
+        if self._attend is not None:
+            self._attend.begin(self.stage.position)
         asked = self.positions if self._attend is None else self._attend.positions(seq)
         known = seq if asked is None else np.ascontiguousarray(asked, np.int64).tobytes()
         numbers = arrays.keep_for_graph(self._kept(batch, known))
@@ -164,6 +171,7 @@ class Head(Linear):
     """
 
     recordable = True
+    mixes_positions = False
     freezes_parts = True
 
     def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):

@@ -217,6 +217,8 @@ class Keep(Layer):
     (2, 7)
     """
 
+    mixes_positions = False
+
     def __init__(self, name: str):
         self.gives = (checked_name(name),)
 
@@ -238,6 +240,10 @@ class Join(Layer):
     axis : int or None
         The axis along which both are put together, by default the last one; not 0, the rows. None adds them.
     """
+
+    @property
+    def mixes_positions(self) -> bool:  # type: ignore[override]
+        return self.axis not in (None, -1)
 
     def __init__(self, name: str, axis: int | None = -1):
         self.takes, self.axis = (checked_name(name),), axis
