@@ -18,6 +18,19 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{ending}"
 
 
+def unit_place(unit: int, slices: int) -> dict[str, int]:
+    """Return micro-batch and slice of a unit of a schedule, by the names of errors; no slice of whole sequences."""
+    if slices == 1:
+        return {"microbatch": unit}
+    return {"microbatch": unit // slices, "slice": unit % slices}
+
+
+def unit_words(unit: int, slices: int) -> str:
+    """Return "micro-batch 3", or "micro-batch 3, slice 1", of a unit of a schedule."""
+    whole, part = divmod(unit, slices)
+    return f"micro-batch {whole}" if slices == 1 else f"micro-batch {whole}, slice {part}"
+
+
 def shown_bytes(count: float) -> str:
     """Return a number of bytes in the largest unit that it fills, such as "1.5 KiB"."""
     for unit, power in BYTES:
