@@ -18,9 +18,9 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{ending}"
 
 
-def unit_place(unit: int, slices: int) -> dict[str, int]:
+def unit_place(unit: int | None, slices: int) -> dict[str, int | None]:
     """Return micro-batch and slice of a unit of a schedule, by the names of errors; no slice of whole sequences."""
-    if slices == 1:
+    if slices == 1 or unit is None:
         return {"microbatch": unit}
     return {"microbatch": unit // slices, "slice": unit % slices}
 

@@ -176,9 +176,9 @@ class Checks:
         """Raise StageError if an array has been written to."""
         found = arrays.change()
         if found is not None:
-            place = {} if arrays.microbatch is None else unit_place(arrays.microbatch, self.slices)
-            place = dict(rank=self.rank, stage=arrays.stage, **place)
-            raise StageError(what, **place, found=found, expected="the content that it had", remedy=OWN_ARRAYS)
+            place = dict(stage=arrays.stage, **unit_place(arrays.microbatch, self.slices))
+            expected = "the content that it had"
+            raise StageError(what, rank=self.rank, **place, found=found, expected=expected, remedy=OWN_ARRAYS)
 
     def after(self, action: tuple[int, str], microbatch: int) -> None:
         """Look at what was returned by the actions before this one."""

@@ -173,8 +173,10 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
         facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
         again = (stage, microbatch) in recomputed
         limits = schedule.has_backward(stage), again, stage == lowest, takes, gives
-        where = op, stage, chunk_of[stage], microbatch
-        steps.append(PlannedAction(*where, *facts, clock(action), *limits, slices=schedule.slices))
+        made = PlannedAction(
+            op, stage, chunk_of[stage], microbatch, *facts, clock(action), *limits, slices=schedule.slices
+        )
+        steps.append(made)
     return steps
 
 

@@ -333,8 +333,9 @@ def logical_time_of(schedule: Schedule) -> LogicalTime | None:
     A rank proves all of a small schedule, and of one that was searched or read: it has all orders of such a one anyway.
     """
     orders = schedule.orders
-    on_demand = isinstance(orders, OrdersOnDemand)
-    return orders.logical_time if on_demand and schedule.stages * schedule.units > WHOLE else None
+    if isinstance(orders, OrdersOnDemand) and schedule.stages * schedule.units > WHOLE:
+        return orders.logical_time
+    return None
 
 
 def check_part(schedule: Schedule, rank: int) -> None:

@@ -165,8 +165,8 @@ class _Measure:
     def __call__(self, ranks: int, microbatches: int) -> tuple[int, int]:
         """Return the makespan in units, and the largest peak."""
         if (ranks, microbatches) not in self.sizes:
-            cut = {"chunks": self.chunks, "slices": self.slices}
-            schedule = by_name(self.name, ranks=ranks, microbatches=microbatches, **cut)
+            sizes = dict(ranks=ranks, chunks=self.chunks, microbatches=microbatches, slices=self.slices)
+            schedule = by_name(self.name, **sizes)  # type: ignore[arg-type]
             hops: int | list[int] = self.transfer
             if self.links is not None:
                 hops = [*map(self._whole, self.links.times(schedule.placement, self.message_bytes))]

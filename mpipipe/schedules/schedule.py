@@ -100,7 +100,7 @@ class Schedule:
         exact = type(action) is Action and type(action.microbatch) is int  # `check` writes wrong ones, too
         return cell(action, self.slices) if exact else str(action)
 
-    def locate(self, unit: int) -> dict[str, int]:
+    def locate(self, unit: int | None) -> dict[str, int | None]:
         """Return micro-batch and slice of a unit by the names that errors have for them; no slice where n is 1."""
         return unit_place(unit, self.slices)
 

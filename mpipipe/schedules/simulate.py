@@ -53,7 +53,7 @@ class Costs:
     weight_grad: float | Sequence[float] = 1
     transfer: float | Sequence[float] = 0
     recompute: float | Sequence[float] | None = None
-    slices: Sequence[float] | None = None
+    slices: Sequence[float] | None = field(default=None, kw_only=True)
 
     def per_stage(self, name: str, stages: int) -> list[float]:
         """Give a cost, by its name, as one float for each stage.

@@ -140,8 +140,9 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, 
     problem = OrderProblem(by_hand.placement, by_hand.units, costs, None)
     queues = [[[task for task in order if task % 3 != 2]] for order in tasks_of(by_hand)]
     best = fastest(fill_waits(problem, queues, 2 * ranks, patience) for patience in PATIENCES)
-    by_rule = best is None or score_of(by_hand, costs) <= best.score
-    return in_slices(by_hand if by_rule else problem.schedule(by_hand.name, best.orders), slices)
+    if best is None or score_of(by_hand, costs) <= best.score:
+        return in_slices(by_hand, slices)
+    return in_slices(problem.schedule(by_hand.name, best.orders), slices)
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3

@@ -23,7 +23,7 @@ from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, classic, zero_bubble
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, changed
 from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.checks import at_least_one, check_time, counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
@@ -124,7 +124,7 @@ def _of_slices(
         whole += published(place, units, mean, max(1, limit - more))
     made = [one_by_one(place, microbatches, slices) for place in places]
     made += [in_slices(schedule, slices) for schedule in whole]
-    made = [replace(schedule, orders=map(with_split_backwards, schedule.orders)) for schedule in made]
+    made = [replace(schedule, orders=changed(schedule.orders, with_split_backwards)) for schedule in made]
     found = [(simulate(schedule, costs), schedule) for schedule in made]
     fitting = [pair for pair in found if max(pair[0].peak_activations) <= max(limits)]
     return replace(min(fitting, key=lambda pair: pair[0].makespan)[1], name="search")
@@ -140,16 +140,16 @@ def one_by_one(place: Sequence[int], microbatches: int, slices: int = 1) -> Sche
     """Return the schedule that needs the least memory: each micro-batch goes forth and back before the next one."""
     ways = [(stage, FORWARD) for stage in range(len(place))]
     ways += [(stage, BACKWARD) for stage in reversed(range(len(place)))]
-    orders = [
-        [
+    orders = tuple(
+        tuple(
             Action(stage, op, number * slices + part)
             for number in range(microbatches)
             for stage, op in ways
             if place[stage] == rank
             for part in (range(slices) if op == FORWARD else reversed(range(slices)))
-        ]
+        )
         for rank in range(max(place) + 1)
-    ]
+    )
     return Schedule("one_by_one", tuple(place), microbatches, orders, slices=slices)
 
 
