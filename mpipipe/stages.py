@@ -199,17 +199,18 @@ class StageAdapter:
                 "backward of your own, and list it in inner_stages; give torch_stage and jax_stage their names",
             )
 
-    def check_slices(self, number: int) -> None:
+    def check_slices(self, number: int, lengths: Sequence[int] | None) -> None:
         """Raise ArgumentError where a stage may mix positions in another way than from slice to slice."""
-        reason = next(filter(None, (getattr(model, "unsliceable", str)() for model in self.models)), "")
+        layers = [name for model in self.models for name in model.unsliceable(lengths)]
         if not self.is_model and not getattr(self.given, "slices", False):
-            reason = f"{self.name}, which does not say that it takes slices"
-        if reason:
+            layers.append(f"{self.name}, which does not say that it takes slices")
+        if layers:
             raise ArgumentError(
                 "a schedule has slices, and a stage cannot take the slices of a sequence one after the other",
                 stage=number,
-                found=reason,
-                expected="layers for which positions are alike, and nn.SelfAttention with attention.Sliced",
+                found=f"layer {', '.join(layers)}" if self.is_model else ", ".join(layers),
+                expected="layers for which positions are alike, and nn.SelfAttention with attention.Sliced"
+                + (f" of lengths {', '.join(map(str, lengths))}" if lengths else ""),
                 remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a stage of your "
                 "own that treats each position by itself; or take a schedule without slices",
             )

@@ -34,7 +34,6 @@ from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.units import Slicing, split_as
 from mpipipe.schedules import Schedule, before_backwards
-from mpipipe.text import units
 from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")
@@ -70,7 +69,7 @@ class Engine:
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
         mailbox = make_mailbox(partners, tags.channels + ties.channels, pairs if self.nccl.messages else ())
         warmup = 2 if settings.graphs() else 1  # the second one records graphs
-        self.checks = checks = Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
+        self.checks = checks = Checks(rank, schedule.stages - 1, mailbox, schedule.slices) if partners.check else None
         self.messages = StageMessages(mailbox, warmup) if checks is None else CheckedMessages(mailbox, warmup, checks)
         self.ties = Ties(pipe, mailbox.transport, stages, numbers, ties)
         self.sums = None if replicas is None else GradientSums(replicas, sums_by_nccl, mailbox, stages)
@@ -156,9 +155,8 @@ class Engine:
         training = call in STEPS
         plan = self.training_plan if training else self.forward_plan(agreed.microbatches)
         self.weighing.begin(agreed, batch.counts or [])
-        replica, slices = self.partners.replica, self.slicing.count
-        numbers = units(agreed.microbatches * slices, slices)
-        positions = [Position(self.steps_taken, unit, replica, training, training) for unit in numbers]
+        replica, count = self.partners.replica, agreed.microbatches * self.slicing.count
+        positions = [Position(self.steps_taken, unit, replica, training, training) for unit in range(count)]
         outputs = call in ("forward", "forward_train")
         inputs = CallInputs(training, batch.inputs or [], batch.targets, outputs, scale, positions)
         try:
@@ -271,13 +269,13 @@ class Engine:
         check_place("gradients", gradients, self.executor.rank == root, f"rank {root}, which holds the last stage")
         outputs = [state.outputs[unit] for unit in range(len(state.outputs))]
         parts = split_as(gradients, self.slicing.whole(outputs)) if outputs else []
-        for m, (gradient, y) in enumerate(zip(self.slicing.cut_as(parts, outputs), outputs)):
+        for unit, (gradient, y) in enumerate(zip(self.slicing.cut_as(parts, outputs), outputs)):
             try:
                 if self.checks is not None and scale == 1:
                     self.checks.finite(gradient, "doutput", "a gradient that backward was given is not finite")
-                state.loss_gradients[m] = Loss.scaled(gradient, scale, y)
+                state.loss_gradients[unit] = Loss.scaled(gradient, scale, y)
             except MpipipeError as error:
-                error.microbatch = m // self.slicing.count
+                vars(error).update(self.schedule.locate(unit))
                 raise
 
     def backward(self, gradients: Any, scale: Any, accumulate: bool) -> list | None:
@@ -311,7 +309,7 @@ class Engine:
     def share_losses(self, call: str, state: CallState) -> SharedLoss:
         """Begin to send the losses of a call to all ranks."""
         has_loss = state.inputs.targets is not None
-        losses = self.executor.losses(state, self.schedule.stages - 1) if has_loss else None
+        losses = self.executor.losses(state, self.schedule) if has_loss else None
         what = f"{call} (call {self.agreement.count}) of {self.state.name}"
         return SharedLoss(self.weighing, losses, len(state.inputs.positions) // self.slicing.count, what)
 

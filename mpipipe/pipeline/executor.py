@@ -20,7 +20,9 @@ from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
+from mpipipe.schedules import Schedule
 from mpipipe.stages import StageAdapter
+from mpipipe.text import unit_place, unit_words
 from mpipipe.trace import Recorder
 
 
@@ -99,7 +101,7 @@ class Executor:
         except Exception as error:
             raise self._stage_error(NAMES[action.op], action, error) from error
         except BaseException:  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
-            self.place = f"rank {self.rank}, stage {action.stage}, micro-batch {action.microbatch}, {NAMES[action.op]}"
+            self.place = f"rank {self.rank}, stage {action.stage}, {unit_words(*action.unit)}, {NAMES[action.op]}"
             raise
 
     def end(self, state: CallState) -> None:
@@ -151,7 +153,8 @@ class Executor:
         """Add where it happened, as far as the error does not say that itself."""
         error.rank = self.rank if error.rank is None else error.rank
         error.stage = action.stage if error.stage is None else error.stage
-        error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
+        if error.microbatch is None:
+            vars(error).update(unit_place(*action.unit))
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
         inputs, microbatch, envelope = state.inputs, action.microbatch, action.receive
@@ -239,8 +242,8 @@ class Executor:
         if waiting:
             state.download = waiting, arrays.Download([state.losses[m] for m in waiting])
 
-    def losses(self, state: CallState, last_stage: int) -> list[float]:
-        """Return the losses of a call, by micro-batch; waits for those that are on the device, once."""
+    def losses(self, state: CallState, schedule: Schedule) -> list[float]:
+        """Return the losses of a call, by unit; waits for those that are on the device, once."""
         losses = state.losses
         if state.download is not None:
             waiting, download = state.download
@@ -249,7 +252,8 @@ class Executor:
                 try:
                     check_finite(losses[microbatch])
                 except MpipipeError as error:
-                    error.rank, error.stage, error.microbatch = self.rank, last_stage, microbatch
+                    error.rank, error.stage = self.rank, schedule.stages - 1
+                    vars(error).update(schedule.locate(microbatch))
                     raise
         return [losses[microbatch] for microbatch in range(len(losses))]
 

@@ -6,6 +6,7 @@ from mpipipe.schedules.action import INPUT_GRAD as INPUT_GRAD
 from mpipipe.schedules.action import RECOMPUTE as RECOMPUTE
 from mpipipe.schedules.action import WEIGHT_GRAD as WEIGHT_GRAD
 from mpipipe.schedules.action import Action
+from mpipipe.schedules.action import cell as cell
 from mpipipe.schedules.bounds import Gap, gap, lower_bound
 from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
@@ -32,11 +33,13 @@ from mpipipe.schedules.registry import placement_of as placement_of
 from mpipipe.schedules.repeated import Repetition, simulate_repeated
 from mpipipe.schedules.replay import source as source
 from mpipipe.schedules.schedule import Schedule, Skip, with_skips
+from mpipipe.schedules.schedule import in_words as in_words
 from mpipipe.schedules.search.exact import Optimum, optimum
 from mpipipe.schedules.search.memory_limited import search_with_recompute
 from mpipipe.schedules.search.search import search
 from mpipipe.schedules.simulate import EQUAL_COSTS as EQUAL_COSTS
 from mpipipe.schedules.simulate import FORM as FORM
+from mpipipe.schedules.simulate import TIMES as TIMES
 from mpipipe.schedules.simulate import Costs, Links, Timeline, peak_memory, simulate
 from mpipipe.schedules.zero_bubble import dualpipe_v, interleaved_zero_bubble, zero_bubble_h1, zero_bubble_v
 
