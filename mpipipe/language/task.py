@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.attention import Local
+from mpipipe.attention import Local, slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup, group_of, runtime
@@ -189,7 +189,14 @@ class TextTask(Task):
         return self.tuning.costs(self.model, self.trained())
 
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
-        return self.model.slice_lengths(length, slices)
+        """Return lengths of slices that take equal times, and equal shards of each where there is room for them."""
+        windows, shards = (
+            getattr(self.model, "windows", None) or (None,),
+            self.config.seq * (2 if self.config.seq > 1 else 1),
+        )
+        window = None if None in windows else max(windows)
+        unit = shards if slices * shards <= length else 1
+        return slice_lengths(length, slices, getattr(self.model, "dim", self.config.dim), window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:
         pieces, layers = len(self.model.costs()), asdict(self.model).get("layers")

@@ -23,8 +23,8 @@ from mpipipe.train import output_folder, resume, sinks
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
-from mpipipe.train.survival import ElasticRun
 from mpipipe.train.shard import Shard
+from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, layers_of
 from mpipipe.train.task_check import TaskLoss, rehearse, scores_of, validate

@@ -13,7 +13,6 @@ from mpipipe.job import Communicator, group_of
 from mpipipe.nn import Attend
 from mpipipe.text import counted
 
-
 GRID = 8  # positions of queries and of keys at which biases of all ranks are compared
 
 
