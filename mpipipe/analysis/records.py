@@ -80,7 +80,7 @@ class RankRecord(NamedTuple):
 
 
 def action_of(text: str, slices: int = 1) -> Action | None:
-    """The action whose text form this is, in a schedule with so many slices."""
+    """The action whose text form this is, in a schedule that cuts sequences into `slices`."""
     match = ACTION.fullmatch(text)
     return None if match is None else Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
 

@@ -69,6 +69,7 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: 
         A rank holds at most 2 floor((P+4)/3) chunk activations, half as many of a whole stage.
     costs : Costs, optional
         Times of the 2P stages, for the places of the W's.
+    slices : int, optional
     """
     ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
     units, mean = microbatches * slices, costs.of_mean_slice()
@@ -89,7 +90,7 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices:
     ----------
     ranks, microbatches : int
         A rank holds at most 2 floor((P+2)/2) chunk activations, half as many of a whole stage.
-    costs : Costs, optional
+    costs, slices : optional
         As for `v_min`.
 
     Examples
@@ -224,13 +225,14 @@ def zero_bubble_2p(
 
     Parameters
     ----------
-    ranks, microbatches, slices : int
+    ranks, microbatches : int
     costs : Costs, optional
         Times of the P stages.
     memory_limit : float, optional
         Activations of units that a rank may hold at once, at least n; by default 2P + n - 1.
     kept : float, optional
         Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit is concerned.
+    slices : int, optional
 
     Examples
     --------

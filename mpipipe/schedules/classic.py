@@ -38,9 +38,10 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
 
     Parameters
     ----------
-    ranks, microbatches, slices : int
+    ranks, microbatches : int
     backward : {"fifo", "lifo"}, optional
         "lifo" takes the last micro-batch first, as reverse differentiation does, and so sums gradients in reverse.
+    slices : int, optional
 
     Examples
     --------
@@ -52,9 +53,9 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
     if backward == "fifo":
-        return looped("gpipe", ranks, 1, microbatches, _breadth_first, breadth_first, False, slices)
+        return looped("gpipe", ranks, 1, microbatches, _breadth_first, breadth_first, False, slices=slices)
     microbatches, slices = counts(microbatches=microbatches, slices=slices)
-    units = looped("gpipe", ranks, 1, microbatches * slices, _breadth_first, breadth_first, True, 1)
+    units = looped("gpipe", ranks, 1, microbatches * slices, _breadth_first, breadth_first, True)
     return replace(units, microbatches=microbatches, slices=slices)  # the backwards of each sequence fall already
 
 
@@ -69,6 +70,10 @@ def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et al. 2021 (DAPPLE),
     arXiv:2007.01045; slices: Sun et al. 2024, arXiv:2406.03488.
 
+    Parameters
+    ----------
+    ranks, microbatches, slices : int
+
     Examples
     --------
     >>> from mpipipe import schedules
@@ -76,7 +81,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     """
-    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, grouped, 1, slices)
+    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, grouped, 1, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
@@ -101,7 +106,7 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int 
     0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
     1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
-    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, grouped, 2, slices)
+    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, grouped, 2, slices=slices)
 
 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
@@ -117,7 +122,7 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -
     ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds all MV activations.
     """
-    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, breadth_first, False, slices)
+    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, breadth_first, False, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
@@ -130,7 +135,7 @@ def forward_only(ranks: int, chunks: int, microbatches: int, *, slices: int = 1)
     ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)f of a chunk.
     """
-    return looped("forward_only", ranks, chunks, microbatches, _forwards, grouped, 1, slices)
+    return looped("forward_only", ranks, chunks, microbatches, _forwards, grouped, 1, slices=slices)
 
 
 def looped(
@@ -141,7 +146,8 @@ def looped(
     make: Callable[..., Iterable[Action]],
     time: Callable[..., int],
     option: int,
-    slices: int,
+    *,
+    slices: int = 1,
 ) -> Schedule:
     """Build a schedule whose stages loop over the ranks; `make` and `time` take P, V, M and an option first."""
     ranks, chunks, microbatches, slices = counts(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)

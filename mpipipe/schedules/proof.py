@@ -19,9 +19,9 @@ from mpipipe.schedules.action import (
     LogicalTime,
     OrdersOnDemand,
 )
-from mpipipe.schedules.replay import packed, replay, source
+from mpipipe.schedules.replay import packed, reached, source
 from mpipipe.schedules.schedule import Schedule, check_skips
-from mpipipe.text import counted
+from mpipipe.text import counted, unit_place
 
 # the states of one (stage, micro-batch), and the state that each op leads to
 NOTHING, FORWARDED, RECOMPUTED, INPUT_DONE, FINISHED = range(5)
@@ -250,7 +250,7 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
         rank=rank,
         stage=stage,
-        **schedule.locate(microbatch),
+        **unit_place(microbatch, schedule.slices),
         found=f"{len(wrong)} of {schedule.stages * count} pairs (stage, {noun}) are incomplete",
         expected="one F" if goal == FORWARDED else "one F, and either one B, or one I and one W",
         remedy=f"add {absent} to the order of rank {rank}",
@@ -259,9 +259,7 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
 
 def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
-    ones = [1.0] * schedule.stages
-    starts, _ = replay(schedule.placement, schedule.units, dict.fromkeys(OPS, ones), ones, orders)
-    stopped = [len(began) for began in starts]
+    stopped = reached(schedule.placement, schedule.units, orders)
     stuck = [rank for rank, slot in enumerate(stopped) if slot < len(orders[rank])]
     if not stuck:
         return
@@ -309,7 +307,7 @@ def _refuse(
         f"slot {slot}: {what}\n{grid(schedule, mark or (rank, slot))}",
         rank=rank,
         stage=stage,
-        **(schedule.locate(unit) if type(unit) is int else {"microbatch": unit}),
+        **(unit_place(unit, schedule.slices) if type(unit) is int else {"microbatch": unit}),
         found=schedule.cell(action),
         expected=expected,
         remedy="correct the marked cell; the schedules of schedules.by_name pass this check",
@@ -378,7 +376,7 @@ def check_part(schedule: Schedule, rank: int) -> None:
                 f"the logical time of {schedule.cell(action)} does not rise",
                 rank=rank,
                 stage=stage,
-                **schedule.locate(microbatch),
+                **unit_place(microbatch, schedule.slices),
                 found=f"{now} after {before}",
                 expected="a later time than those of all actions that it waits for",
                 remedy="give Schedule the orders as a tuple, which each rank proves as a whole",

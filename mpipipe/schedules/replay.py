@@ -95,6 +95,13 @@ def replay(
     return starts, ends
 
 
+def reached(placement: Sequence[int], microbatches: int, orders: Sequence[array[int]]) -> list[int]:
+    """Return how many actions of each rank can run: fewer than there are where ranks wait for each other."""
+    ones = [1.0] * len(placement)
+    starts, _ = replay(placement, microbatches, dict.fromkeys(OPS, ones), ones, orders)
+    return [len(began) for began in starts]
+
+
 def packed(order: Iterable[Action], microbatches: int) -> array[int]:
     """Return an order as whole numbers. Millions of Action objects would take 1 GB, and slow the garbage collector."""
     return array("q", [(stage * microbatches + m) << OP_WIDTH | NUMBER[op] for stage, op, m in order])

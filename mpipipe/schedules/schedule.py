@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mpipipe.errors import ArgumentError, ScheduleError
 from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, OrdersOnDemand, cell, changed
 from mpipipe.schedules.checks import at_least_one
-from mpipipe.text import counted, unit_place
+from mpipipe.text import counted
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,6 @@ class Schedule:
         """Write an action as the table of the schedule has it: ``0F3``, or ``0F3.1`` for slice 1 of micro-batch 3."""
         exact = type(action) is Action and type(action.microbatch) is int  # `check` writes wrong ones, too
         return cell(action, self.slices) if exact else str(action)
-
-    def locate(self, unit: int | None) -> dict[str, int | None]:
-        """Return micro-batch and slice of a unit by the names that errors have for them; no slice where n is 1."""
-        return unit_place(unit, self.slices)
 
     @cached_property
     def chunks(self) -> int:

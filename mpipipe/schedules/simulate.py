@@ -115,12 +115,10 @@ class Timeline:
     bubble_fraction, bubble_ratio : float
         Idle time / (ranks * makespan), and idle time / busy time: the (P-1)/M of the literature.
     peak_activations : list of int
-        For each rank the largest number of chunk activations alive at once, each of one unit: with n slices divide by n
-        for sequences, as `peak_sequences` does. An activation is alive from F until B (or
+        For each rank the largest number of chunk activations alive at once, each of one unit, a slice where
+        there are slices. An activation is alive from F until B (or
         W where the backward is split), both ends included; one that is recomputed from R on. A schedule of forwards
         only keeps none. `peak_memory` counts the inputs too that are kept for an R.
-    peak_sequences : list of float
-        The same in chunk activations of whole micro-batches.
     durations : dict of str to list of float
         For each op its time in each stage, that of the mean slice.
     starts : list of array
@@ -143,6 +141,7 @@ class Timeline:
 
     @property
     def peak_sequences(self) -> list[float]:
+        """For each rank `peak_activations` in whole sequences: divided by the slices of one."""
         return [peak / self.schedule.slices for peak in self.peak_activations]
 
     @property

@@ -22,9 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
-from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import FORWARD, Action, Order
-from mpipipe.schedules.proof import check
+from mpipipe.schedules.replay import packed, reached
 from mpipipe.schedules.schedule import Schedule
 
 
@@ -36,8 +35,8 @@ def backward_unit(number: int, slices: int) -> int:
 def in_slices(schedule: Schedule, slices: int) -> Schedule:
     """Make the micro-batches of a schedule, in rising order on each stage, slices of sequences: n of them are one.
 
-    The result is proven. It has the fewest forwards ahead of the backwards with which the proof passes. With all
-    forwards first it passes, so there are some.
+    The result has the fewest forwards ahead of the backwards with which no ranks wait for each other. With all forwards
+    first they do not, so there is a number.
     """
     if slices == 1:
         return schedule
@@ -45,16 +44,13 @@ def in_slices(schedule: Schedule, slices: int) -> Schedule:
     if schedule.forwards_only:
         return whole
     parts = [_parts(order, slices) for order in schedule.orders]
-    ahead = max(0, *(_needed(*part) for part in parts))
-    for more in count(ahead):
-        made = replace(whole, orders=[tuple(_merged(*part, more)) for part in parts])
-        try:
-            check(made)
-        except ScheduleError:
-            assert more < schedule.chunks * schedule.microbatches, f"{schedule!r} does not run"
-            continue
-        return made
-    raise AssertionError  # `count` does not end
+    for ahead in count(max(0, *(_needed(*part) for part in parts))):
+        orders = tuple(tuple(_merged(*part, ahead)) for part in parts)
+        runs = reached(schedule.placement, whole.units, [packed(order, whole.units) for order in orders])
+        if runs == [*map(len, orders)]:
+            break
+        assert ahead < schedule.chunks * whole.units, f"{schedule!r} does not run"
+    return replace(whole, orders=orders)
 
 
 Backwards = list[tuple[Action, int]]  # each with the number of forwards before it on its rank

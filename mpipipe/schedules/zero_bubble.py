@@ -35,6 +35,10 @@ def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedul
     Every rank holds min(M, P) activations.
     Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H1.
 
+    Parameters
+    ----------
+    ranks, microbatches, slices : int
+
     Examples
     --------
     >>> from mpipipe import schedules
@@ -42,7 +46,7 @@ def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedul
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-    return looped("zero_bubble_h1", ranks, 1, microbatches, _split, grouped, 1, slices)
+    return looped("zero_bubble_h1", ranks, 1, microbatches, _split, grouped, 1, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
@@ -60,7 +64,7 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int, *, slice
         Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the first group of
         micro-batches (see `interleaved_1f1b`).
     """
-    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, _split, grouped, 1, slices)
+    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, _split, grouped, 1, slices=slices)
 
 
 #     rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
@@ -72,7 +76,7 @@ def zero_bubble_h2(ranks: int, microbatches: int) -> Schedule:
     That holds where F, I and W take the same time f, messages take none, and M is 2P - 1 or more. The makespan is then
     3Mf + (P-1)f. Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H2.
     """
-    return looped("zero_bubble_2p", ranks, 1, microbatches, _split, grouped, 2, 1)
+    return looped("zero_bubble_2p", ranks, 1, microbatches, _split, grouped, 2)
 
 
 def _split(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> list[Action]:
@@ -118,10 +122,11 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, 
 
     Parameters
     ----------
-    ranks, microbatches, slices : int
+    ranks, microbatches : int
         A rank holds at most 2P chunk activations, which are P of a whole stage.
     costs : Costs, optional
         Times of the 2P stages.
+    slices : int, optional
 
     Examples
     --------
@@ -153,6 +158,10 @@ def dualpipe_v(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     Most backwards are whole. The two of a pair are made to run at the same time on one device; here they run one after
     the other. For M >= 2P the makespan is that of `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations.
     Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
+
+    Parameters
+    ----------
+    ranks, microbatches, slices : int
     """
     ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
     return in_slices(_on_a_v("dualpipe_v", ranks, microbatches * slices, _dualpipe, 0), slices)
