@@ -190,12 +190,9 @@ class TextTask(Task):
 
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
         """Return lengths of slices that take equal times, and equal shards of each where there is room for them."""
-        windows, shards = (
-            getattr(self.model, "windows", None) or (None,),
-            self.config.seq * (2 if self.config.seq > 1 else 1),
-        )
+        seq, windows = self.config.seq, getattr(self.model, "windows", None) or (None,)
+        unit = 2 * seq if 1 < seq <= length // (2 * slices) else 1
         window = None if None in windows else max(windows)
-        unit = shards if slices * shards <= length else 1
         return slice_lengths(length, slices, getattr(self.model, "dim", self.config.dim), window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:

@@ -94,7 +94,8 @@ def check_actions(name: str, ranks: int, chunks: int, microbatches: int, slices:
         raise ConfigError(
             "the schedule would be too long",
             found=f"{actions:,} actions on {where}: forward and backward of {microbatches:,} micro-batches"
-            f"{f' in {slices} slices' if slices > 1 else ''}, and {chunks:,} chunks on each of {counted(ranks, 'rank')}",
+            + (f" in {slices} slices" if slices > 1 else "")
+            + f", and {chunks:,} chunks on each of {counted(ranks, 'rank')}",
             expected=f"at most {most:,}",
             remedy="lower microbatches or chunks" if slices == 1 else "lower microbatches, slices or chunks",
         )
@@ -219,7 +220,8 @@ def _cut(config: TaskConfig, task: Task, shard: Shard) -> Shard:
 def make_shard(config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True) -> tuple[Shard, list[Any]]:
     """Return this rank's share of samples and the layers of a task, whose outline is set; collective.
 
-    What is measured for a plan are whole sequences, not `sliced` ones. Raises the same error on every rank, also where they have different layers.
+    Raises the same error on every rank, also where they have different layers. What is measured for a plan are whole
+    sequences, not `sliced` ones.
     """
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):

@@ -28,11 +28,11 @@ def build(schedule, rank, dtype="float64", attend=None, token_positions=None, de
     return [kind(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
 
 
-def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, **options):
+def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, slice_lengths=None, **options):
     """({name: gradient} of this rank's stages after the last step, on the host; the loss)."""
     stages = build(schedule, comm.rank, **options)
-    mine = dense.placed(schedule, comm.rank, *text(rows))
-    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+    mine, how = dense.placed(schedule, comm.rank, *text(rows)), dict(recompute=recompute, slice_lengths=slice_lengths)
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, **how) as pipeline:
         for _ in range(steps):
             result = pipeline.step(*mine, scale=scale)
     return {name: arrays.download(stage.gradients[name]) for stage in stages for name in stage.gradients}, result.loss
