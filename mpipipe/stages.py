@@ -46,7 +46,7 @@ class StageAdapter:
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
         self._storage: tuple[Any, list[dict]] = None, []  # of gradients and tied parameters, as the pipeline found them
         self._poll: Callable[[], object] | None = None
-        self._ends = False  # whether the gradient of its input is not asked for
+        self._ends = self._runs_again = False  # whether the gradient of its input is not asked for; whether it has R's
         self._has_layers_alone = self.is_model and not getattr(given, "takes_branches", False)
         self._gives: tuple[str, ...] = ()  # what a stage of layers hands on over skips
 
@@ -244,9 +244,12 @@ class StageAdapter:
         flats += [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
         return [flat for flat in flats if flat.size]
 
-    def attach(self, number: int, poll: Callable[[], object], ends: bool) -> None:
-        """Give the stage its number and the poll of its layers. `ends`: the gradient of its input is not asked for."""
-        self._ends = ends
+    def attach(self, number: int, poll: Callable[[], object], ends: bool, runs_again: bool = False) -> None:
+        """Give the stage its number and the poll of its layers. `ends`: the gradient of its input is not asked for.
+
+        `runs_again`: forwards are run again before their backwards.
+        """
+        self._ends, self._runs_again = ends, runs_again
         if self._has_layers_alone:
             self.given.hand_on(self._gives)
         self.number, self._poll = number, poll
@@ -288,7 +291,7 @@ class StageAdapter:
 
     def _end_backward(self, ends: bool) -> None:
         if type(self.given) is nn.Stage:
-            self.given.end_backward(ends)
+            self.given.end_backward(ends, self._runs_again)
         elif isinstance(getattr(self.given, "ends", None), bool):  # anything else is the user's own
             self.given.ends = ends
 

@@ -283,12 +283,12 @@ def rank_bytes(
     *,
     recompute: bool,
     copied: bool,
-    share: float = 1.0,
+    shares: Sequence[float] = (1.0,),
 ) -> list[RankBytes]:
     """Return what each rank of a pipeline holds, from what `layer_bytes` has measured for one rank.
 
     `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at the end for a
-    sample, and `share` is what the largest slice has of a sequence.
+    sample, and `shares` are those of the slices in a sequence.
     """
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
     layers, named = measured
@@ -297,9 +297,8 @@ def rank_bytes(
         positions = first.shape[0] * first.shape[1]
         layers = [with_ring(each, layer, positions, problem.dtype) for each, layer in zip(layers, problem.layers)]
     if schedule.slices > 1:
-        positions, kind = first.shape[0] * first.shape[1], problem.dtype
-        layers = [of_slice(each, layer, positions, kind, share) for each, layer in zip(layers, problem.layers)]
-        named = {name: share * size for name, size in named.items()}
+        positions = first.shape[0] * first.shape[1]
+        layers = [with_slices(each, layer, positions, problem.dtype) for each, layer in zip(layers, problem.layers)]
     stages: list[StageBytes] = []
     inputs: list[float] = []
     for number, (start, stop) in enumerate(plan.layer_ranges):
@@ -314,7 +313,7 @@ def rank_bytes(
     ranks = []
     for rank in range(problem.ranks):
         window = windows(rank) if schedule.ranks > 1 else 0
-        held = [round(part) for part in peak_of_step(schedule, rank, stages, inputs, window)]
+        held = [round(part) for part in peak_of_step(schedule, rank, stages, inputs, window, shares)]
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
         ranges = plan.ranges_of(rank)
         sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
@@ -365,12 +364,19 @@ def _with_buffers(step: int, buffers: list[int]) -> int:
 
 
 def peak_of_step(
-    schedule: Schedule, rank: int, stages: Sequence[StageBytes], inputs: Sequence[float], window: int
+    schedule: Schedule,
+    rank: int,
+    stages: Sequence[StageBytes],
+    inputs: Sequence[float],
+    window: int,
+    shares: Sequence[float] = (1.0,),
 ) -> tuple[float, float, float]:
     """Walk through the order of a rank; return bytes of activations, messages and scratch at the peak.
 
-    `inputs` are bytes of the input of a micro-batch, for all stages, and `window` is that of `receive_windows`.
+    `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of `receive_windows`, and
+    `shares` are those of the slices in a sequence.
     """
+    parts = [([share_of(stage, share) for stage in stages], [share * size for size in inputs]) for share in shares]
     placement, last, order = schedule.placement, schedule.stages - 1, schedule.orders[rank]
     away = {
         stage: (stage > 0 and placement[stage - 1] != rank, stage < last and placement[stage + 1] != rank)
@@ -378,10 +384,14 @@ def peak_of_step(
     }  # whether the input comes from another rank, and the gradient of the output
     receives = [op in "FBI" and away[stage][op != "F"] for stage, op, _ in order]
     waiting = sum(receives)
-    largest = max((inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0)
+    largest = max((inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0) * max(
+        shares
+    )
     best, activations, local, leaving, leased, buffers = (0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0
     for (stage, op, microbatch), receiving in zip(order, receives):
-        own, trained, (from_away, to_away) = stages[stage], schedule.has_backward(stage), away[stage]
+        number, final = microbatch % schedule.slices, schedule.slices - 1
+        of_stages, inputs = parts[number]
+        own, trained, (from_away, to_away) = of_stages[stage], schedule.has_backward(stage), away[stage]
         here = inputs[stage] if stage and not from_away else 0.0
         if receiving:
             buffers = max(buffers, leased + min(window, waiting))
@@ -398,7 +408,6 @@ def peak_of_step(
             "I": (own.input_grad, own.pending - own.saved),
             "W": (own.weight_grad, -own.pending),
         }[op]
-        number, final = microbatch % schedule.slices, schedule.slices - 1
         activations += own.keys * (op == "F" and number == 0) + own.sums * (op in "BI" and number == final)
         best = max(best, (activations + saved + local, buffers * largest, scratch + leaving), key=sum)
         activations += more
@@ -409,6 +418,12 @@ def peak_of_step(
             local -= here
             leased -= from_away + (op != "F" and to_away)
     return best
+
+
+def share_of(whole: StageBytes, share: float) -> StageBytes:
+    """Return the bytes of a slice that has this share of a sequence."""
+    kept = {name: share * size for name, size in vars(whole).items() if name not in ("keys", "sums")}
+    return replace(whole, **kept)
 
 
 # -- What attention over a ring of ranks takes beyond attention on one rank: the messages with keys and values --------
@@ -434,17 +449,18 @@ def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str)
     )
 
 
-# -- What a slice of a sequence takes: its share of the positions; keys and values are those of the whole sequence -----
+# -- What attention takes where sequences come in slices: keys and values are those of the whole sequence --------------
 
 
-def of_slice(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str, share: float) -> StageBytes:
-    """Return the bytes of a layer for a slice that has this share of the positions of a micro-batch on this rank."""
-    kind, still = arrays.dtype(dtype), ("tables", "shared", "drawing")
+def with_slices(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
+    """Return the bytes of a layer, measured on whole sequences, with keys, values and their gradients apart.
+
+    A micro-batch has `positions` on this rank.
+    """
+    kind = arrays.dtype(dtype)
     width = sum(2 * each.kv_heads * each.head_dim * positions for each in attentions([layer]))
-    keys, sums = width * kind.itemsize, width * arrays.accumulator(kind).itemsize
-    whole = replace(measured, saved=max(0, measured.saved - keys), keys=keys, sums=sums)
-    scaled = {name: share * size for name, size in vars(whole).items() if name not in (*still, "keys", "sums")}
-    return replace(whole, **scaled)
+    keys = width * kind.itemsize
+    return replace(measured, saved=measured.saved - keys, keys=keys, sums=width * arrays.accumulator(kind).itemsize)
 
 
 # -- Refuses models and batches that do not fit into this machine, before memory for them is taken --------------------

@@ -326,11 +326,14 @@ def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> 
     return shard, replace(problem, inputs=tuple(map(shapes_of, inputs_of(config, task, shard))))
 
 
-def largest_slice(config: TaskConfig, task: Task, comm: Communicator) -> float:
-    """Return the share of the largest slice in a sequence; raises where the layers cannot take slices."""
+def slice_shares(config: TaskConfig, task: Task, comm: Communicator) -> list[float]:
+    """Return the shares of the slices in a sequence; raises where the layers attend in another way."""
+    if config.slices == 1:
+        return [1.0]
     shard = _cut(config, task, task.shard(comm, config.seq))
     outline(task, shard, config.seed)
-    return max(shard.slice_lengths) / sum(shard.slice_lengths) if shard.slice_lengths else 1 / config.slices
+    lengths = shard.slice_lengths or [1] * config.slices
+    return [length / sum(lengths) for length in lengths]
 
 
 def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
@@ -346,7 +349,7 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
             remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
         )
     config = with_order(config, comm, Path(config.out or "."))
-    largest = largest_slice(config, task, comm)
+    shares = slice_shares(config, task, comm)
     shard, problem = on_paper(config, task, ranks, comm)
     plan = plan_layers(config, task, problem.ranks, problem.replicas)
     rows = plan.microbatch_rows
@@ -354,7 +357,7 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
     measured = planning.layer_bytes(
         problem, layers, lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task), sample, task.freeze
     )
-    how = dict(recompute=config.recompute, copied=task.copies, share=largest)
+    how = dict(recompute=config.recompute, copied=task.copies, shares=shares)
     found = planning.rank_bytes(problem, plan, measured, sample, **how)
     return MemoryEstimate(config, task, problem, plan, found)
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from support import dense
 from support.random_schedules import runnable_schedules
-from support.small_gpt import MODEL, build, gradients, parts_of, text
-from test_gpt import CUTS
+from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
 
 from mpipipe import Mesh, Pipeline, nn
 from mpipipe.attention import Layout, Local, Ring, Sliced, slice_lengths

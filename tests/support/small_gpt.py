@@ -11,6 +11,15 @@ from mpipipe.schedules import partition
 from support import dense
 
 MODEL = dict(vocab=32, dim=16, layers=5, heads=4, kv_heads=2, hidden=24, seq=12)
+CUTS = [  # schedule, ranks, chunks
+    ("gpipe", 1, 1), ("one_f_one_b", 1, 1), ("zero_bubble_h1", 1, 1), ("interleaved_1f1b", 1, 2), ("looped_bfs", 1, 3),
+    ("gpipe", 2, 1), ("one_f_one_b", 2, 1), ("zero_bubble_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2),
+    ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3), ("interleaved_zero_bubble", 2, 2), ("zero_bubble_2p", 2, 1),
+    ("zero_bubble_v", 2, 2), ("dualpipe_v", 2, 2), ("v_half", 2, 2), ("v_min", 2, 2),
+    ("gpipe", 4, 1), ("one_f_one_b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2),
+    ("interleaved_1f1b", 4, 3), ("looped_bfs", 4, 3), ("interleaved_zero_bubble", 4, 3), ("zero_bubble_2p", 4, 1),
+    ("zero_bubble_v", 4, 2), ("dualpipe_v", 4, 2), ("v_half", 4, 2), ("v_min", 4, 2),
+]  # fmt: skip
 
 
 def text(rows, seed=1):
