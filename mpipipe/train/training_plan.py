@@ -209,7 +209,7 @@ def make_shard(config: TaskConfig, task: Task, mesh: Mesh) -> tuple[Shard, list[
     """
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
-        shard = task.shard(mesh.seq, mesh.seq.size)
+        shard, task.pipe = task.shard(mesh.seq, mesh.seq.size), mesh.pipe.size
         shard.dtype = arrays.dtype(config.dtype)
     with group.raise_together("train: the layers"):
         layers = outline(task, shard, config.seed)
@@ -301,7 +301,7 @@ def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
 def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
     """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
     pipe, replicas = mesh_of(config, ranks)
-    shard = task.shard(comm, config.seq)
+    shard, task.pipe = task.shard(comm, config.seq), pipe
     shard.dtype = arrays.dtype(config.dtype)
     outline(task, shard, config.seed)
     problem = problem_of(config, task, pipe, replicas)
