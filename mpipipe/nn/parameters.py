@@ -184,7 +184,9 @@ def drawn(
     shapes = {name: parameter.shape for name, parameter in declared.items()}
     host = FlatBuffer(shapes, dtype, **layout)
     for name, parameter in declared.items():
-        host[name][...] = parameter.draw(initial_generator(seed, parameter.stream or parameter.tie or name), parameter.shape)
+        host[name][...] = parameter.draw(
+            initial_generator(seed, parameter.stream or parameter.tie or name), parameter.shape
+        )
     if device == "cpu":
         return host
     there = FlatBuffer(shapes, dtype, device, **layout)

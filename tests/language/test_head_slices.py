@@ -59,8 +59,9 @@ def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied)
         sliced = config(name, tied=tied, sample_bytes=12, save_every=2, **keys)
         train(sliced, GPT, comm)
         close_records(sliced, whole)
-        assert capsys.readouterr().out.partition("--- sample")[2].splitlines()[:3] == (
-            said.partition("--- sample")[2].splitlines()[:3]
+        assert (
+            capsys.readouterr().out.partition("--- sample")[2].splitlines()[:3]
+            == (said.partition("--- sample")[2].splitlines()[:3])
         )
     again = config("again", tied=tied, head_slices=3, resume=str(Path(config("slices").out, "checkpoints")))
     last = records(config("slices"))[-1]

@@ -17,6 +17,7 @@ RANDOM = np.random.default_rng(5)
 H = RANDOM.standard_normal((*SHAPE, DIM)) * 3
 LABELS = RANDOM.integers(0, VOCAB, SHAPE)
 COUNTS = (1, 2, 3, 5)
+UNITS = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 
 
 def sliced(of, labels=True, dtype="float64", device="cpu", frozen=(), vocab=VOCAB):
@@ -119,9 +120,7 @@ def test_narrow_dtypes_carry_the_sums_in_float32(dtype):
     losses, dx, dweight = run(stage, h, LABELS, slope, split=True)
     weight = whole(stage).astype(arrays.dtype(dtype)).astype(np.float64)
     expected = written_out(h.astype(np.float64), LABELS, weight, slope)
-    unit = float(arrays.finfo(dtype).eps) if hasattr(arrays, "finfo") else {"float32": 2**-23, "float16": 2**-10}.get(
-        dtype, 2**-7
-    )
+    unit = UNITS[dtype]
     size = largest(h.astype(np.float64) @ weight.T)
     assert losses.dtype == dweight.dtype == np.float32 and dx.dtype == arrays.dtype(dtype)
     for found, other in zip((losses, dx, dweight), expected):
@@ -153,11 +152,11 @@ def test_an_evaluation_keeps_no_logits():
 
 def test_what_does_not_fit_is_an_error():
     for bad in ((3, 0, 4), (3, 2, 2), (3, -1, 2), (0, 0, 1)):
-        with pytest.raises(ArgumentError, match="slice|positive"):
+        with pytest.raises(ArgumentError, match=r"slice|positive"):
             nn.HeadSlice(DIM, *bad)
     with pytest.raises(ArgumentError, match="more slices than rows"):
         nn.Embedding(3, DIM, slices=4)
-    with pytest.raises(ArgumentError, match="the labels is out of range|out of range"):
+    with pytest.raises(ArgumentError, match="out of range"):
         sliced(2).forward(Branches(H, labels=LABELS + VOCAB))
     with pytest.raises(ArgumentError, match="labels do not fit"):
         sliced(2).forward(Branches(H, labels=LABELS[:, :2]))
@@ -192,7 +191,7 @@ def test_a_gpu_computes_the_same(gpu, monkeypatch, dtype, kept):
         sliced(3, dtype=dtype, device="cuda", vocab=vocab), arrays.upload(h), labels, arrays.upload(slope), split=True
     )
     here = run(sliced(3, dtype=dtype, vocab=vocab), h, labels, slope, split=True)
-    unit = {"float64": 2**-52, "float32": 2**-23, "bfloat16": 2**-7}[dtype]
+    unit = UNITS[dtype]
     for found, expected in zip(map(arrays.download, there), here):
         wide = expected.astype(np.float64)
         np.testing.assert_allclose(found.astype(np.float64), wide, rtol=0, atol=64 * unit * (1 + largest(wide)))

@@ -17,6 +17,7 @@ the backward computes them again: four products, or five in a split backward, in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -217,7 +218,8 @@ def check_slices(entries: Sequence[Any]) -> None:
     if not found:
         return
     of, ends = found[0][1].of, isinstance(entries[-1], Layer) and leaf(entries[-1], -1) is found[-1][1]
-    if not ends or [(layer.number, layer.of) for _, layer in found] != [(number, of) for number in range(of)]:
+    apart = any(after - before > 1 for (before, _), (after, _) in pairwise(found))
+    if apart or not ends or [(layer.number, layer.of) for _, layer in found] != [(number, of) for number in range(of)]:
         raise ArgumentError(
             "the slices of a head are not the last layers of the model, one after the other",
             found=", ".join(f"slice {layer.number} of {layer.of} in layers[{place}]" for place, layer in found)
