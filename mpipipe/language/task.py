@@ -190,7 +190,7 @@ class TextTask(Task):
                 remedy="leave out head_slices",
             )
         count = balanced_slices(model, self.pipe * self.config.chunks) if slices == "auto" else slices
-        return replace(model, head_slices=count)  # type: ignore[type-var]  # a model is a dataclass
+        return replace(model, head_slices=count)
 
     @property
     def slices(self) -> int:

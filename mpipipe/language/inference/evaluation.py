@@ -70,7 +70,7 @@ def perplexity(loss: float) -> float:
 class WindowLosses(nn.HeadCrossEntropy):
     """The loss of an evaluation: it notes the loss of each window, with the product of the head in tiles.
 
-    With `slices` of the head the output is losses, of which it takes the mean.
+    With `slices` of the head the output is the losses themselves.
     """
 
     def __init__(self, stage: nn.Stage, slices: bool = False) -> None:
@@ -134,9 +134,8 @@ class Evaluator:
             own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
             with group.raise_together("evaluate: reading the data"):
                 inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
-            if self.labels:
-                inputs = arrays.Branches(inputs, labels=targets["ids"])
-            self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
+            given = arrays.Branches(inputs, labels=targets["ids"]) if self.labels else inputs
+            self.pipeline.evaluate(given if self.first else None, targets if self.last else None)
             with group.raise_together("evaluate: the losses"):
                 if self.losses is not None:
                     self.losses.settle()

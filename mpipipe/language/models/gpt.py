@@ -300,7 +300,7 @@ def balanced_slices(model: Model, stages: int) -> int:
     """
 
     def slowest(slices: int) -> float:
-        costs = replace(model, head_slices=slices).costs()  # type: ignore[arg-type]  # it is a dataclass
+        costs = replace(model, head_slices=slices).costs()
         cuts = partition(costs, min(stages, len(costs)))
         return max(sum(costs[start:stop]) for start, stop in cuts)
 

@@ -96,10 +96,7 @@ class ModelFolder(ABC):
                 checkpoint.check_same_folder(self.path, self.inode)
 
     def with_slices(self, count: int) -> ModelFolder:
-        """Return the folder of the same model with its head in so many slices; ConfigError where it is kept in others.
-
-        A head of Hugging Face is one tensor, of which any rows can be read.
-        """
+        """Return the folder of the same model with its head in `count` slices; raises ConfigError if it has others."""
         there = self.model.head_slices
         if there != count:
             raise ConfigError(

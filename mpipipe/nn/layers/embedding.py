@@ -36,8 +36,8 @@ class Embedding(Layer):
     scale : float
         Factor on the rows that come out.
     slices : int
-        Number of parameters of which the table consists: `weight` alone, or `weight_0`, `weight_1`, ..., each tied with
-        the `HeadSlice` of its number. They start as the whole table does.
+        Number of parameters that make up the table: `weight` alone, or `weight_0`, `weight_1`, ..., each tied with the
+        `HeadSlice` of its number. They start as the whole table does.
     """
 
     uploads_integers = True

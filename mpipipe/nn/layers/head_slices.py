@@ -110,7 +110,8 @@ class HeadSlice(Layer):
         return self._back(dy, saved, True, False), (dy if self.last else (None, *dy[1:]), saved)
 
     def backward_weight(self, pending: Any) -> None:
-        self._back(*pending, False, True)
+        dy, saved = pending
+        self._back(dy, saved, False, True)
 
     def backward(self, dy: Any, saved: Any) -> Any:
         return self._back(dy, saved, True, True)

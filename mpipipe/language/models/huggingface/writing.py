@@ -198,7 +198,7 @@ def _write_file(folder: Path, number: int, total: int, tensors: Mapping[str, Pla
 def _write_divided(
     folder: Path, total: int, model: GPT, slices: Mapping[Part, Array], mesh: Mesh, dtype: np.dtype
 ) -> TensorPlaces:
-    """Write the last file of `total`, with the head, of which each rank has some slices, or none; collective."""
+    """Write the last file of `total`, with the head, from the slices that each rank has; collective."""
     whole = Planned(dtype, (model.vocab, model.dim), lambda: np.empty(0))
     header, entries = header_of({HEAD: whole}, METADATA)
     start, row = entries[HEAD].start, model.dim * dtype.itemsize
@@ -209,7 +209,7 @@ def _write_divided(
 
 
 def write_jointly(path: Path, header: bytes, mesh: Mesh, pieces: Mapping[int, Callable[[], np.ndarray]]) -> None:
-    """Write a file of which each rank has some pieces, or none, by where they begin in bytes; collective."""
+    """Write a file from the pieces that each rank has, by where they begin in bytes; collective."""
     group = group_of(mesh.comm)
     with group.raise_together("saving tensors of several ranks: their file"), explained(path):
         if mesh.rank == 0:
