@@ -145,6 +145,26 @@ def test_a_checkpoint_is_resumed_on_another_mesh(comm, config, cut_short):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+def test_a_sharded_optimizer_trains_the_same_and_goes_on_with_and_without_shards(comm, config, cut_short):
+    """To the bit: on the same replicas, and on others, where sums over replicas round in another way."""
+    for name, keys in (("data", dict(pipe=1, tied=True, dtype="float16")), ("pipe", dict(pipe=2, tied=True))):
+        whole, first = config(name, **keys), config(f"{name} first", shard_optimizer=True, check_weights=2, **keys)
+        train(whole, GPT, comm)
+        cut_short(first, comm, 4)
+        ends = []
+        for sharded, pipe in ((True, keys["pipe"]), (False, keys["pipe"]), (True, 3 - keys["pipe"]), (False, 3 - keys["pipe"])):
+            goes_on = config(f"{name} {sharded} {pipe}", resume="auto", shard_optimizer=sharded, **{**keys, "pipe": pipe})
+            if comm.rank == 0:
+                shutil.copytree(first.out, goes_on.out)
+            comm.Barrier()
+            train(goes_on, GPT, comm)
+            ends.append((records(goes_on), arrays_of(goes_on), content(goes_on.out + "/weights")))
+        assert ends[0] == ends[1] == (records(whole), arrays_of(whole), content(whole.out + "/weights"))
+        assert ends[2] == ends[3]
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_checkpoint_of_all_ranks_is_resumed_on_one(comm, config, cut_short):
     whole, first = (config(name, dtype="float64") for name in ("whole", "run"))
     train(whole, GPT, comm)
