@@ -44,7 +44,10 @@ class Shards:
     def __init__(self, replicas: Communicator, stages: Sequence[StageAdapter], error: Exception | None) -> None:
         self.group, self.flats = group_of(replicas), _flats(stages)
         # with names: two stages of one shape are no replicas
-        facts = [(flat, stage.index, *stage.parameters) for flat, stage in zip(self.flats, stages)]
+        facts = [
+            (flat, stage.index, {name: array.shape for name, array in stage.parameters.items()})
+            for flat, stage in zip(self.flats, stages)
+        ]
         self.group.agree(
             "optim: the parameters that replicas share",
             (("parameters of the stages", str(facts)),),
@@ -67,7 +70,7 @@ class Shards:
                 "the parameters of a sharded optimizer are others than at its construction",
                 found=", ".join(now),
                 expected=", ".join(self.flats),
-                remedy="build the pipeline first, and then the optimizer: a pipeline lets tied parameters share storage",
+                remedy="build the pipeline first, and then the optimizer: it lets tied parameters share storage",
             )
         self.group.agree("optim: a step over the replicas", (("steps of the optimizer", steps),), error=error)
 
@@ -84,9 +87,9 @@ class Shards:
             for pending, stage, ranges in underway:
                 self.group.wait(pending, "the parameters of the other replicas", everyone=True)
                 flat, copy = stage.parameters.flat, stage.kept_copy
-                others = [] if copy is None else [*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]]
-                for start, stop in others:
-                    stage.kernels.cast(flat[start:stop], copy[start:stop])
+                if copy is not None:
+                    for start, stop in (*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]):
+                        stage.kernels.cast(flat[start:stop], copy[start:stop])
         except BaseException:
             for pending, _, _ in underway:
                 pending.Cancel()
@@ -94,9 +97,7 @@ class Shards:
 
     def shard(self, number: int, start: int, like: Array, state: Array) -> StateShard:
         """Return this replica's part of the state of one parameter, which starts here in the flat one of its stage."""
-        parts = [
-            (min(max(a - start, 0), like.size), min(max(b - start, 0), like.size)) for a, b in self.ranges[number]
-        ]
+        parts = [(min(max(a - start, 0), like.size), min(max(b - start, 0), like.size)) for a, b in self.ranges[number]]
         (first, last), begin = parts[self.group.rank], start - self.own(number)[0]
         part = state[begin + first : begin + last] if first < last else state[:0]
         return StateShard(like.shape, state.dtype, part, parts, self.group)
@@ -134,7 +135,13 @@ class StateShard:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def whole(self) -> np.ndarray:
-        """Return a copy of the whole array on the host; collective over the replicas."""
+        """Put the whole array together on the host; collective over the replicas.
+
+        Returns
+        -------
+        numpy.ndarray
+            A copy.
+        """
         flat = np.empty(math.prod(self.shape), self.dtype)
         start, stop = self.ranges[self.group.rank]
         with self.group.failing("the state of the optimizer"):
@@ -145,7 +152,13 @@ class StateShard:
         return flat.reshape(self.shape)
 
     def take(self, whole: np.ndarray) -> None:
-        """Set this replica's part from the whole array on the host."""
+        """Set this replica's part from the whole array.
+
+        Parameters
+        ----------
+        whole : numpy.ndarray
+            On the host, of `shape` and `dtype`.
+        """
         start, stop = self.ranges[self.group.rank]
         values = np.ascontiguousarray(whole.reshape(-1)[start:stop])
         arrays.copy_into(self.part, arrays.upload(values) if arrays.is_device(self.part) else values)

@@ -129,7 +129,7 @@ class PlanningProblem:
         )
 
     def moment_bytes(self, trained: int) -> int:
-        """Bytes of the optimizer's state of so many parameters on one rank."""
+        """Bytes of the optimizer's state of this number of parameters, on one rank."""
         return -(-trained // self.shards) * arrays.accumulator(arrays.dtype(self.dtype)).itemsize * self.moments
 
     def _per_layer(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -50,7 +52,7 @@ def test_64_megabytes_and_an_empty_buffer(comm):
 def test_a_gather_leaves_each_range_as_its_rank_has_it(comm, monkeypatch, most):
     monkeypatch.setattr(allreduce, "GATHERED", most)
     edges = np.cumsum([0, *(3000 * rank + 7 for rank in range(comm.size - 1)), 0]).tolist()
-    ranges = list(zip(edges, edges[1:]))  # of different sizes, the last one empty
+    ranges = list(pairwise(edges))  # of different sizes, the last one empty
     expected = np.concatenate([(-1.0) ** rank * np.arange(start, stop) for rank, (start, stop) in enumerate(ranges)])
     flat = np.full(edges[-1], np.nan)
     start, stop = ranges[comm.rank]

@@ -122,7 +122,7 @@ def trained(mesh, schedule, steps, sharded, dtype="float16", frozen=()):
     """The parameters and the norms of a training of a GPT on a mesh, and the optimizer, for its state."""
     stages = build(schedule, mesh.pipe.rank, layers=3, tied=True, dtype=dtype, frozen=frozen)
     loss, norms = nn.softmax_cross_entropy, []
-    scaler = optim.LossScaler(2.0**17, interval=7)
+    scaler = optim.LossScaler(2.0**23, interval=7)
     rows = slice(4 * mesh.data.rank, 4 * mesh.data.rank + 4)
     with Pipeline(stages, schedule, mesh.pipe, loss=loss, replicas=mesh.replicas) as pipeline:
         optimizer = optim.AdamW(stages, 0.01, replicas=mesh.replicas if sharded else None)
