@@ -26,12 +26,15 @@ class Position(NamedTuple):
         Numbers of the training step, of the micro-batch in it, and of the replica.
     training : bool
         Whether this is a training step: otherwise `Dropout` is the identity.
+    keeps : bool
+        Whether a backward of this micro-batch follows on its stage.
     """
 
     step: int = 0
     microbatch: int = 0
     replica: int = 0
     training: bool = True
+    keeps: bool = True
 
 
 class StageOfLayer(Protocol):
