@@ -21,7 +21,6 @@ from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
-from mpipipe.text import unit_place, unit_words
 from mpipipe.trace import Recorder
 
 
@@ -100,7 +99,7 @@ class Executor:
         except Exception as error:
             raise self._stage_error(NAMES[action.op], action, error) from error
         except BaseException:  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
-            self.place = f"rank {self.rank}, stage {action.stage}, {unit_words(*action.unit)}, {NAMES[action.op]}"
+            self.place = f"rank {self.rank}, stage {action.stage}, micro-batch {action.microbatch}, {NAMES[action.op]}"
             raise
 
     def end(self, state: CallState) -> None:
@@ -152,8 +151,7 @@ class Executor:
         """Add where it happened, as far as the error does not say that itself."""
         error.rank = self.rank if error.rank is None else error.rank
         error.stage = action.stage if error.stage is None else error.stage
-        if error.microbatch is None:
-            vars(error).update(unit_place(*action.unit))
+        error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
         inputs, microbatch, envelope = state.inputs, action.microbatch, action.receive
@@ -167,8 +165,11 @@ class Executor:
         if action.takes:
             x, lease = self.messages.join(action, state.local, x, lease)
         target = inputs.targets[microbatch] if action.last and inputs.targets is not None else None
+        position = inputs.positions[microbatch]
+        if inputs.training and not action.keeps:
+            position = position._replace(keeps=False)
         state.marks.append(self.now())
-        result = self.stages[action.chunk].forward(x, inputs.positions[microbatch])
+        result = self.stages[action.chunk].forward(x, position)
         if type(result) is not tuple or len(result) != 2:
             raise ArgumentError(
                 "the forward of a stage returns (output, saved)",

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
@@ -24,12 +26,15 @@ class Position(NamedTuple):
         Numbers of the training step, of the micro-batch in it, and of the replica.
     training : bool
         Whether this is a training step: otherwise `Dropout` is the identity.
+    keeps : bool
+        Whether a backward of this micro-batch follows on its stage.
     """
 
     step: int = 0
     microbatch: int = 0
     replica: int = 0
     training: bool = True
+    keeps: bool = True
 
 
 class StageOfLayer(Protocol):
@@ -39,6 +44,7 @@ class StageOfLayer(Protocol):
     headless: bool
     poll: Callable[[], object] | None
     device: str
+    dtype: np.dtype
     seed: int
     kernels: Kernels
     tables: RopeTables
