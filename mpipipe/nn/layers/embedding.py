@@ -85,6 +85,7 @@ class LearnedPositions(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = True
 
     weight: np.ndarray
 
@@ -101,11 +102,8 @@ class LearnedPositions(Layer):
         self.positions = None if positions is None else np.asarray(positions)
         if attend is not None and self.positions is not None:
             as_attend(attend).check_positions(self.positions)
+        self.mixes_positions = attend is None or as_attend(attend).slice_rows is None
         self.declared = {"weight": matrix(count, dim, gain)}
-
-    @property
-    def mixes_positions(self) -> bool:  # type: ignore[override]
-        return self.attend is None or self.positions is not None or as_attend(self.attend).slice_rows is None
 
     def unrecordable(self) -> str:
         return "" if self.attend is None or self.positions is not None else why_unrecordable(self.attend)

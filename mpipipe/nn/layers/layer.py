@@ -174,8 +174,8 @@ class Layer(Differentiable):
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
         and never lets the host wait for the device. Subclasses do not inherit it either.
     mixes_positions : bool
-        Whether y at a position, along axis 1, depends on x at others in a way that slices of a sequence leave out. A
-        class of which each position stands for itself says False; subclasses do not inherit that.
+        Whether y at a position, along axis 1, depends on x at others, and the layer needs whole sequences for that. A
+        class says False where positions stand for themselves; subclasses do not inherit that.
     has_backward : bool
         False in a stage whose backwards end before they come to this layer, set by the stage.
     ends : bool
