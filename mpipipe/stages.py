@@ -199,6 +199,21 @@ class StageAdapter:
                 "backward of your own, and list it in inner_stages; give torch_stage and jax_stage their names",
             )
 
+    def check_slices(self, number: int) -> None:
+        """Raise ArgumentError where a stage may mix positions in another way than from slice to slice."""
+        reason = next(filter(None, (getattr(model, "unsliceable", str)() for model in self.models)), "")
+        if not self.is_model and not getattr(self.given, "slices", False):
+            reason = f"{self.name}, which does not say that it takes slices"
+        if reason:
+            raise ArgumentError(
+                "a schedule has slices, and a stage cannot take the slices of a sequence one after the other",
+                stage=number,
+                found=reason,
+                expected="layers for which positions are alike, and nn.SelfAttention with attention.Sliced",
+                remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a stage of your "
+                "own that treats each position by itself; or take a schedule without slices",
+            )
+
     @property
     def input_names(self) -> set[str] | None:
         """The names that inputs of this stage, the first one, must have; None where that is not known."""

@@ -360,7 +360,8 @@ def digest(schedule: Schedule) -> str:
     """Return a short text that differs between schedules. For a large one it is made of how its orders are made."""
     if logical_time_of(schedule) is None:
         return f"{schedule.fingerprint:x}"
-    text = f"{schedule.placement} {schedule.microbatches} {schedule.slices} {schedule.trained_from} {schedule.skips} {schedule.orders!r}"
+    numbers = f"{schedule.placement} {schedule.microbatches} {schedule.slices} {schedule.trained_from}"
+    text = f"{numbers} {schedule.skips} {schedule.orders!r}"
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

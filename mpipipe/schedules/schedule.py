@@ -145,8 +145,8 @@ class Schedule:
                 expected=f"1 to {self.microbatches}",
                 remedy="build a schedule with more micro-batches",
             )
-        orders = changed(self.orders, _first_forwards, count)
-        return Schedule("forward", self.placement, count, orders, skips=self.skips)
+        orders = changed(self.orders, _first_forwards, count * self.slices)
+        return Schedule("forward", self.placement, count, orders, skips=self.skips, slices=self.slices)
 
     def to_csv(self) -> str:
         r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
@@ -167,8 +167,8 @@ def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * chunks
 
 
-def _first_forwards(count: int, order: Iterable[Action]) -> Iterable[Action]:
-    return (action for action in order if action.op == FORWARD and action.microbatch < count)
+def _first_forwards(units: int, order: Iterable[Action]) -> Iterable[Action]:
+    return (action for action in order if action.op == FORWARD and action.microbatch < units)
 
 
 def _row(order: Iterable[Action]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
@@ -26,7 +28,7 @@ class Position(NamedTuple):
     training : bool
         Whether this is a training step: otherwise `Dropout` is the identity.
     keeps : bool
-        Whether a backward follows, for which slices of a sequence are kept; see attention.Sliced.
+        Whether a backward of this micro-batch follows on its stage, for which slices of a sequence are kept.
     """
 
     step: int = 0
@@ -43,6 +45,7 @@ class StageOfLayer(Protocol):
     headless: bool
     poll: Callable[[], object] | None
     device: str
+    dtype: np.dtype
     seed: int
     kernels: Kernels
     tables: RopeTables
