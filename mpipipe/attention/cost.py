@@ -145,7 +145,7 @@ def slice_lengths(
     --------
     >>> from mpipipe.attention import slice_lengths
     >>> slice_lengths(4096, 4), slice_lengths(4096, 4, width=256)
-    ((1024, 1024, 1024, 1024), (1341, 1025, 913, 817))
+    ((1024, 1024, 1024, 1024), (1620, 1002, 795, 679))
     """
     least = min(slices, unit, 1 if window is None else window)
     if least < 1 or slices * unit > seq_len or min(width, parameters or 0) < 0:

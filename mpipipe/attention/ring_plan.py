@@ -68,7 +68,8 @@ class RingOptions(NamedTuple):
                 raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
         window, seq_len = (None if value is None else int(value) for value in (window, seq_len))
         scale = None if scale is None else float(scale)
-        return RingOptions(bool(causal), layout, window, segments, scale, seq_len, rotation, name_of(bias), lengths)
+        options = RingOptions(bool(causal), layout, window, segments, scale, seq_len, rotation, bias=name_of(bias))
+        return options._replace(slice_lengths=lengths)
 
     def whole(self, ranks: int, seq_len: int) -> Layout:
         """The layout of a sequence of this length on the ranks."""

@@ -53,7 +53,7 @@ from mpipipe.text import counted
 
 
 @dataclass(eq=False)
-class _Sequence:
+class _SlicedSequence:
     """Keys and values of the slices of a sequence so far, and the sums of their gradients.
 
     Arrays are views (batch, rows, kv_heads, dim) of memory in which the rows of a head lie together.
@@ -70,12 +70,11 @@ class _Sequence:
 class SlicedSaved(NamedTuple):
     """What the forward of a slice keeps for its backward. Arrays are as in `LocalSaved`."""
 
-    sequence: _Sequence
+    sequence: _SlicedSequence
     part: int  # number of the slice
     plan: RingPlan
     call: int
     scale: float
-    packed: bool  # whether the rows of the batch are one sequence
     q: Array
     out: Array
     lse: Array
@@ -84,7 +83,7 @@ class SlicedSaved(NamedTuple):
 class Sliced(Attend):
     """Exact causal attention for sequences in slices, the units of a pipeline; forward and backward.
 
-    `begin` says which slice of which sequence comes next: unit u is slice u mod n of sequence u // n. Slices of several
+    `begin` names the slice and its sequence: unit u is slice u mod n of sequence u // n. Slices of several
     sequences may alternate. In each, forwards come in rising order, backwards in falling order, and a forward may be
     run again before its backward. One object holds the keys of one layer: `nn.SelfAttention` makes its own of it.
 
@@ -109,8 +108,6 @@ class Sliced(Attend):
         Rows of each slice on this rank; `lengths` on a rank alone.
     seq_len : int
         Length of the whole sequence.
-    poll : callable
-        That of `inner`.
 
     Raises
     ------
@@ -177,7 +174,7 @@ class Sliced(Attend):
         self._forget()
 
     def _forget(self) -> None:
-        self._sequences: dict[int, _Sequence] = {}  # under way, by their numbers
+        self._sequences: dict[int, _SlicedSequence] = {}  # under way, by their numbers
         self._now: Position | None = None
 
     def begin(self, position: Position) -> None:
@@ -214,6 +211,7 @@ class Sliced(Attend):
 
     @property
     def poll(self) -> Callable[[], object]:
+        """That of `inner`."""
         return self.inner.poll
 
     @poll.setter
@@ -251,10 +249,10 @@ class Sliced(Attend):
         assert sequence is not None and self._now is not None  # else the agreement has raised
         plan = plan._replace(function=self.inner.bias)
         scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
-        shape, keeps, packed = (*q.shape[:3], v.shape[3]), self._now.keeps, options.rows is not None
+        shape, keeps = (*q.shape[:3], v.shape[3]), self._now.keeps
         if keeps and not q.flags.c_contiguous:  # a view of an array with keys and values, which are kept elsewhere
             q = arrays.copied(q) if arrays.is_device(q) else np.ascontiguousarray(q)
-        if packed:
+        if options.rows is not None:
             q, keys, values = map(_as_one, (q, keys, values))
         with self._failing("the forward of a slice"):
             block = KVBlock(q, keys, values, scale, plan.slices[0], self.poll, plan.bias(0, q, keys))
@@ -271,14 +269,14 @@ class Sliced(Attend):
             if part == len(self.lengths) - 1:
                 del self._sequences[sequence.number]
             return out.reshape(shape), None
-        return out.reshape(shape), SlicedSaved(sequence, part, plan, call, scale, packed, q, out, lse)
+        return out.reshape(shape), SlicedSaved(sequence, part, plan, call, scale, q, out=out, lse=lse)
 
     def backward(self, dout: Array, saved: SlicedSaved) -> Gradients:
         """Return the gradients of a slice of q, k and v, after those of all later slices of its sequence."""
         return Sliced.backward_into(self, dout, saved, None)
 
     def backward_into(self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
-        sequence, part, plan, call, scale, packed, q, out, lse = saved
+        sequence, part, plan, call, scale, q, out, lse = saved
         dout, error = like(dout, out), None
         if part != sequence.due:
             error = ArgumentError(
@@ -297,7 +295,7 @@ class Sliced(Attend):
                 arrays.set_zero(x.swapaxes(1, 2))
         keys, values = self._seen(sequence.kept, part, self._rank)
         sums = self._seen(sequence.sums, part, self._rank)
-        if packed:
+        if len(q) != len(keys):  # rows of a batch with documents of their own
             keys, values = _as_one(keys), _as_one(values)
         with self._failing("the backward of a slice"):
             bias, kernel = plan.bias(0, q, keys), kernels.chosen(q, keys, values, self.inner.bias)
@@ -310,9 +308,9 @@ class Sliced(Attend):
                 self._ring.bytes_sent += run.bytes_sent
             else:
                 dq = arrays.zeros(q.shape, dtype, device)
-                if q.shape[0] == len(sums[0]):
+                if len(q) == len(sums[0]):
                     kernel.backward(block, dout, result, Gradients(dq, *sums))
-                else:  # rows of a batch as one sequence, which their sums are not
+                else:
                     more = kernel.block_gradients(block, dout, result, dq)
             for place, x in zip(sums, more):
                 arrays.strided_copy(by_rows(x, len(place)), place, add=True)
@@ -336,7 +334,7 @@ class Sliced(Attend):
             )
         return divmod(self._now.microbatch, len(self.lengths))
 
-    def _append(self, q: Array, k: Array, v: Array) -> tuple[_Sequence, int]:
+    def _append(self, q: Array, k: Array, v: Array) -> tuple[_SlicedSequence, int]:
         """Keep the keys and values of a slice; return its sequence, and its number."""
         check_arrays(q, k, v)
         (number, part), keeps = self._unit(), self._now is not None and self._now.keeps
@@ -345,7 +343,7 @@ class Sliced(Attend):
         sequence = self._sequences.get(number)
         if part == 0 and (sequence is None or not keeps):
             kept = [_rows_like(x, sum(self.slice_rows), x.dtype) for x in (k, v)]
-            sequence = self._sequences[number] = _Sequence(number, kept, len(self.lengths) - 1)
+            sequence = self._sequences[number] = _SlicedSequence(number, kept, len(self.lengths) - 1)
         done = 0 if sequence is None else sequence.done
         if sequence is None or part > done or (part < done and not keeps):
             raise ArgumentError(
@@ -381,7 +379,7 @@ class Sliced(Attend):
     # In the last step of a ring a rank has the block of another one, with which its backward begins. The rows of each
     # slice are taken from there as they come, and packed again with those before them.
 
-    def _keep_far(self, sequence: _Sequence, part: int, plan: RingPlan, message: Array) -> None:
+    def _keep_far(self, sequence: _SlicedSequence, part: int, plan: RingPlan, message: Array) -> None:
         other = (plan.rank - plan.steps + 1) % plan.layout.ranks
         start, stop = self._starts[other][part : part + 2]
         blocks = [by_rows(x, len(sequence.kept[0])) for x in plan.message.unpack(message, other)]
@@ -390,7 +388,7 @@ class Sliced(Attend):
         for x, far in zip(blocks, sequence.far):
             arrays.strided_copy(x[:, x.shape[1] - (stop - start) :], far[:, start:stop])
 
-    def _far_message(self, sequence: _Sequence, part: int, plan: RingPlan) -> Array:
+    def _far_message(self, sequence: _SlicedSequence, part: int, plan: RingPlan) -> Array:
         other = (plan.rank - plan.steps + 1) % plan.layout.ranks
         k, v = self._seen(sequence.far, part, other)
         if plan.message.shapes.batch != len(k):

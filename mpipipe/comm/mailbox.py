@@ -19,7 +19,6 @@ import numpy as np
 from mpipipe.arrays import Array, Shape, read_only
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Condition, RankGroup, own, wait_for
-from mpipipe.text import unit_words
 from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
@@ -38,7 +37,6 @@ class Envelope(NamedTuple):
     header: tuple[int, int]
     data: tuple[int, int]
     skip: str = ""  # its name, where the edge is no edge of the chain of stages
-    slices: int = 1  # of each sequence; `microbatch` is the number of a unit, as in a schedule
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -49,8 +47,7 @@ class Envelope(NamedTuple):
     def subject(self) -> str:
         """What the message holds, the same at both ends."""
         edge = f"skip {self.skip!r}" if self.skip else f"edge {self.edge}"
-        kind = ("activation", "gradient")[self.direction]
-        return f"the {kind} of {unit_words(self.microbatch, self.slices)} over {edge}"
+        return f"the {('activation', 'gradient')[self.direction]} of micro-batch {self.microbatch} over {edge}"
 
     def __str__(self) -> str:
         channel, tag = self.data

@@ -405,10 +405,11 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
             )
 
 
-def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
+def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False) -> Any:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them.
 
-    What is `named` comes next to the input, under a name, and may be of integers.
+    What is `named` comes next to the input, under a name, and may be of integers. A `part` of several may have the
+    dtype of parameters, as sums over the vocabulary have.
     """
     if isinstance(x, arrays.Branches):
         if stage.names is None:
@@ -418,7 +419,7 @@ def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
         return arrays.Branches(accepted_input(stage, x.main), **skips)
     if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
         leaves, structure = arrays.flatten(x)
-        return arrays.unflatten([accepted_input(stage, leaf, named) for leaf in leaves], structure)
+        return arrays.unflatten([accepted_input(stage, leaf, named, part=True) for leaf in leaves], structure)
     device = arrays.device_of(x)
     x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":
@@ -430,7 +431,8 @@ def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
             remedy="build the stage with device='cuda', or give a numpy array",
         )
     integers = x.dtype.kind in "iu"
-    if x.dtype != stage.dtype and not (integers and (named or stage.first_layer.takes_integers)):
+    wide = part and x.dtype == arrays.accumulator(stage.dtype)
+    if x.dtype != stage.dtype and not wide and not (integers and (named or stage.first_layer.takes_integers)):
         raise ArgumentError(
             "the input of a stage has the wrong dtype",
             stage=stage.index,

@@ -31,7 +31,7 @@ from mpipipe.pipeline.batch import CallInputs
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import StageMessages
 from mpipipe.stages import StageAdapter, flat_if_any, takes_parameter
-from mpipipe.text import counted, unit_place, unit_words
+from mpipipe.text import counted
 
 OWN_ARRAYS = "write into arrays of your own: x.copy(), dy.copy(), and a new y and dx for each micro-batch"
 OVERFLOW = "look for a division by 0, a log or sqrt out of range, an overflow of exp or of a product, a step too large"
@@ -125,8 +125,8 @@ class Returned:
 class Checks:
     """What is known of the arrays of the call under way on this rank; the mailbox knows what has been sent."""
 
-    def __init__(self, rank: int, last_stage: int, mailbox: Mailbox, slices: int) -> None:
-        self.rank, self.last_stage, self.mailbox, self.slices = rank, last_stage, mailbox, slices
+    def __init__(self, rank: int, last_stage: int, mailbox: Mailbox) -> None:
+        self.rank, self.last_stage, self.mailbox = rank, last_stage, mailbox
         self.gradients_of: dict[int, Callable[[], dict[str, Array]]] = {}  # stage -> its gradients by their names
         self._clear()
 
@@ -176,14 +176,13 @@ class Checks:
         """Raise StageError if an array has been written to."""
         found = arrays.change()
         if found is not None:
-            place = dict(stage=arrays.stage, **unit_place(arrays.microbatch, self.slices))
-            expected = "the content that it had"
-            raise StageError(what, rank=self.rank, **place, found=found, expected=expected, remedy=OWN_ARRAYS)
+            place = dict(rank=self.rank, stage=arrays.stage, microbatch=arrays.microbatch)
+            raise StageError(what, **place, found=found, expected="the content that it had", remedy=OWN_ARRAYS)
 
     def after(self, action: tuple[int, str], microbatch: int) -> None:
         """Look at what was returned by the actions before this one."""
         sent, left = len(self.mailbox.sent), len(self.mailbox.sent) - len(self.mailbox.outgoing)
-        self._look_at_recent(f"{action[1]} of stage {action[0]}, {unit_words(microbatch, self.slices)}")
+        self._look_at_recent(f"{action[1]} of stage {action[0]}, micro-batch {microbatch}")
         recent, self.recent = self.recent, []
         for result in recent:
             result.sent = sent if result.sent is None else result.sent

@@ -28,7 +28,6 @@ from mpipipe.pipeline.messages import KNOWN_SHAPES, StageMessages
 from mpipipe.pipeline.pending import PipelineState
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction
 from mpipipe.stages import StageAdapter, flat_if_any
-from mpipipe.text import unit_words
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
 Function: TypeAlias = Callable[[PlannedAction, CallState], None]  # that runs an action
@@ -93,9 +92,9 @@ class PipelineFlight:
         action = steps[done]
         awaited = receives[taken : taken + 1] if not computes else []  # the first that was not taken
         return account._replace(
-            doing=f"{NAMES[action.op]} of stage {action.stage}, {unit_words(*action.unit)}, in {call.name}",
+            doing=f"{NAMES[action.op]} of stage {action.stage}, micro-batch {action.microbatch}, in {call.name}",
             stage=action.stage,
-            microbatch=action.microbatch // action.slices,
+            microbatch=action.microbatch,
             expects=next((self._message(each) for each in awaited if each in action.receives), None),
         )
 

@@ -69,7 +69,7 @@ class Engine:
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
         mailbox = make_mailbox(partners, tags.channels + ties.channels, pairs if self.nccl.messages else ())
         warmup = 2 if settings.graphs() else 1  # the second one records graphs
-        self.checks = checks = Checks(rank, schedule.stages - 1, mailbox, schedule.slices) if partners.check else None
+        self.checks = checks = Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
         self.messages = StageMessages(mailbox, warmup) if checks is None else CheckedMessages(mailbox, warmup, checks)
         self.ties = Ties(pipe, mailbox.transport, stages, numbers, ties)
         self.sums = None if replicas is None else GradientSums(replicas, sums_by_nccl, mailbox, stages)

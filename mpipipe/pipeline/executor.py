@@ -22,7 +22,6 @@ from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, 
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.schedules import Schedule
 from mpipipe.stages import StageAdapter
-from mpipipe.text import unit_place, unit_words
 from mpipipe.trace import Recorder
 
 
@@ -101,7 +100,7 @@ class Executor:
         except Exception as error:
             raise self._stage_error(NAMES[action.op], action, error) from error
         except BaseException:  # SystemExit, KeyboardInterrupt: they stay what they are, the other ranks hear where
-            self.place = f"rank {self.rank}, stage {action.stage}, {unit_words(*action.unit)}, {NAMES[action.op]}"
+            self.place = f"rank {self.rank}, stage {action.stage}, micro-batch {action.microbatch}, {NAMES[action.op]}"
             raise
 
     def end(self, state: CallState) -> None:
@@ -153,8 +152,7 @@ class Executor:
         """Add where it happened, as far as the error does not say that itself."""
         error.rank = self.rank if error.rank is None else error.rank
         error.stage = action.stage if error.stage is None else error.stage
-        if error.microbatch is None:
-            vars(error).update(unit_place(*action.unit))
+        error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
         inputs, microbatch, envelope = state.inputs, action.microbatch, action.receive

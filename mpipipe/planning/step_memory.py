@@ -327,7 +327,7 @@ def rank_bytes(
                 count=count,
                 parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
                 gradients=trained * wide,
-                moments=trained * wide * problem.moments,
+                moments=problem.moment_bytes(trained),
                 tables=round(sum(stage.tables for stage in own)),
                 activations=held[0],
                 messages=held[1],
@@ -486,7 +486,7 @@ def check_training(
     if device == "cpu":
         trained = sum(problem.trained_counts[layer] for layer in own)
         needs |= {
-            f"gradients and state of {problem.optimizer}": trained * wide * (1 + problem.moments),
+            f"gradients and state of {problem.optimizer}": trained * wide + problem.moment_bytes(trained),
             "activations of one micro-batch": len(own) * message,
         }
     check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "

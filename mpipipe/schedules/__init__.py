@@ -6,7 +6,6 @@ from mpipipe.schedules.action import INPUT_GRAD as INPUT_GRAD
 from mpipipe.schedules.action import RECOMPUTE as RECOMPUTE
 from mpipipe.schedules.action import WEIGHT_GRAD as WEIGHT_GRAD
 from mpipipe.schedules.action import Action
-from mpipipe.schedules.action import cell as cell
 from mpipipe.schedules.bounds import Gap, gap, lower_bound
 from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b

@@ -40,6 +40,13 @@ def cell(action: tuple[int, str, int], slices: int) -> str:
     return f"{stage}{op}{unit}" if slices == 1 else f"{stage}{op}{unit // slices}.{unit % slices}"
 
 
+def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
+    """Return micro-batch and slice of a unit, by the names of errors; no slice where sequences are whole."""
+    if slices == 1 or unit is None:
+        return {"microbatch": unit}
+    return {"microbatch": unit // slices, "slice": unit % slices}
+
+
 # -- The orders of all ranks, each one made when it is asked for: no rank needs all orders of a large schedule at once -
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpipipe.schedules.action import place_of
 from mpipipe.schedules.proof import grid
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
-from mpipipe.text import unit_place
 
 __all__ = ["chrome_trace", "grid", "timeline"]
 
@@ -71,7 +71,7 @@ def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
     for rank, spans in enumerate(timeline.spans):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
         for action, start, end in spans:
-            place = {"stage": action.stage, **unit_place(action.microbatch, schedule.slices)}
+            place = {"stage": action.stage, **place_of(action.microbatch, schedule.slices)}
             event = {"ph": "X", "name": schedule.cell(action), "cat": action.op, "pid": rank, "tid": 0, "args": place}
             events.append({**event, "ts": start * 1e6, "dur": (end - start) * 1e6})
     return events

@@ -84,8 +84,9 @@ class Task:
         before the run folder is touched.
     folders, copies : tuple of str, bool
         Folders in the run folder that `save` replaces. Whether `sample` copies the model.
-    outline, file : list of Layer, TaskSource
-        The layers on paper, set before anything that asks for them; and the file that the task was loaded from.
+    outline, pipe, file : list of Layer, int, TaskSource
+        The layers on paper and the ranks of a pipeline, set before anything that asks for them; and the file that the
+        task was loaded from.
 
     Examples
     --------
@@ -122,6 +123,7 @@ class Task:
     folders: tuple[str, ...] = ("weights",)
     copies = False
     outline: Sequence[nn.Layer] = ()
+    pipe = 1
     file: TaskSource | None = None
 
     # -- what a task of your own has

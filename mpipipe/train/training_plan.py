@@ -203,6 +203,7 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
         dtype=config.dtype,
         optimizer=config.optimizer,
         moments=2 if config.optimizer == "adamw" else int(config.momentum > 0),
+        shards=replicas * config.seq if config.shard_optimizer else 1,
         fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"}
         | ({"slices": config.slices} if config.slices > 1 else {}),
         memory_limit=config.memory_limit,
@@ -225,7 +226,7 @@ def make_shard(config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True) 
     """
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
-        shard = task.shard(mesh.seq, mesh.seq.size)
+        shard, task.pipe = task.shard(mesh.seq, mesh.seq.size), mesh.pipe.size
         shard.dtype = arrays.dtype(config.dtype)
         if sliced:
             _cut(config, task, shard)
@@ -255,7 +256,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
         example=lambda rows, microbatches: example(task, rows, microbatches, shard, config.batch),
         message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
-        optimizer=lambda pipeline: make_optimizer(config, pipeline, task),
+        optimizer=lambda pipeline, mesh: make_optimizer(config, pipeline, task, mesh),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
         clip=config.clip,
@@ -319,7 +320,7 @@ def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
 def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
     """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
     pipe, replicas = mesh_of(config, ranks)
-    shard = task.shard(comm, config.seq)
+    shard, task.pipe = task.shard(comm, config.seq), pipe
     shard.dtype = arrays.dtype(config.dtype)
     outline(task, shard, config.seed)
     problem = problem_of(config, task, pipe, replicas)
@@ -349,8 +350,8 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
             remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
         )
     config = with_order(config, comm, Path(config.out or "."))
-    shares = slice_shares(config, task, comm)
     shard, problem = on_paper(config, task, ranks, comm)
+    shares = slice_shares(config, task, comm)
     plan = plan_layers(config, task, problem.ranks, problem.replicas)
     rows = plan.microbatch_rows
     sample, layers = example(task, rows, 1, shard), layers_of(task, shard, config.seed)

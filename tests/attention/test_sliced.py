@@ -54,16 +54,14 @@ def through(attend, sequences, rank=0, segments=None, again=False, room=False, p
             kept = saved.pop((number, at))
             (dout,), three = part(number, at, (3,)), None
             if room:
-                batch, rows, heads, _ = (
-                    kept.q.shape if not kept.packed else (len(dout), dout.shape[1], dout.shape[2], 0)
-                )
+                batch, rows, heads, _ = kept.q.shape
                 qkv = np.full((batch, rows, heads + 4, mine[number][0].shape[3]), np.nan, dout.dtype)
                 three = qkv[:, :, :heads], qkv[:, :, heads : heads + 2], qkv[:, :, heads + 2 :]
             gradients = attend.backward(dout, kept) if three is None else attend.backward_into(dout, kept, three)
             assert three is None or all(one is other for one, other in zip(gradients, three))
             batch, rows, heads = dout.shape[:3]
             lse = backend.download(kept.lse)
-            lse = lse.reshape(heads, batch, rows).transpose(1, 2, 0) if kept.packed else lse.transpose(0, 2, 1)
+            lse = lse.reshape(heads, batch, rows).transpose(1, 2, 0) if segments is not None else lse.transpose(0, 2, 1)
             found[number][at] = [backend.download(found[number][at][0]), lse, *backend.download(*gradients)]
     assert not attend._sequences
     return [[np.concatenate(parts, 1) for parts in zip(*of_one)] for of_one in found]

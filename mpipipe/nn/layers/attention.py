@@ -60,6 +60,7 @@ class SelfAttention(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = True
     freezes_parts = True
 
     qkv: np.ndarray
@@ -104,7 +105,7 @@ class SelfAttention(Layer):
                 "SelfAttention was given nothing to attend with", remedy="pass attend=mpipipe.attention.Local()"
             )
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        self.attend = attend
+        self.attend, self.mixes_positions = attend, as_attend(attend).slice_rows is None
         self.positions = None if positions is None else np.asarray(positions)
         if self.positions is not None:
             as_attend(attend).check_positions(self.positions)
@@ -132,10 +133,6 @@ class SelfAttention(Layer):
         found = stacked_projections("qkv", {"q_proj": queries, "k_proj": keys, "v_proj": keys})
         out = Projection("out", 0, self.dim)
         return {**found, "o_proj": out, "c_attn": Projection("qkv", 0, self._width), "c_proj": out}
-
-    @property
-    def mixes_positions(self) -> bool:  # type: ignore[override]
-        return as_attend(self.attend).slice_rows is None
 
     def bound(self) -> None:
         self._attend = as_attend(self.attend).for_layer()
