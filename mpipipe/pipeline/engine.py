@@ -34,6 +34,7 @@ from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.units import Slicing, split_as
 from mpipipe.schedules import Schedule, before_backwards, recomputed_on
+from mpipipe.text import units
 from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")
@@ -157,8 +158,9 @@ class Engine:
         training = call in STEPS
         plan = self.training_plan if training else self.forward_plan(agreed.microbatches)
         self.weighing.begin(agreed, batch.counts or [])
-        replica, count = self.partners.replica, agreed.microbatches * self.slicing.count
-        positions = [Position(self.steps_taken, unit, replica, training, training) for unit in range(count)]
+        replica, slices = self.partners.replica, self.slicing.count
+        numbers = units(agreed.microbatches * slices, slices)
+        positions = [Position(self.steps_taken, unit, replica, training, training) for unit in numbers]
         outputs = call in ("forward", "forward_train")
         inputs = CallInputs(training, batch.inputs or [], batch.targets, outputs, scale, positions)
         try:
@@ -311,7 +313,7 @@ class Engine:
     def share_losses(self, call: str, state: CallState) -> SharedLoss:
         """Begin to send the losses of a call to all ranks."""
         has_loss = state.inputs.targets is not None
-        losses = self.executor.losses(state, self.schedule) if has_loss else None
+        losses = self.executor.losses(state, self.schedule.stages - 1) if has_loss else None
         what = f"{call} (call {self.agreement.count}) of {self.state.name}"
         return SharedLoss(self.weighing, losses, len(state.inputs.positions) // self.slicing.count, what)
 

@@ -20,7 +20,6 @@ from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
-from mpipipe.schedules import Schedule
 from mpipipe.stages import StageAdapter
 from mpipipe.trace import Recorder
 
@@ -240,8 +239,8 @@ class Executor:
         if waiting:
             state.download = waiting, arrays.Download([state.losses[m] for m in waiting])
 
-    def losses(self, state: CallState, schedule: Schedule) -> list[float]:
-        """Return the losses of a call, by unit; waits for those that are on the device, once."""
+    def losses(self, state: CallState, last_stage: int) -> list[float]:
+        """Return the losses of a call, by micro-batch; waits for those that are on the device, once."""
         losses = state.losses
         if state.download is not None:
             waiting, download = state.download
@@ -250,8 +249,7 @@ class Executor:
                 try:
                     check_finite(losses[microbatch])
                 except MpipipeError as error:
-                    error.rank, error.stage = self.rank, schedule.stages - 1
-                    vars(error).update(schedule.locate(microbatch))
+                    error.rank, error.stage, error.microbatch = self.rank, last_stage, microbatch
                     raise
         return [losses[microbatch] for microbatch in range(len(losses))]
 

@@ -10,6 +10,7 @@ from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.faces import renamed
 from mpipipe.job import RankGroup, is_rank, whoami
 from mpipipe.pipeline.loss import SharedLoss
+from mpipipe.text import name_slice
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ class PipelineState:
     def fail(self, error: BaseException) -> None:
         """End the pipeline, and let the other ranks know. Messages and kernels of the broken call may be under way."""
         self.state = "failed"
+        if isinstance(error, MpipipeError):
+            name_slice(error)
         if not is_rank():  # a process that a stage has forked must not call MPI
             return
         text = f"{self._where()} ({whoami()}) failed: {type(error).__name__}: {error}"

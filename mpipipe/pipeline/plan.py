@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
-from mpipipe.schedules import Action, Schedule, cell, logical_time_of, recomputed_on, simulate, source
+from mpipipe.schedules import Action, Schedule, logical_time_of, recomputed_on, simulate, source
+from mpipipe.text import Unit, units
 
 OrderKey: TypeAlias = tuple[float, int, str, int]  # (time of the end, stage, op, micro-batch): no two are equal
 AHEAD = 8  # receives of a large schedule that are kept posted
@@ -32,7 +33,7 @@ class PlannedAction(NamedTuple):
     op: str  # F, B (full backward), I (input gradient), W (weight gradient), R (the forward again)
     stage: int  # logical
     chunk: int  # index among this rank's stages
-    microbatch: int
+    microbatch: int  # its unit: without slices the micro-batch
     first: bool  # the stage where inputs enter
     last: bool  # the stage where the loss is
     receive: Envelope | None
@@ -44,12 +45,6 @@ class PlannedAction(NamedTuple):
     ends: bool  # the backwards end here: no stage before has one
     takes: tuple[Port, ...] = ()
     gives: tuple[Port, ...] = ()
-    slices: int = 1  # of each sequence; `microbatch` is the number of a unit
-
-    @property
-    def unit(self) -> tuple[int, int]:
-        """Its number, and the slices of each sequence, as `text.unit_words` takes them."""
-        return self.microbatch, self.slices
 
     @property
     def receives(self) -> list[Envelope]:
@@ -62,7 +57,9 @@ class PlannedAction(NamedTuple):
         return [each for each in (self.send, *(port.message for port in self.gives)) if each is not None]
 
     def __str__(self) -> str:
-        return cell((self.stage, self.op, self.microbatch), self.slices)
+        unit = self.microbatch
+        cell = "{}.{}".format(*unit.place) if isinstance(unit, Unit) else unit
+        return f"{self.stage}{self.op}{cell}"
 
 
 class ActionPlan:
@@ -142,8 +139,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
         if not 0 <= neighbour <= last_stage or placement[neighbour] == rank:
             return None
         header, data = (tags.of(edge, microbatch, direction, part) for part in (HEADER, DATA))
-        place = placement[neighbour], edge, microbatch, direction
-        return Envelope(*place, header, data, skip, slices=schedule.slices)
+        return Envelope(placement[neighbour], edge, microbatch, direction, header, data, skip)
 
     def ports(stage: int, microbatch: int, direction: int) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
         """(Those over which the stage takes, those over which it gives)."""
@@ -156,9 +152,9 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
                 found[stage == ends[direction]].append(Port(name, edge, message, wanted))
         return tuple(found[0]), tuple(found[1])
 
-    steps = []
+    steps, numbers = [], units(schedule.units, schedule.slices)
     for action in order:
-        stage, op, microbatch = action
+        stage, op, microbatch = action.stage, action.op, numbers[action.microbatch]
         receive = send = None
         takes: tuple[Port, ...] = ()
         gives: tuple[Port, ...] = ()
@@ -173,10 +169,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
         facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
         again = (stage, microbatch) in recomputed
         limits = schedule.has_backward(stage), again, stage == lowest, takes, gives
-        made = PlannedAction(
-            op, stage, chunk_of[stage], microbatch, *facts, clock(action), *limits, slices=schedule.slices
-        )
-        steps.append(made)
+        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, clock(action), *limits))
     return steps
 
 

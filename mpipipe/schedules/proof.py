@@ -18,10 +18,11 @@ from mpipipe.schedules.action import (
     Action,
     LogicalTime,
     OrdersOnDemand,
+    place_of,
 )
 from mpipipe.schedules.replay import packed, reached, source
 from mpipipe.schedules.schedule import Schedule, check_skips
-from mpipipe.text import counted, unit_place
+from mpipipe.text import counted
 
 # the states of one (stage, micro-batch), and the state that each op leads to
 NOTHING, FORWARDED, RECOMPUTED, INPUT_DONE, FINISHED = range(5)
@@ -250,7 +251,7 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
         rank=rank,
         stage=stage,
-        **unit_place(microbatch, schedule.slices),
+        **place_of(microbatch, schedule.slices),
         found=f"{len(wrong)} of {schedule.stages * count} pairs (stage, {noun}) are incomplete",
         expected="one F" if goal == FORWARDED else "one F, and either one B, or one I and one W",
         remedy=f"add {absent} to the order of rank {rank}",
@@ -307,7 +308,7 @@ def _refuse(
         f"slot {slot}: {what}\n{grid(schedule, mark or (rank, slot))}",
         rank=rank,
         stage=stage,
-        **(unit_place(unit, schedule.slices) if type(unit) is int else {"microbatch": unit}),
+        **(place_of(unit, schedule.slices) if type(unit) is int else {"microbatch": unit}),
         found=schedule.cell(action),
         expected=expected,
         remedy="correct the marked cell; the schedules of schedules.by_name pass this check",
@@ -376,7 +377,7 @@ def check_part(schedule: Schedule, rank: int) -> None:
                 f"the logical time of {schedule.cell(action)} does not rise",
                 rank=rank,
                 stage=stage,
-                **unit_place(microbatch, schedule.slices),
+                **place_of(microbatch, schedule.slices),
                 found=f"{now} after {before}",
                 expected="a later time than those of all actions that it waits for",
                 remedy="give Schedule the orders as a tuple, which each rank proves as a whole",
@@ -398,8 +399,8 @@ def digest(schedule: Schedule) -> str:
     """Return a short text that differs between schedules. For a large one it is made of how its orders are made."""
     if logical_time_of(schedule) is None:
         return f"{schedule.fingerprint:x}"
-    sizes = f"{schedule.placement} {schedule.microbatches} {schedule.slices} {schedule.trained_from}"
-    text = f"{sizes} {schedule.skips} {schedule.orders!r}"
+    numbers = f"{schedule.placement} {schedule.microbatches} {schedule.slices} {schedule.trained_from}"
+    text = f"{numbers} {schedule.skips} {schedule.orders!r}"
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

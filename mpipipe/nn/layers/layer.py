@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
@@ -26,7 +28,7 @@ class Position(NamedTuple):
     training : bool
         Whether this is a training step: otherwise `Dropout` is the identity.
     keeps : bool
-        Whether a backward follows, for which slices of a sequence are kept; see attention.Sliced.
+        Whether a backward of this micro-batch follows on its stage, for which slices of a sequence are kept.
     """
 
     step: int = 0
@@ -43,6 +45,7 @@ class StageOfLayer(Protocol):
     headless: bool
     poll: Callable[[], object] | None
     device: str
+    dtype: np.dtype
     seed: int
     kernels: Kernels
     tables: RopeTables
@@ -174,8 +177,8 @@ class Layer(Differentiable):
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
         and never lets the host wait for the device. Subclasses do not inherit it either.
     mixes_positions : bool
-        Whether y at a position, along axis 1, depends on x at others in a way that slices of a sequence leave out. A
-        class of which each position stands for itself says False; subclasses do not inherit that.
+        Whether y at a position, along axis 1, depends on x at others, and the layer needs whole sequences for that. A
+        class says False where positions stand for themselves; subclasses do not inherit that.
     has_backward : bool
         False in a stage whose backwards end before they come to this layer, set by the stage.
     ends : bool
