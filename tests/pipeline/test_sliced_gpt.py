@@ -61,8 +61,8 @@ def test_gradients_equal_those_of_whole_sequences_for_every_generator(
     compare(comm, cuts, slices, lengths, microbatches, windows, tied=tied)
 
 
-def test_packed_documents_replicas_and_frozen_stages(comm):
-    """Two documents in each row; replicas have a part of the rows each; the lower half of the model is frozen."""
+def test_packed_documents_evaluation_and_replicas(comm):
+    """Two documents in each row; replicas have a part of the rows each."""
     tokens, targets = text(4)
     segments = np.arange(SEQ)[None, :] >= np.array([[3], [5], [8], [11]])
     expected = {}
