@@ -445,7 +445,7 @@ class TextTask(Task):
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
         forward = plan.schedule.forward_only_part(1)  # of whole sequences: that of the first slice
-        orders = [[action for action in order if action.microbatch == 0] for order in forward.orders]
+        orders = [tuple(action for action in order if action.microbatch == 0) for order in forward.orders]
         alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
             answer = continued(decoding, prompt, count, self.vocab, temperature=config.temperature, seed=config.seed)

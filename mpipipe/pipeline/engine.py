@@ -34,7 +34,7 @@ from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.units import Slicing, split_as
 from mpipipe.schedules import Schedule, before_backwards, recomputed_on
-from mpipipe.text import units
+from mpipipe.text import name_slice, units
 from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")
@@ -279,7 +279,8 @@ class Engine:
                     self.checks.finite(gradient, "doutput", "a gradient that backward was given is not finite")
                 state.loss_gradients[unit] = Loss.scaled(gradient, scale, y)
             except MpipipeError as error:
-                vars(error).update(self.schedule.locate(unit))
+                error.microbatch = state.inputs.positions[unit].microbatch
+                name_slice(error)
                 raise
 
     def backward(self, gradients: Any, scale: Any, accumulate: bool) -> list | None:

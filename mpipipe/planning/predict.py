@@ -248,8 +248,9 @@ class Choice:
         ----------
         ranks, trained : as for `build`
         """
-        how = dict(ranks=ranks, chunks=self.chunks, microbatches=self.microbatches, slices=self.slices)
-        made = schedules.by_name(self.schedule, **how)
+        made = schedules.by_name(
+            self.schedule, ranks=ranks, chunks=self.chunks, microbatches=self.microbatches, slices=self.slices
+        )
         return completed(made, self.ranges, trained, self.recompute_limit)
 
     @property

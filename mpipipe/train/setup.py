@@ -189,8 +189,9 @@ def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> t
             found = group.from_one("evaluate: the run folder", lambda: resume.newest_state(run))
             stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
             checkpoint.load(found.path, mesh, stages)
-            how = dict(replicas=mesh.replicas, slice_lengths=shard.slice_lengths)
-            with Pipeline(stages, plan.schedule, mesh.pipe, loss, **how) as pipeline:
+            with Pipeline(
+                stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, slice_lengths=shard.slice_lengths
+            ) as pipeline:
                 reader = Reader(task, shard, plan, mesh, 0)
                 value, named = validate(pipeline, reader, scores_of(task, loss), config.eval_batches, group)
     same = found.state.get("fingerprint") in (None, task.fingerprint)

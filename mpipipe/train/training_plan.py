@@ -358,7 +358,7 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
     measured = planning.layer_bytes(
         problem, layers, lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task), sample, task.freeze
     )
-    how = dict(recompute=config.recompute, copied=task.copies, shares=shares)
+    how: dict[str, Any] = dict(recompute=config.recompute, copied=task.copies, shares=shares)
     found = planning.rank_bytes(problem, plan, measured, sample, **how)
     return MemoryEstimate(config, task, problem, plan, found)
 
