@@ -9,7 +9,7 @@ from support import dense
 from support.random_schedules import runnable_schedules
 from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
 
-from mpipipe import Mesh, Pipeline, nn
+from mpipipe import Mesh, Pipeline, arrays, nn
 from mpipipe.attention import Layout, Local, Ring, Sliced, slice_lengths
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
@@ -112,6 +112,28 @@ def test_slices_of_sequences_that_are_sharded_over_a_ring(comm, kind):
         for stage in stages:
             for key in stage.gradients:
                 near(stage.gradients[key], expected[key], key)
+
+
+def test_slices_on_the_device(gpu, comm):
+    """Gradients are those of the host, and outputs are put together along both axes."""
+    lengths, sizes = (5, 4, 3), dict(layers=3, windows=(4, None, 7))
+    expected, loss = gradients(comm, gpipe(comm.size, 2), rows=3, **sizes)
+    schedule = dense.build("zero_bubble_h1", comm.size, 1, 2, 3)
+    how = dict(rows=3, slice_lengths=lengths, attend=Sliced(Local(), lengths), device="cuda", **sizes)
+    found, value = gradients(comm, schedule, **how)
+    near(value, loss)
+    for key, gradient in found.items():
+        near(gradient, expected[key], key)
+    outputs = []
+    for plan, attend, device, cut in (
+        (gpipe(comm.size, 2), Local(), "cpu", None),
+        (schedule, Sliced(Local(), lengths), "cuda", lengths),
+    ):
+        stages = build(plan, comm.rank, attend=attend, device=device, **sizes)
+        with Pipeline(stages, plan, comm, slice_lengths=cut) as pipeline:
+            outputs.append(pipeline.forward(dense.placed(plan, comm.rank, *text(3))[0]))
+    if outputs[0] is not None:
+        near(arrays.download(outputs[1]), outputs[0])
 
 
 @settings(max_examples=15)
