@@ -280,7 +280,7 @@ def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first
 
 
 def test_slices_of_a_sequence_share_what_was_measured_of_it():
-    """One micro-batch on two ranks in n slices: (n + 1) / n forwards and backwards, where the whole takes two of each."""
+    """One micro-batch on two ranks, in n slices: (n + 1) / n forwards and backwards, which take 3 together."""
     rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
     links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
     profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros)
