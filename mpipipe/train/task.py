@@ -208,7 +208,13 @@ class Task:
         return [1.0] * len(self.outline)
 
     def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
-        """Return the lengths of the slices of a sequence, which should take equal times; by default they are even."""
+        """Cut a sequence into slices, which should take equal times; by default they are even.
+
+        Returns
+        -------
+        sequence of int
+            Their lengths, the same on all ranks.
+        """
         return [len(part) for part in even_split(length, slices)]
 
     # -- how the room asks: the model, on paper
