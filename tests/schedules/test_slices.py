@@ -154,11 +154,11 @@ def test_two_slices_of_a_sequence_that_change_places_are_refused_by_name(schedul
 @pytest.mark.parametrize(
     "text, marked, reason, expected, place",
     [
-        ("0F0.1 0F0.0 0B0.1 0B0.0", "0F0.1", "F of slice 1 before that of slice 0: F's of micro-batch 0 rise",
+        ("0F0.1 0F0.0 0B0.1 0B0.0", "0F0.1", "F of slice 1 before that of slice 0: F's rise within micro-batch 0",
          "0F0.0 earlier on this rank", (0, 1)),
-        ("0F0.0 0F0.1 0B0.0 0B0.1", "0B0.0", "B of slice 0 before that of slice 1: backwards of micro-batch 0 fall",
+        ("0F0.0 0F0.1 0B0.0 0B0.1", "0B0.0", "B of slice 0 before that of slice 1: backwards fall within micro-batch 0",
          "0B0.1 earlier on this rank", (0, 0)),
-        ("0F0.0 0F0.1 0F1.0 0F1.1 0I0.1 0I1.0 0W0.1 0B0.0 0B1.1 0W1.0", "0I1.0", "backwards of micro-batch 1 fall",
+        ("0F0.0 0F0.1 0F1.0 0F1.1 0I0.1 0I1.0 0W0.1 0B0.0 0B1.1 0W1.0", "0I1.0", "backwards fall within micro-batch 1",
          "0I1.1 earlier", (1, 0)),
         ("0F0.0 0B0.0 0F0.1 0B0.1", "0B0.0", "B of slice 0 before that of slice 1", "0B0.1 earlier", (0, 0)),
         ("0F0.0 0F0.1 0B0.1", "0B0.0?", "0B0.0 is missing", "one F, and either", (0, 0)),
@@ -220,9 +220,9 @@ def test_what_was_written_is_read_back(schedule):
 @pytest.mark.parametrize(
     "text, where, remedy",
     [
-        ("0F0.0 0F0.1 0B0.1 0B0", "row 1: 0B0 does not say its slice", "0B0.0, where sequences"),
-        ("0F0 0B0 | 1F0.0 1B0.0", "row 1: 0F0 does not say its slice", "0F0.0, where sequences"),
-        ("0F0. 0B0.", "row 1, column 1: not an action", "[.<slice>]"),
+        ("0F0.0 0F0.1 0B0.1 0B0", "row 1, column 4: no slice", "write 0B0.0"),
+        ("0F0 0B0 | 1F0.0 1B0.1", "row 1, column 1: no slice", "write 0F0.0"),
+        ("0F0. 0B0.1", "row 1, column 1: not an action", "[.<slice>]"),
         ("0F0.0.0", "row 1, column 1: not an action", "[.<slice>]"),
         ("0F0.-1", "row 1, column 1: not an action", "[.<slice>]"),
         ("0F0.1 1B0.0 | 1F0.0 0B0.0", "row 2: 1F0.0 is on another rank", "in one row"),
