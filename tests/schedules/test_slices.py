@@ -281,6 +281,14 @@ def test_unequal_slices_take_their_own_times(schedule, data):
     assert schedules.lower_bound(schedule, replace(costs, slices=slices)) <= timeline.makespan * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("ranks, slices", [(2, 8), (4, 8), (4, 3), (8, 8), (1, 5)])
+def test_the_bound_of_one_sequence_is_reached(ranks, slices):
+    """All n forwards, then the way there and back of the last slice, then n of I and W: no order is faster."""
+    made = schedules.zero_bubble_h1(ranks, 1, slices=slices)
+    least = max(3 * slices + ranks - 1, slices + 2 * (ranks - 1) + 2 * slices)
+    assert simulate(made).makespan == schedules.lower_bound(made) == least
+
+
 def test_only_ratios_of_slices_count_and_equal_ones_change_nothing():
     made = schedules.one_f_one_b(3, 2, slices=4)
     one, ten = (simulate(made, Costs(1, 2, 1, 0.25, slices=[size * k for k in (1, 2, 3, 4)])) for size in (1, 10))
