@@ -14,6 +14,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.faces import renamed
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
+from mpipipe.nn.layers.attend import as_attend
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf
 from mpipipe.nn.layers.names import NamedChain, names_within, sum_of
@@ -261,6 +262,26 @@ class Stage(Differentiable):
         self._chain.lowest = lowest = trained[0] if ends and trained else 0
         for layer in knowing:
             layer.ends = ends and layer is self.layers[lowest]
+        for place, whole in enumerate(self.layers):
+            for _, layer in whole.walk(""):
+                layer.has_backward = place >= lowest
+
+    def unsliceable(self, rows: Sequence[int] | None = None) -> list[str]:
+        """Return the names of layers that cannot take a sequence in slices, along axis 1, such as "3 (Conv)".
+
+        Parameters
+        ----------
+        rows : sequence of int, optional
+            Rows of each slice. A layer that attends to slices of other lengths cannot take these.
+        """
+
+        def fits(layer: Layer) -> bool:
+            if "mixes_positions" not in vars(type(layer)) or layer.mixes_positions:
+                return False
+            attend = getattr(layer, "attend", None)
+            return attend is None or rows is None or as_attend(attend).slice_rows == tuple(rows)
+
+        return [f"{name} ({type(layer).__name__})" for name, layer in self._named_layers() if not fits(layer)]
 
     # -- names that layers give and take
 

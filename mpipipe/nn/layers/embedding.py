@@ -42,6 +42,7 @@ class Embedding(Layer):
 
     uploads_integers = True
     recordable = True
+    mixes_positions = False
 
     weight: np.ndarray
 
@@ -104,7 +105,7 @@ class Embedding(Layer):
         return kernels.embed(by_slice, back).reshape(*x.shape, self.dim), (order, parts)
 
 
-NUMBERS = 16  # arrays of row numbers that a layer keeps at most, each for its own positions
+NUMBERS = 64  # arrays of row numbers that a layer keeps at most, each for its own positions
 
 
 class LearnedPositions(Layer):
@@ -125,6 +126,7 @@ class LearnedPositions(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = True
 
     weight: np.ndarray
 
@@ -141,13 +143,14 @@ class LearnedPositions(Layer):
         self.positions = None if positions is None else np.asarray(positions)
         if attend is not None and self.positions is not None:
             as_attend(attend).check_positions(self.positions)
+        self.mixes_positions = attend is None or as_attend(attend).slice_rows is None
         self.declared = {"weight": matrix(count, dim, gain)}
 
     def unrecordable(self) -> str:
         return "" if self.attend is None or self.positions is not None else why_unrecordable(self.attend)
 
     def bound(self) -> None:
-        self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend)
+        self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend).for_layer()
         self._kept = lru_cache(maxsize=NUMBERS)(self._made)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -168,6 +171,8 @@ class LearnedPositions(Layer):
         """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
         check_sequence(self, x, self.dim, self.positions)
         batch, seq = x.shape[:2]
+        if self._attend is not None:
+            self._attend.begin(self.stage.position)
         asked = self.positions if self._attend is None else self._attend.positions(seq)
         known = seq if asked is None else np.ascontiguousarray(asked, np.int64).tobytes()
         numbers = arrays.keep_for_graph(self._kept(batch, known))
@@ -205,6 +210,7 @@ class Head(Linear):
     """
 
     recordable = True
+    mixes_positions = False
     freezes_parts = True
 
     def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):

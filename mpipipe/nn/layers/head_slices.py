@@ -71,6 +71,7 @@ class HeadSlice(Layer):
     """
 
     takes_integers = False
+    mixes_positions = False
 
     weight: np.ndarray
 
