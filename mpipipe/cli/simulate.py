@@ -22,7 +22,6 @@ from mpipipe.schedules import (
     Schedule,
     Timeline,
     from_file,
-    in_words,
     is_path,
     names,
     placement_of,
@@ -242,7 +241,7 @@ def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit
 
 def _repeated(name: str, sizes: dict[str, int], simulated: Callable[[str], Repetition]) -> Iterator[str]:
     found, (ranks, chunks, microbatches, slices) = simulated(name), sizes.values()
-    text = _sizes(name, ranks, ranks * chunks, in_words(microbatches, slices))
+    text = _sizes(name, ranks, ranks * chunks, Schedule(name, (), microbatches, (), slices=slices).batch)
     yield from _facts(text, found, f"{found.peak_activations} on a rank", slices)
     largest = "{}, {}".format(*map(counted, found.sizes[-1], ("rank", "micro-batch")))
     yield f"simulated   {len(found.sizes)} sizes to {largest}, and the rest repeats"

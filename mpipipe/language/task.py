@@ -376,6 +376,8 @@ class TextTask(Task):
         config = self.config
         if config.from_ is None:
             keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
+        if keys["head_slices"] is not None:
+            keys["head_slices"] = str(self.slices)
         keys |= {name: absolute(keys[name]) for name in ("tokenizer", "init", "from_") if keys[name] is not None}
         if config.lora is not None and os.path.isdir(config.lora):
             keys["lora"] = os.path.abspath(config.lora)

@@ -32,7 +32,6 @@ from mpipipe.schedules.registry import placement_of as placement_of
 from mpipipe.schedules.repeated import Repetition, simulate_repeated
 from mpipipe.schedules.replay import source as source
 from mpipipe.schedules.schedule import Schedule, Skip, with_skips
-from mpipipe.schedules.schedule import in_words as in_words
 from mpipipe.schedules.search.exact import Optimum, optimum
 from mpipipe.schedules.search.memory_limited import search_with_recompute
 from mpipipe.schedules.search.search import search

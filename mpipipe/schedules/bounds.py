@@ -4,7 +4,8 @@ The backward may be split. Where the schedule has R actions, the bound is for sc
 forwards. Memory is no argument then, since an activation that is recomputed is not held all the time.
 
 A bound of M n micro-batches holds for M micro-batches in n slices, too: their order within a sequence can only make a
-schedule slower. Where slices differ in time, all are taken to be as short as the shortest, but for the work of a rank.
+schedule slower. The first argument knows that order. Where slices differ in time, all are taken to be as short as the
+shortest, but for the work of a rank.
 
 Four arguments give a bound each, and the largest counts.
 
@@ -94,10 +95,12 @@ def least_time(
         times = {name: [shortest * time for time in costs.per_stage(name, len(placement))] for name in names}
         costs = Costs(**times, transfer=costs.transfer)
     stages = _stages(placement, costs, trained_from, recomputations or {})
+    # in the last stage a sequence has all of its forwards before its backwards
+    whole = _stages(placement, costs, trained_from, recomputations or {}, slices / shortest)
     bounds: list[float] = []
     for rank in set(placement):
         own = [stage for stage, home in zip(stages, placement) if home == rank]
-        bounds += _busy(own, microbatches / shortest)
+        bounds += _busy([stage for stage, home in zip(whole, placement) if home == rank], microbatches / shortest)
         trained = [stage for stage in own if stage.is_trained]
         if trained:
             bounds += _round_trip(trained, microbatches, limit)
@@ -177,7 +180,7 @@ class _Stage(NamedTuple):
 
 
 def _stages(
-    placement: Sequence[int], costs: Costs, trained_from: int, recomputations: Mapping[int, int]
+    placement: Sequence[int], costs: Costs, trained_from: int, recomputations: Mapping[int, int], slices: float = 1
 ) -> list[_Stage]:
     count = len(placement)
     trained = [stage >= trained_from for stage in range(count)]
@@ -192,8 +195,8 @@ def _stages(
         forward_begins.append(forward_begins[-1] + forward[stage - 1] + hop[stage])
         travels = hop[stage] + input_grad[stage - 1] + input_follow[-1] if trained[stage - 1] else 0.0
         input_follow.append(max(weight_grad[stage], travels))
-    input_begins = [forward_begins[-1] + forward[-1]]
-    forward_follow = [input_grad[-1] + input_follow[-1]]
+    input_begins = [forward_begins[-1] + slices * forward[-1]]
+    forward_follow = [slices * input_grad[-1] + input_follow[-1]]
     for stage in range(count - 2, -1, -1):
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])

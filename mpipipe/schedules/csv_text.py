@@ -6,11 +6,10 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, ScheduleError
-from mpipipe.schedules.action import Action, Order
+from mpipipe.schedules.action import Action, Order, place_of
 from mpipipe.schedules.action import cell as text_of
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.schedule import Schedule
@@ -19,6 +18,7 @@ from mpipipe.text import counted
 SUFFIX = ".csv"
 LISTED = 1 << 20  # actions; of so many `check` says which one is missing
 MOST_BYTES = 1 << 26  # of a file: more than a schedule has that is simulated as a whole
+SLICE = re.compile(r"\.([0-9]{1,99})")
 CELL = re.compile(r"([0-9]{1,99})([FBIWR])([0-9]{1,99})(?:\.([0-9]{1,99}))?")
 TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
@@ -28,15 +28,6 @@ EXPECTED = (
     "<stage><op><micro-batch>[.<slice>] with op F, B (full backward), I (input gradient), W (weight gradient) or "
     "R (recomputation), as in 2F0"
 )
-
-
-class Cell(NamedTuple):
-    """An action of a slice, as it is written."""
-
-    stage: int
-    op: str
-    microbatch: int
-    slice: int
 
 
 def from_csv(text: str) -> Schedule:
@@ -57,11 +48,11 @@ def from_csv(text: str) -> Schedule:
     >>> schedule.ranks, schedule.microbatches
     (2, 2)
     """
-    cells = tuple(_orders(text))
-    if not cells:
+    slices = 1 + max(map(int, SLICE.findall(text)), default=0)
+    orders = tuple(_orders(text, slices))
+    if not orders:
         raise ScheduleError("the schedule is empty", expected="one row per rank, one cell like 2F0 per action")
-    microbatches = 1 + max(each.microbatch for row in cells for each in row)
-    orders, slices = _in_units(cells)
+    microbatches = 1 + max(action.microbatch for order in orders for action in order) // slices
     placement, actions = _placement(orders, slices), sum(map(len, orders))
     if (needed := len(placement) * microbatches * slices) > max(actions, LISTED):  # before each of them takes memory
         slice = f", the highest slice {slices - 1}" if slices > 1 else ""
@@ -96,7 +87,7 @@ def from_file(path: str | Path) -> Schedule:
     return schedule
 
 
-def _orders(text: str) -> Iterator[tuple[Action | Cell, ...]]:
+def _orders(text: str, slices: int) -> Iterator[Order]:
     """Yield the order of each rank; of a text that is none only the beginning is looked at."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     blank: list[tuple[int, list[str]]] = []  # rows with their numbers; those at the end do not count
@@ -106,32 +97,12 @@ def _orders(text: str) -> Iterator[tuple[Action | Cell, ...]]:
                 blank.append((rank, row))
                 continue
             for number, each in (*blank, (rank, row)):
-                yield tuple(_actions(number, each))
+                yield tuple(_actions(number, each, slices))
     except csv.Error as error:
         raise ScheduleError(f"row {rows.line_num}: {error}", expected=EXPECTED) from error
 
 
-def _in_units(rows: tuple[tuple[Action | Cell, ...], ...]) -> tuple[tuple[Order, ...], int]:
-    """Return the orders with the units of the slices, and how many slices a sequence has."""
-    numbers = {each.slice for row in rows for each in row if isinstance(each, Cell)}
-    whole = ((rank, each) for rank, row in enumerate(rows) for each in row if not isinstance(each, Cell))
-    if not numbers:
-        return rows, 1  # type: ignore[return-value]  # there are only actions
-    for rank, action in whole:
-        raise ScheduleError(
-            f"row {rank + 1}: {action} does not say its slice, as other cells do",
-            rank=rank,
-            stage=action.stage,
-            microbatch=action.microbatch,
-            found=str(action),
-            expected=f"{action}.0, where sequences are cut into slices",
-        )
-    count = 1 + max(numbers)
-    units = (tuple(Action(stage, op, m * count + s) for stage, op, m, s in row) for row in rows)  # type: ignore[misc]
-    return tuple(units), count
-
-
-def _actions(rank: int, row: Sequence[str]) -> Iterator[Action | Cell]:
+def _actions(rank: int, row: Sequence[str], slices: int) -> Iterator[Action]:
     if not any(cell.strip() for cell in row):
         raise ScheduleError(
             f"row {rank + 1} has no actions",
@@ -144,17 +115,17 @@ def _actions(rank: int, row: Sequence[str]) -> Iterator[Action | Cell]:
         if cell:
             pair = OVERLAP.fullmatch(cell)
             for part in pair[1].split(";") if pair else [cell]:
-                yield _action(rank, column, part.strip())
+                yield _action(rank, column, part.strip(), slices)
 
 
-def _action(rank: int, column: int, cell: str) -> Action | Cell:
+def _action(rank: int, column: int, cell: str, slices: int) -> Action:
     match = CELL.fullmatch(cell)
-    if match:
-        stage, op, microbatch, slice = match.groups()
-        action = Action(int(stage), op, int(microbatch))
-        return action if slice is None else Cell(*action, int(slice))
+    if match and (match[4] or slices == 1):
+        return Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
     what, remedy = "not an action", "correct the cell"
-    if TRANSPORT.fullmatch(cell):
+    if match:
+        what, remedy = "no slice, which other cells have", f"write {cell}.0, or the slice that it is"
+    elif TRANSPORT.fullmatch(cell):
         what, remedy = "sends and receives are not written down", "leave it out: messages follow from the actions"
     elif SHARDING.fullmatch(cell):
         what, remedy = "parameters are not sharded by the schedule", "leave it out"
@@ -173,7 +144,7 @@ def _placement(orders: Sequence[Order], slices: int) -> tuple[int, ...]:
                     f"row {rank + 1}: {text_of(action, slices)} is on another rank than the stage's first action",
                     rank=rank,
                     stage=action.stage,
-                    microbatch=action.microbatch // slices,
+                    **place_of(action.microbatch, slices),
                     found=f"stage {action.stage} in rows {home[action.stage] + 1} and {rank + 1}",
                     expected="all actions of a stage in one row",
                     remedy=f"move the actions of stage {action.stage} to one row",

@@ -210,13 +210,11 @@ def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[st
     if (state, op) in NEXT:  # in time but for its sequence
         missing = _first_missing(states, op, unit, schedule.slices)
         assert missing is not None
-        turn = f"F's of micro-batch {unit // schedule.slices} rise with its slices"
-        if op != FORWARD:
-            turn = f"backwards of micro-batch {unit // schedule.slices} fall with its slices"
+        sequence, part = divmod(unit, schedule.slices)
+        way = "F's rise" if op == FORWARD else "backwards fall"
+        what = f"{op} of slice {part} before that of slice {missing % schedule.slices}"
         before = schedule.cell(action._replace(microbatch=missing))
-        return f"{op} of slice {unit % schedule.slices} before that of slice {missing % schedule.slices}: {turn}", (
-            f"{before} earlier on this rank"
-        )
+        return f"{what}: {way} within micro-batch {sequence}", f"{before} earlier on this rank"
     if op == FORWARD:
         return "the forward comes twice", f"one {forward}"
     if state == NOTHING:

@@ -132,12 +132,7 @@ class _Measure:
                 found=name,
                 expected="one of " + ", ".join(known),
             )
-        if costs.slices is not None:
-            raise ArgumentError(
-                "a schedule repeats where all slices take the same time",
-                found=f"slices={costs.slices!r} of the costs",
-                remedy="leave it out: costs.of_mean_slice()",
-            )
+        costs.refuse_unequal_slices("a schedule repeats")
         values = {cost: getattr(costs, cost) for cost in ("forward", "input_grad", "weight_grad", "transfer")}
         for cost, value in values.items():
             if not isinstance(value, Real):

@@ -93,7 +93,8 @@ class Schedule:
     @property
     def batch(self) -> str:
         """What a step runs, in words: "8 micro-batches", or "2 micro-batches in 4 slices each"."""
-        return in_words(self.microbatches, self.slices)
+        each = "" if self.slices == 1 else f" in {self.slices} slices{' each' if self.microbatches > 1 else ''}"
+        return counted(self.microbatches, "micro-batch") + each
 
     def cell(self, action: Action) -> str:
         """Write an action as the table of the schedule has it: ``0F3``, or ``0F3.1`` for slice 1 of micro-batch 3."""
@@ -171,12 +172,6 @@ class Schedule:
         '0F0,0F1,0B0,0B1\n'
         """
         return "".join(_row(order, self.slices) for order in self.orders)
-
-
-def in_words(microbatches: int, slices: int) -> str:
-    """Return how many micro-batches there are and, where they are cut, in how many slices."""
-    each = "" if slices == 1 else f" in {slices} slices{' each' if microbatches > 1 else ''}"
-    return counted(microbatches, "micro-batch") + each
 
 
 def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:

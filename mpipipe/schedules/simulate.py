@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, changed
 from mpipipe.schedules.checks import LARGEST, at_least_one, one_per_stage
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import packed, replay
@@ -72,27 +72,44 @@ class Costs:
 
         ArgumentError is raised unless there are `slices` numbers above 0.
         """
-        if self.slices is None:
-            return [1.0] * slices
-        try:
-            times = [float(time) for time in self.slices]
-        except (TypeError, ValueError, OverflowError):
-            times = []
-        if len(times) != slices or not all(0 < time <= LARGEST for time in times):
-            raise ArgumentError(
-                "the times of slices do not fit the schedule",
-                found=f"slices={self.slices!r}",
-                expected=f"{counted(slices, 'number')} above 0, one per slice of a sequence",
-            )
-        mean = math.fsum(times) / slices
-        return [time / mean for time in times]
+        return shares_of_mean(self.slices, slices, "times")
 
     def of_mean_slice(self) -> Costs:
         """Give the costs without differences between slices."""
         return self if self.slices is None else replace(self, slices=None)
 
+    def refuse_unequal_slices(self, what: str) -> None:
+        """Raise ArgumentError if slices take different times; `what` is possible for equal ones alone."""
+        if self.slices is not None and len({*self.slices}) > 1:
+            raise ArgumentError(
+                f"{what} for slices of equal time",
+                found=f"slices={self.slices!r} of the costs",
+                expected="equal numbers, or none",
+                remedy="take costs.of_mean_slice()",
+            )
+
 
 TIMES = ("forward", "input_grad", "weight_grad", "transfer", "recompute")
+
+
+def shares_of_mean(given: Sequence[float] | None, slices: int, what: str) -> list[float]:
+    """Return how each slice relates to the mean one; refuse others than `slices` numbers above 0."""
+    if given is None:
+        return [1.0] * slices
+    try:
+        numbers = [float(number) for number in given]
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if len(numbers) != slices or not all(0 < number <= LARGEST for number in numbers):
+        raise ArgumentError(
+            f"the {what} of slices do not fit the schedule",
+            found=f"slices={given!r}",
+            expected=f"{counted(slices, 'number')} above 0, one per slice of a sequence",
+        )
+    mean = math.fsum(numbers) / slices
+    return [number / mean for number in numbers]
+
+
 EQUAL_COSTS = Costs()  # a unit of time for each of F, I and W
 
 
@@ -237,7 +254,10 @@ def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
 #     F        whole activation          without an R it stays until B or W
 #     F R B    whole | input | whole     an F makes all of it, and drops all but the input where an R follows
 def peak_memory(
-    schedule: Schedule, activation: float | Sequence[float] = 1.0, kept_input: float | Sequence[float] = 0.0
+    schedule: Schedule,
+    activation: float | Sequence[float] = 1.0,
+    kept_input: float | Sequence[float] = 0.0,
+    slices: Sequence[float] | None = None,
 ) -> list[float]:
     """Sum up for each rank what its order holds at once for backwards, at most.
 
@@ -253,6 +273,8 @@ def peak_memory(
         stage.
     kept_input : float or sequence of float, optional
         What is left of that where the forward is run again: the input of the stage.
+    slices : sequence of float, optional
+        How the lengths of the slices of a sequence relate; sizes are those of the mean slice. By default all are alike.
 
     Returns
     -------
@@ -272,7 +294,13 @@ def peak_memory(
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     if schedule.forwards_only:
         return [0.0] * schedule.ranks
-    return [max(held(order, whole, kept, schedule.trained_from)) for order in schedule.orders]
+    n, orders, trained_from = schedule.slices, schedule.orders, schedule.trained_from
+    shares = shares_of_mean(slices, n, "lengths")
+    if slices is not None:  # each slice of a stage counts as a stage
+        orders = changed(orders, lambda order: (each._replace(stage=each[0] * n + each[2] % n) for each in order))
+        whole, kept = ([size * share for size in sizes for share in shares] for sizes in (whole, kept))
+        trained_from *= n
+    return [max(held(order, whole, kept, trained_from)) for order in orders]
 
 
 def sizes_per_stage(

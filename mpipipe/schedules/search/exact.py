@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import BackendError
 from mpipipe.schedules.action import FORWARD
 from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.checks import at_least_one, check_time, counts
@@ -71,13 +71,7 @@ def optimum(
     """
     microbatches, slices = counts(microbatches=microbatches, slices=slices)
     units = microbatches * slices
-    if len({*costs.per_slice(slices)}) > 1:
-        raise ArgumentError(
-            "the fastest schedule of all is found for slices of equal time",
-            found=f"slices={costs.slices!r} of the costs",
-            expected="equal numbers, or none",
-            remedy="take schedules.search, which knows slices of any times",
-        )
+    costs.refuse_unequal_slices("the fastest schedule of all is found")
     if not isinstance(placement, Sequence):
         placement = looped_placement(at_least_one("ranks", placement), 1)
     check_time(seconds)
@@ -86,10 +80,10 @@ def optimum(
     quick = search(placement, microbatches, costs, **options)  # type: ignore[arg-type]
     model = _Model(OrderProblem(placement, units, costs, memory_limit), cp_model, simulate(quick, costs))
     orders, bound = model.solve(seconds)
-    made = [quick]
-    if orders is not None:
-        made.insert(0, in_slices(model.problem.schedule("optimum", orders), slices))
-    makespan, schedule = min(((simulate(each, costs).makespan, each) for each in made), key=lambda pair: pair[0])
+    made = [] if orders is None else [in_slices(model.problem.schedule("optimum", orders), slices)]
+    makespan, schedule = min(
+        ((simulate(each, costs).makespan, each) for each in [*made, quick]), key=lambda pair: pair[0]
+    )
     schedule = replace(schedule, name="optimum")
     least = least_time(placement, units, costs, memory_limit, slices=slices)
     return Optimum(schedule, makespan, min(makespan, max(bound, least)))
