@@ -201,7 +201,7 @@ class StageAdapter:
 
     def check_slices(self, number: int) -> None:
         """Raise ArgumentError where a stage may mix positions in another way than from slice to slice."""
-        reason = next(filter(None, (getattr(model, "unsliceable", str)() for model in self.models)), "")
+        reason = next(filter(None, (", ".join(getattr(model, "unsliceable", list)()) for model in self.models)), "")
         if not self.is_model and not getattr(self.given, "slices", False):
             reason = f"{self.name}, which does not say that it takes slices"
         if reason:
