@@ -350,7 +350,7 @@ def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None
             else "None for a schedule without slices",
         )
     for number, stage in stages.items():
-        stage.check_slices(number)
+        stage.check_slices(number, lengths)
     if arguments.schedule.stages - 1 in stages and (
         getattr(loss, "over_batch", False) or getattr(loss, "mean_over_entries", None) is False
     ):

@@ -21,8 +21,6 @@ from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.schedules import partition
 from mpipipe.train import TrainConfig, train
 
-EXACT = dict(dtype="float64", rtol=1e-9)
-
 
 @pytest.fixture
 def config(comm, mpi_tmp_path):
@@ -55,6 +53,7 @@ def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied)
         "slices": dict(head_slices=3),
         "split": dict(head_slices="5", schedule="zero_bubble_h1", recompute=True),
         "replicas": dict(head_slices=2, pipe=1),
+        "shards of sequences": dict(head_slices=2, pipe=None, seq=min(comm.size, 2)),
     }.items():
         sliced = config(name, tied=tied, sample_bytes=12, save_every=2, **keys)
         train(sliced, GPT, comm)

@@ -32,7 +32,7 @@ from mpipipe.nn.parameters import matrix, row_slices
 
 LABELS = "labels"  # their name among the inputs
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of logits that are computed at a time
-KEPT_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # of logits of a micro-batch that are kept for its backward at most
+KEPT_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}  # of all logits of a micro-batch, up to which slices keep theirs
 
 
 class HeadSlice(Layer):
@@ -166,7 +166,7 @@ class HeadSlice(Layer):
             arrays.fill(carried[0], -np.inf)
         before = [each.reshape(-1) for each in carried]
         after, kept = [arrays.empty((len(flat),), kind, stage.device) for _ in before], list[Array]()
-        keeps = stage.position.training and len(flat) * self._row_bytes <= KEPT_BYTES[stage.device]
+        keeps = stage.position.training and len(flat) * self.vocab * flat.dtype.itemsize <= KEPT_BYTES[stage.device]
         for at in self._tiles(len(flat)):
             logits = stage.kernels.linear(flat[at], self.weight)
             columns, now = (self.first, self.vocab), [each[at] for each in after]
@@ -203,13 +203,9 @@ class HeadSlice(Layer):
         kernels.running_lse_backward(before.reshape(-1, 1), ids, self.vocab, lse, slopes, dbefore)
         return dx.reshape(shape), dbefore.reshape(shape[:-1]), slopes[1].reshape(shape[:-1])
 
-    @property
-    def _row_bytes(self) -> int:
-        return len(self.weight) * self.weight.dtype.itemsize
-
     def _tiles(self, count: int) -> Sequence[slice]:
         """Return rows whose logits are computed at a time."""
-        step = max(1, TILE_BYTES[self.stage.device] // self._row_bytes)
+        step = max(1, TILE_BYTES[self.stage.device] // (len(self.weight) * self.weight.dtype.itemsize))
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
