@@ -166,8 +166,8 @@ def _here(gpus: bool) -> dict[str, Any]:
             "host": socket.gethostname(),
             "processor": _line_of("/proc/cpuinfo", "model name") or platform.processor(),
             "cores": os.cpu_count(),
-            "memory": _kibibytes("MemTotal"),
-            "free_memory": _kibibytes("MemAvailable"),
+            "memory": bytes_of_line("MemTotal"),
+            "free_memory": bytes_of_line("MemAvailable"),
             "gpus": arrays.describe_gpus() if gpus else [],
         },
         "cores": own_cores(),
@@ -233,9 +233,9 @@ def _folder() -> str | None:
         return None
 
 
-def _kibibytes(name: str) -> int | None:
-    """Return a line of /proc/meminfo in bytes, None if there is no such thing."""
-    text = _line_of("/proc/meminfo", name).split()
+def bytes_of_line(name: str, path: str = "/proc/meminfo") -> int | None:
+    """Return the bytes that a line of a file of /proc says in kB, None if there is no such thing."""
+    text = _line_of(path, name).split()
     return int(text[0]) * 1024 if text else None
 
 
