@@ -192,7 +192,7 @@ def test_the_weights_of_a_run_folder_are_exported_to_one_file_by_name(waves, alo
             file.read_into(name, found)
             assert found.dtype == expected[name].dtype and found.tobytes() == expected[name].tobytes()
     before = target.read_bytes()
-    assert "it is there already" in invoke("convert", str(run_folder), str(target)).report
+    assert "there is a file or folder of this name already" in invoke("convert", str(run_folder), str(target)).report
     assert target.read_bytes() == before
 
 
