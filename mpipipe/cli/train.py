@@ -253,7 +253,7 @@ def described(found: MemoryEstimate) -> str:
     lines = [
         f"mpipipe: nothing is trained. {counted(count, 'rank')} = "
         f"pipe {problem.ranks} x data {problem.replicas} x seq {problem.seq}; "
-        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}",
+        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}",
         f"mpipipe: {found.parameters:,} parameters, {config.dtype}, {config.optimizer}; "
         f"a micro-batch is {size} on each rank",
         f"mpipipe: bubble {bubble:.3f} if a layer takes as long as its operations are many",

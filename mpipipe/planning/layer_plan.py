@@ -79,6 +79,7 @@ def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
 
     Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer.
     """
+    nn.check_slices(layers)
     ends = nn.ends_of_names((place, *each) for place, entry in enumerate(layers) for each in names_of_entry(entry))
     for name, (giver, takers) in ends.items():
         if not takers:

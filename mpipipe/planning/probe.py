@@ -124,7 +124,7 @@ class Probe:
         loss = measured.loss_for(stage, self.size)
         batch = self._example(UNDER_WAY)
         with Pipeline([stage], schedule, self.solo, loss, recompute, replicas) as pipeline:
-            optimizer, scaler = measured.optimizer(pipeline), measured.scaler()
+            optimizer, scaler = measured.optimizer(pipeline, None), measured.scaler()
             stage.optimizer_writes_compute()
 
             def step() -> float:

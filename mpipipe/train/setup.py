@@ -22,8 +22,9 @@ from mpipipe.train import output_folder, resume, sinks
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
+from mpipipe.train.shard import Shard
 from mpipipe.train.survival import ElasticRun
-from mpipipe.train.task import Shard, Task
+from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, layers_of
 from mpipipe.train.task_check import TaskLoss, rehearse, scores_of, validate
 from mpipipe.train.task_file import TaskFileConfig, load_task
@@ -101,8 +102,11 @@ def _train(
         stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
         pipeline = stack.enter_context(
-            Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas, input_grads=False)
-        )
+            Pipeline(
+                stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas,
+                input_grads=False, slice_lengths=shard.slice_lengths,
+            )
+        )  # fmt: skip
         norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with group.raise_together("train: the optimizer"):
             progress = Progress(config, pipeline, mesh, task)
@@ -184,7 +188,9 @@ def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> t
             found = group.from_one("evaluate: the run folder", lambda: resume.newest_state(run))
             stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
             checkpoint.load(found.path, mesh, stages)
-            with Pipeline(stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas) as pipeline:
+            with Pipeline(
+                stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, slice_lengths=shard.slice_lengths
+            ) as pipeline:
                 reader = Reader(task, shard, plan, mesh, 0)
                 value, named = validate(pipeline, reader, scores_of(task, loss), config.eval_batches, group)
     same = found.state.get("fingerprint") in (None, task.fingerprint)

@@ -23,7 +23,8 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.job import RankGroup, ThreadTask, wait_locally
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
-from mpipipe.train.task import Pair, Shard, Task
+from mpipipe.train.shard import Shard
+from mpipipe.train.task import Pair, Task
 
 
 def place_of(task: Task, method: str) -> str:

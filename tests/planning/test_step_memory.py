@@ -88,6 +88,11 @@ def test_parameters_gradients_and_moments_are_those_of_the_layers():
     narrow = estimate(TrainConfig(**SIZES, dtype="bfloat16", optimizer="sgd"), GPT, 3)
     for wide, rank in zip(found.ranks, narrow.ranks):
         assert rank.parameters == 6 * wide.count and rank.moments == rank.gradients == 4 * wide.count
+    for replicas, seq in ((2, 1), (1, 2), (2, 2)):
+        sharded = estimate(TrainConfig(**SIZES, shard_optimizer=True, pipe=3, seq=seq), GPT, 3 * replicas * seq)
+        for wide, rank in zip(found.ranks, sharded.ranks):
+            assert rank.moments == pytest.approx(8 * wide.count / (replicas * seq), rel=0.01)
+            assert rank.gradients == wide.gradients
 
 
 class Tanh(nn.Layer):

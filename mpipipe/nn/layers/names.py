@@ -224,6 +224,8 @@ class Keep(Layer):
     (2, 7)
     """
 
+    mixes_positions = False
+
     def __init__(self, name: str):
         self.gives = (checked_name(name),)
 
@@ -246,8 +248,11 @@ class Join(Layer):
         The axis along which both are put together, by default the last one; not 0, the rows. None adds them.
     """
 
+    mixes_positions = True
+
     def __init__(self, name: str, axis: int | None = -1):
         self.takes, self.axis = (checked_name(name),), axis
+        self.mixes_positions = axis not in (None, -1)
         if axis == 0 or isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):
             raise ArgumentError("axis of Join", found=repr(axis), expected="an axis after the first one, or None")
 
