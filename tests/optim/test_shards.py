@@ -14,6 +14,7 @@ from support.small_gpt import build, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.comm import allreduce
+from mpipipe.comm.nccl import sums
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.optim.shards import shares_of
@@ -79,12 +80,20 @@ def test_steps_have_the_bits_of_an_optimizer_without_shares(comm, name, dtype):
     steps_alike(comm, name, dtype)
 
 
+@pytest.mark.parametrize("nccl", ["off", "on"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["AdamW in groups", "SGD with momentum"])
-def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype):
+def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype, nccl):
     monkeypatch.setattr(allreduce, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 4000)
+    monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+    started = []
+    monkeypatch.setattr(sums.NcclSums, "start", lambda *a, start=sums.NcclSums.start: started.append(a) or start(*a))
     with own_gpus(comm.rank):
-        steps_alike(comm, name, dtype, "cuda", count=4)
+        replicas = comm.Dup()
+        steps_alike(replicas, name, dtype, "cuda", count=4)
+        replicas.Free()
+    assert len(started) == (12 if nccl == "on" and comm.size > 1 else 0)
 
 
 def test_threads_of_one_process_are_replicas_as_well():
