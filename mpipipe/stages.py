@@ -199,18 +199,18 @@ class StageAdapter:
                 "backward of your own, and list it in inner_stages; give torch_stage and jax_stage their names",
             )
 
-    def check_slices(self, number: int, lengths: Sequence[int] | None) -> None:
+    def check_slices(self, number: int, lengths: Sequence[int] | int) -> None:
         """Raise ArgumentError where a stage may mix positions in another way than from slice to slice."""
         layers = [name for model in self.models for name in model.unsliceable(lengths)]
         if not self.is_model and not getattr(self.given, "slices", False):
             layers.append(f"{self.name}, which does not say that it takes slices")
         if layers:
+            many = f"{lengths} slices" if isinstance(lengths, int) else f"lengths {', '.join(map(str, lengths))}"
             raise ArgumentError(
                 "a schedule has slices, and a stage cannot take the slices of a sequence one after the other",
                 stage=number,
                 found=f"layer {', '.join(layers)}" if self.is_model else ", ".join(layers),
-                expected="layers for which positions are alike, and nn.SelfAttention with attention.Sliced"
-                + (f" of lengths {', '.join(map(str, lengths))}" if lengths else ""),
+                expected=f"layers for which positions are alike, and nn.SelfAttention with attention.Sliced of {many}",
                 remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a stage of your "
                 "own that treats each position by itself; or take a schedule without slices",
             )
@@ -255,6 +255,7 @@ class StageAdapter:
         self.number, self._poll = number, poll
         for model in self.models:
             model.index, model.poll = number, poll
+            model.drop_sequences()
         if not self.is_model:
             for name, value in (("index", number), ("poll", poll)):
                 if hasattr(self.given, name):

@@ -125,8 +125,11 @@ class Branches:
         return self.skips[name]
 
 
-def named_leaves(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Array]]:
-    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as ("x['mask']", array)."""
+def named_leaves(value: Any, name: str, above: tuple[int, ...] = (), grown: bool = True) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) of each array in tuples, lists, dicts and dataclasses, such as ("x['mask']", array).
+
+    Without `grown`, those of a dataclass are left out whose attribute `grows` says that they are written to bit by bit.
+    """
     if is_array(value):
         yield name, value
         return
@@ -138,7 +141,7 @@ def named_leaves(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator
     elif isinstance(value, (tuple, list)):
         keys = getattr(value, "_fields", None)
         inner = [(f"{name}.{keys[i]}" if keys else f"{name}[{i}]", each) for i, each in enumerate(value)]
-    elif is_dataclass(value) and not isinstance(value, type):
+    elif is_dataclass(value) and not isinstance(value, type) and (grown or not getattr(value, "grows", False)):
         inner = [(f"{name}.{field.name}", getattr(value, field.name, None)) for field in fields(value)]
     for key, each in inner:
-        yield from named_leaves(each, key, (*above, id(value)))
+        yield from named_leaves(each, key, (*above, id(value)), grown)

@@ -24,7 +24,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class _SlicedSequence:
     Arrays are views (batch, rows, kv_heads, dim) of memory in which the rows of a head lie together.
     """
 
+    grows: ClassVar = True  # with each slice
     number: int
     kept: list[Array]  # keys and values
     due: int  # the slice whose backward comes next

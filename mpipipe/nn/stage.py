@@ -267,20 +267,32 @@ class Stage(Differentiable):
             for _, layer in whole.walk(""):
                 layer.has_backward = runs_again or place >= lowest
 
-    def unsliceable(self, rows: Sequence[int] | None = None) -> list[str]:
+    def drop_sequences(self) -> None:
+        """Drop what a call that failed has left of sequences in slices; a pipeline does this before its first call."""
+        for _, layer in self._named_layers():
+            attend = getattr(layer, "_attend", None)
+            if attend is not None:
+                attend.begin(Position(-1))
+
+    def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
         """Return the names of layers that cannot take a sequence in slices, along axis 1, such as "3 (Conv)".
 
         Parameters
         ----------
-        rows : sequence of int, optional
-            Rows of each slice. A layer that attends to slices of other lengths cannot take these.
+        rows : sequence of int, or int, optional
+            Rows of each slice, or the number of slices. A layer that attends to others cannot take these.
         """
 
         def fits(layer: Layer) -> bool:
             if "mixes_positions" not in vars(type(layer)) or layer.mixes_positions:
                 return False
             attend = getattr(layer, "attend", None)
-            return attend is None or rows is None or as_attend(attend).slice_rows == tuple(rows)
+            own = None if attend is None else as_attend(attend).slice_rows
+            return (
+                own is None
+                or rows is None
+                or (len(own) == rows if isinstance(rows, int) else tuple(own) == tuple(rows))
+            )
 
         return [f"{name} ({type(layer).__name__})" for name, layer in self._named_layers() if not fits(layer)]
 

@@ -90,7 +90,7 @@ def watched(stage: int | None, microbatch: int | None, value: Any, name: str, wi
     others = [array for _, array in arrays.named_leaves(without, "")]
     leaves = [
         (leaf, array)
-        for leaf, array in arrays.named_leaves(value, name)
+        for leaf, array in arrays.named_leaves(value, name, grown=False)
         if not array.dtype.hasobject and not any(arrays.shares_memory(array, other) for other in others)
     ]
     return Watched(stage, microbatch, leaves, [_checksum(array) for _, array in leaves])

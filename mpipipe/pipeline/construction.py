@@ -350,7 +350,7 @@ def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None
             else "None for a schedule without slices",
         )
     for number, stage in stages.items():
-        stage.check_slices(number, lengths)
+        stage.check_slices(number, count if lengths is None else tuple(lengths))
     whole, by_rows = getattr(loss, "over_batch", False), getattr(loss, "mean_over_entries", None) is False
     if arguments.schedule.stages - 1 in stages and (whole or by_rows):
         raise ArgumentError(

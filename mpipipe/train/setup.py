@@ -170,7 +170,7 @@ def _stages(
     with group_of(mesh.comm).raise_together("train: the stages"):
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
-        return stages, task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(task)
+        return stages, task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(task, config.slices > 1)
 
 
 def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> tuple[dict[str, float], str]:

@@ -83,7 +83,7 @@ class Shard:
         """
         if self.size == 1:
             return np.asarray(array)
-        if self.kind == "contiguous":  # read no more than the part, where the array is on the disk
+        if self.kind == "contiguous" and self.cut is None:  # read no more than the part, where the array is on the disk
             own = self.divide(array.shape[axis]).positions(self.rank)
             at = (*[slice(None)] * (axis % len(array.shape)), slice(int(own[0]), int(own[-1]) + 1))
             return np.ascontiguousarray(array[at])

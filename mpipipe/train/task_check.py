@@ -85,9 +85,9 @@ def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]
                 )
 
 
-def rows_twice(tree: Tree) -> Tree:
-    """Return a micro-batch with each row twice."""
-    both = merge([tree, tree])
+def rows_twice(tree: Tree, axis: int = 0) -> Tree:
+    """Return a micro-batch with each row twice, or each position along axis 1."""
+    both = merge([tree, tree], axis)
     return tree._make(both) if hasattr(tree, "_make") else both  # a loss may know its output as named
 
 
@@ -96,23 +96,24 @@ def same_loss(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return one[2] == other[2] and _near(one[0], other[0], 1e-5) and _halved(one, other, 1) is None
 
 
-def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any]) -> None:
-    """Raise ConfigError unless a loss is a mean over rows, and its gradient that of a mean.
+def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any], what: str = "row") -> None:
+    """Raise ConfigError unless a loss is a mean over rows, or positions, and its gradient that of a mean.
 
     With each row `twice` a mean stays as it is, and the gradient for each of the rows is half of what it was.
     """
     if not _near(once[0], twice[0], 1e-2):
         raise ConfigError(
-            f"{where} returns a value that is no mean over the rows",
-            found=f"{_number(once[0]):.6g}, and {_number(twice[0]):.6g} with each row twice",
-            expected="the same: values of micro-batches are averaged",
-            remedy="divide by what you sum over; a loss that compares rows with each other has over_batch = True",
+            f"{where} returns a value that is no mean over the {what}s",
+            found=f"{_number(once[0]):.6g}, and {_number(twice[0]):.6g} with each {what} twice",
+            expected=f"the same: values of {'micro-batches' if what == 'row' else 'slices'} are averaged",
+            remedy="divide by what you sum over; a loss that compares "
+            + ("rows with each other has over_batch = True" if what == "row" else "positions needs slices = 1"),
         )
     norms = _halved(once, twice)
     if norms is not None:
         raise ConfigError(
-            f"{where} returns a gradient that is not that of a mean over the rows",
-            found="norm {:.6g}; {:.6g} where each row is there twice".format(*norms),
+            f"{where} returns a gradient that is not that of a mean over the {what}s",
+            found="norm {:.6g}; {:.6g} where each {} is there twice".format(*norms, what),
             expected="half of it then, since the value is divided by twice as much",
             remedy="divide the gradient by what the value is divided by; "
             "`python -m mpipipe train FILE.py --check` compares it with differences",
@@ -124,7 +125,8 @@ def _halved(result: Sequence[Any], other: Sequence[Any], factor: float = 2) -> t
     for one, two in zip(*(arrays.flatten(each[1])[0] for each in (result, other))):
         if one is None or two is None or (factor == 1 and not arrays.is_device(one) and np.array_equal(one, two)):
             continue
-        single, double = numbers(one), numbers(two)[: len(one)]
+        single = numbers(one)
+        double = numbers(two)[tuple(map(slice, single.shape))]
         norms = float(np.linalg.norm(single)), float(np.linalg.norm(double))
         lost = 2 * SUBNORMAL * np.sqrt(single.size) if one.dtype == np.float16 else 0.0
         if np.linalg.norm(single - factor * double) > 1e-2 * norms[0] + lost:
@@ -187,7 +189,8 @@ class TaskLoss:
     with a weight is judged: were it any of them, a loss that draws random numbers would soon look wrong.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, in_slices: bool = False) -> None:
+        self.axis = int(in_slices)  # along which the loss is to be a mean, for whole sequences too
         self.task, self.plain, self.collects, self.rehearses = task, Loss(task.loss), False, False
         self.declared = getattr(task.loss, "mean_over_entries", None)
         self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
@@ -221,7 +224,7 @@ class TaskLoss:
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
         if self.rehearses:
-            twice = self.task.metrics(rows_twice(output), rows_twice(target))
+            twice = self.task.metrics(rows_twice(output, self.axis), rows_twice(target, self.axis))
             with self._suspecting():
                 check_metrics(place_of(self.task, "metrics"), found, twice)
         return found
@@ -256,7 +259,7 @@ class TaskLoss:
         def again(y: Any, goal: Any) -> Any:
             return self.plain.checked(self.task.loss(y, goal, **factor))
 
-        twice = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
+        twice = ([*each, *each] if self.over_batch else rows_twice(each, self.axis) for each in (output, target))
         once, doubled = again(output, target), again(*twice)  # as many calls on every rank
         if weight == 0 or self.judged:
             return
@@ -267,7 +270,7 @@ class TaskLoss:
             if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
                 raise self._weight_error(f"{weight}, and {doubled[2]} with each row twice")
             if not self.over_batch:
-                check_mean(place_of(self.task, "loss"), once, doubled)
+                check_mean(place_of(self.task, "loss"), once, doubled, ("row", "position")[self.axis])
 
     def _weight_error(self, found: str) -> ConfigError:
         return ConfigError(

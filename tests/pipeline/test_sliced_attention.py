@@ -8,7 +8,7 @@ import pytest
 import mpipipe
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Layout, Local, Ring, Sliced
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, StageError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.packing import PackedAttend, Packing
@@ -59,6 +59,7 @@ CASES = [
     ("one_f_one_b", (14, 10), {}), ("one_f_one_b", (9, 8, 7), dict(recompute=True)), ("zero_bubble_h1", (3,) * 8, {}),
     ("gpipe", (9, 8, 7), dict(sizes=dict(windows=(5, None)))), ("one_f_one_b", (9, 8, 7), dict(pack=True)),
     ("zero_bubble_h1", (14, 10), dict(sizes=dict(positions="learned"))),
+    ("one_f_one_b", (9, 8, 7), dict(check=True)), ("zero_bubble_h1", (14, 10), dict(check=True, recompute=True)),
 ]  # fmt: skip
 
 
@@ -80,12 +81,56 @@ def test_real_ranks(comm):
     same(results)
 
 
+@pytest.mark.parametrize("rows", [ROWS, ROWS - 1])
+def test_a_step_that_has_failed_half_way_is_repeated_by_another_pipeline(rows):
+    lengths, schedule, calls = (9, 8, 7), schedules.one_f_one_b(1, 2, slices=3), []
+    x, y = map(np.ascontiguousarray, (TEXT[:, :-1], TEXT[:, 1:]))
+
+    def loss(output, target):
+        calls.append(target)
+        if len(calls) == 5:  # backwards of the first sequence have been
+            raise RuntimeError("once")
+        return nn.softmax_cross_entropy(output, target)
+
+    loss.mean_over_entries = True
+
+    def on_rank(comm):
+        found = []
+        for fails in (False, True):
+            stages = mpipipe.cut(GPT(**MODEL).build(Sliced(Local(), lengths)), schedule, 0, dtype="float64")
+            if fails:
+                calls.clear()
+                with (
+                    pytest.raises(StageError, match="once"),
+                    Pipeline(stages, schedule, comm, loss, slice_lengths=lengths) as pipeline,
+                ):
+                    pipeline.step(x, y)
+            with Pipeline(stages, schedule, comm, nn.softmax_cross_entropy, slice_lengths=lengths) as pipeline:
+                pipeline.step(x[:rows], y[:rows])
+            found.append(stages[0].gradients.flat)
+        np.testing.assert_array_equal(*found)
+
+    inprocess.run(1, on_rank)
+
+
 def test_attention_to_whole_sequences_is_refused():
     schedule = schedules.by_name("gpipe", ranks=1, microbatches=2, slices=2)
 
     def on_rank(comm):
         stages = mpipipe.cut(GPT(**MODEL).build(Local()), schedule, 0)
         with pytest.raises(ArgumentError, match="SelfAttention"):
+            Pipeline(stages, schedule, comm, nn.softmax_cross_entropy)
+
+    inprocess.run(1, on_rank)
+
+
+def test_attention_to_another_number_of_slices_is_refused():
+    """Where the lengths fit by chance, slices of two sequences would be those of one."""
+    schedule = schedules.by_name("gpipe", ranks=1, microbatches=3, slices=2)
+
+    def on_rank(comm):
+        stages = mpipipe.cut(GPT(**{**MODEL, "seq": 12}).build(Sliced(Local(), (4, 4, 4))), schedule, 0)
+        with pytest.raises(ArgumentError, match="Sliced of 2 slices"):
             Pipeline(stages, schedule, comm, nn.softmax_cross_entropy)
 
     inprocess.run(1, on_rank)

@@ -82,7 +82,7 @@ class Causal(Task):
 
     def batch(self, step, rows, shard):
         fields = np.random.default_rng(step).normal(size=(64, 8, 3))[rows]
-        return fields, np.cumsum(fields, 1)
+        return shard.part(fields), shard.part(np.cumsum(fields, 1))
 
     def validation(self, index, rows, shard):
         return self.batch(1000 + index, rows, shard)
@@ -94,16 +94,36 @@ class Causal(Task):
 def test_a_task_of_ones_own_attends_to_slices_by_its_shard(tmp_path):
     keys = dict(steps=3, batch=4, microbatches=2, warmup=0, log_every=1, dtype="float64", device="cpu")
     found = []
-    for name, ranks, more in (("whole", 1, {}), ("sliced", 2, {"slices": 4})):
+    cases = ("whole", 1, {}), ("sliced", 2, {"slices": 4}), ("sharded", 2, {"slices": 2, "seq": 2})
+    for name, ranks, more in cases:
         config = TaskConfig(**keys, **more, out=str(tmp_path / name))
         inprocess.run(ranks, lambda comm, config=config: run(Causal(), config, comm))
         found.append([[line.get(key, 0) for key in ("loss", "validation", "far")] for line in metrics(config)])
-    near(*found)
+    near(found[1], found[0])
+    near(found[2], found[0])
     other = Causal()
     other.causal = False
     with pytest.raises(ConfigError, match="slices of a sequence cannot attend in this way"):
         inprocess.run(2, lambda comm: run(other, TaskConfig(**keys, slices=2, out=str(tmp_path / "none")), comm))
     assert not (tmp_path / "none").exists()
+
+
+def test_a_loss_that_is_no_mean_over_positions_is_refused(tmp_path):
+    def by_rows(output, target):
+        value, gradient = nn.mean_squared_error(output, target)
+        return value * output[0].size, gradient * output[0].size
+
+    task = Causal()
+    task.loss = by_rows
+
+    def attempt(slices):
+        out = str(tmp_path / str(slices))
+        config = TaskConfig(steps=1, batch=4, microbatches=1, device="cpu", slices=slices, out=out)
+        inprocess.run(1, lambda comm: run(task, config, comm))
+
+    attempt(1)
+    with pytest.raises(MpipipeError, match="no mean over the positions"):
+        attempt(2)
 
 
 def test_more_slices_than_positions_are_refused_before_anything_is_written(config, tmp_path):
