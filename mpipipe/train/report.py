@@ -37,8 +37,8 @@ class Record:
         data are no tokens.
     lr, grad_norm : float, optional
         Learning rate of the last step, and the norm of all its gradients before clipping, if they were finite.
-    tokens_per_second, samples_per_second : float, optional
-        Tokens, or samples of a task of your own, trained on per second since the last record, over all replicas.
+    tokens_per_second : float, optional
+        Tokens trained on per second since the last record, over all replicas.
     bubble, predicted : float, optional
         Idle share of the ranks' time, measured since the last record, and as a simulation with the measured durations
         of the stages gives it.
@@ -46,6 +46,8 @@ class Record:
         Where the loss scale is dynamic: the factor on the gradients of the next step, and steps skipped so far.
     bits_per_byte, validation_bits_per_byte : float, optional
         The two losses in bits per byte of text, where it is known how many bytes the tokens stand for.
+    samples_per_second : float, optional
+        In place of tokens_per_second, for a task of your own.
     metrics : mapping of str to float
         Further numbers of the validation, by name, where the task has some.
     """

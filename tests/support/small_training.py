@@ -15,7 +15,7 @@ SMALL = dict(
     dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, microbatches=2, warmup=2, lr=1e-2, log_every=1,
     eval_batches=1, sample_bytes=0, device="cpu",
 )  # fmt: skip
-CLOCKED = ("tokens_per_second", "bubble", "predicted", "time", "seconds")
+CLOCKED = ("tokens_per_second", "samples_per_second", "bubble", "predicted", "time", "seconds")
 
 
 def config_in(folder, comm=None, **always):
