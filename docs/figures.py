@@ -79,17 +79,10 @@ def floors() -> str:
                 ("pipeline", "plan, executor, Pipeline"),
                 ("checkpoint", "state as files"),
                 ("exchange", "halos of fields"),
-            ],
-        ),
-        (
-            "4",
-            [
-                ("optim", "SGD, AdamW, scaling"),
-                ("attention", "layouts, ring"),
                 ("adapters", "PyTorch, JAX"),
-                ("pictures", "by matplotlib"),
             ],
         ),
+        ("4", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring"), ("pictures", "by matplotlib")]),
         ("3", [("schedules", "pure Python"), ("comm", "messages of arrays"), ("nn", "layers, stages, losses")]),
         ("2", [("job", "agreement, waiting, failure, exit")]),
         ("1", [("arrays", "the door to CuPy")]),

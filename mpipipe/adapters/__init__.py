@@ -18,6 +18,7 @@ from mpipipe import processor
 from mpipipe.adapters.layers import ForeignLayer as ForeignLayer
 from mpipipe.adapters.layers import WithSkips
 from mpipipe.adapters.layers import as_layer as as_layer
+from mpipipe.adapters.layers import counting as counting
 from mpipipe.adapters.layers import names_of_entry as names_of_entry
 from mpipipe.adapters.layers import seeded as seeded
 from mpipipe.adapters.trees import skip_names

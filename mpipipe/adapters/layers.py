@@ -155,7 +155,7 @@ class ForeignLayer(nn.Layer):
     def forward(self, x: Array) -> tuple[Array, Any]:
         self.inner.refresh()
         found: tuple[Array, Any]
-        if tracemalloc.is_tracing():
+        if tracemalloc.is_tracing() or getattr(COUNTED, "on", False):
             found, held = self._room.counted(self.inner, x, self.stage.position)
             return shown_to_tracer(found[0], held), Traced(found[1], np.empty(sum(held.values()), np.uint8))
         found = self.inner.forward(x, self.stage.position)
@@ -215,6 +215,19 @@ class NamedForeignLayer(ForeignLayer):
 
 
 # -- Memory of PyTorch and JAX, for whoever asks Python's allocator: arrays as large that nobody writes to ------------
+
+
+COUNTED = threading.local()  # `on`: layers show what PyTorch and JAX keep, to whoever looks at what a forward saved
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Let forwards of this thread save arrays as large as what PyTorch and JAX keep."""
+    COUNTED.on = True
+    try:
+        yield
+    finally:
+        COUNTED.on = False
 
 
 class Traced(NamedTuple):

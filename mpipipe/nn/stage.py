@@ -279,6 +279,11 @@ class Stage(Differentiable):
         """The names that its layers take from outside."""
         return () if self.names is None else self.names.takes
 
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """The names that its layers give."""
+        return () if self.names is None else self.names.given
+
     def hand_on(self, names: Sequence[str]) -> None:
         """Hand these names on to later stages, and no other; a pipeline says so.
 

@@ -192,6 +192,7 @@ def measured_costs(
             values: dict[str, Tree] = {}
             for place, given in enumerate(layers):
                 stage = nn.Stage([as_layer(given, place)], dtype, device=device, first=place)
+                stage.hand_on(stage.gives)
                 x = nn.handed(x, values, stage.takes)
                 turns = []
                 for _ in range(TURNS):

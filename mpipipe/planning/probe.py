@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import nn, optim, schedules
+from mpipipe.adapters import counting
 from mpipipe.arrays import Branches, Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
@@ -183,12 +184,13 @@ class Probe:
         loss = Loss(measured.loss_for(stage, self.size))
         with ExitStack() as stack:
             stack.enter_context(loss.taking_head())
+            stack.enter_context(counting())
             _, before = stage.forward(inputs)
             output, kept = stage.forward(inputs)
             gradient = loss.call(output, targets, 1.0)[1]
+            _, pending = stage.backward_input(gradient, kept)
         shared = {*array_bytes(before), *array_bytes((stage.parameters.flat, stage.compute.flat, inputs, targets))}
         whole = _new_bytes(kept if stage.names is None else kept[0], shared)
-        _, pending = stage.backward_input(gradient, kept)
         split = _new_bytes(pending[::-1], shared)
         split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
         stage.backward_weight(pending)

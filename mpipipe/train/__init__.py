@@ -4,6 +4,7 @@ The room trains any model, and knows nothing of tokens:
 
     task, shard      what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
     task_file        a task from a file       task_calls       how it is called: errors, batches one step ahead
+    task_check       its loss; a rehearsal, and what is wrong in a task although nothing raises
     options, config  what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop
     progress, resume, survival       the state of a training; checkpoints; going on when ranks die
@@ -30,10 +31,10 @@ from mpipipe.train.sinks import MOST_BYTES, NAME
 from mpipipe.train.task import Pair as Pair
 from mpipipe.train.task import Task
 from mpipipe.train.task import too_few_pieces as too_few_pieces
-from mpipipe.train.task_calls import TaskLoss as TaskLoss
-from mpipipe.train.task_calls import check_task as check_task
 from mpipipe.train.task_calls import layers_of as layers_of
 from mpipipe.train.task_calls import outline as outline
+from mpipipe.train.task_check import TaskLoss as TaskLoss
+from mpipipe.train.task_check import check_task as check_task
 from mpipipe.train.task_file import TaskFileConfig as TaskFileConfig
 from mpipipe.train.task_file import load_task as load_task
 from mpipipe.train.training_plan import (

@@ -47,7 +47,7 @@ class Record:
     bits_per_byte, validation_bits_per_byte : float, optional
         The two losses in bits per byte of text, where it is known how many bytes the tokens stand for.
     samples_per_second : float, optional
-        In place of tokens_per_second, for a task of your own.
+        The same of samples, where a task is trained from a file.
     metrics : mapping of str to float
         Further numbers of the validation, by name, where the task has some.
     """

@@ -23,7 +23,8 @@ from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.shard import Shard
 from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, TaskLoss, layers_of, rehearse, scores_of, validate
+from mpipipe.train.task_calls import Reader, layers_of
+from mpipipe.train.task_check import TaskLoss, rehearse, scores_of, validate
 from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.tracing import Tracing, trace_folder
 from mpipipe.train.trainer import Trainer

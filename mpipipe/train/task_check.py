@@ -1,23 +1,35 @@
-"""What is wrong in a task although nothing raises: rows that are not the same twice, and a loss that is no mean.
+"""The loss of a task, and what is wrong in a task although nothing raises.
 
-Both end in a training that says ok. So each training looks for them before its first step, and `--check` does, too.
+Rows that are not the same twice, and a loss that is no mean, end in a training that says ok. So each training looks for
+them before its first step, in a rehearsal. `--check` does it before a job is queued, and compares gradients, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
+from inspect import signature
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe import arrays, nn
+from mpipipe.adapters import ForeignLayer
 from mpipipe.arrays import Tree
-from mpipipe.errors import ConfigError, DataError, MpipipeError
-from mpipipe.pipeline import merge
+from mpipipe.comm import Mesh
+from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
+from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
+from mpipipe.pipeline import Loss, Pipeline, merge
+from mpipipe.planning import LayerPlan
+from mpipipe.train.shard import Shard
+from mpipipe.train.task import Pair, Task
+from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read
 
 OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
+SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
     "batch from np.random.default_rng(step), and return [rows] of it"
@@ -97,34 +109,60 @@ def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]
                 )
 
 
+def rows_twice(tree: Tree) -> Tree:
+    """Return a micro-batch with each row twice."""
+    both = merge([tree, tree])
+    return tree._make(both) if hasattr(tree, "_make") else both  # a loss may know its output as named
+
+
 def check_mean(
-    where: str, result: Sequence[Any], again: Callable[[Tree, Tree], Any], output: Tree, target: Tree
+    where: str, result: Sequence[Any], again: Callable[[Tree, Tree], Sequence[Any]], output: Tree, target: Tree
 ) -> None:
     """Raise ConfigError unless a loss is a mean over rows, and its gradient that of a mean.
 
-    With each row twice a mean stays as it is, and the gradient for each of the rows is half of what it was.
+    With each row twice a mean stays as it is, and the gradient for each of the rows is half of what it was. Nothing can
+    be said of a loss that draws random numbers.
     """
-    value, gradient = again(*(merge([each, each]) for each in (output, target)))[:2]
-    once, twice = float(result[0]), float(value)
-    if not np.isclose(once, twice, rtol=1e-2, atol=1e-7):
+    twice = again(rows_twice(output), rows_twice(target))
+    right, (old, new) = _halved(result, twice), (_number(each[0]) for each in (result, twice))
+    is_mean = bool(np.isclose(old, new, rtol=1e-2, atol=1e-7))
+    if is_mean and right is None:
+        return
+    same = again(output, target)
+    if not np.isclose(old, _number(same[0]), rtol=1e-5, atol=1e-7) or _halved(result, same, 1) is not None:
+        return
+    if not is_mean:
         raise ConfigError(
             f"{where} returns a value that is no mean over the rows",
-            found=f"{once:.6g}, and {twice:.6g} with each row twice",
+            found=f"{old:.6g}, and {new:.6g} with each row twice",
             expected="the same: values of micro-batches are averaged",
             remedy="divide by what you sum over; a loss that compares rows with each other has over_batch = True",
         )
-    for one, two in zip(arrays.flatten(result[1])[0], arrays.flatten(gradient)[0]):
+    assert right is not None
+    raise ConfigError(
+        f"{where} returns a gradient that is not that of a mean over the rows",
+        found="norm {:.6g}; {:.6g} where each row is there twice".format(*right),
+        expected="half of it then, since the value is divided by twice as much",
+        remedy="divide the gradient by what the value is divided by; "
+        "`python -m mpipipe train FILE.py --check` compares it with differences",
+    )
+
+
+def _halved(result: Sequence[Any], other: Sequence[Any], factor: float = 2) -> tuple[float, float] | None:
+    """Return None where a gradient is `factor` times that of the same rows in the other result; else both norms."""
+    for one, two in zip(*(arrays.flatten(each[1])[0] for each in (result, other))):
         if one is None or two is None:
             continue
         single, double = numbers(one), numbers(two)[: len(one)]
-        if np.linalg.norm(single - 2 * double) > 1e-2 * np.linalg.norm(single):
-            raise ConfigError(
-                f"{where} returns a gradient that is not that of a mean over the rows",
-                found=f"norm {np.linalg.norm(single):.6g}; {np.linalg.norm(double):.6g} where each row is there twice",
-                expected="half of it then, since the value is divided by twice as much",
-                remedy="divide the gradient by what the value is divided by; "
-                "`python -m mpipipe train FILE.py --check` compares it with differences",
-            )
+        norms = float(np.linalg.norm(single)), float(np.linalg.norm(double))
+        lost = 2 * SUBNORMAL * np.sqrt(single.size) if one.dtype == np.float16 else 0.0
+        if np.linalg.norm(single - factor * double) > 1e-2 * norms[0] + lost:
+            return norms
+    return None
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if arrays.is_array(value) else value)
 
 
 def check_metric(where: str, name: str, once: float, twice: float) -> None:
@@ -147,3 +185,250 @@ def misnamed(kind: type, known: type) -> list[str]:
         if meant:
             found.append(f"{kind.__name__} has `{name}`, which nothing here calls, and no `{meant[0]}`")
     return found
+
+
+# -- The loss ---------------------------------------------------------------------------------------------------------
+
+
+class TaskLoss:
+    """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true.
+
+    While it `rehearses`, a third value is checked: the weight of a micro-batch with each row twice is twice as large.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.plain, self.collects, self.rehearses = task, Loss(task.loss), False, False
+        self.declared = getattr(task.loss, "mean_over_entries", None)
+        self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
+        self.over_batch = bool(getattr(task.loss, "over_batch", False))
+        self.sums: dict[str, np.ndarray] = {}
+        self.entries: list[int] = []  # of each array of the targets, where these count
+        self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
+
+    def __call__(self, output: Any, target: Any, **factor: float) -> Any:
+        """Return what the loss of the task returns."""
+        if self.over_batch and not isinstance(output, list):  # of a measurement, which has one micro-batch
+            value, gradient, *weight = self([output], [target], **factor)
+            return value, gradient[0], *weight
+        result = call(self.task, "loss", output, target, named=factor, by=self._evaluate)
+        if self.collects:
+            for y, goal in zip(output, target) if self.over_batch else [(output, target)]:
+                entries = sum(leaf.size for leaf in arrays.flatten(goal)[0])
+                weight = result[2] if len(result) == 3 and not self.over_batch else entries
+                if not weight:  # nothing is valid here
+                    continue
+                for name, value in call(self.task, "metrics", y, goal, by=self._metrics).items():
+                    self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([value * weight, weight])
+        return result
+
+    def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
+        found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
+        if self.rehearses:
+            twice = self.task.metrics(rows_twice(output), rows_twice(target))
+            for name, value in found.items():
+                check_metric(place_of(self.task, "metrics"), name, value, twice[name])
+        return found
+
+    def _evaluate(self, output: Any, target: Any, **factor: float) -> Any:
+        result = self.task.loss(output, target, **factor)
+        checked = self.plain.checked(result)
+        weight = checked[2]
+        if self.rehearses and weight != 0:
+            Loss.scaled(result[1], 1.0, output)
+        if weight is None:
+            if self.rehearses and self.declared is None and not self.over_batch:
+                self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
+        elif self.rehearses or self.declared is not None:
+            self._check_weight(weight, output, target, factor)
+        if self.rehearses and not self.over_batch and weight != 0:
+            check_mean(place_of(self.task, "loss"), checked, partial(self._again, factor), output, target)
+        return result
+
+    def _again(self, factor: Mapping[str, float], output: Any, target: Any) -> Any:
+        return self.plain.checked(self.task.loss(output, target, **factor))
+
+    def _check_weight(self, weight: float, output: Any, target: Any, factor: Mapping[str, float]) -> None:
+        """Raise ConfigError for a third value that another attribute contradicts, or that counts nothing."""
+        found, doubled = "mean_over_entries, too", weight
+        if self.declared is None:
+            pair = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
+            doubled = float(self.task.loss(*pair, **factor)[2])  # type: ignore[misc]
+            found = f"{weight}, and {doubled} with each row twice"
+        if self.declared is not None or not math.isclose(doubled, 2 * weight, rel_tol=1e-2):
+            raise ConfigError(
+                "the third value that a loss returns is not the weight of a micro-batch",
+                found=found,
+                expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
+                remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
+            )
+
+    def means(self, group: RankGroup) -> dict[str, float]:
+        """Return the means of all ranks since the last call; collective."""
+        total: dict[str, np.ndarray] = {}
+        for part in group.gather("train: the metrics", self.sums):
+            for name, both in part.items():
+                total[name] = total.get(name, np.zeros(2)) + both
+        self.sums = {}
+        return {name: float(value / weight) for name, (value, weight) in total.items()}
+
+
+def scores_of(task: Task, loss: Any) -> TaskLoss | None:
+    """Return the loss where a validation collects the metrics of a task by it."""
+    return loss if isinstance(loss, TaskLoss) and type(task).metrics is not Task.metrics else None
+
+
+# -- A rehearsal, and a validation ------------------------------------------------------------------------------------
+
+
+def check_batch(task: Task, method: str, number: int, rows: range, shard: Shard, found: Pair) -> None:
+    """Raise DataError where the last row of a batch, asked for alone, is another one."""
+    last = rows[-1:]
+    for whole, alone in zip(found, read(task, method, number, last, shard)):
+        check_row(f"{place_of(task, method)}", last[0], whole, alone)
+
+
+def row_traits(task: Task, method: str, number: int, shard: Shard) -> dict[str, Any]:
+    """Return the traits of the inputs and targets of row 0, as far as a task gives them on this rank."""
+    found = call(task, method, number, range(1), shard, when=f" for row 0 of {number}")
+    return dict(zip(("inputs", "targets"), map(traits, found)))
+
+
+def validate(
+    pipeline: Pipeline, reader: Reader, scores: TaskLoss | None, batches: int, group: RankGroup
+) -> tuple[float, dict[str, float]]:
+    """Return the mean loss over the batches of the validation and the means of the task's metrics; collective."""
+    values = []
+    if scores is not None:
+        scores.collects = True
+    for index in range(batches):
+        batch = reader.validation(index)
+        values.append(call(reader.task, "layers", *batch, when=" in the validation", by=pipeline.evaluate))
+    if scores is None:
+        return sum(values) / batches, {}
+    scores.collects = False
+    return sum(values) / batches, scores.means(group)
+
+
+def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> list[str]:
+    """Read the first batches, and run them forward: what does not fit is found before anything is written.
+
+    Returns the names of the task's metrics.
+    """
+    group, scores = group_of(mesh.comm), scores_of(task, loss)
+    own = loss if isinstance(loss, TaskLoss) else None
+    for method, number in (("batch", step), ("validation", 0)):
+        pair: Pair = None, None
+        with group.raise_together(f"train: the first {method}"):
+            if reader.reads:
+                pair = reader.begun(read(task, method, number, reader.rows, reader.shard))
+                check_batch(task, method, number, reader.rows, reader.shard, pair)
+        facts: dict[str, Any] = {}
+        with group.raise_together(f"train: the first row of {method}"):
+            facts = row_traits(task, method, number, reader.shard) if reader.reads else {}
+        seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts))
+        with group.raise_together(f"train: the first row of {method} on all ranks"):
+            check_ranks(place_of(task, method), seen)
+        if own is not None:
+            own.rehearses, own.collects = True, scores is not None
+        call(task, "layers", *pair, when=" in the validation" * (method == "validation"), by=pipeline.evaluate)
+        if own is not None:
+            own.rehearses = own.collects = False
+    parts = [part for part in group.gather("train: the entries of targets", own and own.entries) if part]
+    different = [part for part in parts if any(a * parts[0][0] != part[0] * b for a, b in zip(part, parts[0]))]
+    if different:
+        problem = ConfigError(
+            "targets of several arrays, of which ranks have parts that differ by other numbers",
+            found=" and ".join(", ".join(map(str, part)) for part in (parts[0], different[0])) + " entries",
+            expected="a loss that says how many things its value is a mean over",
+            remedy="return (value, doutput, weight), or set loss.mean_over_entries = True or False (rows)",
+        )
+        raise found_by_all(problem, [group])
+    return [] if scores is None else list(scores.means(group))
+
+
+def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
+    """Return what `Task.show` says of the first micro-batch of the validation; collective."""
+    if type(task).show is Task.show:
+        return ""
+    group, begin, text = group_of(mesh.comm), mesh.data.rank * plan.rows, ""
+    inputs, targets = None, None
+    with group.raise_together("train: the batch to show"):
+        if shard.reads_inputs or shard.reads_targets:
+            rows = range(begin, begin + plan.microbatch_rows)
+            inputs, targets, _ = read(task, "validation", 0, rows, shard)
+    output = pipeline.forward(inputs)
+    with group.raise_together("train: what the task shows"):
+        if shard.reads_targets and mesh.data.rank == 0:
+            text = str(call(task, "show", output, targets, shard) or "")
+    return next(filter(None, group.gather("train: what the task shows", text)), "")
+
+
+# -- train --check ----------------------------------------------------------------------------------------------------
+
+
+def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int = 2) -> tuple[list[str], bool]:
+    """Look for what goes wrong without a word: gradients of layers and loss, rows that are not the same twice.
+
+    Return lines of what was found, and whether all is right. `comm` is one rank, and `again` the task loaded once more.
+    Gradients are compared with differences in float64, for a batch of `rows`.
+    """
+    shard = task.shard(comm, 1)
+    shard.dtype = arrays.dtype("float64")
+    lines, right, output = _check_rows(task, again, range(rows), shard), True, None
+    for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
+        layer = stage.layers[0]
+        name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
+        line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
+        lines.append(line)
+        right, output = right and fine, (stage, x)
+    assert output is not None  # a task has a layer at least
+    y, target = output[0].forward(output[1], nn.Position(training=False))[0], example(task, rows, 1, shard)[1]
+    loss = TaskLoss(task)
+    line, fine = _checked("loss", _LossStage(loss, target), y, None)
+    if fine:
+        loss.rehearses = loss.collects = True
+        loss(y, target)
+    return [*lines, line], right and fine
+
+
+def _check_rows(task: Task, again: Task, rows: range, shard: Shard) -> list[str]:
+    """Return lines about the rows of a task; raises DataError where they are not the same twice."""
+    lines, seen = [], {}
+    for method, number in (("batch", 0), ("batch", 1), ("validation", 0)):
+        found = read(task, method, number, rows, shard)[:2]
+        check_batch(task, method, number, rows, shard, found)
+        both = [(0, row_traits(each, method, number, shard)) for each in (task, again)]
+        check_ranks(f"{place_of(task, method)}, with the file loaded twice,", both)
+        seen[method, number] = both[0][1]["inputs"]
+    first = seen["batch", 0]
+    for (method, number), more in seen.items():
+        if (method, number) != ("batch", 0) and first is not None and more is not None and alike(first, more):
+            lines.append(f"note: {method}({number}) has the same first row as batch(0)")
+    return [*lines, *(f"note: {line}" for line in misnamed(type(task), Task))]
+
+
+def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:
+    try:
+        differences = nn.check_gradients(stage, x, position=position)
+    except StageError as error:
+        return f"{name}: {error.found}", False
+    except ArgumentError as error:
+        if "nothing to differentiate" not in error.message:
+            raise
+        return f"{name}: nothing to differentiate", True
+    return f"{name}: right to {max(differences.values()):.0e} ({', '.join(differences)})", True
+
+
+class _LossStage:
+    """A loss as a stage whose output is the value: its backward gives the gradient of what the loss is called with."""
+
+    def __init__(self, loss: TaskLoss, target: Tree) -> None:
+        self.loss, self.target = loss, target
+
+    def forward(self, x: Tree) -> tuple[np.ndarray, Tree]:
+        value, gradient = self.loss(x, self.target)[:2]
+        return np.reshape(np.asarray(value, np.float64), 1), gradient
+
+    def backward(self, dy: np.ndarray, saved: Tree) -> Tree:
+        leaves, structure = arrays.flatten(saved)
+        return arrays.unflatten([dy[0] * leaf for leaf in leaves], structure)

@@ -24,7 +24,8 @@ from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, call, scores_of, shown, validate
+from mpipipe.train.task_calls import Reader, call
+from mpipipe.train.task_check import scores_of, shown, validate
 from mpipipe.train.tracing import Tracing
 
 

@@ -23,7 +23,8 @@ from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import TaskLoss, agree_on_layers, chain, example, layers_of, outline, shapes_of
+from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
+from mpipipe.train.task_check import TaskLoss
 
 logger = logging.getLogger("mpipipe")
 
@@ -238,7 +239,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         mesh=mesh,
         layers=lambda: layers_of(task, shard, config.seed),
         loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
-        example=lambda rows, microbatches: example(task, rows, microbatches, shard),
+        example=lambda rows, microbatches: example(task, rows, microbatches, shard, config.batch),
         message_shape=lambda rows: task.message_shape(rows, shard) or (rows, max(map(_size, inputs[1:]), default=1)),
         optimizer=lambda pipeline: make_optimizer(config, pipeline, task),
         scaler=lambda: make_scaler(config),

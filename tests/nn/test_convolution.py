@@ -20,6 +20,12 @@ CASES = {  # (inputs, outputs, width), space, options
     "line, stride beyond the width": ((2, 3, (1,)), (7,), dict(stride=3, padding="valid")),
     "line, no padding, no bias": ((3, 2, (5,)), (9,), dict(padding="valid", bias=False)),
     "circle, a group for each channel": ((6, 6, (3,)), (8,), dict(groups=6, padding="periodic")),
+    "plane, a group for each channel": ((5, 5, (3, 2)), (6, 7), dict(groups=5, padding=("periodic", "same"))),
+    "space, a group for each channel": (
+        (3, 3, (3, 1, 2)),
+        (4, 3, 5),
+        dict(groups=3, padding=("same", "valid", "periodic")),
+    ),
     "circle as long as the window": ((1, 2, (5,)), (5,), dict(padding="periodic")),
     "window wider than the line": ((2, 2, (9,)), (3,), {}),
     "plane": ((2, 4, (3, 3)), (6, 9), {}),
@@ -44,6 +50,7 @@ def way(request, monkeypatch):
     waste, most, dense = WAYS[request.param]
     monkeypatch.setattr(convolution, "DENSE", dense)
     monkeypatch.setattr(convolution, "WASTE", waste)
+    monkeypatch.setattr(convolution, "LINES", most)
     monkeypatch.setitem(convolution.GATHERED, "cpu", most)
 
 

@@ -61,6 +61,12 @@ def test_a_rank_makes_its_own_layers_alone_and_costs_move_the_cut():
     assert str(stages).splitlines()[-1].split() == ["1", "5-5", "0", "0"]
 
 
+def test_costs_are_measured_where_a_name_is_taken_in_the_entry_that_gives_it_and_later():
+    layers = [nn.Sequential([nn.Keep("a"), nn.Linear(8, 8), nn.Join("a", None)]), nn.Join("a"), nn.Linear(16, 1)]
+    x = np.ones((4, 8), np.float32)
+    assert min(inprocess.run(1, lambda comm: measured_costs(layers, x, comm))[0]) > 0
+
+
 def test_measured_costs_are_those_of_rank_0_on_every_rank():
     layers = [nn.Gelu, Slow, lambda: nn.Linear(WIDTH, WIDTH)]
     x = np.ones((4, WIDTH), np.float32)

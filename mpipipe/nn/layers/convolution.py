@@ -9,7 +9,8 @@ all other axes of the window gathered at each point, neighbours along a line of 
     phase 1       [ window 1  ][ window 4  ][ ...       and two more for the points between
     phase 2           [ window 2  ][ window 5  ][ ...
 
-So a kernel of 3 x 3 copies each number three times and not nine times.
+So a kernel of 3 x 3 copies each number three times and not nine times. Where each channel is a group of its own, the
+host has no matrices: it multiplies whole lines by the numbers of their channels, one after the other, and adds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from mpipipe.nn.parameters import normal, vector
 PADDINGS = ("same", "periodic", "valid")
 GATHERED = {"cpu": 1 << 19, "cuda": 1 << 26}  # elements that are gathered at once
 WASTE = 1.15  # points of a line that may be computed for one that is wanted, before windows are gathered whole
+LINES = 1 << 16  # elements of lines that are multiplied at once
 DENSE = 16  # channels of a product, up to which groups share one
 
 
@@ -192,6 +194,8 @@ class Conv(Layer):
     def _add_products(self, dy: Array, x: Array, grad: Array) -> None:
         kernels, device = self.stage.kernels, self.stage.device
         shape = _Shape(self.width, self.before, self.stride, dy.shape[1:-1])
+        if self._by_channel:
+            return self._add_lines(dy, x, grad, shape)
         grad, joined = self._by_group(grad), self._joins_last(shape)
         view = self._view(grad, joined)
         sums = arrays.zeros(self._matrices_shape(grad), grad.dtype, device) if view is None else view
@@ -213,6 +217,8 @@ class Conv(Layer):
 
     def _correlate(self, x: Array, weight: Array, shape: _Shape, backward: bool = False) -> Array:
         """Return the output of these windows; `backward` with transposed matrices W[k], and without the bias."""
+        if self._by_channel:
+            return self._multiply_lines(x, weight, shape, None if backward else self.bias)
         kernels, device = self.stage.kernels, self.stage.device
         matrices = self._matrices(weight, self._joins_last(shape), backward)
         outputs = matrices.shape[2 if backward else 1]
@@ -225,6 +231,51 @@ class Conv(Layer):
                 part = kernels.linear(windows.rows, matrix, bias)
             kernels.copy(part.reshape(*windows.shape, outputs)[..., : windows.valid, :], y[own])
         return y
+
+    # -- lines of groups of one channel
+
+    @property
+    def _by_channel(self) -> bool:
+        alone = self.stride == 1 < self.groups == self.inputs == self.outputs
+        return alone and self.stage.device == "cpu" and not arrays.is_half(self.weight.dtype)
+
+    def _multiply_lines(self, x: Array, weight: Array, shape: _Shape, bias: Array | None) -> Array:
+        y, points = arrays.empty((*x.shape[:1], *shape.sizes, self.inputs), x.dtype, "cpu"), shape.sizes[-1]
+        factors = np.tile(weight.reshape(self.inputs, -1).T, points)
+        first = np.zeros(1, x.dtype) if bias is None else np.tile(bias, points)
+        for place, lines in self._lines(x, shape):
+            total = y.reshape(*y.shape[:-2], -1)[place]
+            total[...] = first[: total.shape[-1]]
+            part = np.empty_like(total)
+            for line, numbers in zip(lines, factors):
+                total += np.multiply(line, numbers[: line.shape[-1]], out=part)
+        return y
+
+    def _add_lines(self, dy: Array, x: Array, grad: Array, shape: _Shape) -> None:
+        sums = np.zeros((math.prod(shape.width), shape.sizes[-1] * self.inputs), grad.dtype)
+        for place, lines in self._lines(x, shape):
+            slopes = dy.reshape(*dy.shape[:-2], -1)[place]
+            axes = "abl"[-slopes.ndim :]
+            for line, total in zip(lines, sums):
+                total[: line.shape[-1]] += np.einsum(f"{axes},{axes}->l", line, slopes)
+        grad.reshape(self.inputs, -1)[...] += sums.reshape(len(sums), -1, self.inputs).sum(1).T
+
+    def _lines(self, x: Array, shape: _Shape) -> Iterator[tuple[tuple[Any, ...], list[Array]]]:
+        """Yield places of lines (..., points x channels) of the output and, for each k, the lines that they see."""
+        (width, before, _, sizes), channels = shape, self.inputs
+        spans = [points + taps - 1 for points, taps in zip(sizes, width)]
+        padded = arrays.zeros((len(x), *spans, channels), x.dtype, "cpu")
+        self._gather(x, slice(None), [(-start, count, 1) for start, count in zip(before, spans)], padded)
+        padded = padded.reshape(len(x), *spans[:-1], -1)
+        height = max(1, LINES // (math.prod(sizes[1:]) * channels))
+        for row, top in product(range(len(x)), range(0, sizes[0], height)):
+            ends = (top, min(top + height, sizes[0])), *((0, points) for points in sizes[1:])
+
+            def place(k: Sequence[int], row: int = row, ends: Any = ends) -> tuple[Any, ...]:
+                *axes, (start, stop) = ((start + tap, stop + tap) for (start, stop), tap in zip(ends, k))
+                return row, *(slice(*axis) for axis in axes), slice(start * channels, stop * channels)
+
+            yield place([0] * len(width)), [padded[place(k)] for k in product(*map(range, width))]
 
     # -- weights: (parts, together, outputs of a group, *width, inputs of a group), and a matrix for each part
     #
