@@ -15,7 +15,7 @@ for candidate in .venv-site/bin/python .venv/bin/python; do
 done
 python=${python:-python3}
 scheduler=slurm ranks=${SLURM_NTASKS:-?} threads=${SLURM_CPUS_PER_TASK:-1}
-export OMP_NUM_THREADS="$threads" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export MPIPIPE_THREADS="$threads" OMP_NUM_THREADS="$threads" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 . mpipipe/cli/jobscripts/job.sh
 
 # train FLAGS OF SRUN -- OPTIONS: `mpipipe train` on all tasks of the job. Ends the script.
@@ -25,6 +25,6 @@ train() {
     shift
     read -r -a more <<< "${MPIPIPE_SRUN_FLAGS:-}"
     # a rank that fails must take the others along: without the first two flags they may wait for it until time is over
-    launch srun --kill-on-bad-exit=1 --wait=30 --cpus-per-task="$threads" ${flags[@]+"${flags[@]}"} \
+    launch srun --kill-on-bad-exit=1 --wait=30 --cpus-per-task="$threads" --cpu-bind=cores ${flags[@]+"${flags[@]}"} \
         ${more[@]+"${more[@]}"} "$python" -m mpipipe train --out "$out" "$@"
 }

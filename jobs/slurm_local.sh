@@ -8,7 +8,8 @@
 #
 # SLURM_LOCAL is that folder (mpipipe-slurm in TMPDIR by default): several of them can run beside each other, each with
 # a folder of its own. SLURM_LOCAL_CPUS is how many CPUs the node claims to have (4 by default), whatever the machine
-# has. It claims four GPUs too, so that headers which ask for them are accepted. No job finds any.
+# has; tasks are bound to cores where the machine has so many. It claims four GPUs too, so that headers which ask for
+# them are accepted. No job finds any.
 # Packages that are missing are installed by apt-get: slurm-wlm, munge, and libpmix-dev for `srun --mpi=pmix`.
 set -euo pipefail
 
@@ -66,7 +67,8 @@ free_ports() {
 }
 
 write_conf() {
-    local host ports
+    local host ports binding=none
+    [ "$cpus" -gt "$(getconf _NPROCESSORS_ONLN)" ] || binding=affinity  # cores that are not there cannot be bound
     host=$(hostname -s)
     read -r -a ports <<< "$(free_ports)"
     touch "$home/gpu"{0..3}
@@ -92,7 +94,7 @@ SlurmdPidFile=$home/slurmd.own
 SlurmctldLogFile=$home/slurmctld.log
 SlurmdLogFile=$home/slurmd.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/$binding
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none

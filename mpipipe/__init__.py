@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from mpipipe.faces import lazy_face
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpipipe.attention import Ring
@@ -18,18 +20,6 @@ if TYPE_CHECKING:
     from mpipipe.planning import cut
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
-_NAMES = {
-    "Branches": "pipeline",
-    "Mesh": "comm.mesh",
-    "PendingStep": "pipeline",
-    "Pipeline": "pipeline",
-    "Preemption": "job.preemption",
-    "Ring": "attention",
-    "cut": "planning.cutting",
-    "StepResult": "pipeline",
-    "select_device": "comm.mesh",
-    "world": "job.runtime",
-}
 _MOVED = {  # names that the API page had before they moved
     "mpipipe.comm.inprocess": "mpipipe.job.inprocess",
     "mpipipe.comm.runtime": "mpipipe.world",
@@ -40,26 +30,14 @@ _MOVED = {  # names that the API page had before they moved
 _ROOMS = (
     "adapters analysis attention checkpoint errors exchange language nn optim pictures planning schedules train".split()
 )
-__all__ = [
-    "Branches",
-    "Mesh",
-    "PendingStep",
-    "Pipeline",
-    "Preemption",
-    "Ring",
-    "StepResult",
-    "cut",
-    "select_device",
-    "world",
-]
-
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
+    __all__, _named = lazy_face(__name__, __file__)
 
     def __getattr__(name: str) -> object:
         """Import a name of `__all__`, or a room such as `mpipipe.optim`."""
-        if name in _NAMES:
+        if name in __all__:
             import_module(f"{__name__}.pipeline")  # for each name: threads that ask at once wait for one import
-            value = getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+            value = _named(name)
             globals()[name] = value
             return value
         if not name.startswith("_"):
@@ -73,6 +51,9 @@ if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an ob
                     raise AttributeError(str(error)) from None
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+    def __dir__() -> list[str]:
+        return sorted([*__all__, *_ROOMS, "__version__"])
+
 
 class _Moved:
     """Says of a module that is not found where it is now; the last that an import asks."""
@@ -84,7 +65,3 @@ class _Moved:
 
 
 sys.meta_path.append(_Moved)
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, *_ROOMS, "__version__"])

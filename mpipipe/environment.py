@@ -22,7 +22,6 @@ from mpipipe.comm import thread_level
 from mpipipe.job import (
     Communicator,
     collect,
-    cores_of,
     cores_text,
     fair_shares,
     group_of,
@@ -30,8 +29,8 @@ from mpipipe.job import (
     oversubscribed,
     oversubscribed_threads,
     own_cores,
-    parse_cores,
     runtime,
+    single_cores,
 )
 
 PACKAGES = (
@@ -55,14 +54,9 @@ GIT_SECONDS = 5.0  # for one question to git, whose files may be on a slow disk
 def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any] | None:
     """Return what a run on these ranks depends on, as plain values that JSON takes, on rank 0; None elsewhere.
 
-    Collective. `mpipipe train` writes it into its output folder, as environment.json.
-
-    Parameters
-    ----------
-    comm : communicator, optional
-        The ranks, on which no other messages are under way; COMM_WORLD by default.
-    gpus : bool
-        Whether to look for GPUs, which imports CuPy.
+    Collective over `comm`, by default COMM_WORLD, on which no other messages are under way. `mpipipe train` writes it
+    into its output folder, as environment.json. With `gpus` it looks for GPUs, which imports CuPy. BackendError is
+    raised where there is no MPI.
 
     Returns
     -------
@@ -72,16 +66,11 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         there is none. `mpi`: library, standard and thread level; None if the ranks are threads. `launcher`: the
         variable that promises the ranks, and their number; or None. `job`: numbers of the batch system. `ranks`: their
         number. `hosts`: name, processor, cores, memory, GPUs and ranks of each host; memory in bytes. `binding`: rank,
-        host, the cores that it may run on, such as "0-3,8", and the BLAS threads with which it would train.
+        host, the cores that it may run on, such as "0-3,8", and the threads with which it would train.
         `oversubscribed` and `oversubscribed_threads`: a sentence if ranks, or their threads, are more than their cores;
         else None.
         `blas`: each library of numpy with its kernels and threads. `variables`: those of this package, of threads, of
         GPUs and of MPI that are set. `different`: what of all this other ranks have in another way.
-
-    Raises
-    ------
-    BackendError
-        Where there is no MPI.
 
     Examples
     --------
@@ -117,7 +106,9 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
         "hosts": _hosts(everyone),
         "binding": binding,
         "oversubscribed": oversubscribed(binding),
-        "oversubscribed_threads": oversubscribed_threads(binding),
+        "oversubscribed_threads": oversubscribed_threads(
+            [{**place, "cores": cores_text(each["single_cores"])} for place, each in zip(binding, everyone)]
+        ),
         "blas": first["blas"],
         "variables": first["variables"],
         "different": _different(everyone),
@@ -180,7 +171,7 @@ def _here(gpus: bool) -> dict[str, Any]:
             "gpus": arrays.describe_gpus() if gpus else [],
         },
         "cores": own_cores(),
-        "single_cores": sorted(cores_of(parse_cores(own_cores()))),
+        "single_cores": single_cores(),
         "chosen_threads": processor.chosen_threads(),
         "blas": blas(),
         "variables": {

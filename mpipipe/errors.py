@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -15,10 +16,8 @@ class MpipipeError(Exception):
         What went wrong, in one sentence.
     rank : int or str, optional
         Where: the rank in the communicator that was handed in, or several as in "0-3, 7" or "all 12".
-    stage : int, optional
-        Where: the logical stage.
-    microbatch : int, optional
-        Where: the micro-batch.
+    stage, microbatch, slice : int, optional
+        Where: the logical stage, the micro-batch, and the slice of its sequences.
     found, expected : object, optional
         Both sides of a disagreement.
     remedy : str, optional
@@ -48,22 +47,24 @@ class MpipipeError(Exception):
         rank: int | str | None = None,
         stage: int | None = None,
         microbatch: int | None = None,
+        slice: int | None = None,
         found: object = None,
         expected: object = None,
         remedy: str | None = None,
     ):
         self.message = message
-        self.rank, self.stage, self.microbatch = rank, stage, microbatch
+        self.rank, self.stage, self.microbatch, self.slice = rank, stage, microbatch, slice
         self.found, self.expected, self.remedy = found, expected, remedy
         self.reported_elsewhere = False
         self.agreed: frozenset[int] = frozenset()
         super().__init__(message)
 
     def __reduce__(self) -> tuple[Callable[..., MpipipeError], tuple[Any, ...]]:  # errors travel between ranks
-        return _rebuild, (type(self), self.message, {name: _sendable(getattr(self, name)) for name in _FIELDS})
+        fields: dict[str, Any] = {name: _sendable(getattr(self, name)) for name in _FIELDS}
+        return partial(type(self), self.message, **fields), ()
 
     def __str__(self) -> str:
-        names = (("stage", self.stage), ("micro-batch", self.microbatch))
+        names = (("stage", self.stage), ("micro-batch", self.microbatch), ("slice", self.slice))
         parts = [] if self.rank is None else [_named(str(self.rank))]
         place = ", ".join([*parts, *(f"{name} {value}" for name, value in names if value is not None)])
         lines = [f"{place}: {self.message}" if place else self.message]
@@ -152,17 +153,13 @@ class LaunchError(BackendError):
     """The processes were not started as one MPI job."""
 
 
-_FIELDS = ("rank", "stage", "microbatch", "found", "expected", "remedy")
+_FIELDS = ("rank", "stage", "microbatch", "slice", "found", "expected", "remedy")
 
 
 def _named(ranks: str) -> str:
     if ranks.startswith("all "):
         return f"{ranks} ranks"
     return f"{'rank' if ranks.isdigit() else 'ranks'} {ranks}"
-
-
-def _rebuild(kind: type[MpipipeError], message: str, fields: dict[str, Any]) -> MpipipeError:
-    return kind(message, **fields)
 
 
 def _sendable(value: object) -> int | float | str | None:

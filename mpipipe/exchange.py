@@ -43,15 +43,14 @@ class _OverRanks(Layer):
         self._options, self._kind = tuple(options.items()), type(self).__name__
         error: MpipipeError | None = None
         axes = [value for name, value in self._options if name.endswith("axis")]
-        if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(set(axes)):
-            error = ArgumentError(
-                f"{self._kind}: axes of x", found=repr(axes), expected="integers from 1; 0 is the batch"
-            )
-        self._axes = 1 + max(axes) if error is None else 0
         try:
+            if not all(isinstance(axis, int) and axis > 0 for axis in axes) or len(axes) != len(set(axes)):
+                message, expected = f"{self._kind}: axes of x", "integers from 1; 0 is the batch"
+                raise ArgumentError(message, found=repr(axes), expected=expected)
+            self._axes = 1 + max(axes)
             self._check()
         except MpipipeError as caught:
-            error = error or caught
+            error = caught
         self._group.agree(f"construction of {self._kind}", self._options, error=error, remedy=REMEDY)
 
     def _check(self) -> None:
@@ -201,7 +200,8 @@ class HaloConv(HaloExchange):
     """An `nn.Conv` of a field that is cut along one axis over ranks: with the output and gradients of the whole field.
 
     It takes the halo that its window needs. Where that is large, what needs none is computed while the halo travels,
-    and while its gradients do. Parameters have the names of those of the convolution, which is not used elsewhere.
+    and while its gradients do. Parameters have the names of those of the convolution, which is not used elsewhere. For
+    an example see docs/stages.md.
 
     Parameters
     ----------
@@ -216,20 +216,6 @@ class HaloConv(HaloExchange):
     ------
     ArgumentError, MismatchError
         As for `HaloExchange`; and on all ranks, where the convolution does not fit the field or its shards.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> from mpipipe.exchange import HaloConv
-    >>> from mpipipe.job import inprocess
-    >>> x = np.random.default_rng(0).standard_normal((1, 6, 4, 2)).astype(np.float32)
-    >>> whole = nn.Stage([nn.Conv(2, 3, (3, 3))]).forward(x)[0]
-    >>> def on_each_rank(comm):
-    ...     stage = nn.Stage([HaloConv(comm, 1, nn.Conv(2, 3, (3, 3)))])
-    ...     return stage.forward(x[:, 3 * comm.rank : 3 * comm.rank + 3])[0]
-    >>> bool(np.allclose(np.concatenate(inprocess.run(2, on_each_rank), axis=1), whole, atol=1e-5))
-    True
     """
 
     def __init__(self, comm: Communicator | None, axis: int, conv: Conv, layout: Layout | None = None):
@@ -359,11 +345,6 @@ class AllToAll(_OverRanks):
         The ranks that share the field, such as `mesh.seq`. None: all ranks.
     scatter_axis, gather_axis : int
         Two axes of x, 1 or more: the one that lies whole on each rank, and the one that is cut over the ranks.
-
-    Raises
-    ------
-    ArgumentError, MismatchError
-        As for `HaloExchange`.
 
     Examples
     --------

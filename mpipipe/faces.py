@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import TypeVar
 
 Class = TypeVar("Class", bound=type)
 
 
-def lazy_face(room: str, files: Mapping[str, str]) -> tuple[list[str], Callable[[str], object]]:
-    """Return `__all__` and `__getattr__` of a room: `files` has the names that each of its files gives to others."""
-    file_of = {name: file for file, names in files.items() for name in names.split()}
+def lazy_face(room: str, source: str) -> tuple[list[str], Callable[[str], object]]:
+    """Return `__all__` and `__getattr__` of a room: its names are those that its `source` imports for type checkers."""
+    with open(source, encoding="utf-8") as file:
+        imports = file.read().partition("if TYPE_CHECKING:\n")[2].partition("\n\n")[0]
+    file_of: dict[str, str] = {}
+    for line in imports.split("from ")[1:]:
+        module, names = line.split(" import ")
+        file_of |= dict.fromkeys(names.strip("\n ()").replace(",", " ").split(), module)
 
     def get(name: str) -> object:
         if name not in file_of:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
-        return getattr(import_module(f"{room}.{file_of[name]}"), name)
+        return getattr(import_module(file_of[name]), name)
 
     return [*file_of], get
 

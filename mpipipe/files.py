@@ -13,7 +13,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -30,12 +30,14 @@ KINDS = (
 REGULAR = "a readable regular file"  # what callers say that they expected
 PARTIAL = ".partial"  # after the name of a file that is being written
 SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: begin to write dirty pages, without waiting for them
-# without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
 BLOCK = 1 << 20  # bytes of a text that are read together
+# without O_NONBLOCK the open of a FIFO that has just taken the file's place would wait for a writer
 FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
+# False for a name that no file can have, as one of 5000 letters: before Python 3.14 those of Path raise OSError for it
+exists, is_folder = os.path.exists, os.path.isdir
 
-@contextmanager
+
 def reading(
     what: str,
     path: str | Path,
@@ -44,13 +46,11 @@ def reading(
     expected: str | None = REGULAR,
     remedy: str | None = None,
     also: tuple[type[Exception], ...] = (),
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Turn an OSError, or an exception of `also`, into the error "`what` cannot be read", which names the file."""
-    with _explaining(f"{what} cannot be read", path, error, expected, remedy, also):
-        yield
+    return _explaining(f"{what} cannot be read", path, error, expected, remedy, also)
 
 
-@contextmanager
 def writing(
     what: str,
     path: str | Path,
@@ -58,10 +58,9 @@ def writing(
     *,
     expected: str | None = None,
     remedy: str | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Turn an OSError into the error "`what` cannot be written", which names the file or folder."""
-    with _explaining(f"{what} cannot be written", path, error, expected, remedy, ()):
-        yield
+    return _explaining(f"{what} cannot be written", path, error, expected, remedy, ())
 
 
 @contextmanager
@@ -96,19 +95,6 @@ def check_regular(path: str | Path) -> os.stat_result:
     except ValueError as error:  # a zero byte, or a character that the file system's encoding does not have
         raise OSError(errno.EINVAL, f"no file has such a name: {error}", str(path)) from error
     return _checked(status, path)
-
-
-def exists(path: str | Path) -> bool:
-    """Whether there is a file or folder of this name; False for a name that none can have, as one of 5000 letters.
-
-    Before Python 3.14 `Path.exists` and `Path.is_dir` raise OSError for such a name.
-    """
-    return os.path.exists(path)
-
-
-def is_folder(path: str | Path) -> bool:
-    """Whether there is a folder of this name; False for a name that none can have."""
-    return os.path.isdir(path)
 
 
 def open_regular(path: str | Path) -> int:
@@ -176,12 +162,7 @@ def whole_file(path: Path, before_naming: Callable[[], object] | None = None) ->
 
     Where that fails, a file that was there stays as it was, and the unfinished one is removed: a full disk gets its
     room back. One that a killed process has left is removed, too: no two processes write into one file, and no link is
-    followed.
-
-    Parameters
-    ----------
-    path : name of the file
-    before_naming : called before the file gets its name; what it raises leaves another process's unfinished file alone
+    followed. `before_naming` is called before the file gets its name; what it raises spares another process's file.
     """
     partial = path.with_name(f"{path.name}{PARTIAL}")
     status = None

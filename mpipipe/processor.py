@@ -1,35 +1,103 @@
-"""Settings of the process that make array code on a rank fast: BLAS threads and memory."""
+"""Settings of the process that make array code on a rank fast: threads and memory.
+
+A rank computes with a pool of threads. The host kernels cut large arrays into pieces and give them to `each`; layers
+know nothing of it. Pieces depend on the sizes of arrays alone, and what is summed over pieces is summed in their order,
+so a kernel has the same bits for any number of threads.
+
+Products use the pool, too: BLAS with one thread on pieces of rows. Threads of BLAS itself wait in loops that keep their
+core busy, so two of them next to another busy process are slower than one, and their sums may have other bits. On idle
+cores pieces are as fast (see nn/kernels/host/products.py).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from _thread import LockType, allocate_lock, get_ident
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from functools import cache
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
+from mpipipe.errors import ArgumentError
+
+Piece = TypeVar("Piece")
+VARIABLE = "MPIPIPE_THREADS"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+WAIT = 0.0005  # seconds between two polls of a caller that waits for its helpers
 
 
 def prepare_process(threads: int = 1) -> None:
     """Make the settings of this module: what `train`, `run` and `bench` do first."""
-    limit_blas_threads(threads)
+    set_threads(threads)
     keep_freed_memory()
 
 
-def limit_blas_threads(threads: int = 1) -> None:
-    """Limit BLAS to `threads`, unless the user set a number of threads (OMP_NUM_THREADS and its kin).
+def set_threads(threads: int = 1) -> None:
+    """Let this process compute with `threads` threads, unless the user set a number.
 
-    A number is a positive integer, or OpenMP's list of one for each level of nesting ("4,2"). BLAS libraries ignore
-    anything else, such as an empty text, and take all cores: so there is a limit then, too.
+    MPIPIPE_THREADS sets it, else OMP_NUM_THREADS and its kin. BLAS has one thread, but for those of OMP_NUM_THREADS
+    where MPIPIPE_THREADS=1 leaves it alone. BLAS libraries ignore what is no number, such as an empty text, and take
+    all cores: so there is a limit then, too.
     """
-    if chosen_threads() is not None:
-        return
+    _POOL.threads = _POOL.given = chosen_threads() or threads
+    if _POOL.threads > 1 or blas_threads() is None:
+        _limit_libraries()
+
+
+def thread_count() -> int:
+    """Return how many threads `each` uses: before `set_threads` those that the user set, else one."""
+    if _POOL.threads is None:
+        _POOL.threads = chosen_threads() or 1
+        if _POOL.threads > 1:
+            _limit_libraries()
+    return _POOL.threads
+
+
+def given_threads() -> int | None:
+    """Return the number that the user or `set_threads` has set, None if neither has."""
+    return _POOL.given or chosen_threads()
+
+
+@contextmanager
+def threads_set_to(threads: int) -> Iterator[None]:
+    """Let `each` use `threads` threads within, whatever the user set: for measurements."""
+    before, _POOL.threads = thread_count(), threads
+    try:
+        yield
+    finally:
+        _POOL.threads = before
+
+
+def _limit_libraries() -> None:
+    """Let BLAS have one thread, and OpenMP, by which PyTorch computes in turns with us, as many as the pool."""
     from threadpoolctl import threadpool_limits
 
-    threadpool_limits(threads)
+    threadpool_limits({"blas": 1, "openmp": thread_count()})
 
 
 def chosen_threads() -> int | None:
-    """Return the most threads that a variable asks for, None if none does."""
+    """Return the number of threads that the user set, None if no variable says one."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return blas_threads()
+    found = _threads(text)
+    if not found or "," in text:
+        raise ArgumentError(f"environment variable {VARIABLE}", found=repr(text), expected="a positive integer")
+    return found[0]
+
+
+def blas_threads() -> int | None:
+    """Return the most threads that a variable of BLAS libraries asks for, None if none does.
+
+    A number is a positive integer, or OpenMP's list of one for each level of nesting ("4,2").
+    """
     found = [count for name in THREAD_VARIABLES for count in _threads(os.environ.get(name, ""))]
     return max(found, default=None)
 
@@ -40,6 +108,165 @@ def _threads(text: str) -> list[int]:
     if all(count.isascii() and count.isdigit() and count.strip("0") for count in counts):
         return [int(counts[0])]
     return []
+
+
+@cache
+def features() -> frozenset[str]:
+    """Return the names of what this processor can do, as Linux has them; none elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    parts = (line.partition(":") for line in lines)
+    return next(
+        (frozenset(text.split()) for name, _, text in parts if name.strip() in ("flags", "Features")), frozenset()
+    )
+
+
+# -- The pool ---------------------------------------------------------------------------------------------------------
+
+
+def each(work: Callable[[Piece], object], pieces: Sequence[Piece], poll: Callable[[], object] | None = None) -> None:
+    """Call `work` for each of the pieces, on the threads of the pool, and return when all are done.
+
+    The calling thread works, too. Pieces are begun in their order, and any thread may get any of them. After an error
+    no further piece is begun, and the first error is raised when the others have ended; so it is with Ctrl-C. Where
+    the pool is in use, as in a piece that calls `each`, or on another thread of the user, the caller does all of them.
+
+    Parameters
+    ----------
+    work, pieces : callable, sequence
+        What is called with each piece. It runs in a copy of the caller's context, so numpy's `errstate` holds.
+    poll : callable, optional
+        Called again and again by a caller that waits for other threads.
+    """
+    if _POOL.threads == 1 or len(pieces) < 2 or thread_count() == 1 or not _POOL.free.acquire(False):
+        for piece in pieces:
+            work(piece)
+        return
+    try:
+        _POOL.run(_Job(work, iter(pieces)), min(_POOL.threads or 1, len(pieces)) - 1, poll)
+    finally:
+        _POOL.free.release()
+
+
+def on_this_thread(function: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that calls `function` on the thread that is here now, and does nothing on others."""
+    here = get_ident()
+
+    def call() -> None:
+        if get_ident() == here:
+            function()
+
+    return call
+
+
+class _Job:
+    """Pieces that threads take from one iterator.
+
+    `came` and `left` have an entry for each helper that has begun or ended. A helper writes itself into `came` before
+    it takes a piece. So when the iterator is empty, no piece is at work but those of helpers in `came`, and not `left`.
+    """
+
+    __slots__ = ("came", "context", "ended", "errors", "left", "pieces", "work")
+
+    def __init__(self, work: Callable[[Any], object], pieces: Iterator[Any]) -> None:
+        self.work, self.pieces, self.context = work, pieces, copy_context()
+        self.came: list[None] = []
+        self.left: list[None] = []
+        self.errors: list[BaseException] = []
+        self.ended: SimpleQueue[None] = SimpleQueue()
+
+    def help(self) -> None:
+        """Take pieces until there are no more: what a thread of the pool does."""
+        self.came.append(None)
+        try:
+            for piece in self.pieces:
+                self.work(piece)
+        except BaseException as error:
+            self.errors.append(error)
+            self.stop()
+        finally:
+            self.left.append(None)
+            self.ended.put(None)
+
+    def stop(self) -> None:
+        """Let no further piece begin."""
+        deque(self.pieces, maxlen=0)  # one call, within which no signal of Python comes
+
+    def finish(self, poll: Callable[[], object] | None) -> None:
+        """Wait until no helper is at a piece, even while Ctrl-C or `poll` raise: this comes after it."""
+        raised: BaseException | None = None
+        while True:
+            try:
+                self.stop()
+                while len(self.left) < len(self.came):
+                    try:
+                        self.ended.get(timeout=None if poll is None else WAIT)
+                    except Empty:
+                        assert poll is not None
+                        poll()
+                break
+            except BaseException as error:
+                raised, poll = error, None
+        if raised is not None:
+            raise raised
+
+
+class _Pool:
+    """Threads that wait for jobs, and never end: as daemons they hold up no exit of the interpreter."""
+
+    def __init__(self) -> None:
+        self.threads: int | None = None  # with the caller's; None until somebody asks
+        self.given: int | None = None  # by `set_threads`
+        self.free = allocate_lock()
+        self.job: _Job | None = None
+        self.wakes: list[LockType] = []  # one for each helper, which goes on when it gets it
+
+    def run(self, job: _Job, helpers: int, poll: Callable[[], object] | None) -> None:
+        """Do a job with this number of helpers. One that does not wake up in time is not waited for."""
+        while len(self.wakes) < helpers:
+            wake = allocate_lock()
+            wake.acquire()
+            Thread(target=self._serve, args=(wake,), name="mpipipe pool", daemon=True).start()
+            self.wakes.append(wake)
+        try:
+            self.job = job
+            for wake in self.wakes[:helpers]:
+                if wake.locked():  # else it has not come to an earlier job yet, and will find this one
+                    wake.release()
+            for piece in job.pieces:
+                job.work(piece)
+        finally:
+            self.job = None
+            job.finish(poll)
+        if job.errors:
+            raise job.errors[0]
+
+    def _serve(self, wake: LockType) -> None:
+        while True:
+            wake.acquire()
+            job = self.job
+            if job is not None:
+                context: Context = job.context.copy()
+                context.run(job.help)
+            job = context = None  # type: ignore[assignment]  # they hold arrays
+
+
+_POOL = _Pool()
+
+
+def _forget_threads() -> None:
+    """In the child of a fork, which has the calling thread alone."""
+    threads, given = _POOL.threads, _POOL.given
+    _POOL.__init__()  # type: ignore[misc]
+    _POOL.threads, _POOL.given = threads, given
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+# -- Memory -----------------------------------------------------------------------------------------------------------
 
 
 def keep_freed_memory() -> None:

@@ -1,7 +1,8 @@
-"""Stages as pipeline, optimizers and checkpoints see them: the protocol of a user's own, and one adapter for all kinds.
+"""Stages as pipeline, optimizers and checkpoints see them: one adapter for all kinds.
 
-A user's stage is an object with `forward` and `backward`. An `nn.Stage` has more: named parameters, ties, a device,
-layers that ask for their position and that let messages advance between them. Other rooms see a `StageAdapter` alone.
+A user's stage is an object with `forward` and `backward`; docs/stages.md lists what else it may have. An `nn.Stage` has
+more: named parameters, ties, a device, layers that ask for their position and that let messages advance between them.
+Other rooms see a `StageAdapter` alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import suppress
 from copy import copy
 from inspect import signature
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,35 +21,6 @@ from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError, MpipipeError, StageError
 from mpipipe.nn import FlatBuffer, Position, kernels
 from mpipipe.nn.kernels import Kernels
-
-
-class UserStage(Protocol):
-    """A pair of array functions. It may keep x until its backward; it holds nothing else of a micro-batch.
-
-    For schedules that split the backward, `backward_input(dy, saved) -> (dx, pending)` and `backward_weight(pending)`
-    stand in place of `backward`. All else is optional:
-
-    device : "cpu" or "cuda", with or without a number; by default that of its inner stages, or "cpu"
-    gpu : number of its GPU
-    gradients : an object whose `flat` is one contiguous array of all gradients, or None where there are none
-    parameters : the same for the parameters; where it is a mapping, its arrays are views of `flat`
-    decay_ranges : (start, stop, decay) ranges of `flat`; by default matrices decay, and vectors do not
-    before_write : list of functions to be called before anything writes to the parameters
-    state_dict(), load_state_dict(arrays) : what a checkpoint holds, in place of the mapping `parameters`
-    inner_stages : the nn.Stages that its functions call
-    refresh() : is called at the start of each call, before anything is computed
-    index : is set to the number of the stage
-    poll : is set to a function that lets messages move, to be called where the stage computes for long
-    takes : tuple of the names that it takes; the inputs must have those of the first stage
-    takes_branches : False where its functions know nothing of Branches, so that it can have no skips; by default True
-    """
-
-    def forward(self, x: Tree) -> tuple[Tree, Any]:
-        """Return (output, all that backward needs). It may take a second parameter `position`, an nn.Position."""
-
-    def backward(self, dy: Tree, saved: Any) -> Tree:
-        """Add to the gradients of the parameters; return the gradient of x."""
-
 
 METHODS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
@@ -67,14 +39,14 @@ class StageAdapter:
         first = self.models[0] if self.models else None
         self.device = str(getattr(given, "device", "cpu" if first is None else first.device))
         self._gpu: int | None = getattr(given, "gpu", None if first is None else first.gpu)
-        self.computes: Any = (
-            given  # what has its forward and backward: its CUDA graphs, or in check mode a CheckedStage
-        )
+        # what has its forward and backward: the stage, its CUDA graphs, or in check mode a CheckedStage
+        self.computes: Any = given
         self.number: int | None = None  # its logical number, once it is attached to a pipeline
         self._view: tuple[tuple[int, int], FlatView] | None = None  # of the parameters, with their place in memory
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
         self._storage: tuple[Any, list[dict]] = None, []  # of gradients and tied parameters, as the pipeline found them
         self._poll: Callable[[], object] | None = None
+        self._ends = False  # whether the gradient of its input is not asked for
         self._has_layers_alone = self.is_model and not getattr(given, "takes_branches", False)
         self._gives: tuple[str, ...] = ()  # what a stage of layers hands on over skips
 
@@ -227,6 +199,21 @@ class StageAdapter:
                 "backward of your own, and list it in inner_stages; give torch_stage and jax_stage their names",
             )
 
+    def check_slices(self, number: int) -> None:
+        """Raise ArgumentError where a stage may mix positions in another way than from slice to slice."""
+        reason = next(filter(None, (getattr(model, "unsliceable", str)() for model in self.models)), "")
+        if not self.is_model and not getattr(self.given, "slices", False):
+            reason = f"{self.name}, which does not say that it takes slices"
+        if reason:
+            raise ArgumentError(
+                "a schedule has slices, and a stage cannot take the slices of a sequence one after the other",
+                stage=number,
+                found=reason,
+                expected="layers for which positions are alike, and nn.SelfAttention with attention.Sliced",
+                remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a stage of your "
+                "own that treats each position by itself; or take a schedule without slices",
+            )
+
     @property
     def input_names(self) -> set[str] | None:
         """The names that inputs of this stage, the first one, must have; None where that is not known."""
@@ -239,11 +226,6 @@ class StageAdapter:
     def shows_gradients(self) -> bool:
         """Whether all gradients are known, so that they can be summed over replicas, or divided by a sum of weights."""
         return bool(self.models) or hasattr(self.given, "gradients")
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether there is something to train in the stage, as far as known."""
-        return bool(self.gradient_arrays)
 
     @property
     def shown_gradients(self) -> list[Array]:
@@ -262,9 +244,8 @@ class StageAdapter:
         return [flat for flat in flats if flat.size]
 
     def attach(self, number: int, poll: Callable[[], object], ends: bool) -> None:
-        """Give the stage its number and the poll of its layers. `ends`: no stage before it wants a gradient."""
-        if type(self.given) is nn.Stage:
-            self.given.end_backward(ends or self.given.first_layer.uploads_integers)
+        """Give the stage its number and the poll of its layers. `ends`: the gradient of its input is not asked for."""
+        self._ends = ends
         if self._has_layers_alone:
             self.given.hand_on(self._gives)
         self.number, self._poll = number, poll
@@ -279,8 +260,7 @@ class StageAdapter:
     def detach(self) -> None:
         """Let go of what belongs to the pipeline, which is being closed."""
         self.computes = self.given
-        if type(self.given) is nn.Stage:
-            self.given.end_backward(self.given.first_layer.uploads_integers)
+        self._end_backward(False)
         for model in self.models:
             if model.poll == self._poll:  # or a later pipeline has the stage
                 model.poll = None
@@ -291,6 +271,7 @@ class StageAdapter:
         """Make the stage compute with its parameters as they are now."""
         for model in self.models:
             model.refresh()
+        self._end_backward(self._ends)
         refresh = None if self.is_model else getattr(self.given, "refresh", None)
         if refresh is None:
             return
@@ -303,6 +284,12 @@ class StageAdapter:
             if arrays.memory_shortage(error) is not None:
                 raise
             raise StageError(f"refresh raised {type(error).__name__}: {error}", stage=self.number) from error
+
+    def _end_backward(self, ends: bool) -> None:
+        if type(self.given) is nn.Stage:
+            self.given.end_backward(ends)
+        elif isinstance(getattr(self.given, "ends", None), bool):  # anything else is the user's own
+            self.given.ends = ends
 
     def forward(self, x: Tree, position: Position) -> Any:
         """Return what the stage's forward returns, with its layers at this position."""
@@ -441,13 +428,11 @@ class FlatView(Mapping[str, Array]):
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
         """(start, stop, decay) of the flat array: matrices decay and vectors do not; without names all of it does."""
-        places = sorted(
-            (start, len(self._shapes[name]) > self.parts or name == WHOLE)
-            for name, start in self.offsets.items()
-            if self[name].size
-        )
-        edges = [0, *(start for start, _ in places[1:]), self.flat.size]  # gaps go with what is before them
-        return [(start, stop, decay) for (_, decay), start, stop in zip(places, edges, edges[1:]) if stop > start]
+        decays = {name: array.ndim > self.parts or name == WHOLE for name, array in self.items() if array.size}
+        starts = {
+            name: self.offsets[name] for name in sorted(decays, key=lambda name: (self.offsets[name], decays[name]))
+        }
+        return nn.decay_ranges(starts, decays, self.flat.size)
 
     def __getitem__(self, name: str) -> Array:
         start, shape = self.offsets[name], self._shapes[name]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from mpipipe.errors import BackendError, MpipipeError
 
 BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # with their powers of two
 
@@ -12,6 +16,38 @@ def counted(count: int, noun: str) -> str:
     """Return a count with its noun in the singular or plural, such as "1 rank", "4 cores" or "2 micro-batches"."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending}"
+
+
+class Unit(int):
+    """The number of a unit of a schedule with slices, shown as its `place`: its micro-batch and the slice of that."""
+
+    place = 0, 0
+
+    def __str__(self) -> str:
+        return "{}, slice {}".format(*self.place)
+
+
+def units(count: int, slices: int) -> Sequence[int]:
+    """Return the numbers from 0 to `count` - 1, as units of a schedule with slices.
+
+    Examples
+    --------
+    >>> from mpipipe.text import units
+    >>> [f"micro-batch {unit}" for unit in units(4, slices=2)][-1]
+    'micro-batch 1, slice 1'
+    """
+    if slices == 1:
+        return range(count)
+    numbers = [*map(Unit, range(count))]
+    for number in numbers:
+        number.place = divmod(number, slices)
+    return numbers
+
+
+def name_slice(error: MpipipeError) -> None:
+    """Let an error that says a unit say its micro-batch and slice."""
+    if isinstance(error.microbatch, Unit):
+        error.microbatch, error.slice = error.microbatch.place
 
 
 def shown_bytes(count: float) -> str:
@@ -55,6 +91,20 @@ def how_to_install(extra: str) -> str:
     return f"in a checkout of mpipipe `pip install '.[{extra}]'`"
 
 
+def optional_library(module: str, purpose: str, extra: str, otherwise: str = "") -> Any:
+    """Import a module of a library in an extra of this package. Raises BackendError, which says how to install it."""
+    library = module.partition(".")[0]
+    try:
+        import_module(library)
+        return import_module(module)
+    except ImportError as error:
+        raise BackendError(
+            f"the library {library} cannot be imported: {error}",
+            expected=f"it, to {purpose}",
+            remedy=f"{how_to_install(extra)}{otherwise}",
+        ) from error
+
+
 # -- A table as lines of text -----------------------------------------------------------------------------------------
 
 
@@ -62,8 +112,5 @@ def text_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Collec
     """Yield the lines of a table: heads, a rule, and rows; the columns `left` are aligned at the left."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
     for row in (heads, ["-" * width for width in widths], *rows):
-        cells = (
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths))
-        )
-        yield "  ".join(cells).rstrip()
+        cells = enumerate(zip(row, widths))
+        yield "  ".join(c.ljust(width) if place in left else c.rjust(width) for place, (c, width) in cells).rstrip()

@@ -53,7 +53,6 @@ class Recorder:
         self._thread: int | None = None  # the one whose waits count, while they do
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Note something that lasted."""
         self.spans.append(Span(name, start, end))
 
     def begin_step(self) -> None:
@@ -63,7 +62,6 @@ class Recorder:
         self._reads = None
 
     def end_step(self) -> None:
-        """Note that it has ended."""
         self.steps.append(Span("step", self._begun, self.now()))
         self._thread = None
 
@@ -99,5 +97,4 @@ class Recorder:
             self.waits.append(Wait(what, start, self.now(), group))
 
     def send(self, message: tuple[int, int, int], peer: int, nbytes: int) -> None:
-        """Note that a message is about to leave."""
         self.sent.append(Sent(message, peer, nbytes, self.now()))

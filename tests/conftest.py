@@ -12,6 +12,8 @@ for number in (signal.SIGINT, signal.SIGQUIT):  # ignored where a script started
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # before numpy is imported: the ranks share the cores
 
+os.environ.setdefault("MPIPIPE_HALVES", "numpy")  # the reference, on any processor
+
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from gpu_emulator.fixture import a_gpu, an_emulated_gpu  # noqa: E402

@@ -71,3 +71,12 @@ def test_the_commit_is_that_of_the_folder_with_its_changes(tmp_path):
 def test_a_machine_without_git_has_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert environment.git_commit() is None
+
+
+def test_two_threads_on_the_hardware_threads_of_one_core_are_too_many(monkeypatch):
+    monkeypatch.setattr(environment, "own_cores", lambda: "0-1")
+    monkeypatch.setattr(environment, "single_cores", lambda: [0])
+    monkeypatch.setenv("MPIPIPE_THREADS", "2")
+    (found,) = inprocess.run(1, lambda comm: environment.gather(comm, gpus=False))
+    assert found["binding"][0]["cores"] == "0-1"
+    assert found["oversubscribed_threads"] == f"rank 0 has 2 threads on 1 core of {socket.gethostname()}"

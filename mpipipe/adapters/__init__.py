@@ -3,7 +3,7 @@
 trees     what stages of both have in common: trees of arrays, skips, random numbers of a place
 pytorch   tensors: arrays as tensors, parameters as one flat array    stage: a module, its backward in two halves
 jax       functions: compiled, with arrays as JAX's and back          stage: a function with its parameters
-          attend, of both: attention over a ring of ranks within a module or a function of one's own
+attend    of both: attention over a ring of ranks within a module or a function of one's own
 layers    either as a layer of an nn.Stage, and all else that may stand in a list of layers
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
 from mpipipe.adapters.layers import ForeignLayer as ForeignLayer
+from mpipipe.adapters.layers import Held as Held
 from mpipipe.adapters.layers import WithSkips
 from mpipipe.adapters.layers import as_layer as as_layer
 from mpipipe.adapters.layers import counting as counting
@@ -41,7 +42,8 @@ def torch_stage(
     """Make a stage of a PyTorch module.
 
     Its trainable parameters move into one flat array, and their gradients lie in another. They stay the module's own:
-    optimizers of `mpipipe.optim` and of `torch.optim` update them alike, and replicas sum their gradients.
+    optimizers of `mpipipe.optim` and of `torch.optim` update them alike, and replicas sum their gradients. The stage
+    has `state_dict` and `load_state_dict`, as the module has.
 
     Parameters
     ----------
@@ -56,22 +58,10 @@ def torch_stage(
         Names of the skips (`schedules.with_skips`) that begin here, for which the module returns (y, one tree for
         each); and of those that end here, for which it is called with one argument more each, after those of x.
 
-    Returns
-    -------
-    TorchStage
-        A stage for `Pipeline`, with `parameters`, `gradients`, `state_dict` and `load_state_dict`.
-
     Raises
     ------
     BackendError, ArgumentError
         PyTorch is not installed; the module cannot be a stage.
-
-    Examples
-    --------
-    >>> import torch  # doctest: +SKIP
-    >>> from mpipipe import adapters, optim
-    >>> stage = adapters.torch_stage(torch.nn.Linear(2, 3))  # doctest: +SKIP
-    >>> optimizer = optim.AdamW([stage], lr=1e-3)  # doctest: +SKIP
     """
     made: TorchStage = _room("pytorch.stage", "torch", "PyTorch").TorchStage(module, prefix, seed, gives, takes)
     return made
@@ -102,7 +92,8 @@ def jax_stage(
     """Make a stage of a JAX function and its parameters.
 
     The function is compiled, with its gradients, once for each shape of its input. The parameters are copied into one
-    flat array, which JAX computes with and optimizers of `mpipipe.optim` update in place.
+    flat array, which JAX computes with and optimizers of `mpipipe.optim` update in place; `tree` of the stage has their
+    values in the shape of the tree.
 
     Parameters
     ----------
@@ -115,24 +106,10 @@ def jax_stage(
     prefix, seed, gives, takes : str, int and sequences of str
         As for `torch_stage`.
 
-    Returns
-    -------
-    JaxStage
-        A stage for `Pipeline`, with `parameters`, `gradients` and `tree`.
-
     Raises
     ------
     BackendError, ArgumentError
         JAX is not installed; the parameters have several dtypes, or are of 64 bits while JAX has these switched off.
-
-    Examples
-    --------
-    >>> import jax  # doctest: +SKIP
-    >>> from mpipipe import adapters, optim
-    >>> def scale(parameters, x):
-    ...     return x * parameters["gain"]
-    >>> stage = adapters.jax_stage(scale, {"gain": jax.numpy.ones(3)})  # doctest: +SKIP
-    >>> optimizer = optim.AdamW([stage], lr=1e-3)  # doctest: +SKIP
     """
     made: JaxStage = _room("jax.stage", "jax", "JAX").JaxStage(function, parameters, prefix, seed, gives, takes)
     return made
@@ -151,7 +128,7 @@ def jax_loss(function: Callable[..., Any]) -> JaxLoss:
 
 
 def with_skips(entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = ()) -> WithSkips:
-    """Make an entry of a list of layers that gives and takes named values: for skips and side inputs.
+    """Make an entry of a list of layers, for `mpipipe.cut` and `Task.layers`, that gives and takes named values.
 
     Parameters
     ----------
@@ -162,11 +139,6 @@ def with_skips(entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = 
         Names of what it gives, for which it returns (y, one tree for each), and of what it takes, for which it is
         called with one argument more each, after x. A later layer takes what it gives; what it takes, an earlier layer
         gives, or the inputs have it (`mpipipe.Branches`).
-
-    Returns
-    -------
-    WithSkips
-        An entry for `mpipipe.cut` and `Task.layers`.
 
     Raises
     ------
@@ -209,14 +181,6 @@ def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
     BackendError, ArgumentError
         PyTorch is not installed; the object cannot attend. In a call also what the object raises, and ArgumentError
         within `torch.compile`, and where second derivatives are asked for (`create_graph=True`).
-
-    Examples
-    --------
-    >>> import torch  # doctest: +SKIP
-    >>> from mpipipe import adapters, attention
-    >>> attend = adapters.torch_attend(attention.Local(causal=True))  # doctest: +SKIP
-    >>> attend(*torch.randn(3, 2, 16, 4, 8)).shape  # doctest: +SKIP
-    torch.Size([2, 16, 4, 8])
     """
     made: TorchAttend = _room("pytorch.attend", "torch", "PyTorch").TorchAttend(attend)
     return made
@@ -245,14 +209,6 @@ def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
         JAX is not installed; the object is no Local or Ring, or a ring of threads. In a call also ArgumentError where
         arrays do not fit, or second derivatives are asked for. An error of the ring itself is a `JaxRuntimeError` with
         its text; a `jax_stage` raises the error itself.
-
-    Examples
-    --------
-    >>> import jax  # doctest: +SKIP
-    >>> from mpipipe import adapters, attention
-    >>> attend = adapters.jax_attend(attention.Local(causal=True))  # doctest: +SKIP
-    >>> attend(*jax.numpy.ones((3, 2, 16, 4, 8))).shape  # doctest: +SKIP
-    (2, 16, 4, 8)
     """
     made: Callable[[Any, Any, Any], Any] = _room("jax.attend", "jax", "JAX").attend_function(attend)
     return made
@@ -269,5 +225,5 @@ def _room(name: str, library: str, title: str) -> ModuleType:
             f"{title} was asked for, and is not installed",
             remedy=f"{how_to_install(library)}; for a GPU first as its own pages say",
         ) from None
-    processor.limit_blas_threads()
+    processor.set_threads(processor.thread_count())
     return module

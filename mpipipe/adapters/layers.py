@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import tracemalloc
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -15,38 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import Array, Branches, Shape, Tree
+from mpipipe.arrays import Branches, Shape, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random_key
 
-EXPECTED = (
-    "an nn.Layer, a torch.nn.Module, a pair (function of JAX, its parameters), or a function without arguments that "
-    "makes one of them"
-)
-
 
 def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
-    """Return the layer that an entry of a list of layers is, or that it makes.
+    """Return the layer, unbound, that an entry of a list of layers is or makes; an ArgumentError for anything else.
 
     A module of PyTorch that a function makes draws its values for (seed, place), so they do not depend on the ranks.
-
-    Parameters
-    ----------
-    given : Layer, torch.nn.Module, (callable, tree of arrays), or callable
-        The entry: see `EXPECTED`. The parameters of a module or of a function of JAX lie in the buffers of the stage
-        that binds the layer, in its dtype, and have their own names, such as 3.conv.weight.
-    place, seed : int
-        Place in the list, and seed of the model.
-
-    Returns
-    -------
-    Layer
-        The layer, unbound.
-
-    Raises
-    ------
-    ArgumentError
-        It is something else.
+    The parameters of a module or of a function of JAX lie in the buffers of the stage that binds the layer, in its
+    dtype, and have their own names, such as 3.conv.weight.
     """
     entry, given = given, given.entry if isinstance(given, WithSkips) else given
     if not isinstance(given, (nn.Layer, tuple)) and not is_module(given) and callable(given):
@@ -65,10 +42,13 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
     is_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[0])
     if is_pair or is_module(given):
         library = "jax" if is_pair else "pytorch"
-        return (
-            NamedForeignLayer(library, given, entry) if isinstance(entry, WithSkips) else ForeignLayer(library, given)
-        )
-    raise ArgumentError(f"layers[{place}] is not a layer", found=type(given).__name__, expected=EXPECTED)
+        return ForeignLayer(library, given, *((entry.gives, entry.takes) if isinstance(entry, WithSkips) else ()))
+    raise ArgumentError(
+        f"layers[{place}] is not a layer",
+        found=type(given).__name__,
+        expected="an nn.Layer, a torch.nn.Module, a pair (function of JAX, its parameters), or a function without "
+        "arguments that makes one of them",
+    )
 
 
 @dataclass(frozen=True)
@@ -120,14 +100,16 @@ def seeded(seed: int, place: int, waits: bool = False) -> Iterator[None]:
 class ForeignLayer(nn.Layer):
     """A module of PyTorch or a function of JAX as a layer; `inner` is the stage of it, once the layer is bound.
 
-    Its input and output may be a tuple or dict of arrays, where its neighbours take them.
+    Its input and output may be a tuple or dict of arrays, where its neighbours take them. It is called with the values
+    that stand under the names that it takes, and returns others for those that it gives.
     """
 
     freezes_parts = True
+    ends = False
 
-    def __init__(self, library: str, given: Any) -> None:
+    def __init__(self, library: str, given: Any, gives: tuple[str, ...] = (), takes: tuple[str, ...] = ()) -> None:
         self._room: Any = import_module(f"mpipipe.adapters.{library}.stage")
-        self.given = given
+        self.given, self.gives, self.takes = given, gives, takes
         self.declared = self._room.declared_by(given)
 
     def forget(self) -> ForeignLayer:
@@ -146,83 +128,60 @@ class ForeignLayer(nn.Layer):
         gradients = {key: getattr(self, f"{key}_grad") for key in self.declared}
         values = {key: getattr(self, key) for key in self.declared}
         self.inner = self._room.stage_on(self.given, values, gradients, self.stage.seed)
-        self.inner.index, self.inner.poll = int(self.name), self._poll
-
-    def _poll(self) -> None:
-        if self.stage.poll is not None:
-            self.stage.poll()
-
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        self.inner.refresh()
-        found: tuple[Array, Any]
-        if tracemalloc.is_tracing() or getattr(COUNTED, "on", False):
-            found, held = self._room.counted(self.inner, x, self.stage.position)
-            return shown_to_tracer(found[0], held), Traced(found[1], np.empty(sum(held.values()), np.uint8))
-        found = self.inner.forward(x, self.stage.position)
-        return found
-
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        dx, pending = self.inner.backward_input(dy, saved[0] if isinstance(saved, Traced) else saved)
-        if isinstance(saved, Traced):
-            return shown_to_tracer(dx, {}), Traced(pending, saved.room)
-        return dx, pending
-
-    def backward_weight(self, pending: Any) -> None:
-        self.inner.backward_weight(pending[0] if isinstance(pending, Traced) else pending)
-
-    def backward(self, dy: Array, saved: Any) -> Any:
-        return self.inner.backward(dy, saved[0] if isinstance(saved, Traced) else saved)
-
-
-class NamedForeignLayer(ForeignLayer):
-    """One that is called with values which stand under names, and returns others."""
-
-    def __init__(self, library: str, given: Any, entry: WithSkips) -> None:
-        super().__init__(library, given)
-        self.gives, self.takes = entry.gives, entry.takes
-
-    def bound(self) -> None:
-        super().bound()
         self.inner.gives, self.inner.takes = self.gives, self.takes
+        self.inner.index, self.inner.poll = int(self.name), lambda: self.stage.poll and self.stage.poll()
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
-        taken = {name: self.stage.taken(name) for name in self.takes}
-        y, saved = super().forward(Branches(x, **taken) if taken else x)
-        if not isinstance(y, Branches):
-            return y, (saved, {})
+    def forward(self, x: Any) -> tuple[Any, tuple[Held, dict[str, Tree]]]:
+        self.inner.refresh()
+        self.inner.ends, held = self.ends, {}
+        if self.takes:
+            x = Branches(x, **{name: self.stage.taken(name) for name in self.takes})
+        if getattr(COUNTED, "on", False):
+            (y, saved), held = self._room.counted(self.inner, x, self.stage.position)
+            for key in self.declared:
+                held.pop(arrays.address(getattr(self, key)), None)
+        else:
+            y, saved = self.inner.forward(x, self.stage.position)
+        if not self.gives:
+            return y, (Held(saved, held), {})
         for name, tree in y.skips.items():
             self.stage.give(name, tree)
-        return y.main, (saved, y.skips)
+        return y.main, (Held(saved, held), y.skips)
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        dx, pending = super().backward_input(self._joined(dy, saved[1]), saved[0])
-        return self._parted(dx), pending
+    def backward_input(self, dy: Any, saved: tuple[Held, dict[str, Tree]]) -> tuple[Any, Held]:
+        held, given = saved
+        dx, pending = self.inner.backward_input(self._joined(dy, given), held.saved)
+        return self._parted(dx), Held(pending, held.bytes)
 
-    def backward(self, dy: Array, saved: Any) -> Any:
-        return self._parted(super().backward(self._joined(dy, saved[1]), saved[0]))
+    def backward_weight(self, pending: Held) -> None:
+        self.inner.backward_weight(pending.saved)
+
+    def backward(self, dy: Any, saved: tuple[Held, dict[str, Tree]]) -> Any:
+        held, given = saved
+        return self._parted(self.inner.backward(self._joined(dy, given), held.saved))
 
     def _joined(self, dy: Tree, given: dict[str, Tree]) -> Tree:
-        """Return the gradient of the output with those of what was given, which are zeros where nobody has added."""
+        """Return the gradient of the output with those of what was given, zeros where no layer has added."""
         found = {name: nn.or_zeros(self.stage.gradient_of(name), tree) for name, tree in given.items()}
         return Branches(dy, **found) if found else dy
 
-    def _parted(self, dx: Tree) -> Tree:
-        if not isinstance(dx, Branches):
+    def _parted(self, dx: Any) -> Any:
+        if not self.takes:
             return dx
         for name, gradient in dx.skips.items():
             self.stage.add_gradient(name, gradient)
         return dx.main
 
 
-# -- Memory of PyTorch and JAX, for whoever asks Python's allocator: arrays as large that nobody writes to ------------
+# -- Memory of PyTorch and JAX, for whoever looks at what a forward saved ----------------------------------------------
 
 
-COUNTED = threading.local()  # `on`: layers show what PyTorch and JAX keep, to whoever looks at what a forward saved
+COUNTED = threading.local()  # `on`: layers say what PyTorch and JAX keep
 
 
 @contextmanager
 def counting() -> Iterator[None]:
-    """Let forwards of this thread save arrays as large as what PyTorch and JAX keep."""
+    """Let forwards of this thread say with what they save how much of it PyTorch and JAX keep."""
     COUNTED.on = True
     try:
         yield
@@ -230,16 +189,8 @@ def counting() -> Iterator[None]:
         COUNTED.on = False
 
 
-class Traced(NamedTuple):
-    """What a layer saved, and an array as large as what PyTorch or JAX keep for it."""
+class Held(NamedTuple):
+    """What a layer saved, and the bytes that PyTorch or JAX keep for it, by their address."""
 
     saved: Any
-    room: np.ndarray
-
-
-def shown_to_tracer(tree: Any, held: Mapping[int, int]) -> Any:
-    """Return arrays, each with one as large that is there as long; but for those whose memory `held` counts."""
-    for leaf in arrays.flatten(tree)[0]:
-        if leaf is not None and arrays.address(leaf) not in held:
-            weakref.finalize(leaf, len, np.empty(leaf.nbytes, np.uint8))
-    return tree
+    bytes: dict[int, int]

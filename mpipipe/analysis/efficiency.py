@@ -83,7 +83,7 @@ def advice(parts: Mapping[int, Mapping[str, float]], schedule: Schedule, costs: 
 def _slowest(schedule: Schedule, costs: Costs) -> str:
     forward, *backward = (costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad"))
     again = Counter(stage for stage, _ in schedule.recomputed)
-    run = [time * (1 + again[stage] / schedule.microbatches) for stage, time in enumerate(forward)]
+    run = [time * (1 + again[stage] / schedule.units) for stage, time in enumerate(forward)]
     each = [sum(column) for column in zip(run, *backward)]
     stage = max(range(schedule.stages), key=lambda number: each[number])
     return f"give stage {stage} less to do, which takes {each[stage] / fmean(each):.2f} x the mean stage"
@@ -118,18 +118,12 @@ def table(parts: Mapping[int, Mapping[str, float]]) -> str:
 
     Of more than 16 ranks, those with the most and the least compute are shown.
     """
-    rows = [[str(rank), *_cells(parts[rank])] for rank in shown(parts)]
+    order = sorted(parts, key=lambda rank: parts[rank]["compute"])
+    shown = order if len(parts) <= MOST else [*order[: MOST // 2], *order[-MOST // 2 :]]
+    rows = [[str(rank), *_cells(parts[rank])] for rank in sorted(shown)]
     if len(parts) > 1:
         rows.append(["mean", *_cells({part: fmean(each[part] for each in parts.values()) for part in PARTS})])
     return "\n".join(text_table(["rank", "step", *PARTS], rows, left=()))
-
-
-def shown(parts: Mapping[int, Mapping[str, float]]) -> list[int]:
-    """The ranks that have rows."""
-    if len(parts) <= MOST:
-        return sorted(parts)
-    order = sorted(parts, key=lambda rank: parts[rank]["compute"])
-    return sorted([*order[: MOST // 2], *order[-MOST // 2 :]])
 
 
 def _cells(parts: Mapping[str, float]) -> list[str]:

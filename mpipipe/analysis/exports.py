@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from mpipipe.analysis.records import RankRecord, StepRecord, deliveries
 from mpipipe.analysis.segments import Segment
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Timeline
-from mpipipe.text import how_to_install
+from mpipipe.text import optional_library
 
 RESOLUTION = 1_000_000_000  # ticks in a second
 NAME = "traces"
@@ -25,15 +25,7 @@ Event: TypeAlias = "tuple[float, int, str, tuple]"  # time, order of those at on
 
 def library() -> Any:
     """Return the package otf2; raises BackendError if it is missing."""
-    try:
-        import otf2
-    except ImportError as error:
-        raise BackendError(
-            f"the library otf2 cannot be imported: {error}",
-            expected="it, to write a trace",
-            remedy=how_to_install("trace"),
-        ) from error
-    return otf2
+    return optional_library("otf2", "write a trace", "trace")
 
 
 def name_of(folder: str | Path) -> str:
@@ -50,12 +42,7 @@ def name_of(folder: str | Path) -> str:
 
 
 def write(folder: Path, records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]]) -> None:
-    """Write the archive into a new folder.
-
-    folder : to be made
-    records : of all ranks, on one clock
-    pieces : of their steps, as `segments` gives them
-    """
+    """Write the archive into a new folder; the records of all ranks are on one clock, `pieces` those of `segments`."""
     otf2 = library()
     zero = min((step.start for record in records for step in record.steps), default=0.0)
     with otf2.writer.open(name_of(folder), NAME, timer_resolution=RESOLUTION) as trace:
@@ -117,16 +104,11 @@ def _of_regions(step: StepRecord, pieces: Sequence[Segment]) -> Iterable[Event]:
     yield step.start, 0, "enter", ("step",)
     for piece in pieces:
         if piece.part != "overhead":
-            name = _region(piece)
+            action = piece.action
+            name = piece.part if action is None else f"{OPS.get(action.op, action.op)} of stage {action.stage}"
             yield piece.start, 3, "enter", (name,)
             yield piece.end, 1, "leave", (name,)
     yield step.end, 4, "leave", ("step",)
-
-
-def _region(piece: Segment) -> str:
-    if piece.action is None:
-        return piece.part
-    return f"{OPS.get(piece.action.op, piece.action.op)} of stage {piece.action.stage}"
 
 
 # -- A trace as events for Perfetto (https://ui.perfetto.dev) and chrome://tracing: measured and predicted, side by side
@@ -142,24 +124,21 @@ MICRO = 1e6  # Chrome counts in microseconds
 def events(
     records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]], predicted: Timeline
 ) -> list[dict[str, Any]]:
-    """Return the events: json.dumps of the list is what the viewers read.
-
-    records : of all ranks, on one clock
-    pieces : of their steps, as `segments` gives them
-    predicted : a step of the pipeline
-    """
+    """Return the events, whose json.dumps the viewers read: of all ranks, and of a step as it is `predicted`."""
     zero = min((step.start for record in records for step in record.steps), default=0.0)
     found = list(_names(records))
     for record, steps in zip(records, pieces):
         for number, (step, parts) in enumerate(zip(record.steps, steps)):
             for piece in parts:
                 place = (record.rank, MEASURED, zero)
-                found.append(_span(piece.name, piece.part, (piece.start, piece.end), place, step=number))
+                name = piece.name if piece.action is None else predicted.schedule.cell(piece.action)
+                found.append(_span(name, piece.part, (piece.start, piece.end), place, step=number))
             first = min((start for _, start, _ in step.actions), default=step.start)
             origin = first - predicted.starts[record.position][0]
             for action, start, end in predicted.spans[record.position]:
                 place = (record.rank, PREDICTED, zero)
-                found.append(_span(str(action), action.op, (origin + start, origin + end), place, step=number))
+                name = predicted.schedule.cell(action)
+                found.append(_span(name, action.op, (origin + start, origin + end), place, step=number))
     return found + list(_arrows(records, zero))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
@@ -10,16 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.analysis.records import Interval, RankRecord, StepRecord, Waited
+from mpipipe.analysis.records import RankRecord, StepRecord, Waited, action_of
 from mpipipe.analysis.trace import Trace, check_places
 from mpipipe.comm import Envelope
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, RankGroup, collect, group_of, own
 from mpipipe.pipeline import Pipeline, PlannedAction
 from mpipipe.schedules import Action
-from mpipipe.trace import Recorder, Span, Wait
-
-ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
+from mpipipe.trace import Recorder, Wait
 
 
 class Recording:
@@ -59,29 +56,17 @@ class Recording:
         places = self._group.gather("the begin of a recording", (engine.partners.replica, pipeline.rank))
         with self._group.raise_together("the begin of a recording"):
             check_places(places, engine.schedule.ranks)
-        self._schedule = engine.plans.running
+        self._schedule = engine.training_plan.schedule
         self._comm = self._group.split(0, self._group.rank, "trace")
-        self._before = self._offset()
+        self._before = clock_offset(self._group, self._comm, now)
         pipeline.engine.record(self._recorder)
 
     def optimizer(self) -> AbstractContextManager[None]:
-        """Mark the optimizer: the block belongs to the last step, and counts as part "optimizer".
-
-        Returns
-        -------
-        context manager
-            Around the block.
-        """
+        """Mark the optimizer: the block belongs to the last step, and counts as part "optimizer"."""
         return self._recorder.optimizer()
 
     def reading(self) -> AbstractContextManager[None]:
-        """Mark the wait for a batch: the block belongs to the step that comes, and counts as part "reading".
-
-        Returns
-        -------
-        context manager
-            Around the block.
-        """
+        """Mark the wait for a batch: the block belongs to the step that comes, and counts as part "reading"."""
         return self._recorder.reading()
 
     @property
@@ -91,26 +76,22 @@ class Recording:
 
     def end(self) -> None:
         """Stop recording, and bring the records of all ranks together on rank 0."""
-        self.pipeline.engine.record(None)
-        record = self._record(self._before, self._offset())
+        engine, before = self.pipeline.engine, self._before
+        engine.record(None)
+        after = clock_offset(self._group, self._comm, self._recorder.now)
+        replicas = engine.partners.replicas
+        planned = engine.training_plan.steps if engine.executor.clock.waits else None
+        key = None if replicas is None else replicas.key
+        steps = steps_of(self._recorder, key, planned, self._schedule.slices)
+        clock = (before.at, before.ahead), (after.at, after.ahead)
+        skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
+        record = RankRecord(self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips)
         found = collect(self._group, self._comm, record)
         self._group.agree("the end of a recording")
         self._comm.Free()
         with self._group.raise_together("the analysis of a recording"):
             if found is not None:
                 self.trace = Trace(self._schedule, found)
-
-    def _offset(self) -> Offset:
-        return clock_offset(self._group, self._comm, self._recorder.now)
-
-    def _record(self, before: Offset, after: Offset) -> RankRecord:
-        engine = self.pipeline.engine
-        replicas = engine.partners.replicas
-        planned = engine.plans.training.steps if engine.executor.clock.waits else None
-        steps = steps_of(self._recorder, None if replicas is None else replicas.key, planned)
-        clock = (before.at, before.ahead), (after.at, after.ahead)
-        skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
-        return RankRecord(self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips)
 
 
 @contextmanager
@@ -171,48 +152,29 @@ def recording(
 
 
 def steps_of(
-    recorder: Recorder, sums: tuple[int, ...] | None, planned: Sequence[PlannedAction] | None = None
+    recorder: Recorder, sums: tuple[int, ...] | None, planned: Sequence[PlannedAction] | None = None, slices: int = 1
 ) -> list[StepRecord]:
-    """Put what a recorder has noted in order, step by step.
+    """Put what a recorder has noted in order, step by step; `sums` is the key of the replicas, whose waits are sums.
 
-    recorder : has noted it
-    sums : key of the group of replicas, whose waits are sums
-    planned : the actions of a step where they run on a device. There the host runs ahead, and its waits say nothing of
-        messages: a gap on the device before an action that takes a message is a wait for it, and a message is sent at
-        the end of the action that makes it
+    `planned` are the actions of a step where they run on a device. There the host runs ahead, and its waits say nothing
+    of messages: a gap on the device before an action that takes a message is a wait for it, and a message is sent at
+    the end of the action that makes it.
     """
     found = []
     for step in recorder.steps:
-        inside = [span for span in recorder.spans if step.start <= span.start <= step.end]
-        actions = [(parsed, span.start, span.end) for span in inside if (parsed := _action(span)) is not None]
+        inside = [
+            (action_of(span.name, slices), span) for span in recorder.spans if step.start <= span.start <= step.end
+        ]
+        actions = [(action, span.start, span.end) for action, span in inside if action is not None]
         waits = [_waited(wait, sums) for wait in recorder.waits if step.start <= wait.start <= step.end]
         sent = [each for each in recorder.sent if step.start <= each.time <= step.end]
         if planned is not None:
             waits = [wait for wait in waits if wait.message is None] + _gaps(actions, planned)
             ends = {sent.name: end for each, (_, _, end) in zip(planned, actions) for sent in each.sends}
             sent = [each._replace(time=ends.get(each.message, each.time)) for each in sent]
-        found.append(
-            StepRecord(
-                step.start,
-                step.end,
-                actions,
-                waits,
-                _named("all-reduce", inside),
-                _named("optimizer", inside),
-                sent,
-                read=_named("read", inside),
-            )
-        )
+        spans = [span for action, span in inside if action is None]
+        found.append(StepRecord(step.start, step.end, actions, waits, sent, spans))
     return found
-
-
-def _action(span: Span) -> Action | None:
-    match = ACTION.fullmatch(span.name)
-    return None if match is None else Action(int(match[1]), match[2], int(match[3]))
-
-
-def _named(start: str, spans: Sequence[Span]) -> list[Interval]:
-    return [(span.start, span.end) for span in spans if span.name.startswith(start)]
 
 
 def _waited(wait: Wait, sums: tuple[int, ...] | None) -> Waited:
@@ -255,12 +217,7 @@ class Offset(NamedTuple):
 
 
 def clock_offset(group: RankGroup, comm: Communicator, now: Callable[[], float]) -> Offset:
-    """Compare this rank's clock with that of rank 0; collective.
-
-    group : the ranks
-    comm : a communicator of the same ranks, on which no other messages are under way
-    now : this rank's clock, in seconds
-    """
+    """Compare this rank's clock, `now`, with that of rank 0; collective. No other messages are under way on `comm`."""
     group.agree("comparing clocks")
     with group.failing("comparing clocks"):
         if comm.rank > 0:

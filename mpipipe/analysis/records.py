@@ -7,13 +7,16 @@ direction is 0 for an activation and 1 for a gradient. Within a step of one pipe
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import add
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules import Action
-from mpipipe.trace import Sent
+from mpipipe.trace import Sent, Span
 
-Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
+ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)(?:\.([0-9]+))?")
 Message: TypeAlias = tuple[int, int, int]
 SkipEdge: TypeAlias = tuple[int, int, int]  # number of the edge, and the stages that it joins
 
@@ -33,32 +36,24 @@ class Waited(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step of a rank: start, end, actions, waits, starts of sums, optimizer, messages sent, waits for a batch."""
+    """One step of a rank: start, end, actions, waits, messages sent, and the spans that are no actions."""
 
     start: float
     end: float
     actions: list[tuple[Action, float, float]]
     waits: list[Waited]
-    sums: list[Interval]
-    optimizer: list[Interval]
     sent: list[Sent]
-    read: Sequence[Interval] = ()
+    spans: list[Span]
 
     def moved(self, clock: Callable[[float], float]) -> StepRecord:
         """The same by another clock."""
-
-        def both(pair: Interval) -> Interval:
-            return clock(pair[0]), clock(pair[1])
-
         return StepRecord(
             clock(self.start),
             clock(self.end),
             [(action, clock(start), clock(end)) for action, start, end in self.actions],
             [wait._replace(start=clock(wait.start), end=clock(wait.end)) for wait in self.waits],
-            list(map(both, self.sums)),
-            list(map(both, self.optimizer)),
             [sent._replace(time=clock(sent.time)) for sent in self.sent],
-            read=list(map(both, self.read)),
+            [span._replace(start=clock(span.start), end=clock(span.end)) for span in self.spans],
         )
 
     def received(self, skips: Sequence[SkipEdge] = ()) -> dict[Message, float]:
@@ -82,6 +77,12 @@ class RankRecord(NamedTuple):
     clock: tuple[tuple[float, float], tuple[float, float]]
     steps: list[StepRecord]  # the recorded steps
     skips: Sequence[SkipEdge] = ()  # the skips of the schedule
+
+
+def action_of(text: str, slices: int = 1) -> Action | None:
+    """The action whose text form this is, in a schedule that cuts sequences into `slices`."""
+    match = ACTION.fullmatch(text)
+    return None if match is None else Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
 
 
 def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:
@@ -141,8 +142,7 @@ def deliveries(records: Sequence[RankRecord]) -> list[Delivery]:
 def on_one_clock(records: Sequence[RankRecord]) -> list[RankRecord]:
     """Return the records with all times by the clock of rank 0."""
     moved = [_moved(record, _clock(record)) for record in records]
-    shifts = _shifts(moved)
-    return [_moved(record, _ahead(shift)) for record, shift in zip(moved, shifts)]
+    return [_moved(record, partial(add, shift)) for record, shift in zip(moved, _shifts(moved))]
 
 
 def _moved(record: RankRecord, clock: Callable[[float], float]) -> RankRecord:
@@ -153,10 +153,6 @@ def _clock(record: RankRecord) -> Callable[[float], float]:
     (first, ahead), (last, ahead_then) = record.clock
     drift = (ahead_then - ahead) / (last - first) if last > first else 0.0
     return lambda time: time + ahead + drift * (time - first)
-
-
-def _ahead(seconds: float) -> Callable[[float], float]:
-    return lambda time: time + seconds
 
 
 def _shifts(records: Sequence[RankRecord]) -> list[float]:

@@ -20,12 +20,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from mpipipe.analysis.records import Interval, RankRecord, StepRecord, Waited, deliveries
+from mpipipe.analysis.records import RankRecord, StepRecord, Waited, deliveries
 from mpipipe.schedules import Action, Costs, Schedule, Timeline, simulate
 
 LATE = "late"
+Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
+# what spans of a recorder went into, and their names, by the first words that the recorder has for them
+SPANS = {
+    "all-reduce": ("sums", "start of sums"), "optimizer": ("optimizer", "optimizer"), "read": ("reading", "reading"),
+}  # fmt: skip
 
 
 class Segment(NamedTuple):
@@ -78,9 +83,7 @@ def _of_groups(step: StepRecord, number: int) -> Iterable[tuple[tuple, Waited]]:
 def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[Segment]:
     keys = {wait: key for key, wait in _of_groups(step, number)}
     found = [Segment(start, end, "compute", str(action), action) for action, start, end in step.actions]
-    found += [Segment(start, end, "sums", "start of sums") for start, end in step.sums]
-    found += [Segment(start, end, "optimizer", "optimizer") for start, end in step.optimizer]
-    found += [Segment(start, end, "reading", "reading") for start, end in step.read]
+    found += [Segment(span.start, span.end, *SPANS[span.name.partition(" ")[0]]) for span in step.spans]
     for wait in step.waits:
         there = wait.end  # when the others were there
         if wait.message is not None:
@@ -143,9 +146,8 @@ def _outside(layer: Iterable[Segment], covered: Sequence[Segment], whole: Interv
 # bubble       as long as the rank would idle were all stages like the mean stage, with no time for messages; but no
 #              longer than it would idle with the mean costs of each stage
 # imbalance    as much longer as it would idle with the mean costs of each stage
-# late sender  the rest: a rank that came late, actions that did not last as long as others of their kind, overhead
-# of the
-#              sender
+# late sender  the rest: a rank that came late, actions that did not last as long as others of their kind, overhead of
+#              the sender
 #
 # How long a rank would idle is simulated with the recorded durations. Bubble, imbalance, and what messages hold up take
 # their seconds in this order, each no more than is left of the waits of the step. So nothing counts twice, no part is
@@ -158,13 +160,7 @@ PARTS = ("compute", "bubble", "imbalance", "late sender", "transfer", "sums", "o
 def parts_of_steps(
     records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]], schedule: Schedule, costs: Costs
 ) -> list[list[dict[str, float]]]:
-    """Return the seconds of each part, for each rank, for each of its steps.
-
-    records : of all ranks
-    pieces : of their steps, as `segments` gives them
-    schedule : of the pipeline
-    costs : the recorded ones
-    """
+    """Return the seconds of each part, for each rank, for each of its steps; `costs` are the recorded ones."""
     idle = idle_times(schedule, costs)
     return [
         [_parts(step, {name: seconds[record.position] for name, seconds in idle.items()}) for step in steps]
@@ -193,11 +189,6 @@ def _parts(step: Sequence[Segment], idle: Mapping[str, float]) -> dict[str, floa
     return parts
 
 
-def mean_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over steps of each part."""
-    return {part: sum(step[part] for step in steps) / len(steps) for part in PARTS}
-
-
 # -- What the recorded actions and messages cost, as `schedules.simulate` takes it ------------------------------------
 
 
@@ -214,8 +205,13 @@ def durations(records: Sequence[RankRecord]) -> Durations:
     return found
 
 
-def measured_costs(records: Sequence[RankRecord], stages: int) -> Costs:
+def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) -> Costs:
     """Return the mean costs of each stage, and of each edge the median time of messages that were waited for."""
+    of_slices = [0.0] * slices
+    for record in records:
+        for step in record.steps:
+            for action, start, end in step.actions:
+                of_slices[action.microbatch % slices] += end - start
     means = {kind: fmean(seconds) for kind, seconds in durations(records).items()}
     each = range(stages)
     return Costs(
@@ -223,11 +219,12 @@ def measured_costs(records: Sequence[RankRecord], stages: int) -> Costs:
         input_grad=[means.get(("I", stage), means.get(("B", stage), 0.0)) for stage in each],
         weight_grad=[means.get(("W", stage), 0.0) for stage in each],
         transfer=_transfers(records, stages),
+        slices=of_slices if slices > 1 and min(of_slices) > 0 else None,
     )
 
 
 def _transfers(records: Sequence[RankRecord], stages: int) -> list[float]:
-    """For each edge the median time from the sending of a message to its arrival, where somebody waited for that."""
+    """For each edge the median time from the sending of a message to its arrival, where a rank waited for that."""
     found: dict[int, list[float]] = defaultdict(list)
     waited = {
         (target, number, wait.message)
@@ -249,7 +246,7 @@ def of_mean_stages(costs: Costs, stages: int) -> Costs:
         return fmean(counted) if counted else 0.0
 
     names = ("forward", "input_grad", "weight_grad")
-    return Costs(**{name: mean(costs.per_stage(name, stages)) for name in names}, transfer=0.0)
+    return Costs(**{name: mean(costs.per_stage(name, stages)) for name in names}, transfer=0.0, slices=costs.slices)
 
 
 def idle_times(schedule: Schedule, costs: Costs) -> Mapping[str, list[float]]:
@@ -266,5 +263,5 @@ def idle_times(schedule: Schedule, costs: Costs) -> Mapping[str, list[float]]:
 
 
 def _idle(timeline: Timeline) -> list[float]:
-    busy = [sum(timeline.durations[action.op][action.stage] for action in order) for order in timeline.schedule.orders]
+    busy = [sum(map(timeline.duration, order)) for order in timeline.schedule.orders]
     return [timeline.makespan - seconds for seconds in busy]

@@ -12,7 +12,7 @@ from mpipipe import files
 from mpipipe.analysis import efficiency, exports, written
 from mpipipe.analysis.efficiency import Efficiencies
 from mpipipe.analysis.records import RankRecord, on_one_clock
-from mpipipe.analysis.segments import mean_parts, measured_costs, parts_of_steps, segments
+from mpipipe.analysis.segments import PARTS, measured_costs, parts_of_steps, segments
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, Schedule, simulate
 from mpipipe.text import counted
@@ -73,7 +73,7 @@ class Trace:
             )
         self.schedule = schedule
         self.records = on_one_clock([record._replace(steps=record.steps[:steps]) for record in records])
-        self.costs: Costs = measured_costs(self.records, schedule.stages)
+        self.costs: Costs = measured_costs(self.records, schedule.stages, schedule.slices)
         self._pieces = segments(self.records)
         self._parts = parts_of_steps(self.records, self._pieces, schedule, self.costs)
 
@@ -86,7 +86,11 @@ class Trace:
             For each rank the seconds of each part, which add up to the time of the mean step: compute, bubble,
             imbalance, late sender, transfer, sums, optimizer, overhead, reading.
         """
-        return {record.rank: mean_parts(steps) for record, steps in zip(self.records, self._parts)}
+        count = len(self.records[0].steps)
+        return {
+            rank: {part: sum(step[part] for step in steps) / count for part in PARTS}
+            for rank, steps in self.parts_of_steps().items()
+        }
 
     def parts_of_steps(self) -> dict[int, list[dict[str, float]]]:
         """Divide the time of each step.
@@ -99,33 +103,15 @@ class Trace:
         return {record.rank: steps for record, steps in zip(self.records, self._parts)}
 
     def efficiencies(self) -> Efficiencies:
-        """Compute the efficiencies of the POP project.
-
-        Returns
-        -------
-        Efficiencies
-            parallel = load_balance * serialisation * transfer.
-        """
+        """Compute the efficiencies of the POP project: parallel = load_balance * serialisation * transfer."""
         return efficiency.efficiencies(self.parts())
 
     def advice(self) -> str:
-        """Say what to change first.
-
-        Returns
-        -------
-        str
-            One sentence.
-        """
+        """Say in one sentence what to change first."""
         return efficiency.advice(self.parts(), self.schedule, self.costs)
 
     def table(self) -> str:
-        """Draw a table of the parts, with the efficiencies and the advice below it.
-
-        Returns
-        -------
-        str
-            Lines without a final newline.
-        """
+        """Draw a table of the parts, with the efficiencies and the advice below it; without a final newline."""
         found = self.efficiencies()
         below = (
             f"parallel efficiency {found.parallel:.3f} = load balance {found.load_balance:.3f} x serialisation "
@@ -169,19 +155,10 @@ class Trace:
         summary.json has what `summary` gives, trace.json is for Perfetto, and otf2/traces.otf2 for Vampir, Scalasca and
         otf2-print.
 
-        Parameters
-        ----------
-        folder : str or Path
-            A folder that does not exist.
-
         Raises
         ------
-        ArgumentError
-            The folder exists.
-        BackendError
-            The library otf2 is missing (extra ``[trace]``).
-        OSError
-            The folder cannot be written.
+        ArgumentError, BackendError, OSError
+            The folder exists. The library otf2 is missing (extra ``[trace]``). The folder cannot be written.
         """
         check_new(folder)
         exports.library()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,12 +10,12 @@ from statistics import median_low
 from typing import Any
 
 from mpipipe import files
+from mpipipe.analysis.records import action_of
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import Action, Costs, Schedule, check, from_csv, with_skips
+from mpipipe.schedules import TIMES, Action, Costs, Schedule, check, from_csv, with_skips
 
 SUMMARY, EVENTS = "summary.json", "trace.json"
 MOST_BYTES = 1 << 30  # of a file
-ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
 MICRO = 1e6  # times of events are in microseconds
 Span = tuple[Action, float, float]  # with its start and end, in seconds
 
@@ -54,35 +53,17 @@ class WrittenTrace:
         return len(next(iter(self.parts_of_steps.values())))
 
     def middle_step(self) -> int:
-        """Find the step that took neither long nor short.
-
-        Returns
-        -------
-        int
-            The number of the step of median time on the first rank.
-        """
+        """Return the number of the step of median time on the first rank."""
         times = [sum(parts.values()) for parts in next(iter(self.parts_of_steps.values()))]
         return times.index(median_low(times))
 
     def pipeline(self, step: int, replica: int = 0) -> list[Sequence[Span]]:
-        """Look at one step of one pipeline.
-
-        Parameters
-        ----------
-        step : int
-            Its number, from 0.
-        replica : int, optional
-            The number of the pipeline.
+        """Look at one step of the pipeline of one replica. Raises ArgumentError if there is no such step or replica.
 
         Returns
         -------
         list
             For each rank of the pipeline what it computed.
-
-        Raises
-        ------
-        ArgumentError
-            There is no such step or replica.
         """
         number_in("step", step, self.steps)
         number_in("replica", replica, 1 + max(number for number, _ in self.places.values()))
@@ -108,17 +89,7 @@ def facts(schedule: Schedule, costs: Costs, places: Mapping[int, tuple[int, int]
 
 
 def read_trace(folder: str | Path) -> WrittenTrace:
-    """Read what `Trace.write` and `train --trace DIR` have written.
-
-    Parameters
-    ----------
-    folder : str or Path
-        With summary.json and trace.json.
-
-    Returns
-    -------
-    WrittenTrace
-        The schedule, its measured costs, and where the time of each rank went.
+    """Read what `Trace.write` and `train --trace DIR` have written: summary.json and trace.json of a folder.
 
     Raises
     ------
@@ -141,8 +112,9 @@ def read_trace(folder: str | Path) -> WrittenTrace:
         schedule = with_skips(named, summary.get("skips", {}))
         check(schedule)
         costs = Costs(**summary["costs"])
-        for name in asdict(costs):
+        for name in TIMES:
             costs.per_stage(name, schedule.stages)
+        costs.per_slice(schedule.slices)
         parts = {int(rank): _seconds(of_rank) for rank, of_rank in summary["parts"].items()}
         of_steps = {int(rank): [_seconds(each) for each in steps] for rank, steps in summary["parts_of_steps"].items()}
         places = {int(rank): (int(replica), int(place)) for rank, (replica, place) in summary["places"].items()}
@@ -150,7 +122,9 @@ def read_trace(folder: str | Path) -> WrittenTrace:
         if not parts or not set(parts) == set(of_steps) == set(places) or len(counts) != 1 or 0 in counts:
             raise ValueError("ranks or steps are missing")
         place = folder / EVENTS
-        return WrittenTrace(schedule, costs, parts, of_steps, places, _actions(events, places, counts.pop()))
+        return WrittenTrace(
+            schedule, costs, parts, of_steps, places, _actions(events, places, counts.pop(), schedule.slices)
+        )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise ArgumentError(
             f"the folder holds no trace: {type(error).__name__}: {error}",
@@ -160,14 +134,9 @@ def read_trace(folder: str | Path) -> WrittenTrace:
 
 
 def _json(path: Path) -> Any:
-    try:
+    expected = f"a folder with {SUMMARY} and {EVENTS}, as `train --trace DIR` writes it"
+    with files.reading("a file of the trace", path, expected=expected, also=(ValueError, RecursionError)):
         return json.loads(files.read_text(path, MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(
-            "a file of the trace cannot be read",
-            found=f"{path}: {error}",
-            expected=f"a folder with {SUMMARY} and {EVENTS}, as `train --trace DIR` writes it",
-        ) from error
 
 
 def _seconds(parts: Mapping[str, Any]) -> dict[str, float]:
@@ -175,15 +144,14 @@ def _seconds(parts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _actions(
-    events: Sequence[Mapping[str, Any]], places: Mapping[int, object], steps: int
+    events: Sequence[Mapping[str, Any]], places: Mapping[int, object], steps: int, slices: int
 ) -> dict[int, list[list[Span]]]:
     """Take the measured actions out of the events for Perfetto."""
     found: dict[int, list[list[Span]]] = {rank: [[] for _ in range(steps)] for rank in places}
     for event in events:
         if event["ph"] == "X" and event["tid"] == 0 and event["cat"] == "compute":
-            match = ACTION.fullmatch(event["name"])
-            if match is not None:
+            action = action_of(event["name"], slices)
+            if action is not None:
                 start, lasted = float(event["ts"]) / MICRO, float(event["dur"]) / MICRO
-                action = Action(int(match[1]), match[2], int(match[3]))
                 found[event["pid"]][event["args"]["step"]].append((action, start, start + lasted))
     return found

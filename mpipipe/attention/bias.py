@@ -56,21 +56,16 @@ def name_of(function: object) -> str | None:
 
 
 def alibi(heads: int) -> BiasFunction:
-    """Make the bias -slope |query - key| of Press, Smith and Lewis, "Train short, test long" (ICLR 2022).
+    """Make the bias ``-slope * abs(query - key)`` of Press, Smith and Lewis, "Train short, test long" (ICLR 2022).
 
-    Slopes of n heads, a power of 2, are 2^(-8 i / n), i = 1 ... n. For another number they are those of the power of 2
-    below it, then every second of the power above it, as in `get_slopes` of the authors' code.
-
-    Parameters
-    ----------
-    heads : int
-        Number of heads of queries.
+    Slopes of n `heads` of queries, a power of 2, are 2^(-8 i / n), i = 1 ... n. For another number they are those of
+    the power of 2 below it, then every second of the power above it, as in `get_slopes` of the authors' code.
 
     Returns
     -------
     callable
-        The `bias` of `Local`, `Ring` or `Ulysses`. Without a causal mask it is symmetric. ArgumentError is raised for
-        other than a positive integer.
+        The `bias` of `Local`, `Ring`, `Ulysses` or `Cached`. Without a causal mask it is symmetric. ArgumentError is
+        raised for other than a positive integer.
 
     Examples
     --------

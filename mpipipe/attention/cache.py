@@ -10,6 +10,7 @@ import numpy as np
 
 from mpipipe.arrays import Array, accumulator, aligned_empty
 from mpipipe.attention import kernels, mask
+from mpipipe.attention.bias import BiasFunction, name_of
 from mpipipe.attention.decode import (
     agree_on_facts,
     attend_over_ranks,
@@ -59,7 +60,7 @@ class KVCache(_CausalCache):
     comm : mpi4py.MPI.Comm, optional
         Ranks that share the cache. Each brings the same queries, keys and values, and gets the same result. The
         constructor and `forward` are collective over it. None: this rank alone.
-    window, scale : int and float, optional
+    window, scale, bias : int and float and callable, optional
         As for `Local`.
 
     Attributes
@@ -87,13 +88,20 @@ class KVCache(_CausalCache):
     """
 
     def __init__(
-        self, capacity: int, comm: Communicator | None = None, window: int | None = None, scale: float | None = None
+        self,
+        capacity: int,
+        comm: Communicator | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        bias: BiasFunction | None = None,
     ) -> None:
         if not isinstance(capacity, (int, np.integer)) or capacity < 1:
             raise ArgumentError(
                 "capacity of a cache", found=repr(capacity), expected="an integer of at least 1, the positions in all"
             )
         super().__init__(comm, window, scale)
+        name_of(bias)
+        self._options: Any = {"window": window, "scale": scale, "bias": bias}
         self.capacity = int(capacity)
         part = -(-self.capacity // self.size)
         self.first, self.stop = (min(r * part, self.capacity) for r in (self.rank, self.rank + 1))
@@ -132,16 +140,16 @@ class KVCache(_CausalCache):
             If arrays do not fit together or to the cache, exceed its capacity, or differ in shape between ranks.
             Nothing is appended then.
         """
-        kernel = agree_on_facts(self.group, lambda: self._facts(q, k, v))
+        kernel = agree_on_facts(self.group, lambda: self._facts(q, k, v), self._options["bias"])
         start, end = self.length, self.length + k.shape[1]
         keys, values = self._append(k, v, end)
-        block = causal_block(q, keys, values, start=start, first=self.first, window=self.window, scale=self.scale)
+        block = causal_block(q, keys, values, start=start, first=self.first, **self._options)
         out = attend_over_ranks(self.group, kernel, replace(block, poll=self.poll))
         self.length = end
         return out, None
 
     def _facts(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Any]:
-        facts = shared_facts(q, k, v, start=self.length, window=self.window, scale=self.scale)
+        facts = shared_facts(q, k, v, start=self.length, **self._options)
         if q.shape[1] != k.shape[1]:
             raise ArgumentError(
                 "a cache takes queries, keys and values of the same new positions",

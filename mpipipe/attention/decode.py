@@ -12,12 +12,14 @@ the same order, so all ranks get the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpipipe.arrays import accumulator, aligned_empty, cast, is_device
 from mpipipe.attention import kernels, mask
+from mpipipe.attention.bias import Bias, BiasFunction, evaluated, name_of
 from mpipipe.attention.kernels import AttentionKernel, KVBlock, OutLse
 from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.mask import PositionRange
@@ -36,6 +38,7 @@ def decode_attention(
     first: int,
     window: int | None = None,
     scale: float | None = None,
+    bias: BiasFunction | None = None,
 ) -> np.ndarray:
     """Attend causally from a few queries to keys and values that are spread over the ranks; collective.
 
@@ -52,7 +55,7 @@ def decode_attention(
         The ranks; None: this one alone.
     start, first : int
         Position of the first query, and of this rank's first key.
-    window, scale : int and float, optional
+    window, scale, bias : int and float and callable, optional
         As for `Local`.
 
     Returns
@@ -82,17 +85,30 @@ def decode_attention(
     True
     """
     group = sharing_group(comm)
-    kernel = agree_on_facts(group, lambda: shared_facts(q, k, v, start=start, window=window, scale=scale))
-    return attend_over_ranks(group, kernel, causal_block(q, k, v, start=start, first=first, window=window, scale=scale))
+    options: Any = {"start": start, "window": window, "scale": scale, "bias": bias}
+    kernel = agree_on_facts(group, lambda: shared_facts(q, k, v, **options), bias)
+    return attend_over_ranks(group, kernel, causal_block(q, k, v, first=first, **options))
 
 
 def causal_block(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, start: int, first: int, window: int | None, scale: float | None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    start: int,
+    first: int,
+    window: int | None,
+    scale: float | None,
+    bias: BiasFunction | None,
 ) -> KVBlock:
     """Return the work of queries from position `start` on keys from position `first`."""
     queries, keys = PositionRange(0, q.shape[1], start, 1), PositionRange(0, k.shape[1], first, 1)
     slices = mask.mask_slices([queries], [keys], True, window)
-    return KVBlock(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices)
+    block = KVBlock(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices)
+    if bias is None:
+        return block
+    places = (np.arange(begin, begin + x.shape[1]) for x, begin in ((q, start), (k, first)))
+    return replace(block, bias=Bias(bias, *places))
 
 
 def attend_over_ranks(group: RankGroup | None, kernel: AttentionKernel, block: KVBlock) -> np.ndarray:
@@ -144,7 +160,14 @@ def nothing_yet(result: OutLse) -> None:
 
 
 def shared_facts(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, start: int, window: int | None, scale: float | None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    start: int,
+    window: int | None,
+    scale: float | None,
+    bias: BiasFunction | None,
 ) -> dict[str, Any]:
     """What must be the same on all ranks; raises ArgumentError if this rank's arrays do not fit together."""
     mask.check_window(True, window)
@@ -157,29 +180,33 @@ def shared_facts(
             expected="numpy arrays",
             remedy="build the model that generates with device='cpu'",
         )
+    if bias is not None:  # on all ranks, also on those without keys
+        evaluated(bias, q.shape[2], np.array([[start]]), np.array([start]))
     facts = {"q": q.shape, "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": q.dtype.name}
     window, scale = None if window is None else int(window), None if scale is None else float(scale)
-    return facts | {"start": int(start), "window": window, "scale": scale}
+    return facts | {"start": int(start), "window": window, "scale": scale, "bias": name_of(bias)}
 
 
-def agree_on_facts(group: RankGroup | None, find: Callable[[], dict[str, Any]]) -> AttentionKernel:
+def agree_on_facts(
+    group: RankGroup | None, find: Callable[[], dict[str, Any]], bias: BiasFunction | None
+) -> AttentionKernel:
     """Compare the facts that `find` returns or refuses, and return this rank's kernel.
 
     An error on one rank, or a difference, raises on every rank.
     """
     if group is None:
         find()
-        return kernels.chosen()
+        return kernels.chosen(bias=bias)
     error: Exception | None = None
     facts: dict[str, Any] = {}
     try:
         facts = find()
-        kernels.chosen()  # a rank without it must not leave the others waiting
+        kernels.chosen(bias=bias)  # a rank without it must not leave the others waiting
     except Exception as caught:
         error = caught
     remedy = "give the same new positions to all ranks"
     group.agree("decode_attention", tuple(facts.items()), error=error, remedy=remedy)
-    return kernels.chosen()
+    return kernels.chosen(bias=bias)
 
 
 def sharing_group(comm: Communicator | None) -> RankGroup | None:

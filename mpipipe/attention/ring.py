@@ -30,8 +30,9 @@ class Ring(Attend):
 
     Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype and on one kind of device on all
     ranks, as for `Local`. Keys may be another sequence than queries, and a shard may be empty. The constructor and the
-    methods are collective: they raise the same error on every rank if arguments do not fit, or if ranks do different
-    things. All rings on a communicator share private duplicates of it, which are freed with it.
+    methods are collective: they raise the same ArgumentError or MismatchError on every rank if arguments do not fit,
+    shards do not cover the sequence, or ranks do different things. All rings on a communicator share private duplicates
+    of it, which are freed with it.
 
     Parameters
     ----------
@@ -104,7 +105,7 @@ class Ring(Attend):
         self._digest = self.options.digest
         self.seq_len = length = self.options.seq_len
         rank, size = self.group.rank, self.group.size
-        self._positions = None if length is None else Layout(self.options.layout, size, length).positions(rank)
+        self._positions = None if length is None else self.options.whole(size, length).positions(rank)
         self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
         self._others: dict[int, Ring] = {}  # by their windows
         self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
@@ -133,11 +134,6 @@ class Ring(Attend):
             (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
         saved : RingSaved
             For `backward`, as that of `Local`: `saved.lse` is (batch, heads, local seq).
-
-        Raises
-        ------
-        ArgumentError, MismatchError
-            On all ranks, if arrays do not fit together, shards do not cover the sequence, or ranks differ.
         """
         options, digest, error = self._options_for(segments, q)
         plan, kernel, call = self.agreement.agree_on_forward(options, digest, q, k, v, error=error)
@@ -172,11 +168,6 @@ class Ring(Attend):
         -------
         dq, dk, dv : array
             In the shapes and dtype of q, k and v.
-
-        Raises
-        ------
-        ArgumentError, MismatchError
-            On all ranks, if a gradient does not fit its output, or ranks give what different forwards saved.
         """
         return Ring.backward_into(self, dout, saved, None)
 
@@ -196,7 +187,7 @@ class Ring(Attend):
                 run = self._run(saved.plan, kernel)
                 gradients = run.backward(block, dout, result, saved.message)
                 self.bytes_sent += run.bytes_sent
-            return Gradients(*(by_rows(x, batch) for x in gradients))
+            return Gradients(*(by_rows(arrays.cast(x, dout.dtype), batch) for x in gradients))
 
     def _options_for(self, segments: np.ndarray | None, q: Array) -> tuple[RingOptions, str, Exception | None]:
         """The options of a forward, their digest, and why this rank cannot take these segments."""

@@ -20,10 +20,10 @@ PEERS = {
 }
 
 
-def micro_batch(model: GPT, tokens: np.ndarray, targets: np.ndarray) -> Callable[[], None]:
-    """Return a function that runs forward, loss and backward of one micro-batch on one thread of the host."""
-    torch.set_num_threads(1)
-    gpt = _model(model)
+def micro_batch(model: GPT, tokens: np.ndarray, targets: np.ndarray, threads: int = 1) -> Callable[[], None]:
+    """Return a function that runs forward, loss and backward of one micro-batch on threads of the host."""
+    torch.set_num_threads(threads)
+    gpt = sequential(model)
     inputs, wanted = torch.from_numpy(tokens), torch.from_numpy(targets).reshape(-1)
 
     def run() -> None:
@@ -47,7 +47,7 @@ def training_step(
     dtype : of the products
     masters : weights of `dtype` with float32 ones that the optimizer changes; otherwise float32 under autocast
     """
-    gpt = _model(model).to(device)
+    gpt = sequential(model).to(device)
     if masters:
         gpt = gpt.to(dtype)
     weights = list(gpt.parameters())
@@ -98,14 +98,15 @@ def device_seconds(call: Callable[[], object], repeats: int, warmup: int = 3) ->
     return median(start.elapsed_time(end) * 1e-3 for start, end in marks)
 
 
-def _model(model: GPT) -> nn.Sequential:
+def sequential(model: GPT) -> nn.Sequential:
+    """Return embedding, blocks, last norm and head."""
     blocks = [_Block(model) for _ in range(model.layers)]
     tokens = nn.Embedding(model.vocab, model.dim)
     head = nn.Linear(model.dim, model.vocab, bias=False)
     if model.tied:
         tokens.weight.data.mul_(model.dim**-0.5)
         head.weight = tokens.weight
-    return nn.Sequential(tokens, *blocks, nn.RMSNorm(model.dim), head)
+    return nn.Sequential(tokens, *blocks, nn.RMSNorm(model.dim, model.eps), head)
 
 
 class _Block(nn.Module):
@@ -114,7 +115,7 @@ class _Block(nn.Module):
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.heads, self.size = model.heads, model.dim // model.heads
-        self.before_attention, self.before_mlp = nn.RMSNorm(model.dim), nn.RMSNorm(model.dim)
+        self.before_attention, self.before_mlp = nn.RMSNorm(model.dim, model.eps), nn.RMSNorm(model.dim, model.eps)
         self.qkv = nn.Linear(model.dim, 3 * model.dim, bias=False)
         self.out = nn.Linear(model.dim, model.dim, bias=False)
         self.gate_up = nn.Linear(model.dim, 2 * model.hidden, bias=False)

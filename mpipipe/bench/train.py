@@ -15,12 +15,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mpipipe import Pipeline, nn, schedules
+from mpipipe import Pipeline, nn, processor, schedules
 from mpipipe.attention import Local
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.cli import Operand, show
 from mpipipe.comm import Mesh
-from mpipipe.errors import BackendError
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.language import TextTask, estimate
 from mpipipe.language.models import GPT
@@ -34,8 +33,8 @@ from mpipipe.planning import (
     cuts_by_time,
     find_plan,
     in_words,
+    peak,
     predict,
-    resident,
     shown_seconds,
     trial_steps,
 )
@@ -74,10 +73,10 @@ def step(
             "at most 1.05",
         )
     if find_spec("torch"):
-        _beside_torch(comm, model, rows, repeats)
+        beside_torch(comm, model, rows, repeats)
 
 
-def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> None:
+def beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int, threads: int = 1) -> None:
     """Report forward and backward of one micro-batch on one rank, next to PyTorch's."""
     from mpipipe.bench.torch_gpt import micro_batch
 
@@ -85,15 +84,17 @@ def _beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int) -> No
     stage = nn.Stage(model.build(Local(causal=True)))
 
     def ours() -> None:
-        output, saved = stage.forward(tokens)
-        stage.backward(nn.softmax_cross_entropy(output, targets)[1], saved)
+        with processor.threads_set_to(threads):
+            output, saved = stage.forward(tokens)
+            stage.backward(nn.softmax_cross_entropy(output, targets)[1], saved)
 
     group = group_of(comm)
     alone = group.split(comm.rank, 0, "bench")
     if comm.rank == 0:
-        times = compare(alone, [ours, micro_batch(model, tokens, targets)], repeats, WARMUP)
+        times = compare(alone, [ours, micro_batch(model, tokens, targets, threads)], repeats, WARMUP)
         measured = f"{times[0]:.3f} s, PyTorch {times[1]:.3f} s"
-        report(comm, "train, one micro-batch on one rank", measured, times[0] / times[1], "below 1")
+        what = f"train, one micro-batch on one rank, {counted(threads, 'thread')}"
+        report(comm, what, measured, times[0] / times[1], "below 1")
     group.agree("bench: the end of the comparison with PyTorch")
     alone.Free()
 
@@ -242,11 +243,10 @@ def _report_plans(
 
 # -- `bench dry-run`: the memory that `train --dry-run` foresees against what a training takes, rank by rank -----------
 #
-# Measured is how far the resident memory of a process grows from the first line of `train` to its peak. Such a training
-# must be the first thing that a process does: what an earlier one has left behind is taken again.
+# Both are the peak of resident memory. Such a training must be the first one of a process: what an earlier one has left
+# behind is taken again.
 
 
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MIB = 2**20
 
 
@@ -257,38 +257,20 @@ def dry_run(config: Annotated[Path, Operand("TOML file with keys of train")]) ->
     group = group_of(comm)
     with group.raise_together("bench: reading the configuration"):
         chosen = TrainConfig.load(str(config))
+        memory = estimate(chosen, GPT, comm.size) if comm.rank == 0 else None
     folder = group.broadcast("bench: a folder", tempfile.mkdtemp() if comm.rank == 0 else None)
     try:
-        with group.raise_together("bench: the peak of resident memory"):
-            begin_peak()
-        before = resident()
         train(replace(chosen, steps=2, out=str(Path(folder, "run"))), GPT, comm)
-        grown = group.gather("bench: the peaks", peak() - before)
+        peaks = group.gather("bench: the peaks", peak())
     finally:
         if comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    if comm.rank == 0:
-        before = resident()
-        memory = estimate(chosen, GPT, comm.size)
-        for rank, measured in enumerate(grown):
+    if memory is not None:
+        for rank, measured in enumerate(peaks):
             pipe_rank = rank // (memory.problem.replicas * memory.problem.seq)
-            foreseen = memory.ranks[pipe_rank].total - before
+            foreseen = memory.ranks[pipe_rank].total
             show(
                 f"dry run, rank {rank}: foreseen {foreseen / MIB:.1f} MiB, measured {measured / MIB:.1f} MiB, "
                 f"ratio {foreseen / measured:.3f} (within 0.9 ... 1.1)\n"
             )
     group.agree("bench: the end")
-
-
-def begin_peak() -> None:
-    """Let the peak of resident memory begin anew. Raises BackendError if the system has no such thing."""
-    try:
-        RESET.write_text("5")
-    except OSError as error:
-        raise BackendError(f"the peak of memory cannot be measured here ({error})", remedy="run it on Linux") from None
-
-
-def peak() -> int:
-    """Return the most bytes that were resident since."""
-    lines = STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

@@ -15,7 +15,9 @@ the manifest comes last.
 """
 
 from mpipipe.checkpoint.contents import PARAMETERS
-from mpipipe.checkpoint.folders import MANIFEST, Checkpoint, checksum_of, find, newest, prune, set_aside, step_of
+from mpipipe.checkpoint.folders import MANIFEST, Checkpoint, find, newest, prune, set_aside, step_of
+from mpipipe.checkpoint.folders import checksum_of as checksum_of
+from mpipipe.checkpoint.folders import write_facts as write_facts
 from mpipipe.checkpoint.loading import load, read, read_arrays
 from mpipipe.checkpoint.owner import (
     Owner,

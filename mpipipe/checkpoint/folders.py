@@ -40,18 +40,7 @@ def find(root: Path) -> list[Path]:
 
 
 def newest(root: str | Path) -> Path | None:
-    """Return the newest checkpoint in a folder.
-
-    Parameters
-    ----------
-    root : str or Path
-        What was given to `save`, or the output folder of a training.
-
-    Returns
-    -------
-    Path or None
-        None if none was saved to its end.
-    """
+    """Return the newest whole checkpoint in a folder given to `save`, or in the output folder of a training."""
     root = Path(root)
     return next(reversed(find(root) or find(root / INSIDE)), None)
 
@@ -106,7 +95,7 @@ def prune(root: str | Path, keep: int, just_saved: Path | None = None) -> None:
             continue
         try:
             clear(path)
-            with suppress(OSError):  # somebody else's files are in it
+            with suppress(OSError):  # files of others are in it
                 path.rmdir()
         except OSError as error:
             raise ArgumentError(
@@ -233,8 +222,13 @@ def write(checkpoint: Checkpoint, before_naming: Callable[[], object] | None = N
     """Write the manifest of a checkpoint whose files are there. Raises OSError."""
     facts = {**asdict(checkpoint), "format": FORMAT}
     del facts["path"]
+    write_facts(checkpoint.path / MANIFEST, facts, before_naming)
+
+
+def write_facts(path: Path, facts: Mapping[str, Any], before_naming: Callable[[], object] | None = None) -> None:
+    """Write plain facts as JSON, with their checksum. Raises OSError."""
     content = json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n"
-    files.write_whole(checkpoint.path / MANIFEST, content.encode(), before_naming)
+    files.write_whole(path, content.encode(), before_naming)
 
 
 def checksum_of(facts: Mapping[str, Any]) -> str:

@@ -11,13 +11,14 @@ import numpy as np
 from mpipipe import arrays, files
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
-from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, contents_of
+from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, check_shards, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, MANIFEST, Checkpoint
 from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
 from mpipipe.nn import announce_write
+from mpipipe.optim import StateShard
 from mpipipe.stages import StageAdapter
 
 OTHER_MODEL = "build the model with the sizes and the dtype that it had when the checkpoint was saved"
@@ -39,11 +40,6 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     optimizer : AdamW, SGD or alike, optional
         Its state and its `steps` are set. None reads parameters alone.
 
-    Returns
-    -------
-    Checkpoint
-        With `step`, `state`, `path`, the same on all ranks.
-
     Raises
     ------
     ArgumentError
@@ -51,24 +47,32 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
         damaged or of a newer format, or its arrays are not those of the model or of the optimizer. After an error the
         stages hold values of no use.
     """
-    group, adapters, saved = group_of(mesh.comm), StageAdapter.of(stages), None
-    with group.raise_together("checkpoint.load: the manifest"):
-        # a new array where a stage hands out what nobody may write to
+    group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
+    with group.raise_together("checkpoint.load: the arrays to set"):
+        held = contents_of(adapters, optimizer)
+        check_shards(held, mesh.replicas)
+        shards = {name: array for name, array in held.items() if isinstance(array, StateShard)}
+        # a new array where a stage hands out what must not be written to
         wanted = {
             name: array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
-            for name, array in contents_of(adapters, optimizer).items()
+            for name, array in held.items()
+            if name not in shards
         }
-        if mesh.rank == 0:
-            saved = read(path)
-    saved = group.broadcast("checkpoint.load: the manifest", saved)
+    saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
-    own = list(wanted) if mesh.replicas.rank == 0 else []
+    own = list(held) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
     with group.raise_together("checkpoint.load: the arrays"), folders.offering(saved.path):
         _check_names(saved, names, kinds, optimizer)
         writers: list[Any] = [each for each in (*adapters, optimizer) if hasattr(each, "before_write")]
         announce_write(*writers)  # a save that still reads these arrays finishes first
         read_arrays(saved, wanted)
+        for kind in sorted(kinds):
+            here = {name: shard for name, shard in shards.items() if name.startswith(f"{kind}/") and shard.part.size}
+            whole = {name: np.empty(shard.shape, shard.dtype) for name, shard in here.items()}
+            read_arrays(saved, whole)
+            for name, shard in here.items():
+                shard.take(whole[name])
         if optimizer is not None:
             optimizer.steps = saved.optimizer_steps or 0
         for stage in adapters:
@@ -78,17 +82,9 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Read what a checkpoint is, without its arrays; one rank calls this.
+    """Read what a checkpoint is, without its arrays; of a folder with several, the newest. One rank calls this.
 
-    Parameters
-    ----------
-    path : str or Path
-        A checkpoint, or a folder with some: then the newest is taken.
-
-    Returns
-    -------
-    Checkpoint
-        Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
+    Raises ArgumentError where there is none, or its manifest is damaged or of a newer format.
     """
     path = Path(path).absolute()
     folder = path if files.exists(path / MANIFEST) else folders.newest(path)

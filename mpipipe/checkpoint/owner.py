@@ -40,7 +40,7 @@ LIVING_SECONDS = 10.0  # that a job waits for an owner that lives: it may be abo
 PREDECESSOR_SECONDS = 300.0  # the same for an earlier start of the same job, which its scheduler ends
 LOOK_SECONDS = 0.2  # between two looks
 RENEW_SECONDS = 10.0  # between two writes of an owner that lives
-FRESH_SECONDS = 1.0  # after a look at its token an owner need not look again: nobody takes over that fast
+FRESH_SECONDS = 1.0  # after a look at its token an owner need not look again: no other job takes over that fast
 
 
 class Owner:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
@@ -37,21 +36,11 @@ Written: TypeAlias = "dict[str, tensor_files.Content]"  # file -> what it holds
 
 
 class GivenUp(Exception):
-    """Ends the thread of a save that nobody wants any more."""
-
-
-class SaveFacts(NamedTuple):
-    """What is saved, but for the arrays: the folder, the rank of the mesh, and facts as in the manifest."""
-
-    folder: Path
-    rank: int
-    step: int
-    state: dict[str, Any]
-    optimizer_steps: int | None
+    """Ends the thread of a save that is not wanted any more."""
 
 
 class SaveTask:
-    """A checkpoint on its way: this rank writes the arrays of its `share`, in a thread.
+    """A checkpoint on its way, whose files are not known yet: this rank writes the arrays of its `share`, in a thread.
 
     work : what the thread of this rank does, or did last
     read : set once no array is read any more: until then they must not change
@@ -59,10 +48,17 @@ class SaveTask:
     """
 
     def __init__(
-        self, facts: SaveFacts, share: Mapping[str, Array], keep: int | None, beforehand: Callable[[], object] | None
+        self,
+        checkpoint: Checkpoint,
+        rank: int,
+        share: Mapping[str, Array],
+        keep: int | None,
+        beforehand: Callable[[], object] | None,
     ) -> None:
-        self.facts, self.keep, self.beforehand = facts, keep, beforehand
-        self._owner = owner_of(facts.folder)  # asked here: threads are no ranks
+        self.checkpoint, self.rank, self.keep, self.beforehand = checkpoint, rank, keep, beforehand
+        self.folder, self.part = checkpoint.path, f"part-{rank}.safetensors"  # the file that this rank writes
+        self._owner = owner_of(self.folder)  # asked here: threads are no ranks
+        self._check_owner = None if self._owner is None else self._owner.check
         self.read, self.sealed = threading.Event(), False
         self._given_up, self._seconds = False, 0.0
         self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
@@ -77,12 +73,12 @@ class SaveTask:
             self.read.set()
 
     def _write(self, share: Mapping[str, Array]) -> Written:
-        folder, name = self.facts.folder, self.part
         try:
             if not share:
                 return {}
-            with folders.explained(folder), self._in_order():
-                return {name: tensor_files.write_tensors(folder / name, share, self, self._check_owner)}
+            with folders.explained(self.folder), self._in_order():
+                path = self.folder / self.part
+                return {self.part: tensor_files.write_tensors(path, share, self, self._check_owner)}
         finally:
             self.read.set()
 
@@ -97,16 +93,6 @@ class SaveTask:
         with arrays.side_stream():
             arrays.wait_for(ready)
             yield
-
-    @property
-    def part(self) -> str:
-        """Name of the file that this rank writes."""
-        return f"part-{self.facts.rank}.safetensors"
-
-    def _check_owner(self) -> None:
-        """Raise OwnerError where another job has taken the folder: this rank was stopped, and must not write there."""
-        if self._owner is not None:
-            self._owner.check()
 
     def about_to_read(self, nbytes: int) -> None:
         if self._given_up:
@@ -132,12 +118,12 @@ class SaveTask:
 
     def write_manifest(self, written: Written, seconds: float) -> None:
         """On rank 0, begin to write the manifest; all files have their names, the last one after `seconds`."""
-        if self.facts.rank == 0:
+        if self.rank == 0:
             self._seconds = seconds
             self.work = ThreadTask(lambda: self._seal(written), THREAD)
 
     def _seal(self, written: Written) -> None:
-        folder, facts = self.facts.folder, self.facts
+        folder = self.folder
         self._doing = "writes the manifest"
         if self.beforehand is not None:
             self.beforehand()
@@ -145,10 +131,8 @@ class SaveTask:
             raise GivenUp
         with folders.explained(folder):
             sync_folder(folder.parent)
-            version = str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
-            manifest = Checkpoint(folder, facts.step, facts.state, facts.optimizer_steps, version, written)
             try:
-                folders.write(manifest, self._check_owner)
+                folders.write(replace(self.checkpoint, files=written), self._check_owner)
             except OwnerError:  # what has that name by now is another job's
                 raise
             except BaseException:  # it may have its name already
@@ -176,11 +160,11 @@ class SaveTask:
         if self._owner is not None and self._owner.lost():
             return  # files of these names are another job's
         if not self.sealed:
-            folders.drop(self.facts.folder, self.part)
+            folders.drop(self.folder, self.part)
             with suppress(OSError):  # others have files in it
-                self.facts.folder.rmdir()
-        elif self.facts.rank == 0 and not ended:
-            folders.drop(self.facts.folder, folders.MANIFEST)
+                self.folder.rmdir()
+        elif self.rank == 0 and not ended:
+            folders.drop(self.folder, folders.MANIFEST)
 
     def leave(self) -> None:
         """Nothing needs to be given up any more."""
@@ -193,11 +177,11 @@ class SaveTask:
         return self._bytes, self._doing, self.work.ended
 
     def snapshot(self) -> Snapshot:
-        return Snapshot((-1, self.facts.step), operations=(str(self),))
+        return Snapshot((-1, self.checkpoint.step), operations=(str(self),))
 
     def __str__(self) -> str:
         done = f"{self._bytes >> 20} of {self._all_bytes >> 20} MiB"
-        return f"the checkpoint to be written: {self.facts.folder} (a thread {self._doing}, {done} begun)"
+        return f"the checkpoint to be written: {self.folder} (a thread {self._doing}, {done} begun)"
 
 
 def wait_for_given_up() -> None:

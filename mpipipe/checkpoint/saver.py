@@ -6,7 +6,8 @@
     rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | save | step 9
     thread                |read, write .........................:| fsync, rename |
 
-Parameters and moments change in an optimizer's step alone, so nothing is copied. An optimizer that comes before its own
+Parameters and moments change in an optimizer's step alone, so nothing is copied; but for moments that are sharded over
+replicas: `save` puts together those that this rank writes, on the host. An optimizer that comes before its own
 rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
 far all ranks are, and lets rank 0 write the manifest once all files have their names. While the arrays of one
 checkpoint are on their way, the manifest of the one before may be written; no more is in flight.
@@ -14,23 +15,21 @@ checkpoint are on their way, the manifest of the one before may be written; no m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mpipipe.arrays import Array
 from mpipipe.checkpoint import contents, folders, owner
 from mpipipe.checkpoint.contents import Optimizer
-from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveFacts, SaveTask, logger, wait_for_given_up
+from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger, wait_for_given_up
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, StorageError
-from mpipipe.faces import renamed
 from mpipipe.job import group_of, raise_on_all, wait_locally, whoami
 from mpipipe.optim import duplicate_name_error
 
 
-@renamed(finish="wait()")
 class Saver:
     """Saves checkpoints of one training while it goes on.
 
@@ -82,9 +81,10 @@ class Saver:
     def save(
         self, step: int, state: Mapping[str, Any] | None = None, *, beforehand: Callable[[], object] | None = None
     ) -> Path:
-        """Begin to save the training as it is now; collective over the mesh.
+        """Begin to save the training as it is now, and return the folder; collective over the mesh.
 
-        It waits for the files of an earlier save that is still in flight, and for the manifest of the one before that.
+        The folder is a checkpoint only once `poll`, `wait` or `close` has said so. The call waits for the files of an
+        earlier save that is still in flight, and for the manifest of the one before that.
 
         Parameters
         ----------
@@ -94,35 +94,30 @@ class Saver:
             Called on rank 0, in a thread, before the manifest is written: to force to the disk what must not be older
             than the checkpoint.
 
-        Returns
-        -------
-        Path
-            The folder of the checkpoint. It is one only once `poll`, `wait` or `close` has said so.
         """
         self.wait(room_for=step)
         wait_for_given_up()
-        group, rank = self._group, self.mesh.rank
+        group = self._group
         steps = None if self.optimizer is None else self.optimizer.steps
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         with group.raise_together("checkpoint.save: what is to be saved"):
             held, plain = contents.contents_of(self.stages, self.optimizer), contents.state_of(state)
+            contents.check_shards(held, self.mesh.replicas)
             if type(step) is not int or step < 0:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
         self._compare_names(held)
         if not self._owners:
             self._owners.append(owner.share_folder(self.root, group, folders.explained))
-        folder = None
-        with group.raise_together("checkpoint.save: its folder"):
-            if rank == 0:
-                folder = folders.open_folder(self.root.absolute(), step)
-        path: Path = group.broadcast("checkpoint.save: the folder", folder)
-        share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
-        self._saving = SaveTask(SaveFacts(path, rank, step, plain, steps), share, self.keep, beforehand)
+        path = group.from_one("checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step))
+        share = contents.share_of(held, self.mesh.replicas)
+        version = str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
+        saved = folders.Checkpoint(path, step, plain, steps, version, {})
+        self._saving = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)
         if not self._announced:
             self.wait_until_read()
         return path
 
-    def _compare_names(self, held: Mapping[str, Array]) -> None:
+    def _compare_names(self, held: Mapping[str, Any]) -> None:
         """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective."""
         if self._compared:
             return
@@ -137,13 +132,10 @@ class Saver:
         self._compared = True
 
     def poll(self) -> Path | None:
-        """Look how far all ranks are, without waiting for a disk; collective over the mesh, and cheap.
+        """Return the checkpoint that is whole from now on, without waiting for a disk; collective, and cheap.
 
-        Returns
-        -------
-        Path or None
-            The checkpoint that is whole from now on; None if none is in flight, or it is not whole yet. Raises
-            StorageError on every rank where one of them cannot write: its files are removed, and older ones stay.
+        None is returned if none is in flight, or it is not whole yet. StorageError is raised on every rank where one of
+        them cannot write: its files are removed, and older ones stay.
         """
         if not self.in_flight:
             return None
@@ -153,7 +145,7 @@ class Saver:
             states = group.agree("checkpoint.poll", values=progress)
             failed, ended = (states == FAILED).any(axis=0), (states == ENDED).all(axis=0)
             if sealing is not None and ended[0]:
-                whole, self._sealing, self.seconds = sealing.facts.folder, None, sealing.seconds
+                whole, self._sealing, self.seconds = sealing.folder, None, sealing.seconds
                 sealing.leave()
             elif failed[0] or (failed[1] and sealing is None):  # a later one fails once the earlier one has ended
                 self._fail(sealing if failed[0] else None, saving if failed[1] else None)
@@ -177,7 +169,7 @@ class Saver:
             self._saving = None
             saving.give_up()
         if isinstance(problem, StorageError):
-            folders.offer(problem, failed[0].facts.folder)
+            folders.offer(problem, failed[0].folder)
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, saving: SaveTask) -> None:
@@ -189,22 +181,14 @@ class Saver:
         saving.write_manifest(written, max(seconds for _, seconds in parts))
 
     def wait(self, *, room_for: int | None = None) -> Path | None:
-        """Wait until every checkpoint in flight is whole; collective over the mesh.
+        """Wait until every checkpoint in flight is whole, or until a save of step `room_for` could begin; collective.
 
-        Parameters
-        ----------
-        room_for : int, optional
-            Wait only until a save of this step could begin.
-
-        Returns
-        -------
-        Path or None
-            The newest of those that have become whole meanwhile; None if none has. Raises as `poll` does.
+        The newest of those that have become whole meanwhile is returned. Raises as `poll` does.
         """
         whole = None
         while (oldest := self._sealing or self._saving) is not None:
             # a save of the same step as the one that gets its manifest, or of an earlier one, would remove its files
-            if self._saving is None and room_for is not None and oldest.facts.step < room_for:
+            if self._saving is None and room_for is not None and oldest.checkpoint.step < room_for:
                 break
             wait_locally(oldest.work.wait, oldest)
             whole = self.poll() or whole
@@ -297,11 +281,6 @@ def save(
     keep : int, optional
         How many of the newest checkpoints in `root` stay, all by default. Old ones that cannot be removed are named in
         a warning.
-
-    Returns
-    -------
-    Path
-        The folder of the checkpoint.
 
     Raises
     ------

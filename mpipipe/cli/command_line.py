@@ -160,6 +160,7 @@ DRAW = {
     "trace": Command("A step of a training below what its schedule predicts", "cli.draw:trace"),
 }
 BENCH = {
+    "all": Command("Most of these, as a page of results with a figure", "bench.results:every"),
     "pipeline": Command("Cost of the machinery on tiny stages", "bench.pipeline:pipeline"),
     "steps": Command("Launched steps against one after the other", "bench.pipeline:steps"),
     "transport": Command("Mailbox against bare Isend and Irecv", "bench.pipeline:transport"),
@@ -171,6 +172,8 @@ BENCH = {
     "checkpoint": Command("Saving and loading against dd", "bench.files:save_and_load"),
     "tokenize": Command("Tokenizing against the library alone", "bench.files:tokens"),
     "attention": Command("Attention kernels beside PyTorch, a ring beside one rank", "bench.attention:run"),
+    "threads": Command("Threads in a rank beside one thread, and beside ranks", "bench.threads:run"),
+    "peers": Command("A pipeline and a ring beside PyTorch's over gloo", "bench.peers:peers"),
     "gpu": Command("Kernels, ring, executor and a GPT's step on a GPU", "bench.gpu.run:gpu"),
 }
 COMMANDS = {

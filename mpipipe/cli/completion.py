@@ -7,8 +7,8 @@ from typing import Annotated
 from mpipipe.cli.command_line import ALL, Command, Parser, add_parameters
 from mpipipe.cli.flags import Operand
 from mpipipe.cli.output import check_one_process, refusing, show
-from mpipipe.errors import BackendError, ConfigError
-from mpipipe.text import how_to_install
+from mpipipe.errors import ConfigError
+from mpipipe.text import optional_library
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -22,14 +22,7 @@ def completion(shell: Annotated[str, Operand("bash, zsh or tcsh")]) -> int:
         check_one_process("completion")
         if shell not in SHELLS:
             raise ConfigError("no completion for this shell", found=shell, expected=", ".join(SHELLS))
-        try:
-            import shtab
-        except ImportError as error:
-            raise BackendError(
-                "the library shtab cannot be imported",
-                expected="it, to complete commands",
-                remedy=how_to_install("completion"),
-            ) from error
+        shtab = optional_library("shtab", "complete commands", "completion")
         parser = Parser("mpipipe")
         _add(parser, ALL)
         script = shtab.complete(parser, shell)

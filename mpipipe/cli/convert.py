@@ -1,28 +1,39 @@
-"""mpipipe convert: a model folder of Hugging Face into one of this package, and back."""
+"""mpipipe convert: a model folder of Hugging Face into one of this package, and back; a run folder into one file."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
+from mpipipe import train
 from mpipipe.cli.flags import Operand
 from mpipipe.cli.output import check_one_process, refusing, show
+from mpipipe.errors import ConfigError
 from mpipipe.language.models import SHARD_BYTES
 from mpipipe.language.models import convert as convert_folder
 from mpipipe.options import Option
 
 
 def convert(
-    source: Annotated[str, Operand("folder with a model", metavar="FROM")],
-    target: Annotated[str, Operand("new or empty folder", metavar="TO")],
+    source: Annotated[str, Operand("folder with a model, or the output folder of a task", metavar="FROM")],
+    target: Annotated[str, Operand("new or empty folder; of a task FILE.safetensors", metavar="TO")],
     dtype: Annotated[str | None, Option("float32, bfloat16, float16 or float64; default: as in FROM")] = None,
     shard_bytes: Annotated[int, Option("most bytes of a file", least=1)] = SHARD_BYTES,
 ) -> None:
-    """Turn a model folder of Hugging Face into weights of this package, or the other way round.
+    """Turn a model folder of Hugging Face into weights of this package, or the other way round; or export a task.
+
+    Where TO ends with .safetensors, FROM is the output folder of a task of your own, and TO one file with the weights
+    of its end, or of its newest checkpoint, by name.
 
     One process does it, without MPI (python -m mpipipe convert runs/first/weights first-model). The tokenizer goes
     along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
     """
     with refusing():
         check_one_process("convert")
-        done = convert_folder(source, target, dtype, shard_bytes)
+        if target.endswith(".safetensors"):
+            if dtype is not None or shard_bytes != SHARD_BYTES:
+                raise ConfigError("--dtype and --shard-bytes are for folders", found=target, expected="neither")
+            done = train.export(Path(source), Path(target))
+        else:
+            done = convert_folder(source, target, dtype, shard_bytes)
     show(f"mpipipe: {done}\n")

@@ -43,6 +43,7 @@ def _of_schedule(
     ranks: Annotated[int | None, Option("P, ranks of the pipeline")] = None,
     microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
+    slices: Annotated[int | None, Option("n, slices of each sequence; default: 1")] = None,
     forward: Annotated[str, Option("time of F in a stage, or a,b,... with one for each stage")] = "1",
     input_grad: Annotated[str, Option("time of I, likewise; B takes I and W")] = "1",
     weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
@@ -51,7 +52,7 @@ def _of_schedule(
     def simulated() -> Timeline:
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
         costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
-        named = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+        named = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "slices": slices}
         sizes = {name: count for name, count in named.items() if count is not None}
         if is_path(schedule):
             if sizes:
@@ -137,8 +138,9 @@ def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: i
     ]
     costs, stages = recorded.costs, recorded.schedule.stages
     names = ("forward", "input_grad", "weight_grad", "transfer")
-    times = ([MILLISECONDS * time for time in costs.per_stage(name, stages)] for name in names)
-    pictures.draw_timeline(schedules.simulate(recorded.schedule, Costs(*times)), out, measured, unit="ms")
+    times = {name: [MILLISECONDS * time for time in costs.per_stage(name, stages)] for name in names}
+    predicted = schedules.simulate(recorded.schedule, Costs(**times, slices=costs.slices))
+    pictures.draw_timeline(predicted, out, measured, unit="ms")
 
 
 def _drawn(out: str, work: Callable[[], object]) -> None:

@@ -6,23 +6,24 @@ import json
 import platform
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
-from mpipipe import __version__, arrays, environment
+from mpipipe import __version__, arrays, environment, nn, processor
 from mpipipe.attention import kernels
 from mpipipe.cli import probe as probing
 from mpipipe.cli.output import show
 from mpipipe.comm import describe, mesh
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
-from mpipipe.job import Communicator, group_of, inprocess, parse_cores, rank_list, runtime
+from mpipipe.job import Communicator, cores_text, group_of, inprocess, parse_cores, rank_list, runtime
 from mpipipe.options import Option
 from mpipipe.text import counted
 
 COLUMNS = 100  # of a terminal that is wide enough for all lines
+REMEDY = "bind ranks to more cores (--cpus-per-task of srun, PE= or core:N of mpiexec), or lower MPIPIPE_THREADS"
 REPORT = "Send these lines, the command, the whole error, and config.toml of the run."
 NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
@@ -56,7 +57,12 @@ def info(
         surroundings = _alone(gpus=False)
     facts |= {"numpy": metadata.version("numpy"), "BLAS": _blas()}
     facts["devices"] = "\n".join(["cpu", *arrays.describe_gpus(), *placement])
-    facts |= {"CuPy": _cupy(), "GPU toolkit": _toolkit(), "attention by": kernels.describe()}
+    facts |= {
+        "CuPy": _cupy(),
+        "GPU toolkit": _toolkit(),
+        "attention by": kernels.describe(),
+        "halves": nn.kernels.describe(),
+    }
     if root and probe:
         facts["probe"] = _probe()
     if root and surroundings is not None:
@@ -69,10 +75,9 @@ def _alone(gpus: bool = True) -> dict[str, Any] | None:
 
 
 def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
-    """Return cores, threads and free memory in words, and warnings where the placement of ranks is bad."""
+    """Return cores, ranks and threads, and free memory in words, and warnings where the placement of ranks is bad."""
     binding = surroundings["binding"]
     cores = [(place["rank"], f"{place['cores'] or 'not known'} on {place['host']}") for place in binding]
-    threads = [(place["rank"], f"{place['threads']} of BLAS in train") for place in binding]
     memory = [
         f"{host['host']}: {host['free_memory'] / 2**30:.1f} of {host['memory'] / 2**30:.1f} GiB"
         for host in surroundings["hosts"]
@@ -80,17 +85,36 @@ def described(surroundings: Mapping[str, Any]) -> dict[str, str]:
     ]
     facts = {
         "cores": "\n".join(rank_list.grouped(cores)),
-        "threads": "\n".join(rank_list.grouped(threads)),
+        "threads": "\n".join(_threads(surroundings)),
         "free memory": "\n".join(memory) or "not known",
     }
-    warnings = surroundings["oversubscribed"], surroundings["oversubscribed_threads"], _idle(surroundings)
+    crowded = surroundings["oversubscribed_threads"]
+    warnings = surroundings["oversubscribed"], crowded and f"{crowded}: {REMEDY}", _idle(surroundings)
     return facts | ({"warning": "\n".join(filter(None, warnings))} if any(warnings) else {})
+
+
+def _threads(surroundings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield for each host the ranks and threads of a training, and the cores that they share."""
+    for host, places in _by_host(surroundings):
+        sizes = Counter(place["threads"] for place in places)
+        ranks = " and ".join(f"{counted(sizes[each], 'rank')} x {counted(each, 'thread')}" for each in sorted(sizes))
+        used = frozenset().union(*(parse_cores(place["cores"]) for place in places))
+        where = (
+            f"{cores_text(sorted(used))}: {len(used)} of {host['cores']} cores" if used else "cores that are not known"
+        )
+        yield f"{host['host']}: {ranks} in train, on {where}"
+
+
+def _by_host(surroundings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Yield each host and the binding of its ranks."""
+    for host in surroundings["hosts"]:
+        yield host, [place for place in surroundings["binding"] if place["host"] == host["host"]]
 
 
 def _idle(surroundings: Mapping[str, Any]) -> str | None:
     """Return a sentence where ranks are pinned to one core each, and a host has more than twice as many cores."""
-    for host in surroundings["hosts"]:
-        here = [parse_cores(place["cores"]) for place in surroundings["binding"] if place["host"] == host["host"]]
+    for host, places in _by_host(surroundings):
+        here = [parse_cores(place["cores"]) for place in places]
         used = frozenset().union(*here)
         if all(len(own) == 1 for own in here) and 2 * len(used) <= (host["cores"] or 0):
             return (
@@ -146,16 +170,9 @@ def _blas() -> str:
 
     pools = environment.blas()
     texts = [f"{p['library']} {p['version']} ({p['kernels']}), {counted(p['threads'], 'thread')}" for p in pools]
-    if any(pool["kernels"] in NARROW_KERNELS for pool in pools) and _has_avx512():
+    if any(pool["kernels"] in NARROW_KERNELS for pool in pools) and "avx512f" in processor.features():
         texts.append("this processor has AVX-512: try OPENBLAS_CORETYPE=SkylakeX, set before Python starts")
     return ", ".join(texts)
-
-
-def _has_avx512() -> bool:
-    try:
-        return "avx512f" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
 
 
 def _show(facts: dict[str, str]) -> None:

@@ -31,7 +31,7 @@ def jobscript(
     ] = None,
     nodes: Annotated[int, Option("nodes of the job")] = 1,
     ranks_per_node: Annotated[int, Option("ranks on each node")] = 1,
-    threads: Annotated[int, Option("cores of each rank, and threads of its matrix products")] = 1,
+    threads: Annotated[int, Option("cores of each rank, and its threads")] = 1,
     gpus: Annotated[bool, Option("a GPU for each rank")] = False,
     time: Annotated[str, Option("limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS")] = "00:30:00",
     preemptable: Annotated[bool, Option("save and leave before the end, and start again until it is done")] = False,

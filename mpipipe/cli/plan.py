@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +14,9 @@ from mpipipe.cli.output import check_one_process, refusing
 from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_config, task_of
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, current_rank, group_of, inprocess, run_or_abort, runtime
+from mpipipe.job import Communicator, current_rank, group_of, inprocess, run_or_abort, runtime, share_of_cores
 from mpipipe.options import Option
-from mpipipe.planning import Choice, PlanningProblem, PlanReport, SavedProfile, find_plan, table
+from mpipipe.planning import Choice, PlanningProblem, PlanReport, SavedProfile, compare_placements, find_plan, table
 from mpipipe.schedules import FORM, Links
 from mpipipe.text import counted
 from mpipipe.train import (
@@ -72,7 +72,7 @@ def plan(
         return int(current_rank().unwritten)
 
     def work() -> None:
-        processor.prepare_process()
+        processor.prepare_process(share_of_cores())
         comm = runtime.world()
         with group_of(comm).raise_together("plan: reading the configuration"):
             for name, value in (("--ranks", ranks), ("--transfer-model", transfer_model)):
@@ -87,10 +87,10 @@ def plan(
             chosen, given = read()
             if comm.rank == 0:
                 check_outputs(out, save_profile)
-        found, problem = make_plans(chosen, comm)
+        found, problem, more = make_plans(chosen, comm)
         with group_of(comm).raise_together("plan: the result"):
             if comm.rank == 0:
-                show(found)
+                show(found, more)
                 if out is not None:
                     write(Path(out), {**given, "pipe": problem.ranks, "seq": problem.seq}, found.choice)
                 if save_profile is not None:
@@ -139,8 +139,8 @@ def _on_paper(
         write(Path(out), {**given, "pipe": problem.ranks, "seq": config.seq}, plans[0].choice)
 
 
-def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem]:
-    """Return the plans of a training on these ranks, and what was measured where; collective."""
+def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem, list[str]]:
+    """Return the plans of a training on these ranks, what is planned, and lines on ranks and threads; collective."""
     config, task = task_of(config, comm)
     with group_of(comm).raise_together("plan: the mesh"):
         mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
@@ -148,16 +148,18 @@ def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, Plan
         place = select_device(config.device, comm)
         task.find_data(group_of(comm))
         measured = measured_ranks(config, task, mesh)
-        return find_plan(measured, place), measured.problem
+        found = find_plan(measured, place)
+        return found, measured.problem, compare_placements(measured, found, config.pipe)
 
 
-def show(found: PlanReport) -> None:
-    """Write the best plans to the standard output."""
+def show(found: PlanReport, more: Sequence[str] = ()) -> None:
+    """Write the best plans to the standard output, and more lines."""
     scale = found.profile.scale
     _say(
         *table(found.plans),
         f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above",
         *([found.oversubscribed] if found.oversubscribed else []),
+        *more,
     )
 
 

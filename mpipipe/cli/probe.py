@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.comm import DirectTransport, select_device
+from mpipipe.comm import DeviceTransport, select_device
 from mpipipe.job import Communicator, run_or_abort, runtime, wait_for
 
 LAUNCHER = "MPIPIPE_MPIEXEC"
@@ -134,7 +134,7 @@ def _end(job: subprocess.Popen[str]) -> str:
 
 def exchange(comm: Communicator) -> None:
     """Swap device arrays with the other ranks in a ring, and print what came of it."""
-    transport = DirectTransport(comm)
+    transport = DeviceTransport(comm)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     wrong = 0
     for nbytes in SIZES:

@@ -36,6 +36,7 @@ def simulate(
     ranks: Annotated[int | None, Option("P; default: 4")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     microbatches: Annotated[int | None, Option("M; default: 16")] = None,
+    slices: Annotated[int | None, Option("n, slices of each sequence, whose times the costs are; default: 1")] = None,
     forward: Cost = "1",
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
@@ -66,13 +67,13 @@ def simulate(
         source, name = "--csv", schedule or ""
         if is_path(name):
             source, csv = f"--schedule {name}", Path(name)
-        given = _given(ranks=ranks, chunks=chunks, microbatches=microbatches)
+        given = _given(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
         search = _given(seconds=seconds, seed=seed)
         if csv is not None:
             _refuse(f"{source}, whose order says it", given)
         if name != "search":
             _refuse("anything but --schedule search", search)
-        sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, **given}
+        sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **given}
         times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
         costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
         links = _links(transfer_model, message_bytes, costs)
@@ -164,12 +165,12 @@ def _check(
     if large and (name == "search" or memory_limit is not None or recompute or out is not None):
         raise ConfigError(
             "a schedule of this size is never made as a whole",
-            found=" x ".join(f"{count} {name}" for name, count in sizes.items()),
+            found=" x ".join(f"{count} {name}" for name, count in sizes.items() if name != "slices" or count > 1),
             expected=f"at most {WHOLE:,} forwards for search, --memory-limit, --recompute and --out",
         )
 
 
-def _placement(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+def _placement(name: str, ranks: int, chunks: int, **sizes: int) -> tuple[int, ...]:
     """Say where stages lie, so that hops can have their times."""
     if name == "search" and chunks > 1:
         raise ConfigError(
@@ -194,12 +195,15 @@ WHOLE = 1 << 21  # most forwards of a schedule that is simulated as a whole: it 
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
 
 
-def _facts(name: str, counts: tuple[int, int, int], found: Timeline | Repetition, activations: str) -> Iterator[str]:
-    sizes = ", ".join(map(counted, counts, ("rank", "stage", "micro-batch")))
-    yield f"schedule    {name}: {sizes}"
+def _facts(sizes: str, found: Timeline | Repetition, activations: str, slices: int) -> Iterator[str]:
+    yield f"schedule    {sizes}"
     yield f"makespan    {found.makespan:.6g}"
     yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
-    yield f"activations {activations}, in chunks, at most"
+    yield f"activations {activations}, in chunks{' of slices' if slices > 1 else ''}, at most"
+
+
+def _sizes(name: str, ranks: int, stages: int, batch: str) -> str:
+    return f"{name}: {counted(ranks, 'rank')}, {counted(stages, 'stage')}, {batch}"
 
 
 def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[str]:
@@ -207,7 +211,9 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     limit = memory_limit if memory_limit is not None else max(found.peak_activations) or None
     share, _, bound = schedules.gap(made, costs, limit)
     held = " ".join(map(str, found.peak_activations))
-    yield from _facts(made.name, (made.ranks, made.stages, made.microbatches), found, f"{held} on each rank")
+    yield from _facts(
+        _sizes(made.name, made.ranks, made.stages, made.batch), found, f"{held} on each rank", made.slices
+    )
     if made.recomputed:
         room = " that runs as many forwards again"
     else:
@@ -234,8 +240,9 @@ def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit
 
 
 def _repeated(name: str, sizes: dict[str, int], simulated: Callable[[str], Repetition]) -> Iterator[str]:
-    found, (ranks, chunks, microbatches) = simulated(name), sizes.values()
-    yield from _facts(name, (ranks, ranks * chunks, microbatches), found, f"{found.peak_activations} on a rank")
+    found, (ranks, chunks, microbatches, slices) = simulated(name), sizes.values()
+    text = _sizes(name, ranks, ranks * chunks, Schedule(name, (), microbatches, (), slices=slices).batch)
+    yield from _facts(text, found, f"{found.peak_activations} on a rank", slices)
     largest = "{}, {}".format(*map(counted, found.sizes[-1], ("rank", "micro-batch")))
     yield f"simulated   {len(found.sizes)} sizes to {largest}, and the rest repeats"
 

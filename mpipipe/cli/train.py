@@ -12,7 +12,6 @@ from threading import Timer
 from typing import Annotated, Any
 
 from mpipipe import processor, schedules
-from mpipipe.adapters import ForeignLayer
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
@@ -267,15 +266,13 @@ def described(found: MemoryEstimate) -> str:
         f"a micro-batch is {size} on each rank",
         f"mpipipe: bubble {bubble:.3f} if a layer takes as long as its operations are many",
         "",
-        "MiB (2^20 bytes) of each rank of a pipeline at its peak",
+        "MiB (2^20 bytes) of each rank of a pipeline at the peak of its resident memory",
     ]
     cuts = [" ".join(f"{start}-{stop - 1}" for start, stop in each.stages.values()) for each in found.ranks]
     cells = [[str(each.rank), cut, *_sizes(each)] for each, cut in zip(found.ranks, cuts)]
     lines += text_table(["rank", "layers", *COLUMNS], cells, left=(1,))
     worst = max(found.ranks, key=lambda each: each.total)
     whole = f"; all {count} ranks: {shown_bytes(total * problem.replicas * problem.seq)}" if count > 1 else ""
-    if any(isinstance(layer, ForeignLayer) for layer in problem.layers):
-        lines.append("not counted: what PyTorch and JAX take within an operation, and for themselves once they compute")
     return "\n".join([*lines, "", f"rank {worst.rank} takes most: {shown_bytes(worst.total)}{whole}"])
 
 

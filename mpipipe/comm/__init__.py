@@ -7,19 +7,18 @@ parts to other ranks     transfer
 sums over replicas       allreduce
 by NCCL                  nccl/
 
-Other rooms import the names below from here. A file is imported when one of its names is first used.
+Other rooms import the names below from here. A file is imported when one of its names is first used (faces.py).
 """
 
-# names of a face
 from __future__ import annotations
 
 from mpipipe.faces import lazy_face
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from mpipipe.comm.allreduce import AllReduce
+    from mpipipe.comm.allreduce import AllGather, AllReduce
     from mpipipe.comm.describe import thread_level
-    from mpipipe.comm.mailbox import Envelope, Lease, Mailbox, Settled
+    from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
     from mpipipe.comm.mesh import Mesh, select_device
     from mpipipe.comm.nccl.channel import Channel, NcclChoice, agree_on_nccl, new_identity
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
@@ -27,27 +26,10 @@ if TYPE_CHECKING:
     from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags, neighbours
     from mpipipe.comm.transfer import Index, PartMove, Transfer, all_to_all, along, contiguous, exchange_on, halo_of
     from mpipipe.comm.transport.choose import make_transport
-    from mpipipe.comm.transport.device import DeviceTransport, DirectTransport
+    from mpipipe.comm.transport.device import DeviceTransport
     from mpipipe.comm.transport.gpu_aware import GpuAwareness
     from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
     from mpipipe.comm.transport.nccl import Pair
 
-_FILES = {
-    "allreduce": "AllReduce",
-    "describe": "thread_level",
-    "mailbox": "Envelope Lease Mailbox Settled",
-    "mesh": "Mesh select_device",
-    "nccl.channel": "Channel NcclChoice agree_on_nccl new_identity",
-    "nccl.sums": "NcclRow NcclSums",
-    "ring_exchange": "ROTATIONS RingExchange",
-    "tags": "BACKWARD DATA FORWARD HEADER Tags neighbours",
-    "transfer": "Index PartMove Transfer all_to_all along contiguous exchange_on halo_of",
-    "transport.choose": "make_transport",
-    "transport.device": "DeviceTransport DirectTransport",
-    "transport.gpu_aware": "GpuAwareness",
-    "transport.host": "HostTransport Transport check_sendable",
-    "transport.nccl": "Pair",
-}
-
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
-    __all__, __getattr__ = lazy_face(__name__, _FILES)
+    __all__, __getattr__ = lazy_face(__name__, __file__)

@@ -9,7 +9,7 @@ from mpipipe import arrays
 from mpipipe.comm.nccl.channel import agree_on_nccl
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import BackendError
-from mpipipe.job import Communicator, RankGroup, group_of, launcher_size, mpi, settings, tag_upper_bound
+from mpipipe.job import Communicator, group_of, launcher_size, mpi, settings, tag_upper_bound
 from mpipipe.text import counted
 
 NEIGHBOURS = 4  # messages that a rank in the middle of a pipeline has under way: with two ranks, both ways
@@ -23,7 +23,10 @@ def describe() -> dict[str, str]:
     hosts = group.gather("info: the hosts", MPI.Get_processor_name())
     import mpi4py
 
-    promise = launcher_size(os.environ)
+    promise, awareness = launcher_size(os.environ), "no GPU"
+    if group.agree("info: the GPUs", values=[arrays.device_count()]).any():
+        verdict = gpu_aware.detect(comm)
+        awareness = f"{'direct' if verdict.direct else 'staged through the host'}: {verdict.reason}"
     return {
         "MPI": MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00"),
         "MPI standard": ".".join(map(str, MPI.Get_version())),
@@ -33,7 +36,7 @@ def describe() -> dict[str, str]:
         "hosts": ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts))),
         "thread level": thread_level(),
         "largest tag": str(tag_upper_bound(comm)),
-        "GPU-aware MPI": _gpu_awareness(comm, group),
+        "GPU-aware MPI": awareness,
         "python": sys.version.split()[0],
     }
 
@@ -65,11 +68,3 @@ def graphs() -> str:
     if not settings.graphs():
         return f"off ({settings.GRAPHS.name}=1 turns them on)"
     return "on, for each stage whose layers can be recorded; the log of a run names the others"
-
-
-def _gpu_awareness(comm: Communicator, group: RankGroup) -> str:
-    """How device arrays would travel, and why."""
-    if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
-        return "no GPU"
-    verdict = gpu_aware.detect(comm)
-    return f"{'direct' if verdict.direct else 'staged through the host'}: {verdict.reason}"

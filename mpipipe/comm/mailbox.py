@@ -1,11 +1,11 @@
-"""Tagged messages of one rank's pipeline: receives posted ahead, sends that nobody waits for, buffers used again.
+"""Tagged messages of one rank's pipeline: receives posted ahead, sends that no action waits for, buffers used again.
 
 The name of a message, not its order, decides what arrives where. There are two ways to receive. Where the shapes of
 all messages are known (`begin_call`), buffers are posted ahead of their data, at most `window` of them. Where they are
 not known, a small header comes first (`take_header`, then `take_unknown`).
 
 Some transports need one order of all messages of all ranks (comm/transport/nccl.py). Then a rank starts its sends and
-receives in that order, by their order keys (Plan.order_keys).
+receives in that order, by their order keys (ActionPlan.order_keys).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipipe.arrays import Array, Shape, read_only
 from mpipipe.errors import ArgumentError
-from mpipipe.job import RankGroup, own, wait_for
+from mpipipe.job import Condition, RankGroup, own, wait_for
 from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
@@ -123,7 +123,7 @@ class Mailbox:
         self.posted.append((received, lease, requests, envelope))
 
     def _order_key_of(self, entry: tuple) -> Any:
-        assert self.order_keys is not None  # where order does not matter nobody asks
+        assert self.order_keys is not None  # asked only where order matters
         return self.order_keys[entry[0]]
 
     def start_before(self, order_key: Any) -> None:
@@ -227,7 +227,7 @@ class Mailbox:
                 wait_for(request, what, self.group, peer=oldest.peer)
             self.outgoing.popleft()
         if self.order_keys is not None and not self.transport.settled():
-            wait_for(Settled(self.transport), "the last messages to arrive", self.group)
+            wait_for(Condition(self.transport.settled), "the last messages to arrive", self.group)
 
     def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""
@@ -253,10 +253,3 @@ class Mailbox:
         for request in [*(request for entry in self.posted for request in entry[2]), *self.outgoing]:
             own(request)
         self.posted, self.outgoing = deque(), deque()
-
-
-class Settled:
-    """A request that is complete once a transport has settled."""
-
-    def __init__(self, transport: Any) -> None:
-        self.Test = transport.settled

@@ -44,18 +44,10 @@ class Mesh:
 
     Attributes
     ----------
-    pipe, seq, data : Communicator
-        The ranks along each axis through this rank.
-    replicas : Communicator
-        The ranks that hold the same stages, data x seq of them.
-    comm : Communicator
-        All ranks of the mesh.
-    rank : int
-        This rank in `comm`.
-    coords : Coordinates
-        Where this rank stands: (pipe, data, seq).
-    shape : Coordinates
-        The extents of the grid.
+    pipe, seq, data, replicas, comm : Communicator
+        The ranks along each axis through this rank; those that hold the same stages, data x seq of them; all of them.
+    rank, coords, shape : int, Coordinates, Coordinates
+        This rank in `comm`, where it stands (pipe, data, seq), and the extents of the grid.
 
     Raises
     ------
@@ -159,33 +151,16 @@ def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
 
 
 def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
-    """Choose the device of this rank; collective over `comm`. A GPU that is chosen becomes the current one.
+    """Return the device of this rank, "cpu" or "cuda", the same on all ranks of `comm`; collective over these.
 
-    Parameters
-    ----------
-    name : str
-        "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; "auto", the GPUs where there
-        are some, else the CPU.
-    comm : mpi4py.MPI.Intracomm, optional
-        The ranks that choose together; by default COMM_WORLD.
-
-    Returns
-    -------
-    str
-        "cpu" or "cuda", the same on all ranks.
+    `name` is "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; or "auto", the GPUs where
+    there are some, else the CPU. A GPU that is chosen becomes the current one.
 
     Raises
     ------
     BackendError, MismatchError
         On all ranks, where a GPU was asked for and a rank has none or lacks parts of CUDA; for an unknown name; where
         "auto" finds GPUs for some ranks only.
-
-    Examples
-    --------
-    >>> from mpipipe import select_device
-    >>> from mpipipe.job import inprocess
-    >>> inprocess.run(2, lambda comm: select_device("cpu", comm))
-    ['cpu', 'cpu']
     """
     group = group_of(comm)
     place = local_rank(group)

@@ -22,16 +22,12 @@ KEPT = 8  # exchanges that the flight recorder knows, for each rank
 
 
 class RingMessages(NamedTuple):
-    """One message out and one in: what exchanges, their number in it, both ends, and what MPI was told.
-
-    A message of None bytes is not sent.
-    """
+    """One message out and one in: what exchanges, their number in it, and both ends. One of None bytes is not sent."""
 
     what: str
     number: int
     dest: int
     source: int
-    tag: int
     bytes_out: int | None
     bytes_in: int | None
     thread: int
@@ -41,14 +37,11 @@ class RingMessages(NamedTuple):
         return f"message {self.number} of the {self.what}"
 
     def __str__(self) -> str:
-        return f"{self.subject} from rank {self.source} (tag {self.tag}, {self.bytes_in or 0} bytes)"
+        return f"{self.subject} from rank {self.source} (tag {TAG}, {self.bytes_in or 0} bytes)"
 
 
 class RingExchange:
-    """Messages between the ranks of a communicator, on a private duplicate of it; collective.
-
-    `what` names it in texts.
-    """
+    """Messages between the ranks of a communicator, on a private duplicate of it; collective. Texts call it `what`."""
 
     def __init__(
         self,
@@ -74,7 +67,7 @@ class RingExchange:
         """
         self.started += 1
         out, into = (None if x is None else x.nbytes for x in (outgoing, incoming))
-        now = RingMessages(self.what, self.started, dest, source, TAG, bytes_out=out, bytes_in=into, thread=get_ident())
+        now = RingMessages(self.what, self.started, dest, source, bytes_out=out, bytes_in=into, thread=get_ident())
         self.last.append(now)
         if incoming is not None:
             self.pending.append((now, True, own(self.transport.irecv(incoming, source, 0, TAG))))
@@ -84,13 +77,11 @@ class RingExchange:
             self.finish()
 
     def poll(self) -> None:
-        """Let what is under way advance."""
         self.polls += 1
         if not self.transport.progress() and self.pending:
             self.pending[0][2].Test()
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
         while self.pending:
             exchange, receives, request = self.pending[0]
             what = exchange if receives else f"{exchange.subject} to be received by {exchange.dest}"
@@ -100,27 +91,23 @@ class RingExchange:
     # -- for the flight recorder --------------------------------------------------------------------------------
 
     def progress_token(self) -> object:
-        """Something that is another thing after every progress."""
         return self.started, self.polls, len(self.pending)
 
     def snapshot(self) -> Snapshot:
-        """What is under way, and the last exchanges."""
         last, pending = tuple(self.last), tuple(self.pending)
         members = self.group.members
         expects = None
         if pending and pending[0][1]:
             now = pending[0][0]
-            expects = Message((now.number,), now.subject, members[now.source], (0, now.tag), now.bytes_in)
+            expects = Message((now.number,), now.subject, members[now.source], (0, TAG), now.bytes_in)
         return Snapshot(
             self.group.key,
             doing=f"exchange {pending[0][0].number} of a {self.what}" if pending else "",
             computes=bool(pending),
-            stage=None,
-            microbatch=None,
             thread=last[-1].thread if last else 0,
             expects=expects,
             sent=tuple(
-                Message((e.number,), e.subject, members[e.dest], (0, e.tag), e.bytes_out)
+                Message((e.number,), e.subject, members[e.dest], (0, TAG), e.bytes_out)
                 for e in last
                 if e.bytes_out is not None
             ),

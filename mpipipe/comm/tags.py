@@ -25,23 +25,9 @@ MAX_CHANNELS = 64  # communicators are a scarce resource: MPICH has 2 046 of the
 
 
 class Tags:
-    """Tags of one pipeline.
+    """Tags of one pipeline, which need `channels` communicators whose largest tag is `tag_ub`.
 
-    Parameters
-    ----------
-    placement : sequence of int
-        Rank of each logical stage.
-    microbatches : int
-        M.
-    tag_ub : int
-        The largest tag that the communicator takes.
-    skips : sequence of (int, int)
-        The two stages of each skip.
-
-    Attributes
-    ----------
-    channels : int
-        How many communicators the tags need.
+    `placement` is the rank of each logical stage, and `skips` are the two stages of each skip.
     """
 
     def __init__(
@@ -49,7 +35,13 @@ class Tags:
     ) -> None:
         self.microbatches = microbatches
         self.base = tag_ub + 1
-        self.index = _edge_indices(placement, skips)
+        self.index: dict[int, int] = {}  # edge between different ranks -> how many before it join the same two ranks
+        counts: dict[tuple[int, int], int] = {}
+        for edge, (source, target) in enumerate([*pairwise(range(len(placement))), *skips], 1):
+            low, high = sorted((placement[source], placement[target]))
+            if low != high:
+                self.index[edge] = counts.get((low, high), 0)
+                counts[low, high] = self.index[edge] + 1
         edges = max(self.index.values(), default=-1) + 1
         self.channels = max(1, -(-edges * microbatches * 4 // self.base))
         if self.channels > MAX_CHANNELS:
@@ -71,16 +63,3 @@ def neighbours(placement: Sequence[int], skips: Sequence[tuple[int, int]] = ()) 
     ends = [*pairwise(placement), *((placement[source], placement[target]) for source, target in skips)]
     joined = {pair for pair in ends if pair[0] != pair[1]}
     return sorted(joined | {(after, before) for before, after in joined})
-
-
-def _edge_indices(placement: Sequence[int], skips: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """For each edge between different ranks: how many edges before it join the same two ranks."""
-    counts: dict[tuple[int, int], int] = {}
-    indices = {}
-    stages = [*pairwise(range(len(placement))), *skips]
-    for edge, (source, target) in enumerate(stages, 1):
-        low, high = sorted((placement[source], placement[target]))
-        if low != high:
-            indices[edge] = counts.get((low, high), 0)
-            counts[low, high] = indices[edge] + 1
-    return indices

@@ -102,9 +102,9 @@ def contiguous(part: Array) -> Array:
 # -- Which parts go where ---------------------------------------------------------------------------------------------
 
 
-def along(axis: int, start: int, stop: int | None, step: int = 1) -> Index:
+def along(axis: int, start: int, stop: int | None) -> Index:
     """Return the index of start ... stop - 1 along one axis."""
-    return (*(slice(None),) * axis, slice(start, stop, step))
+    return (*(slice(None),) * axis, slice(start, stop))
 
 
 @lru_cache(maxsize=256)
@@ -132,9 +132,9 @@ def halo_of(
         for hop in range(1, max(map(len, table)) + 1):
             dest, source = (rank - direction * hop) % size, (rank + direction * hop) % size
             out, into = (table[each][hop - 1] if hop <= len(table[each]) else 0 for each in (dest, rank))
-            give, take = (
-                (lengths[rank] - out, width[0] - filled - into) if direction < 0 else (0, width[0] + gap + filled)
-            )
+            give, take = 0, width[0] + gap + filled
+            if direction < 0:
+                give, take = lengths[rank] - out, width[0] - filled - into
             moves.append(PartMove(dest, along(axis, give, give + out), source, along(axis, take, take + into)))
             filled += into
         beyond |= filled < wanted

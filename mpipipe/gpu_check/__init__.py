@@ -2,5 +2,5 @@
 
 suite               the parts in their order, and the interpreter that runs them
 check               one part with its limit; the report; what was expected of measurements
-attention  extra    parts that ask the real libraries: cuDNN; graphs, NCCL, a full GPU
+extra               parts that ask the real libraries: cuDNN; graphs, NCCL, a full GPU
 """

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from mpipipe import arrays, files
 from mpipipe.attention import kernels
-from mpipipe.environment import versions
+from mpipipe.environment import git_commit, versions
 
 GRACE = 10.0  # seconds between the polite and the final signal
 SHORTEST = 5.0  # seconds; with less time left a check is skipped
@@ -42,32 +42,21 @@ class Outcome:
         return f"{self.check} {self.status}" + (f" ({self.why})" if self.why else "")
 
 
-class Clock:
-    """The time that all checks share, in seconds from now."""
-
-    def __init__(self, seconds: float) -> None:
-        self._deadline = monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds that are left."""
-        return self._deadline - monotonic()
-
-
 def run_check(
     kind: Kind,
     name: str,
     limit: float,
     command: Sequence[str],
     *,
-    clock: Clock,
+    deadline: float,
     log: Path,
     variables: Mapping[str, str],
 ) -> Outcome:
-    """Run a command for `limit` seconds at most, and no longer than `clock` allows.
+    """Run a command for `limit` seconds at most, and no longer than to the `deadline` of time.monotonic.
 
     Its output goes to the file `log`; `variables` are set on top of the environment.
     """
-    left = clock.left()
+    left = deadline - monotonic()
     whose = "its own limit" if limit <= left else "what was left for everything"
     limit = min(limit, left)
     if limit < SHORTEST:
@@ -139,7 +128,7 @@ LIBRARIES: dict[str, Callable[[], object]] = {
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
-    """Write the report into `folder`, print its last lines, and return the exit code."""
+    """Write the report into `folder`, pack that into a tar file next to it, and return the exit code."""
     facts = _facts(folder, outcomes)
     files.write_whole(folder / "gpu_check.json", (json.dumps(facts, indent=1) + "\n").encode())
     files.write_whole(folder / "gpu_check.md", ("\n\n".join(_paragraphs(facts, outcomes)) + "\n").encode())
@@ -147,25 +136,20 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> int:
     lines = [f"{o.check:<{width}} {o.status:<7} {o.seconds:>4} s  {o.why}" for o in outcomes]
     failed = [o.check for o in outcomes if o.kind == "correctness" and o.status == "failed"]
     verdict = f"{'failed' if failed else 'ok'} {' '.join(failed)}"
-    lines.append(f"mpipipe: gpu check {verdict} results={folder}/gpu_check.md packed={_pack(folder)}")
+    path = folder.with_name(folder.name + ".tar.gz")
+    with tarfile.open(path, "w:gz") as packed:
+        packed.add(folder, folder.name)
+    lines.append(f"mpipipe: gpu check {verdict} results={folder}/gpu_check.md packed={path}")
     sys.stdout.write("\n" + "\n".join(lines) + "\n")
     return 1 if failed else 0
 
 
-def _pack(folder: Path) -> Path:
-    """Pack a folder into a tar file next to it."""
-    path = folder.with_name(folder.name + ".tar.gz")
-    with tarfile.open(path, "w:gz") as packed:
-        packed.add(folder, folder.name)
-    return path
-
-
 def _facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     benches = [json.loads(path.read_text()) for path in sorted(folder.glob("bench*.json"))]
-    gpus = arrays.describe_gpus()
+    gpus, git = arrays.describe_gpus(), git_commit()
     return {
         "date": date.today().isoformat(),
-        "commit": _commit(),
+        "commit": git["commit"] + ("-dirty" if git["changed"] else "") if git else "unknown",
         "gpus": gpus,
         "attention by": kernels.describe(),
         "machine": _machine(),
@@ -174,15 +158,6 @@ def _facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "measurements": [row | beside(row, gpus) for bench in benches for row in bench["rows"]],
         "failed measurements": [problem for bench in benches for problem in bench["failed"]],
     }
-
-
-def _commit() -> str:
-    """Name the commit of this checkout, or "unknown" where git or the history is missing."""
-    try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return git.stdout.strip() or "unknown"
 
 
 def _machine() -> list[str]:
@@ -244,48 +219,49 @@ class Expectation(NamedTuple):
     """A range that a measurement was expected in, in the unit of the row."""
 
     row: str  # regular expression for what was measured, found at the beginning
-    low: float
-    high: float
-    why: str  # where the range comes from
+    ranges: dict[str, tuple[float, float]]  # lowest and highest value on each GPU
+    why: str  # where the ranges come from, those of GPUS in their order
     peer: str = ""  # what the row is compared with, where the range is of that; else it is of the row's own value
     ratio: bool = False  # whether the range is of the ratio between both
-    gpu: str = ""  # the one of GPUS that it is for; "" is for all of them
 
 
-STEP = r"training step, {}, .*1 x 8 x 1024 tokens"
+def _both(low: float, high: float) -> dict[str, tuple[float, float]]:
+    return dict.fromkeys(GPUS, (low, high))
+
+
+STEP, SHORT = r"training step, {}, .*1 x 8 x 1024 tokens", r"training step, 16 x 1 x 512 tokens"
 UNTIED, TIED, ANY = (STEP.format(kind) for kind in ("untied", "tied", "(un)?tied"))
 EXPECTATIONS = (
     Expectation(
-        UNTIED, 415e3, 460e3,
-        "18.9 ms a step: products 10.9, attention 2.3, norms, SwiGLU, loss and optimizer 5.2, gaps 0.6", gpu="H100",
+        UNTIED, {"H100": (415e3, 460e3), "H200": (450e3, 500e3)},
+        "18.9, 17.3 ms a step: products 10.9, attention 2.3, norms, SwiGLU, loss and optimizer 5.2, 3.7, gaps 0.6",
     ),
     Expectation(
-        UNTIED, 450e3, 500e3,
-        "17.3 ms a step: products 10.8, attention 2.2, norms, SwiGLU, loss and optimizer 3.7, gaps 0.6", gpu="H200",
-    ),
-    Expectation(
-        TIED, 0.97, 1.06,
+        TIED, _both(0.97, 1.06),
         "no gradient crosses to the host; 38.6 M parameters less for AdamW, cast and zero",
         peer="untied", ratio=True,
     ),
-    Expectation(ANY, 280e3, 280e3, "29 ms a step", peer="PyTorch eager, autocast", gpu="H100"),
-    Expectation(ANY, 333e3, 333e3, "24.6 ms a step", peer="PyTorch eager, autocast", gpu="H200"),
-    Expectation(ANY, 430e3, 430e3, "19 ms a step", peer="PyTorch torch.compile", gpu="H100"),
-    Expectation(ANY, 468e3, 468e3, "17.5 ms a step", peer="PyTorch torch.compile", gpu="H200"),
     Expectation(
-        r"training step, 16 x 1 x 512 tokens, CUDA graphs", 0.75, 0.9,
+        ANY, {"H100": (280e3, 280e3), "H200": (333e3, 333e3)}, "29, 24.6 ms a step", peer="PyTorch eager, autocast",
+    ),
+    Expectation(
+        ANY, {"H100": (430e3, 430e3), "H200": (468e3, 468e3)}, "19, 17.5 ms a step", peer="PyTorch torch.compile",
+    ),
+    Expectation(
+        f"{SHORT}, CUDA graphs", _both(0.75, 0.9),
         "a launch for each action in place of some 200; products of 512 rows reach less of the peak",
         peer="1 x 8 x 1024 tokens", ratio=True,
     ),
     Expectation(
-        r"training step, 16 x 1 x 512 tokens$", 0.45, 0.55,
-        "24 calls a layer of about 8 us: bound by launches below 1500 tokens",
+        f"{SHORT}$", _both(0.45, 0.55), "24 calls a layer of about 8 us: bound by launches below 1500 tokens",
         peer="1 x 8 x 1024 tokens", ratio=True,
     ),
-    Expectation(r"copy on the device", 2600, 3350, "memory: 3.35 TB/s by its data sheet, 2.8 usable", gpu="H100"),
-    Expectation(r"copy on the device", 4000, 4800, "memory: 4.8 TB/s by its data sheet, 4.3 usable", gpu="H200"),
-    Expectation(r"staged, 16777216 B$", 5.0, 8.4, "12.6 MB through pinned memory in 1.5 to 2.5 ms"),
-    Expectation(r"(direct|nccl), 16777216 B$", 100, 400, "12.6 MB between two GPUs of a node in 0.05 ms"),
+    Expectation(
+        r"copy on the device", {"H100": (2600, 3350), "H200": (4000, 4800)},
+        "memory: 3.35, 4.8 TB/s by the data sheets, 2.8, 4.3 usable",
+    ),
+    Expectation(r"staged, 16777216 B$", _both(5.0, 8.4), "12.6 MB through pinned memory in 1.5 to 2.5 ms"),
+    Expectation(r"(direct|nccl), 16777216 B$", _both(100, 400), "12.6 MB between two GPUs of a node in 0.05 ms"),
 )  # fmt: skip
 
 
@@ -297,24 +273,19 @@ def beside(row: Mapping[str, Any], gpus: Iterable[str]) -> dict[str, str]:
     """
     kinds = {next((kind for kind in GPUS if re.search(rf"\b{kind}\b", gpu)), "") for gpu in gpus}
     kind = kinds.pop() if len(kinds) == 1 else ""
-    entry = next((each for each in EXPECTATIONS if each.gpu in ("", kind) and _concerns(each, row)), None)
+    entry = next((each for each in EXPECTATIONS if _concerns(each, row)), None)
     if entry is None or not kind:
         return {"expected": "", "verdict": ""}
     value = row["ratio"] if entry.ratio else row["peer_value"] if entry.peer else row["value"]
-    span = f"{entry.low:.4g}" if entry.low == entry.high else f"{entry.low:.4g} to {entry.high:.4g}"
+    low, high = entry.ranges[kind]
+    span = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
     what = "ratio " if entry.ratio else f"{row['peer']} " if entry.peer else ""
-    return {"expected": f"{what}{span} ({entry.why})", "verdict": _verdict(value, entry)}
+    slack = 0.05 * low if low == high else 0.0  # a range of one number holds what rounds to its two digits
+    verdict = "missed" if value < low - slack else "beaten" if value > high + slack else "kept"
+    return {"expected": f"{what}{span} ({entry.why})", "verdict": verdict}
 
 
 def _concerns(each: Expectation, row: Mapping[str, Any]) -> bool:
     if not re.match(each.row, row["what"]):
         return False
     return row["peer"].startswith(each.peer) if each.peer else not row["peer"].startswith("PyTorch")
-
-
-def _verdict(value: float, found: Expectation) -> str:
-    """Name where the value lies; a range of one number holds what rounds to its two digits."""
-    slack = 0.05 * found.low if found.low == found.high else 0.0
-    if value < found.low - slack:
-        return "missed"
-    return "beaten" if value > found.high + slack else "kept"

@@ -1,38 +1,34 @@
-"""python -m mpipipe.gpu_check.extra: asks a GPU for what neither its tests nor `bench gpu` ask.
+"""python -m mpipipe.gpu_check.extra PART ...: asks the real libraries for what neither tests nor `bench gpu` ask.
 
-- Trainings by CUDA graphs: losses and gradients next to those without, the number of graphs, the time of a step.
-- NCCL on one rank: a communicator, a sum in place on its stream, its end.
-- Memory that runs out in the middle of a step: the report, and a step after it.
+    attention  cuDNN, for sizes that models have: which kernel computes, and its results next to numpy's in float32
+    graphs     trainings by CUDA graphs: losses and gradients next to those without, the number of graphs, seconds
+    nccl       NCCL on one rank: a communicator, a sum in place on its stream, its end
+    memory     memory that runs out in the middle of a step: the report, and a step after it
 
 All of it is on a stream of its own, as a training is. It prints a line for each, and exits with 1 where one is wrong.
+Attention by another kernel than cuDNN's is wrong, unless MPIPIPE_ATTENTION=cupy asks for that.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from mpipipe import Pipeline, arrays, nn, optim, schedules
-from mpipipe.attention import Local
+from mpipipe.attention import Local, kernels
 from mpipipe.comm import Channel, new_identity
 from mpipipe.errors import BackendError, StageError
 from mpipipe.job import Communicator, inprocess, settings
 from mpipipe.language.models import GPT
-
-MODEL = GPT(vocab=8192, dim=768, layers=4, heads=12, seq=512, tied=True)
-MICROBATCHES = 4
-STEPS = 6
-MANY_ROWS, ROOM = 64, 64 << 20  # rows of a micro-batch that does not fit into what one row needs and so many bytes more
-SUMMED = 1 << 20  # elements
-SCHEDULES = (schedules.gpipe, schedules.one_f_one_b, schedules.zero_bubble_h1)
-# cuBLAS may take another algorithm for its workspace in a recording, and AdamW makes much of last bits
-APART = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class Finding(NamedTuple):
@@ -44,6 +40,56 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what}: {'ok' if self.right else 'WRONG'}; {self.seen}"
+
+
+SIZES = ((128, 64), (128, 128), (1024, 64), (1024, 128))  # (sequence, head dimension)
+HEADS, KV_HEADS, BATCH = 4, 2, 2
+# Norm of the errors over the norm of the result, in eps. Weights, slopes, the output that the backward reads, and each
+# result are rounded once to half precision, by eps / 2 at most; the rest is in float32.
+ROUNDINGS = 4.0
+
+
+def attention(_comm: Communicator) -> Iterator[Finding]:
+    """Yield the kernel, and the largest error of four results in each case: causal, two query heads for a key head."""
+    described = kernels.describe()
+    right = described.startswith("cudnn") or os.environ.get(kernels.VARIABLE) == "cupy"
+    yield Finding("attention by", right, described)
+    warnings.filterwarnings("error", message="cuDNN refuses")
+    for seq, dim in SIZES:
+        for dtype in ("bfloat16", "float16"):
+            kind, generator = arrays.dtype(dtype), np.random.default_rng(seq + dim)
+            whole = [
+                generator.standard_normal((BATCH, seq, heads, dim), np.float32).astype(kind)
+                for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+            ]
+            found = _results([arrays.upload(x) for x in whole])
+            expected = _results([x.astype(np.float32) for x in whole])
+            error = max(_distance(one, other) for one, other in zip(found, expected))
+            allowed = ROUNDINGS * float(ml_dtypes.finfo(kind).eps)
+            seen = f"error {error:.2e}, at most {allowed:.2e}"
+            yield Finding(f"{dtype} sequence {seq} dim {dim}", error <= allowed, seen)
+
+
+def _results(whole: list) -> list[np.ndarray]:
+    """Return out, dq, dk and dv on the host."""
+    attend = Local(causal=True)
+    out, saved = attend.forward(*whole[:3])
+    return arrays.download(out, *attend.backward(whole[3], saved))
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    apart = np.linalg.norm(found.astype(np.float64) - expected.astype(np.float64))
+    return float(apart / np.linalg.norm(expected.astype(np.float64)))
+
+
+MODEL = GPT(vocab=8192, dim=768, layers=4, heads=12, seq=512, tied=True)
+MICROBATCHES = 4
+STEPS = 6
+MANY_ROWS, ROOM = 64, 64 << 20  # rows of a micro-batch that does not fit into what one row needs and so many bytes more
+SUMMED = 1 << 20  # elements
+SCHEDULES = (schedules.gpipe, schedules.one_f_one_b, schedules.zero_bubble_h1)
+# cuBLAS may take another algorithm for its workspace in a recording, and AdamW makes much of last bits
+APART = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class Trained(NamedTuple):
@@ -152,32 +198,32 @@ def memory(comm: Communicator) -> Iterator[Finding]:
     yield Finding("a step after that", bool(np.isfinite(loss)), f"loss {loss:.6f}")
 
 
-PARTS: tuple[Callable[[Communicator], Iterator[Finding]], ...] = (graphs, nccl, memory)
+PARTS: dict[str, Callable[[Communicator], Iterator[Finding]]] = {
+    "attention": attention, "graphs": graphs, "nccl": nccl, "memory": memory,
+}  # fmt: skip
 
 
-def main() -> int:
-    """Print a line for each finding. Returns 1 where one is wrong or a part has failed, else 0."""
+def main(*names: str) -> int:
+    """Print a line for each finding of some parts. Returns 1 where one is wrong or a part has failed, else 0."""
+    wrong: list[str] = []
 
-    def work(comm: Communicator) -> int:
-        wrong = 0
+    def work(comm: Communicator) -> None:
         arrays.check_device("cuda")
-        with arrays.own_stream():
-            for part in PARTS:
-                try:
-                    for finding in part(comm):
-                        sys.stdout.write(f"{finding}\n")
-                        sys.stdout.flush()
-                        wrong += not finding.right
-                except Exception:  # the other parts go on
-                    traceback.print_exc()
-                    sys.stdout.write(f"{part.__name__}: WRONG; it has failed, see above\n")
-                    wrong += 1
-        return wrong
+        for name in names:
+            try:
+                with arrays.own_stream(), warnings.catch_warnings():
+                    for finding in PARTS[name](comm):
+                        print(finding, flush=True)
+                        wrong.extend([] if finding.right else [str(finding)])
+            except Exception as error:  # the other parts go on
+                traceback.print_exc()
+                wrong.append(f"{name}: WRONG; it has failed, see above: {error}")
+                print(wrong[-1], flush=True)
 
-    (wrong,) = inprocess.run(1, work)
-    sys.stdout.write(f"{wrong} wrong\n" if wrong else "all as expected\n")  # the last line is what a report shows
-    return int(wrong > 0)
+    inprocess.run(1, work)
+    print(f"{len(wrong)} wrong: {wrong[0]}" if wrong else "all as expected")  # the last line is what a report shows
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*(sys.argv[1:] or PARTS)))

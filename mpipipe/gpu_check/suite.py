@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from time import monotonic
+from typing import Any
 
 from mpipipe.gpu_check import check
-from mpipipe.gpu_check.check import Clock, Kind, Outcome, run_check
+from mpipipe.gpu_check.check import Kind, Outcome, run_check
 
 NO_MPI = """\
 gpu_check: {python} cannot load MPI: {reason}
@@ -29,77 +31,62 @@ UNKNOWN = "this MPI is not known to take device memory"
 
 
 class Suite:
-    """All checks on this machine.
+    """All checks on this machine; they share the time from now on."""
 
-    settings : what to check, and where results go
-    clock : the time that all checks share
-    """
-
-    def __init__(self, settings: Settings, clock: Clock) -> None:
-        self.settings, self.clock = settings, clock
-        self.python = settings.interpreter.path
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.deadline = settings, monotonic() + settings.limits.everything
         self.outcomes: list[Outcome] = []
 
     def run(self) -> int:
         """Run every check, write the report, and return the exit code: 1 where a correctness check failed, else 0."""
-        reason = self.settings.interpreter.mpi_error()
-        pytest = self._pytest_command()
-        limits = self.settings.limits
-        self._check("information", "info", 60, [self.python, "-m", "mpipipe", "info"], show=True)
-        attention = [self.python, "-m", "mpipipe.gpu_check.attention"]
-        self._check("correctness", "attention", limits.attention, attention, show=True)
-        warm = [self.python, "-m", "gpu_emulator.warm_kernels", str(self.settings.processes)]
+        python, limits, quick = self.settings.python, self.settings.limits, self.settings.quick
+        reason = mpi_error(python)
+        self._check("information", "info", 60, [python, "-m", "mpipipe", "info"], show=True)
+        ask = [python, "-m", "mpipipe.gpu_check.extra"]
+        self._check("correctness", "attention", limits.attention, [*ask, "attention"], show=True)
+        warm = [python, "-m", "gpu_emulator.warm_kernels", str(self.settings.processes)]
         self._check("information", "compile", limits.compile, warm)
-        if not self.settings.quick:
-            extra = [self.python, "-m", "mpipipe.gpu_check.extra"]
-            self._check("correctness", "extra", limits.extra, extra, show=True)
+        if not quick:
+            self._check("correctness", "extra", limits.extra, [*ask, "graphs", "nccl", "memory"], show=True)
+        tests = [python, "-m", "pytest", "-q", "--color=no", "--durations=10", "-p", "no:cacheprovider", "-m", "gpu"]
+        tests += ["-p", "support.gpu_selection"]
+        tests += [] if _ask(python, "import pytest_mpi").returncode == 0 else ["-p", "support.mpi_stand_in"]
+        tests.append("--few-plans")
         if reason is None:
-            tests = [self.python, *pytest, "--few-plans", *self.settings.tests]
-            self._check("correctness", "tests-1", limits.tests, tests, OWN_STREAM)
+            self._check("correctness", "tests-1", limits.tests, [*tests, *self.settings.tests], OWN_STREAM)
         else:
-            self._say(NO_MPI.format(python=self.python, reason=reason))
+            self._say(NO_MPI.format(python=python, reason=reason))
             self._skip("correctness", ["tests-1"], NO_LIBRARY)
-        quick = ["--quick", "--no-peers"] if self.settings.quick else []
-        self._check("measurement", "bench", limits.bench, self._bench("bench", quick), show=True)
-        if not self.settings.quick:
-            self._run_on_several_ranks(pytest, NO_LIBRARY if reason is not None else None)
+        self._bench("bench", limits.bench, [], ["--quick", "--no-peers"] if quick else [])
+        if not quick:
+            mpiexec = find_mpiexec(python, self.settings.mpiexec) if reason is None else None
+            if mpiexec is None:
+                obstacle = NO_LIBRARY if reason else NO_LAUNCHER
+                self._skip("correctness", ["tests-2-staged", "tests-4-staged", "tests-direct"], obstacle)
+                self._skip("measurement", ["bench-2"], obstacle)
+            else:
+                self._run_on_several_ranks(mpiexec, tests)
         return check.write(self.settings.results, self.outcomes)
 
-    def _run_on_several_ranks(self, pytest: Sequence[str], obstacle: str | None) -> None:
-        """Run what needs several ranks, or skip it for the `obstacle`."""
-        mpiexec = None
-        if obstacle is None:
-            mpiexec = self.settings.interpreter.find_mpiexec(self.settings.mpiexec)
-        if mpiexec is None:
-            obstacle = obstacle or NO_LAUNCHER
-            self._skip("correctness", ["tests-2-staged", "tests-4-staged", "tests-direct"], obstacle)
-            self._skip("measurement", ["bench-2"], obstacle)
-            return
+    def _run_on_several_ranks(self, mpiexec: str, tests: Sequence[str]) -> None:
         limits = self.settings.limits
-        bench = [mpiexec, "-n", "2", *self._bench("bench-2", [])]
-        self._check("measurement", "bench-2", limits.bench_ranks, bench, show=True)
+        self._bench("bench-2", limits.bench_ranks, [mpiexec, "-n", "2"], [])
         ways = {"staged": "0", "direct": "1"}
-        awareness = self.settings.interpreter.gpu_awareness(mpiexec)
-        if " direct: " not in (awareness or ""):
+        lines = _run(mpiexec, "-n", "2", self.settings.python, "-m", "mpipipe", "info").stdout.splitlines()
+        awareness = next((line for line in lines if line.startswith("GPU-aware")), UNKNOWN)
+        if " direct: " not in awareness:
             del ways["direct"]
-            self._skip("correctness", ["tests-direct"], awareness or UNKNOWN)
+            self._skip("correctness", ["tests-direct"], awareness)
         for way, setting in ways.items():
             for ranks in ("2", "4"):
-                tests = [mpiexec, "-n", ranks, self.python, *pytest, "--few-plans", "--several-ranks"]
-                self._check("correctness", f"tests-{ranks}-{way}", limits.tests_ranks, [*tests, *self.settings.tests],
-                            {"MPIPIPE_GPU_DIRECT": setting})  # fmt: skip
+                command = [mpiexec, "-n", ranks, *tests, "--several-ranks", *self.settings.tests]
+                variables = {"MPIPIPE_GPU_DIRECT": setting}
+                self._check("correctness", f"tests-{ranks}-{way}", limits.tests_ranks, command, variables)
 
-    def _pytest_command(self) -> list[str]:
-        """Return the options of Python that run the tests of device code."""
-        command = ["-m", "pytest", "-q", "--color=no", "--durations=10", "-p", "no:cacheprovider", "-m", "gpu"]
-        command += ["-p", "support.gpu_selection"]
-        if not self.settings.interpreter.has_pytest_mpi():
-            command += ["-p", "support.mpi_stand_in"]
-        return command
-
-    def _bench(self, name: str, options: Sequence[str]) -> list[str]:
+    def _bench(self, name: str, limit: float, launcher: Sequence[str], options: Sequence[str]) -> None:
+        command = [*launcher, self.settings.python, "-m", "mpipipe", "bench", "gpu", *options]
         path = self.settings.results / f"{name}.json"
-        return [self.python, "-m", "mpipipe", "bench", "gpu", *options, "--json", str(path)]
+        self._check("measurement", name, limit, [*command, "--json", str(path)], show=True)
 
     def _check(
         self,
@@ -112,7 +99,7 @@ class Suite:
     ) -> None:
         """Run a check; one that fails does not stop the others. `show` prints its log."""
         log = self.settings.results / f"{name}.log"
-        self._note(run_check(kind, name, limit, command, clock=self.clock, log=log, variables=variables or {}))
+        self._note(run_check(kind, name, limit, command, deadline=self.deadline, log=log, variables=variables or {}))
         if show and log.exists():
             self._say(log.read_text(errors="replace").rstrip("\n"))
 
@@ -126,8 +113,7 @@ class Suite:
 
     @staticmethod
     def _say(text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        print(text, flush=True)
 
 
 # -- What a GPU check is asked to do, from environment variables: see jobs/gpu_check.sh -------------------------------
@@ -157,24 +143,15 @@ WHOLE_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Settings:
-    """One GPU check.
+    """One GPU check."""
 
-    interpreter : the Python that runs every part
-    mpiexec : launcher to try first, or None
-    results : folder for gpu_check.json, gpu_check.md and the logs
-    quick : whether this is only the first look
-    limits : seconds
-    tests : files or folders to test
-    processes : that compile kernels at a time
-    """
-
-    interpreter: Interpreter
-    mpiexec: str | None
-    results: Path
-    quick: bool
+    python: str  # the interpreter that runs every part, by its name on PATH or its file
+    mpiexec: str | None  # launcher to try first
+    results: Path  # folder for gpu_check.json, gpu_check.md and the logs
+    quick: bool  # whether this is only the first look
     limits: Limits
-    tests: tuple[str, ...]
-    processes: int
+    tests: tuple[str, ...]  # files or folders
+    processes: int  # that compile kernels at a time
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
@@ -187,16 +164,8 @@ class Settings:
         processes = max(1, _number("PROCESSES", text, "processes"))
         results = environment.get("RESULTS") or f"results/gpu_check-{datetime.now():%Y%m%d-%H%M%S}"
         tests = tuple(environment.get("TESTS", "").split()) or (QUICK_TESTS if quick else ("tests",))
-        interpreter = Interpreter(environment.get("PYTHON") or sys.executable)
-        mpiexec = environment.get("MPIEXEC") or None
-        return cls(interpreter, mpiexec, Path(results), quick, limits, tests=tests, processes=processes)
-
-    def make_folder(self) -> None:
-        """Make the folder for results. Raises CannotStartError if that is impossible."""
-        try:
-            self.results.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotStartError(f"cannot write to {self.results}: {error.strerror}") from error
+        python, mpiexec = environment.get("PYTHON") or sys.executable, environment.get("MPIEXEC") or None
+        return cls(python, mpiexec, Path(results), quick, limits, tests=tests, processes=processes)
 
 
 def _number(name: str, text: str, what: str) -> int:
@@ -205,10 +174,10 @@ def _number(name: str, text: str, what: str) -> int:
     return int(text)
 
 
-# -- The Python interpreter that runs the parts of a check, and what it finds on this machine -------------------------
+# -- What the interpreter that runs the parts finds on this machine ---------------------------------------------------
 
 
-SECONDS = 60.0  # for a question to the interpreter
+SECONDS = 120.0  # for a question
 ERROR = re.compile(r"[A-Za-z_.]+(Error|Exception)")  # how the line of a traceback begins that names the exception
 
 
@@ -216,72 +185,63 @@ class CannotStartError(Exception):
     """The check cannot begin; the text says why."""
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """A Python interpreter with the packages that the check needs.
+def require_gpu(python: str) -> None:
+    """Raise CannotStartError if the interpreter cannot use a GPU through CuPy, or lacks parts of CUDA."""
+    answer = _ask(python, "import mpipipe.arrays as a; a.check_device('cuda')")
+    if answer.returncode:
+        lines = answer.stderr.splitlines()
+        named = [at for at, line in enumerate(lines) if ERROR.match(line)] or [-1]
+        lines = lines[named[-1] :]  # the error with all its lines: one for each part that is missing
+        raise CannotStartError("\n".join([*lines, f"this check needs a GPU that {python} can use through CuPy"]))
 
-    path : its name on PATH, or its file
+
+def mpi_error(python: str) -> str | None:
+    """Return why MPI cannot be loaded: the line that names the exception, else the last line. None if it can."""
+    answer = _ask(python, "from mpi4py import MPI")
+    if not answer.returncode:
+        return None
+    lines = answer.stderr.splitlines() or [f"exit {answer.returncode}"]
+    return ([line for line in lines if ERROR.match(line)] or lines)[-1]
+
+
+def find_mpiexec(python: str, preferred: str | None) -> str | None:
+    """Return a launcher that starts ranks which see each other, or None.
+
+    The preferred one is tried first, then the one next to the interpreter, then the one on PATH.
     """
-
-    path: str
-
-    def require_gpu(self) -> None:
-        """Raise CannotStartError if the interpreter cannot use a GPU through CuPy, or lacks parts of CUDA."""
-        answer = self._ask("import mpipipe.arrays as a; a.check_device('cuda')", timeout=None)
-        if answer is None or answer.returncode:
-            lines = [] if answer is None else answer.stderr.splitlines()
-            named = [at for at, line in enumerate(lines) if ERROR.match(line)] or [-1]
-            lines = lines[named[-1] :]  # the error with all its lines: one for each part that is missing
-            raise CannotStartError("\n".join([*lines, f"this check needs a GPU that {self.path} can use through CuPy"]))
-
-    def mpi_error(self) -> str | None:
-        """Return why MPI cannot be loaded: the line that names the exception, else the last line. None if it can."""
-        answer = self._ask("from mpi4py import MPI", timeout=None)
-        if answer is None:
-            return f"{self.path} cannot be started"
-        if not answer.returncode:
-            return None
-        lines = answer.stderr.splitlines() or [f"exit {answer.returncode}"]
-        named = [line for line in lines if ERROR.match(line)]
-        return (named or lines)[-1]
-
-    def has_pytest_mpi(self) -> bool:
-        """Whether the plugin pytest-mpi is installed."""
-        answer = self._ask("import pytest_mpi", timeout=None)
-        return answer is not None and answer.returncode == 0
-
-    def find_mpiexec(self, preferred: str | None) -> str | None:
-        """Return a launcher that starts ranks which see each other, or None.
-
-        The preferred one is tried first, then the one next to the interpreter, then the one on PATH.
-        """
-        beside = self._ask("import sys; print(sys.executable)", timeout=SECONDS)
-        folder = Path(self.path if beside is None else beside.stdout.strip()).parent
-        for mpiexec in filter(None, (preferred, str(folder / "mpiexec"), "mpiexec")):
-            if shutil.which(mpiexec) is None:
-                continue
-            sizes = self._ask("from mpi4py import MPI; print(MPI.COMM_WORLD.size)", SECONDS, (mpiexec, "-n", "2"))
-            if sizes is not None and sizes.stdout.split() == ["2", "2"]:
+    beside = Path(_ask(python, "import sys; print(sys.executable)").stdout.strip() or python).parent / "mpiexec"
+    for mpiexec in filter(None, (preferred, str(beside), "mpiexec")):
+        if shutil.which(mpiexec) is not None:
+            sizes = _ask(python, "from mpi4py import MPI; print(MPI.COMM_WORLD.size)", mpiexec, "-n", "2")
+            if sizes.stdout.split() == ["2", "2"]:
                 return mpiexec
-        return None
-
-    def gpu_awareness(self, mpiexec: str) -> str | None:
-        """Return what `mpipipe info` says on two ranks about MPI and device memory, or None."""
-        answer = _run([mpiexec, "-n", "2", self.path, "-m", "mpipipe", "info"], SECONDS)
-        lines = [] if answer is None else answer.stdout.splitlines()
-        return next((line for line in lines if line.startswith("GPU-aware")), None)
-
-    def _ask(
-        self, code: str, timeout: float | None, launcher: tuple[str, ...] = ()
-    ) -> subprocess.CompletedProcess[str] | None:
-        return _run([*launcher, self.path, "-c", code], timeout)
+    return None
 
 
-def _run(command: list[str], timeout: float | None) -> subprocess.CompletedProcess[str] | None:
-    """Return the outcome of a command, or None if it does not start or does not end in time."""
+def _ask(python: str, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    return _run(*launcher, python, "-c", code)
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Return the outcome of a command; one that does not start or does not end in time has failed."""
+    options: dict[str, Any] = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     try:
-        return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+        return subprocess.run(command, timeout=SECONDS, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error}")
+
+
+def main() -> int:
+    """Run all checks. Returns 0 where no correctness check failed, 1 where one did, 2 where none could begin."""
+    try:
+        settings = Settings.from_environment(os.environ)
+        suite = Suite(settings)
+        require_gpu(settings.python)
+        try:
+            settings.results.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotStartError(f"cannot write to {settings.results}: {error.strerror}") from error
+    except CannotStartError as error:
+        sys.stderr.write(f"gpu_check: {error}\n")
+        return 2
+    return suite.run()

@@ -9,17 +9,16 @@ the end of a job         exit, report, ended (the proof for `mpipipe launch`, wh
 a job that is preempted  preemption, stop_signals
 ranks without MPI        inprocess
 
-Other rooms import the names below from here. A file is imported when one of its names is first used.
+Other rooms import the names below from here. A file is imported when one of its names is first used (faces.py).
 """
 
-# names of a face
 from __future__ import annotations
 
 from mpipipe.faces import lazy_face
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from mpipipe.job.communicators import attributes, cached
+    from mpipipe.job.communicators import attributes, cached, world_ranks
     from mpipipe.job.consensus import (
         VALUES,
         Ballot,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     )
     from mpipipe.job.context import current_rank, in_place_of, is_rank, register_progress, unregister_progress, whoami
     from mpipipe.job.cores import (
-        cores_of,
         cores_text,
         fair_share,
         fair_shares,
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
         own_cores,
         parse_cores,
         share_of_cores,
+        single_cores,
     )
     from mpipipe.job.exit import Stop, run_or_abort
     from mpipipe.job.flight import Inspectable, Message, Snapshot
@@ -52,28 +51,8 @@ if TYPE_CHECKING:
     from mpipipe.job.settings import GPU_DIRECT, NCCL, launcher_size
     from mpipipe.job.stop_signals import StopSignals, parse_signals
     from mpipipe.job.types import Communicator, MpiCommunicator, ReplicaSum, Request, Testable
-    from mpipipe.job.wait import ThreadTask, wait_for, wait_locally
+    from mpipipe.job.wait import Condition, ThreadTask, wait_for, wait_locally
     from mpipipe.job.watch.watchdog import watching
 
-_FILES = {
-    "communicators": "attributes cached",
-    "consensus": "Ballot VALUES Vote agreed_by digest found_by_all raise_for_partners raise_on_all",
-    "context": "current_rank in_place_of is_rank register_progress unregister_progress whoami",
-    "cores": "cores_of cores_text fair_share fair_shares oversubscribed oversubscribed_threads own_cores "
-    "parse_cores share_of_cores",
-    "exit": "Stop run_or_abort",
-    "flight": "Inspectable Message Snapshot",
-    "group": "RankGroup collect group_of",
-    "preemption": "PREEMPTED Preempted Preemption parse_duration",
-    "report": "AGREED INTERRUPTED describe_error heading write",
-    "requests": "keep_forever own",
-    "runtime": "mpi resolve tag_upper_bound world",
-    "settings": "GPU_DIRECT NCCL launcher_size",
-    "stop_signals": "StopSignals parse_signals",
-    "types": "Communicator MpiCommunicator ReplicaSum Request Testable",
-    "wait": "ThreadTask wait_for wait_locally",
-    "watch.watchdog": "watching",
-}
-
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
-    __all__, __getattr__ = lazy_face(__name__, _FILES)
+    __all__, __getattr__ = lazy_face(__name__, __file__)

@@ -128,5 +128,5 @@ def _close_all(comm: Communicator, _keyval: int, kept: dict[Hashable, Any]) -> N
     for item in reversed(kept.values()):  # the group, in which the others were made, last
         try:
             item.close()
-        except MpipipeError as error:  # in a callback of MPI nobody could catch it
+        except MpipipeError as error:  # out of a callback of MPI it could not be caught
             logger.warning("%s: a communicator could not be freed: %s", whoami(), error)

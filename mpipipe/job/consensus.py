@@ -12,7 +12,7 @@ how. One rank is left to report that error; on the others it is marked `reported
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -30,19 +30,13 @@ REFUSED = -1  # sent by a rank that has an error, in place of the number of its 
 Facts: TypeAlias = tuple[tuple[str, Any], ...]  # ((name, value), ...)
 
 
-class AgreedCall(NamedTuple):
-    """A call as errors name it: its name, its number in the order of calls, and both in words."""
-
-    name: str
-    number: int | None
-    text: str
-
-
 class Reason(NamedTuple):
     """What one rank says once something is wrong."""
 
     error: MpipipeError | None
-    call: AgreedCall
+    call: str
+    number: int | None  # in the order of calls
+    text: str  # the call in words
     facts: Facts
     world_rank: int
 
@@ -91,7 +85,8 @@ class Ballot:
 
     def count(self, table: np.ndarray, values: int) -> np.ndarray:
         """Return the values in the rows of all ranks, (size, values), and note whether the ranks agree."""
-        if not _alike(table):
+        heads = table[:, :2].tolist()
+        if heads[0][0] == REFUSED or heads.count(heads[0]) < len(heads):
             self.failed = True
         return table[:, 2 : 2 + values]
 
@@ -102,7 +97,6 @@ class Ballot:
 
     @property
     def text(self) -> str:
-        """The call in words."""
         return f"{self.call} (call {self.number}){self.where}"
 
     def decide(self) -> None:
@@ -113,21 +107,24 @@ class Ballot:
         if error is not None and not isinstance(error, MpipipeError):
             error = ArgumentError(f"{type(error).__name__}: {error}")
         world_rank = self.groups[0].world_rank
-        reasons = [Reason(error, AgreedCall(self.call, self.number, self.text), self.facts, world_rank)]
+        reasons = [Reason(error, self.call, self.number, self.text, self.facts, world_rank)]
         for group in self.groups:
-            reasons = gather_reasons(group, reasons, f"the reasons why ranks disagree in {self.text}")
+            reasons = _gather(group, reasons, f"the reasons why ranks disagree in {self.text}")
         origin, problem = _first_problem(reasons, self.message, self.remedy)
-        _raise(problem, reasons[origin].world_rank != world_rank, [reason.world_rank for reason in reasons])
+        problem.reported_elsewhere = reasons[origin].world_rank != world_rank
+        problem.agreed = frozenset(reason.world_rank for reason in reasons)
+        raise problem
 
 
 def raise_on_all(origin: int, problem: MpipipeError, group: OpenGroup) -> NoReturn:
     """Raise an error that every rank of a group raises, having found the same; only rank `origin` reports it."""
-    _raise(problem, origin != group.rank, group.members)
+    raise found_by_all(problem, [group], origin)
 
 
 def raise_for_partners(problem: MpipipeError, reported_elsewhere: bool) -> NoReturn:
     """Raise an error that ranks have found in different groups, so that no group can take it for agreed."""
-    _raise(problem, reported_elsewhere, ())
+    problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset()
+    raise problem
 
 
 def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
@@ -136,16 +133,11 @@ def agreed_by(problem: MpipipeError, group: OpenGroup) -> MpipipeError:
     return problem
 
 
-def found_by_all(problem: MpipipeError, groups: Sequence[OpenGroup]) -> MpipipeError:
-    """Return an error that all ranks of the groups have found in the same numbers; their ranks 0 report it."""
-    problem.reported_elsewhere = any(group.rank for group in groups)
+def found_by_all(problem: MpipipeError, groups: Sequence[OpenGroup], origin: int = 0) -> MpipipeError:
+    """Return an error that all ranks of the groups have found in the same numbers; their ranks `origin` report it."""
+    problem.reported_elsewhere = any(group.rank != origin for group in groups)
     problem.agreed = frozenset(rank for group in groups for rank in group.members)
     return problem
-
-
-def _raise(problem: MpipipeError, reported_elsewhere: bool, ranks: Iterable[int]) -> NoReturn:
-    problem.reported_elsewhere, problem.agreed = reported_elsewhere, frozenset(ranks)
-    raise problem
 
 
 def _first_problem(reasons: list[Reason], message: str | None, remedy: str | None) -> tuple[int, MpipipeError]:
@@ -157,17 +149,17 @@ def _first_problem(reasons: list[Reason], message: str | None, remedy: str | Non
                 same = [rank for rank, other in enumerate(reasons) if str(other.error) == str(problem)]
                 problem.rank = rank_list.numbers(same, len(reasons))
             return index, problem
-    call, facts = reasons[0].call, reasons[0].facts
-    odd = [rank for rank, reason in enumerate(reasons) if reason.call[:2] != call[:2]]
+    first = reasons[0]
+    odd = [rank for rank, each in enumerate(reasons) if (each.call, each.number) != (first.call, first.number)]
     if odd:
         return 0, MismatchError(
             message or "ranks make different calls",
             rank=odd[0] if len(odd) == 1 else rank_list.numbers(odd),
-            found=reasons[odd[0]].call.text,
-            expected=f"{call.text}, as on rank 0",
+            found=reasons[odd[0]].text,
+            expected=f"{first.text}, as on rank 0",
             remedy=remedy or "make the same calls in the same order on all ranks",
         )
-    known = dict(facts)
+    known = dict(first.facts)
     for reason in reasons:
         for name, value in reason.facts:
             if repr(value) != repr(known.get(name)):
@@ -191,25 +183,14 @@ def _shown(name: str, value: object, message: str | None) -> str:
     return f"{name} {text}" if message else text
 
 
-def _alike(table: np.ndarray) -> bool:
-    """Return whether all ranks have sent the same code and number, and none has refused."""
-    heads = table[:, :2].tolist()
-    first = heads[0]
-    return first[0] != REFUSED and heads.count(first) == len(heads)
-
-
 def dumps_anyhow(reasons: list[Reason]) -> bytes:
     """Return entries as bytes; what cannot be pickled, errors and facts, as its text."""
     try:
         return pickle.dumps(reasons)
     except Exception:
-        return pickle.dumps([_in_words(reason) for reason in reasons])
-
-
-def _in_words(reason: Reason) -> Reason:
-    error = reason.error
-    plain = None if error is None else ArgumentError(f"{type(error).__name__}: {error}")
-    return Reason(plain, reason.call, (("facts", repr(reason.facts)),), reason.world_rank)
+        errors = [each.error and ArgumentError(f"{type(each.error).__name__}: {each.error}") for each in reasons]
+        facts = [(("facts", repr(each.facts)),) for each in reasons]
+        return pickle.dumps([each._replace(error=e, facts=f) for each, e, f in zip(reasons, errors, facts)])
 
 
 def digest(call: str, facts: Facts) -> int:
@@ -221,7 +202,7 @@ def digest(call: str, facts: Facts) -> int:
 # -- What travels: every agreement is made of exchanges ---------------------------------------------------------------
 
 
-def gather_reasons(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
+def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
     """Return the entries of all ranks, in rank order, in a call in which all know that something is wrong."""
     content = dumps_anyhow(reasons)
     sizes = Exchange(group, [len(content)], what).result()[:, 0].tolist()
@@ -243,10 +224,9 @@ def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> lis
 
 
 class Exchange:
-    """An exchange: an all-gather of one row of at most 2 + VALUES integers from each rank of a group.
+    """An all-gather of one row of at most 2 + VALUES integers from each rank of a group, which the constructor begins.
 
-    The constructor begins it as a call of the group, and does not wait. `table`, int64 (size, 2 + VALUES), has the rows
-    of all ranks once `Test` is true. `what` names the call in errors.
+    `table`, int64 (size, 2 + VALUES), has all rows once `Test` is true. `what` names the call in errors.
     """
 
     def __init__(self, group: OpenGroup, row: Sequence[int], what: str) -> None:
@@ -257,7 +237,7 @@ class Exchange:
         self.table, self._request = mine[None], None
         if group.size > 1:
             self.table = np.empty((group.size, mine.size), np.int64)
-            self._number = group.context.flight.begin(what, nbytes=mine.nbytes)
+            self._operation = group.context.flight.begin(what)
             self._request = own(group.comm.Iallgather(mine, self.table))
 
     def Test(self) -> bool:
@@ -267,7 +247,7 @@ class Exchange:
         if not self._request.Test():
             return False
         self._request = None
-        self.group.context.flight.end(self._number)
+        self.group.context.flight.end(self._operation)
         return True
 
     def result(self) -> np.ndarray:
@@ -290,7 +270,7 @@ class Exchange:
 #   different ones. So `RankGroup.begin` settles the vote first.
 # - Every wait of this rank tests the vote (context.register_progress). If ranks disagree, the messages that this rank
 #   waits for may never come, and the other ranks wait for its part in the explanation.
-# - A failure of the group ends the vote: nobody tests it or waits for it any more.
+# - A failure of the group ends the vote: it is not tested or waited for any more.
 
 
 class Vote:

@@ -112,11 +112,6 @@ class RankContext:
         for group in groups:
             group.withdraw(members, failure)
 
-    def keep_failed(self, group: OpenGroup) -> None:
-        """Read the messages of a failed group from now on; of groups of the same ranks, the last two are enough."""
-        same = [other for other in self.failed if other.members == group.members]
-        self.failed = [other for other in self.failed if other not in same[:-1]] + [group]
-
     def add_inspectable(self, thing: Inspectable) -> None:
         """Ask `thing` for a snapshot at every dump from now on, as long as it lives."""
         self._inspectables = [reference for reference in self._inspectables if reference() is not None]
@@ -124,7 +119,6 @@ class RankContext:
 
     @property
     def inspectables(self) -> list[Inspectable]:
-        """The things that are asked for a snapshot and still live."""
         things = [reference() for reference in self._inspectables]
         return [thing for thing in things if thing is not None]
 
@@ -218,15 +212,8 @@ def unregister_progress(thing: Advancing) -> None:
 # -- What one rank of a group knows of the others: who has failed, who has left, who waits for whom, who is missing ---
 #
 # The ranks of a group make the same collective calls in the same order, and each counts its own: 1, 2, 3, ... A control
-# message names the call that it is about, so the receiver can compare it with its own count:
-#
-# - LEFT after call 7: a receiver in call 7 goes on, one in call 8 would wait for ever, and fails;
-# - WAITING in call 8, sent to rank 0: rank 0 answers HERE once it has come to call 8. So rank 0 knows who is there, and
-#   the others know whether rank 0 is. A rank that has not said WAITING is missing;
-# - ELSEWHERE: see wait.LongWait, which finds two ranks that wait for each other in different groups;
-# - WITHDRAWN: see communicators.wait_for_ranks: a rank has failed while it made a communicator with the receiver.
-#
-# Only long waits send the last three kinds, each once a call, so the messages are few.
+# message (ControlKind) names the call that it is about, so the receiver can compare it with its own count. Only long
+# waits send WAITING, HERE and ELSEWHERE, each once a call, so the messages are few.
 
 
 class OpenGroup:
@@ -326,11 +313,13 @@ class OpenGroup:
     def _detach(self) -> None:
         if self.vote is not None:
             self.vote.abandon()
-        with self.context.lock:
-            if self in self.context.groups:
-                self.context.groups.remove(self)
-                if self.failure is not None:
-                    self.context.keep_failed(self)
+        context = self.context
+        with context.lock:
+            if self in context.groups:
+                context.groups.remove(self)
+                if self.failure is not None:  # its messages are still read; of groups of the same ranks two are enough
+                    same = [other for other in context.failed if other.members == self.members]
+                    context.failed = [other for other in context.failed if other not in same[:-1]] + [self]
 
     def read_messages(self) -> None:
         """Take in the messages of the peers that have arrived, and answer those that ask."""
@@ -361,6 +350,8 @@ class OpenGroup:
             self.context.withdrawn[self.members[source]] = Failure(call, text)
         elif kind == ControlKind.WAITING:
             self.received += 1
+            if source in self.unanswered:  # it has gone on from there, so this rank has been there, too
+                self.messages.send(source, ControlKind.HERE, self.unanswered[source], "")
             self.waiting[source] = call, text
             self.unanswered[source] = call
         elif kind == ControlKind.HERE:
@@ -370,9 +361,10 @@ class OpenGroup:
 
     def settled(self, messages: int) -> bool:
         """Return whether all `messages` to rank 0 have been received and answered, and all that was sent has left."""
-        self.read_messages()
-        complete = self.answers == self.sent if self.rank else self.received == messages
-        return complete and not self.unanswered and self.messages.all_sent()
+        with self.context.lock:
+            self.read_messages()
+            complete = self.answers == self.sent if self.rank else self.received == messages
+            return complete and not self.unanswered and self.messages.all_sent()
 
     def tell_leader(self, what: str) -> None:
         """Tell rank 0, once a call, that this rank waits for all others."""
@@ -397,7 +389,12 @@ class OpenGroup:
         missing = [rank for rank in range(1, self.size) if self.waiting.get(rank, (0, ""))[0] < self.calls]
         if not missing:
             return ""
-        others = self._who_waits_elsewhere()
+        others = {  # world rank -> text, of ranks that wait for this one in another group, and so must still do so
+            group.members[peer]: group.waiting[peer][1]
+            for group in self.context.groups
+            for peer, call in group.unanswered.items()
+            if call > group.calls
+        }
         ranks_of = rank_list.by_text((rank, others.get(self.members[rank], "")) for rank in missing)
         listed = [
             rank_list.named(ranks) + (f" (wait{'s' if len(ranks) == 1 else ''} for {text})" if text else "")
@@ -406,15 +403,6 @@ class OpenGroup:
         most = rank_list.LISTED
         more = f" and {sum(map(len, list(ranks_of.values())[most:]))} more" if len(listed) > most else ""
         return f"missing: {', '.join(listed[:most])}{more}"
-
-    def _who_waits_elsewhere(self) -> dict[int, str]:
-        """World rank -> text, of the ranks that wait for this one in another group, and so must still do so."""
-        return {
-            group.members[peer]: group.waiting[peer][1]
-            for group in self.context.groups
-            for peer, call in group.unanswered.items()
-            if call > group.calls
-        }
 
 
 # -- Control messages: of fixed size, so small that every MPI takes one at once, whether anybody receives it or not.
@@ -429,10 +417,10 @@ class ControlKind(IntEnum):
     """What a control message says."""
 
     FAILED = 0  # the sender cannot go on with this group; `call` is the number of the failure
-    LEFT = 1  # the sender's script has ended after `call`
-    WAITING = 2  # the sender waits for all ranks in `call`; goes to rank 0, which answers each with HERE
-    HERE = 3  # rank 0 has come to `call`, too
-    ELSEWHERE = 4  # the sender waits for the receiver in `call` of this group, and the receiver waits in another group
+    LEFT = 1  # the sender's script has ended after `call`: a receiver in a later one would wait for ever, and fails
+    WAITING = 2  # the sender waits for all ranks in `call`; goes to rank 0, which so knows who is missing
+    HERE = 3  # the answer: rank 0 has come to `call`, too
+    ELSEWHERE = 4  # the sender waits for the receiver in `call` of this group, and the receiver waits in another
     WITHDRAWN = 5  # the sender makes no communicator with the receiver any more; `call` is the number of a failure
 
 

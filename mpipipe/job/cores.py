@@ -35,7 +35,7 @@ def oversubscribed(binding: Sequence[Place]) -> str | None:
 
 
 def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
-    """Say if ranks have more BLAS threads than cores, such as "rank 0 has 4 BLAS threads on 1 core of n1".
+    """Say if ranks have more threads than cores, such as "rank 0 has 4 threads on 1 core of n1".
 
     It names the cores with the most threads on each. `binding` also has `threads` of each rank. Ranks with one thread
     each are the business of `oversubscribed`.
@@ -49,7 +49,7 @@ def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
     if not ranks:
         return None
     verb = "has" if len(ranks) == 1 else "have"
-    return f"{rank_list.named(ranks)} {verb} {threads} BLAS threads on {counted(count, 'core')} of {host}"
+    return f"{rank_list.named(ranks)} {verb} {threads} threads on {counted(count, 'core')} of {host}"
 
 
 def _fullest(binding: Sequence[Place], load: Callable[[Sequence[Place]], int]) -> tuple[list[int], int, int, str]:
@@ -85,14 +85,12 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores in so many microseconds
 
 
 def share_of_cores() -> int:
-    """Return how many BLAS threads this rank can take; collective over COMM_WORLD if a launcher promises several ranks.
-
-    Two hardware threads of a core count as one: products of matrices keep a core busy with one.
-    """
-    mine = cores_of(parse_cores(own_cores()))
+    """Return how many threads this rank can take, one for each core; collective where a launcher gave several."""
+    mine = single_cores()
     if launcher_size(os.environ) is None:
         return max(1, len(mine))
     return fair_share(group_of(), mine)
@@ -102,6 +100,15 @@ def fair_share(group: RankGroup, cores: Collection[int]) -> int:
     """Return this rank's part, at least one, of the cores that it shares with other ranks of the group; collective."""
     places = group.gather("the cores of all ranks", (socket.gethostname(), sorted(cores)))
     return fair_shares(places)[group.rank]
+
+
+def single_cores() -> list[int]:
+    """Return the cores that this process may keep busy with one thread each: no more than a quota of a container."""
+    cores = sorted(cores_of(parse_cores(own_cores())))
+    with suppress(OSError, ValueError):  # "max" is no number
+        quota, period = map(float, QUOTA.read_text().split())
+        cores = cores[: max(1, int(quota / period))]
+    return cores
 
 
 def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[int]:

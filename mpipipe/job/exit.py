@@ -53,10 +53,9 @@ _afterwards: list[Callable[[], object]] = []  # what it runs next
 def run_or_abort(main: Callable[[], object]) -> int:
     """Call `main()` on every rank of COMM_WORLD, so that an error on one rank ends the whole job; return the exit code.
 
-    SystemExit, KeyboardInterrupt and every other exception end the job. All ranks agree on the code, 0 where all have
-    ended well. It does not return where one rank fails and others do not come: the job is aborted then, with one report
-    on stderr. A script ends with `sys.exit(run_or_abort(main))`. Where such a program calls this again, as a command
-    line does that runs under it as a whole, the inner `main` runs after the outer one.
+    Any exception ends it, SystemExit and KeyboardInterrupt too. All ranks agree on the code, 0 where all have ended
+    well. A script ends with `sys.exit(run_or_abort(main))`. Where such a program calls this again, as a command line
+    does that runs under it as a whole, the inner `main` runs after the outer one.
     """
     if _running:
         _afterwards.append(main)
@@ -168,9 +167,6 @@ def _watching_os_exit(world: JobRanks) -> Iterator[None]:
 #     rank 0   main() returned     [code 0, NOTHING]              |
 #     rank 1   ValueError          [code 1, CAUSE]                |  one all-gather -> rank 1 reports, all leave with 1
 #     rank 2   PeerError of it     [code 1, REPORTED_ELSEWHERE]   |
-#
-# A rank without an error waits for that all-gather as long as it takes. One with an error waits for some seconds, then
-# writes its report and ends the job by MPI_Abort.
 
 
 QUIET = 0.2  # seconds that a rank without an error waits for its peers before it tells them that it has left
@@ -193,9 +189,7 @@ class ExitReport(NamedTuple):
     code: int  # its exit code
     cause: ExitCause = ExitCause.NOTHING
     report: str = ""  # the text to write, if it is this rank that speaks
-    refusal: int = (
-        0  # made of the text of an error of this package, but for failed computations: alike, the same number
-    )
+    refusal: int = 0  # of the text of an error of this package, but for failed computations: alike, the same number
 
 
 class JobRanks(NamedTuple):
@@ -300,7 +294,7 @@ def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
 def _finalize(code: int) -> None:
     """Finalize MPI although messages of the broken call are under way; end the process if that hangs.
 
-    MPI libraries write what they think of such messages. The error has been reported, so nobody needs to read that.
+    MPI libraries write what they think of such messages. The error has been reported, so that is dropped.
     """
     sys.stdout.flush()
     timer = threading.Timer(FINALIZE, os._exit, (code,))

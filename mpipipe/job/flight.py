@@ -1,51 +1,39 @@
 """The flight recorder: the last operations of a rank, which are read only when a job hangs.
 
 An object that follows a plan knows how far it has come, and gives a `Snapshot` when it is asked (pipeline/diagnostics,
-comm/ring_exchange). All other operations go into a ring of slots; each new one takes the oldest slot. Only references
-and numbers are stored. Texts are made for a dump (watch/channel.py).
+comm/ring_exchange). All others are agreements, and the last ones are kept. Only references and numbers are stored;
+texts are made for a dump (watch/channel.py).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-SLOTS = 256  # a power of two
-ALL = -1  # in place of a peer, where all ranks of a group take part
+KEPT = 256
 
 
 class FlightRecorder:
-    """The operations of one rank that are in no plan; `count` is how many have begun so far."""
+    """The agreements of one rank; `count` is how many have begun so far."""
 
     def __init__(self) -> None:
         self.count = 0
-        # [what, peer, tag, bytes, "posted" or "done", time of the last change] of each of the last operations
-        self.slots: list[list[Any]] = [["", ALL, None, 0, "done", 0.0] for _ in range(SLOTS)]
+        self.operations: deque[list[Any]] = deque(maxlen=KEPT)  # [what, "posted" or "done", time of the last change]
 
-    def begin(self, what: object, peer: int = ALL, tag: int | None = None, nbytes: int = 0) -> int:
-        """Note that an operation begins; return its number, for `end`."""
-        number = self.count
-        self.count = number + 1
-        self.slots[number & SLOTS - 1][:] = what, peer, tag, nbytes, "posted", perf_counter()
-        return number
+    def begin(self, what: object) -> list[Any]:
+        """Note that an agreement begins; return what `end` takes."""
+        self.count += 1
+        self.operations.append([what, "posted", perf_counter()])
+        return self.operations[-1]
 
-    def end(self, number: int) -> None:
-        """Note that an operation is done."""
-        if self.count - number <= SLOTS:
-            slot = self.slots[number & SLOTS - 1]
-            slot[4:] = "done", perf_counter()
+    def end(self, operation: list[Any]) -> None:
+        operation[1:] = "done", perf_counter()
 
     def last(self, most: int) -> list[str]:
-        """Return the last operations as text, the oldest first."""
-        lines, now = [], perf_counter()
-        for number in range(max(0, self.count - min(most, SLOTS)), self.count):
-            what, peer, tag, nbytes, state, then = self.slots[number & SLOTS - 1]
-            facts = [state, f"{now - then:.3f} s ago"]
-            facts += [] if peer == ALL else [f"peer {peer}"]
-            facts += [] if tag is None else [f"tag {tag}"]
-            facts += [f"{nbytes} bytes"] if nbytes else []
-            lines.append(f"{what}: {', '.join(facts)}")
-        return lines
+        """Return the last ones as text, the oldest first."""
+        now = perf_counter()
+        return [f"{what}: {state}, {now - then:.3f} s ago" for what, state, then in list(self.operations)[-most:]]
 
 
 class Message(NamedTuple):

@@ -7,9 +7,10 @@ A group brings four things together, each in a file of its own: a private commun
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -20,15 +21,17 @@ from mpipipe.job.consensus import Ballot, Facts, spread
 from mpipipe.job.context import OpenGroup, current_rank
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Testable
-from mpipipe.job.wait import wait_for
+from mpipipe.job.wait import Condition, wait_for
 from mpipipe.job.watch.watchdog import enrol
+
+T = TypeVar("T")
 
 
 def group_of(comm: Communicator | None = None) -> RankGroup:
     """The group of a user's communicator, for all calls without a group of their own; None means COMM_WORLD.
 
-    Collective the first time. The group is closed when `comm` is freed. One that has failed is never made anew: ranks
-    that learn of the failure in a later call than others would not come to that.
+    Collective the first time. It is closed when `comm` is freed. One that has failed is never made anew: not all ranks
+    would come to that in the same call.
     """
     users = runtime.resolve(comm)
     return cached(users, "group", lambda: RankGroup(users))
@@ -90,6 +93,14 @@ class RankGroup(OpenGroup):
             self.wait(own(self.comm.Ibcast(buffer, root)), call, everyone=True)
         return value if self.rank == root else pickle.loads(buffer.tobytes())
 
+    def from_one(self, call: str, make: Callable[[], T], root: int = 0) -> T:
+        """Return on every rank what `make` returns on rank `root`; what it raises there is raised on all."""
+        value: Any = None
+        with self.raise_together(call):
+            if self.rank == root:
+                value = make()
+        return cast(T, self.broadcast(call, value, root))
+
     @contextmanager
     def raise_together(self, call: str) -> Iterator[None]:
         """Run the block on every rank; an error of any rank is raised on all of them at the block's end."""
@@ -119,7 +130,7 @@ class RankGroup(OpenGroup):
         self.closing = True  # from here on no rank sends WAITING, so that the number of messages is final
         messages = int(self.agree("close: the number of notes", values=[self.sent])[:, 0].sum())
         with self.failing("close"):
-            self.wait(_Settled(self, messages), "the last notes of a group", everyone=True)
+            self.wait(Condition(partial(self.settled, messages)), "the last notes of a group", everyone=True)
         self._detach()
         self.closed = True
         self.comm.Free()
@@ -131,17 +142,6 @@ def _pickled(value: Any, error: Exception | None) -> tuple[bytes, Exception | No
         return (pickle.dumps(value), None) if error is None else (b"", error)
     except Exception as caught:
         return b"", caught
-
-
-class _Settled:
-    """A request that is complete once every control message of a group has been received, and answered."""
-
-    def __init__(self, group: OpenGroup, messages: int) -> None:
-        self.group, self.messages = group, messages
-
-    def Test(self) -> bool:
-        with self.group.context.lock:
-            return self.group.settled(self.messages)
 
 
 def collect(group: RankGroup, comm: Communicator, value: Any) -> list[Any] | None:

@@ -56,7 +56,8 @@ class World:
         self.lock = threading.RLock()
         self.sent: dict[Box, list[Send]] = defaultdict(list)
         self.posted: dict[Box, list[Receive]] = defaultdict(list)
-        self.meetings: dict[Box, Meeting] = {}  # here the number is that of the call
+        # (communicator, number of the collective call) -> its kind, and the value of each rank that has come
+        self.meetings: dict[Box, tuple[str, dict[int, Any]]] = {}
         self.broken = False  # whether a rank has failed, so that collectives cannot complete
         self.contexts = {rank: RankContext() for rank in range(ranks)}
 
@@ -142,29 +143,20 @@ class Receive:
                 self.world.posted[self.box].remove(self)
 
 
-class Meeting:
-    """One collective call on one communicator."""
-
-    def __init__(self, world: World, kind: str, size: int) -> None:
-        self.world, self.kind, self.size = world, kind, size
-        self.values: dict[int, Any] = {}  # of each rank that has come
-
-
 class MeetingRequest:
-    """One rank's request in a meeting."""
+    """One rank's request in a collective call; `values` are those of the ranks that have come."""
 
-    def __init__(self, meeting: Meeting, finish: Finish | None) -> None:
-        self.meeting, self.finish = meeting, finish
+    def __init__(self, comm: ThreadCommunicator, values: dict[int, Any], finish: Finish | None) -> None:
+        self.comm, self.values, self.finish = comm, values, finish
 
     def Test(self) -> bool:
-        meeting = self.meeting
-        if len(meeting.values) < meeting.size:
-            if meeting.world.broken:
+        if len(self.values) < self.comm.size:
+            if self.comm.world.broken:
                 raise PeerError("another rank failed during a collective")
             return False
         if self.finish is not None:
             finish, self.finish = self.finish, None
-            finish([meeting.values[rank] for rank in range(meeting.size)])
+            finish([self.values[rank] for rank in range(self.comm.size)])
         return True
 
     def Cancel(self) -> None:
@@ -190,10 +182,8 @@ def run(
         What every rank runs. Its argument is this rank's communicator of all ranks.
     synchronous : bool
         Whether every Isend behaves as Issend.
-    delay : float
-        Each message becomes visible after a random time of up to this many seconds; order is kept as in MPI.
-    seed : int
-        Seed of the random times of `delay`.
+    delay, seed : float, int
+        Each message becomes visible after a random time of up to `delay` seconds; order is kept as in MPI.
     tag_ub : int
         The largest tag.
 
@@ -236,7 +226,7 @@ def run(
     for thread in threads:
         while thread.is_alive() and not any(isinstance(error, HangError) for error in tuple(errors.values())):
             thread.join(LOOK_SECONDS)
-        thread.join(GRACE_SECONDS if thread.is_alive() else None)  # a rank that hangs keeps nobody waiting
+        thread.join(GRACE_SECONDS if thread.is_alive() else None)  # a rank that hangs keeps none waiting
     failed = [errors[rank] for rank in sorted(errors)]
     if failed:
         raise next((error for error in failed if not isinstance(error, PeerError)), failed[0])
@@ -298,6 +288,16 @@ class ThreadCommunicator:
 
         return self._collective("Iallgather", sendbuf.copy(), finish)
 
+    def Iallgatherv(self, sendbuf: Any, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]) -> MeetingRequest:
+        whole, (counts, starts) = recvbuf  # in place: this rank's part lies there
+        ranges = [slice(start, start + count) for start, count in zip(starts, counts)]
+
+        def finish(parts: list[np.ndarray]) -> None:
+            for at, part in zip(ranges, parts):
+                whole[at] = part
+
+        return self._collective("Iallgatherv", whole[ranges[self.rank]].copy(), finish)
+
     def Ibcast(self, buf: np.ndarray, root: int = 0) -> MeetingRequest:
         def finish(parts: list[np.ndarray]) -> None:
             buf[...] = parts[root]
@@ -321,16 +321,14 @@ class ThreadCommunicator:
         self._collectives += 1
         world, key = self.world, (self.context, self._collectives)
         with world.lock:
-            meeting = world.meetings.setdefault(key, Meeting(world, kind, self.size))
-            if meeting.kind != kind:
+            expected, values = world.meetings.setdefault(key, (kind, {}))
+            if expected != kind:
                 world.broken = True
-                raise InProcessError(
-                    "ranks call different collectives", rank=self.rank, found=kind, expected=meeting.kind
-                )
-            meeting.values[self.rank] = value
-            if len(meeting.values) == self.size:
+                raise InProcessError("ranks call different collectives", rank=self.rank, found=kind, expected=expected)
+            values[self.rank] = value
+            if len(values) == self.size:
                 del world.meetings[key]
-        return MeetingRequest(meeting, finish)
+        return MeetingRequest(self, values, finish)
 
     # -- communicators and their attributes ---------------------------------------------------------------------
 

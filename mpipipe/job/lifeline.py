@@ -38,11 +38,6 @@ DEADLINE = 60.0  # seconds for the survivors to come together, where there is no
 REMEDY = "start the job with Open MPI 5 and `mpiexec --with-ft ulfm`, or leave --survive out and use checkpoints"
 
 
-def is_enabled() -> bool:
-    """Return whether this job was started so that it can outlive a rank."""
-    return os.environ.get(ENABLED, "").lower() in ("1", "true", "yes", "on")
-
-
 class Lifeline:
     """A communicator of all ranks, for nothing but their deaths; the constructor is collective over COMM_WORLD."""
 
@@ -81,7 +76,6 @@ class Lifeline:
             raise LostRankError(self.name([rank for rank in self.dead() if rank not in self.lost]))
 
     def lowest(self) -> int:
-        """Return the lowest rank of COMM_WORLD that lives."""
         return min(set(range(self.comm.size)).difference(self.dead()))
 
     def name(self, ranks: Sequence[int]) -> str:
@@ -156,8 +150,8 @@ class Lifeline:
     def let_leave_first(self, rank: int, seconds: float) -> None:
         """Wait until a rank of COMM_WORLD, which reports a failure, has left; at most `seconds`.
 
-        Once one rank has left with a code the launcher may end the others, and lose a report that is being written. MPI
-        does not tell in time who has left. So this looks for the process, which it can on one host alone.
+        Once one rank has left, the launcher may end the others, and lose a report that is being written. MPI does not
+        tell in time who has left. So this looks for the process, which it can on one host alone.
         """
         host, pid = self.places[rank]
         stop = time.monotonic() + (seconds if host == self.places[self.comm.rank][0] else min(seconds, ELSEWHERE))
@@ -179,8 +173,8 @@ class Lifeline:
 
 def start() -> Lifeline | None:
     """Return the lifeline of this process, made where the job can outlive a rank; collective over COMM_WORLD then."""
-    context = current_rank()
-    if context.lifeline is None and is_enabled() and not context.alone and runtime.world().size > 1:
+    context, enabled = current_rank(), os.environ.get(ENABLED, "").lower() in ("1", "true", "yes", "on")
+    if context.lifeline is None and enabled and not context.alone and runtime.world().size > 1:
         context.lifeline = Lifeline()
     return context.lifeline
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from signal import Signals
-from types import TracebackType
 from typing import NoReturn
 
 from mpipipe.errors import ArgumentError
@@ -50,7 +49,7 @@ class Preemption:
     A scheduler that wants the nodes back sends a signal some time before it kills the job. From here on such a signal
     does not end this process. Instead `due()` is true on all ranks after it has reached any of them, and the loop can
     save and leave with exit code 75, by which a job script knows that it is to be started again. The constructor and
-    `due` are collective.
+    `due` are collective. docs/checkpoints.md has a loop that leaves in time.
 
     Parameters
     ----------
@@ -84,22 +83,6 @@ class Preemption:
     ------
     ArgumentError
         On every rank: a signal that cannot be caught, a time that is none, or a thread that is not the main one.
-
-    Examples
-    --------
-    Two threads stand for two MPI ranks here. They get no signals, but their time is over:
-
-    >>> from mpipipe import Preemption
-    >>> from mpipipe.job import inprocess
-    >>> def loop(comm):
-    ...     with Preemption(comm, time_limit=0.001) as preemption:
-    ...         for step in range(1000):
-    ...             if preemption.due():  # after each step
-    ...                 with preemption.saving():
-    ...                     pass  # checkpoint.save(...)
-    ...                 return step, preemption.code  # or preemption.leave("saved as ...")
-    >>> inprocess.run(2, loop)
-    [(0, 75), (0, 75)]
     """
 
     code = PREEMPTED
@@ -130,17 +113,9 @@ class Preemption:
             self._signals = StopSignals(numbers, grace, self._told, self._end_at_once, self._hopeless)
 
     def due(self, saving: bool = False) -> bool:
-        """Find out on all ranks whether the job has to leave now; collective, after each step.
+        """Find out on all ranks whether the job has to leave now; collective, after each step. Once true it stays so.
 
-        Parameters
-        ----------
-        saving : bool
-            Whether a save is under way during the steps: the last one waits for it, and needs time of its own.
-
-        Returns
-        -------
-        bool
-            The same on every rank. Once it is true, it stays so.
+        `saving` says that a save is under way during the steps: the last one waits for it, and needs time of its own.
         """
         if not self.reason:
             over = self.group.rank == 0 and self.time_limit.is_over(saving)
@@ -152,10 +127,7 @@ class Preemption:
     def asked(self) -> bool:
         """Find out on all ranks whether a signal has come; collective, before the first step. No time limit counts yet.
 
-        Returns
-        -------
-        bool
-            The same on every rank. Once it is true, `due()` is, too.
+        Once it is true, `due()` is, too.
         """
         if not self.reason and self.group.agree(ASKED, values=[self._signals.first is not None]).any():
             self.reason = self._why(False)
@@ -183,20 +155,14 @@ class Preemption:
     def save_took(self, seconds: float) -> None:
         """Note how long a save took that was written during the steps; the save of a job that leaves is waited for.
 
-        Parameters
-        ----------
-        seconds : float
-            Such as `Saver.seconds`, on rank 0; what other ranks note counts for nothing.
+        These are `Saver.seconds` on rank 0, for example; what other ranks note counts for nothing.
         """
         self.time_limit.last_save = seconds
 
     def leave(self, text: str) -> NoReturn:
         """End the program of every rank with exit code 75; rank 0 says why and where. Call it on all ranks.
 
-        Parameters
-        ----------
-        text : str
-            Where the job has come to and what it has saved, as in "after step 7, saved as step-00000007".
+        `text` says where the job has come to and what it has saved, as in "after step 7, saved as step-00000007".
         """
         self._signals.leave()
         if self.group.rank == 0:
@@ -211,9 +177,7 @@ class Preemption:
     def __enter__(self) -> Preemption:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _announce(self, text: str) -> None:

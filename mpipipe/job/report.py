@@ -68,9 +68,8 @@ def write(text: str) -> None:
 def wait_for_launcher() -> None:
     """Return when the launcher has read what this process has written, after TAKEN_SECONDS at the latest.
 
-    A launcher reads the output of its ranks from pipes. One that learns of MPI_Abort ends at once, and what it has not
-    read by then is lost: seen with MPICH's on a busy machine. There is no pause after it has read: other ranks would
-    report meanwhile.
+    A launcher that learns of MPI_Abort ends at once, and what it has not read from its ranks' pipes by then is lost:
+    seen with MPICH's. There is no pause after it has read: other ranks would report meanwhile.
     """
     flush()
     stop = time.monotonic() + TAKEN_SECONDS
@@ -86,7 +85,7 @@ def flush() -> None:
 
 
 def _unread(descriptor: int) -> int:
-    """Return how many bytes of this pipe nobody has read yet; 0 for all that is not a pipe."""
+    """Return how many bytes of this pipe are not read yet; 0 for all that is not a pipe."""
     count = array.array("i", [0])
     with suppress(OSError):  # closed
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -135,8 +134,7 @@ def abort_job(world: MpiCommunicator, code: int, context: RankContext | None = N
     `world` is COMM_WORLD, no duplicate of it: on a duplicate MPICH ends one rank after the other, and its launcher may
     return 0 then, as if the job had been a success.
 
-    MPICH's MPI_Abort returns under `srun --mpi=pmi2`, and was seen to do so under its own launcher on a busy machine.
-    This process then ends by a signal.
+    MPICH's MPI_Abort may return, as under `srun --mpi=pmi2`: this process then ends by a signal.
     """
     line = (current_rank() if context is None else context).lifeline
     try:
@@ -153,8 +151,7 @@ def abort_job(world: MpiCommunicator, code: int, context: RankContext | None = N
 
 # -- In a script that was started without `run_or_abort`: an exception on one rank ends the whole job -----------------
 #
-# This is the least that is needed. The rank that dies of an exception reports it as Python does, gives its peers some
-# seconds to say where they were, and calls MPI_Abort.
+# The rank reports it as Python does, gives its peers some seconds to say where they were, and calls MPI_Abort.
 
 
 _libraries: list[ModuleType] = []  # MPI, once the hook is installed
@@ -221,16 +218,13 @@ def _at_exit() -> None:
         before_finalize()
     finally:
         if is_rank() and _deaths and not finalized():
-            _abort_after_exception(_libraries[0].COMM_WORLD, _deaths[0])
-
-
-def _abort_after_exception(world: MpiCommunicator, error: BaseException) -> None:
-    flush()
-    # peers that learn of it have time to say where they were; one of those leaves the end to the rank with the cause
-    elsewhere = getattr(error, "reported_elsewhere", False)
-    time.sleep(2 * GRACE + STAGGER * world.rank if elsewhere else 1.0 + min(1.0, 0.05 * world.rank))
-    write(f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the job ends here\n")
-    abort_job(world, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+            flush()
+            error, world = _deaths[0], _libraries[0].COMM_WORLD
+            # peers that learn of it have time to say where they were, and leave the end to the rank with the cause
+            elsewhere = getattr(error, "reported_elsewhere", False)
+            time.sleep(2 * GRACE + STAGGER * world.rank if elsewhere else 1.0 + min(1.0, 0.05 * world.rank))
+            write(f"mpipipe: rank {world.rank} of {world.size} died of {type(error).__name__}: the job ends here\n")
+            abort_job(world, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 atexit.register(_at_exit)  # early: so it runs after nearly all other exit functions

@@ -12,10 +12,10 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 AnyRequest = TypeVar("AnyRequest")
-_types: list[Any] = []  # (class of MPI requests, class of owned requests), once MPI is loaded
 
 
 def own(request: AnyRequest, *buffers: object) -> AnyRequest:
@@ -26,9 +26,7 @@ def own(request: AnyRequest, *buffers: object) -> AnyRequest:
     """
     if "mpi4py.MPI" not in sys.modules:  # ranks in one process need no MPI, and must not load it
         return request
-    if not _types:
-        _types.append(_make_types())
-    plain, owning = _types[0]
+    plain, owning = _types()
     if not isinstance(request, plain):
         return request
     owned = owning(request)
@@ -46,11 +44,13 @@ def keep_forever(
     _increment(_object(thing))  # arguments, since the names of this module are gone by the end
 
 
-def _make_types() -> tuple[type, type]:
+@cache
+def _types() -> tuple[Any, Any]:
+    """The class of MPI's requests, and that of owned ones, once MPI is loaded."""
     from mpi4py import MPI
 
     class Owned(MPI.Request):
-        """A request that nobody can drop too early."""
+        """A request that cannot be dropped too early."""
 
         __slots__ = ("buffers",)
 

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import inprocess, report
-from mpipipe.job.settings import TAG_UB, integer_setting, refuse_singleton
+from mpipipe.job.settings import TAG_UB, refuse_singleton
 from mpipipe.job.types import Communicator, MpiCommunicator
 from mpipipe.text import how_to_install
 
@@ -64,11 +64,6 @@ def world() -> MpiCommunicator:
 
     MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call
     installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone.
-
-    Returns
-    -------
-    mpi4py.MPI.Intracomm
-        All ranks of the job.
 
     Raises
     ------
@@ -128,4 +123,4 @@ def tag_upper_bound(comm: Communicator) -> int:
     bound = comm.Get_attr(library.TAG_UB)
     if not bound:  # Open MPI does not hand it on to communicators made by Split
         bound = library.COMM_WORLD.Get_attr(library.TAG_UB)
-    return min(bound, integer_setting(TAG_UB.name, bound))
+    return min(bound, int(TAG_UB.text or bound))

@@ -13,21 +13,28 @@ from dataclasses import dataclass
 
 from mpipipe.errors import ArgumentError, LaunchError
 
+WATCHDOG_SECONDS = "600"  # where the variable does not say others
+
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable, with its meaning in one sentence, and its values and its default in words."""
+    """One environment variable, with its values in words; docs/environment.md says what they mean."""
 
     name: str
-    meaning: str
     values: str
-    default: str
     accepts: Callable[[str], bool] | None = None  # whether a text is one of `values`; None: checked where it is read
 
     def check(self, text: str | None) -> None:
         """Raise ArgumentError for a text that has no meaning; no text and an empty one mean that it is not set."""
         if text and self.accepts is not None and not self.accepts(text):
             raise ArgumentError(f"environment variable {self.name}", found=repr(text), expected=self.values)
+
+    @property
+    def text(self) -> str:
+        """Its value, "" where it is not set; raises ArgumentError for one without a meaning."""
+        text = os.environ.get(self.name, "")
+        self.check(text)
+        return text
 
 
 def _seconds(text: str) -> float | None:
@@ -52,93 +59,25 @@ def _is_count(text: str) -> bool:
 
 _is_switch = ("0", "1").__contains__
 
-TIMEOUT = Variable(
-    "MPIPIPE_TIMEOUT",
-    "Seconds that one wait of a rank may last; then that rank raises StallError.",
-    "a number of seconds; 0 for no limit",
-    "no limit",
-    _is_limit,
-)
+TIMEOUT = Variable("MPIPIPE_TIMEOUT", "a number of seconds; 0 for no limit", _is_limit)
 WATCHDOG = Variable(
     "MPIPIPE_WATCHDOG",
-    "Seconds in which no rank makes progress while one waits; then the job ends with a report.",
     "a number of seconds, 1 or more; 0 for no watchdog",
-    "600",
     lambda text: text.strip("0.") == "" or (_seconds(text) or 0) >= 1,
 )
-TAG_UB = Variable(
-    "MPIPIPE_TAG_UB",
-    "Lowers the largest tag of a message, the same on all ranks: for tests.",
-    "an integer of at least 1",
-    "the largest tag that MPI takes",
-    _is_count,
-)
-SYNC_SENDS = Variable(
-    "MPIPIPE_SYNC_SENDS",
-    "1 makes every send complete only once it is received: for tests and for finding faults.",
-    "0 or 1",
-    "0",
-    _is_switch,
-)
-GPU_DIRECT = Variable(
-    "MPIPIPE_GPU_DIRECT",
-    "1 hands device memory to MPI, 0 sends it through pinned host memory.",
-    "0 or 1",
-    "by evidence: see comm/transport/gpu_aware.py",
-    _is_switch,
-)
-NCCL = Variable(
-    "MPIPIPE_NCCL",
-    "off keeps NCCL out; on makes it an error where NCCL cannot be used.",
-    "auto, on or off",
-    "auto: NCCL where every rank has it and a GPU of its own",
-    ("auto", "on", "off").__contains__,
-)
-ATTENTION = Variable(
-    "MPIPIPE_ATTENTION",
-    "The library that computes attention; a choice for one kind of device leaves the other at its default.",
-    "host, torch, cudnn or cupy",
-    "host on a CPU; on a GPU cudnn where it is installed and does such arrays, else cupy",
-)
-DETERMINISTIC = Variable(
-    "MPIPIPE_DETERMINISTIC",
-    "1 asks cuDNN's attention for the same bits in every run, which takes more time and memory.",
-    "0 or 1",
-    "0",
-)
-PRODUCTS = Variable(
-    "MPIPIPE_PRODUCTS",
-    "The library that multiplies matrices on a GPU; cublaslt measures several algorithms for each product.",
-    "cublas or cublaslt",
-    "cublas",
-    ("cublas", "cublaslt").__contains__,
-)
-GRAPHS = Variable(
-    "MPIPIPE_GRAPHS",
-    "1 lets stages on a GPU run by CUDA graphs in training, which spares small micro-batches the time of Python.",
-    "0 or 1",
-    "0",
-    _is_switch,
-)
-CHECK = Variable(
-    "MPIPIPE_CHECK",
-    "1 looks at all arrays of a pipeline for NaN, infinity and forbidden writes, and names the first; 0 does not.",
-    "0 or 1",
-    "0; the argument `check` of a Pipeline wins",
-    _is_switch,
-)
-ENDED = Variable(
-    "MPIPIPE_ENDED",
-    "The file into which rank 0 writes that all ranks have ended well; `mpipipe launch` sets it.",
-    "a path that rank 0 sees",
-    "no such file is written",
-)
-MPIEXEC = Variable(
-    "MPIPIPE_MPIEXEC",
-    "The launcher, with options if any, that `python -m mpipipe info --probe` starts its job with.",
-    "a command",
-    "the mpiexec next to the MPI library or next to Python",
-)
+TAG_UB = Variable("MPIPIPE_TAG_UB", "an integer of at least 1", _is_count)
+SYNC_SENDS = Variable("MPIPIPE_SYNC_SENDS", "0 or 1", _is_switch)
+GPU_DIRECT = Variable("MPIPIPE_GPU_DIRECT", "0 or 1", _is_switch)
+NCCL = Variable("MPIPIPE_NCCL", "auto, on or off", ("auto", "on", "off").__contains__)
+ATTENTION = Variable("MPIPIPE_ATTENTION", "host, torch, cudnn or cupy")
+DETERMINISTIC = Variable("MPIPIPE_DETERMINISTIC", "0 or 1")
+PRODUCTS = Variable("MPIPIPE_PRODUCTS", "cublas or cublaslt", ("cublas", "cublaslt").__contains__)
+HALVES = Variable("MPIPIPE_HALVES", "numpy or torch", ("numpy", "torch").__contains__)
+THREADS = Variable("MPIPIPE_THREADS", "a positive integer", _is_count)
+GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch)
+CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
+ENDED = Variable("MPIPIPE_ENDED", "a path that rank 0 sees")
+MPIEXEC = Variable("MPIPIPE_MPIEXEC", "a command")
 VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
 
 
@@ -155,12 +94,12 @@ def timeout() -> float | None:
 
 def watchdog() -> float | None:
     """Return MPIPIPE_WATCHDOG in seconds; None for no watchdog, and for a value that `check_settings` refuses."""
-    return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG.default)
+    return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG_SECONDS)
 
 
 def synchronous_sends() -> bool:
-    """Whether MPIPIPE_SYNC_SENDS asks for synchronous sends. Raises ArgumentError for what is no integer."""
-    return bool(integer_setting(SYNC_SENDS.name, 0))
+    """Whether MPIPIPE_SYNC_SENDS asks for synchronous sends."""
+    return SYNC_SENDS.text == "1"
 
 
 def nccl_is_demanded() -> bool:
@@ -189,17 +128,6 @@ def using_graphs(wanted: bool) -> Iterator[None]:
         os.environ.pop(GRAPHS.name)
         if before is not None:
             os.environ[GRAPHS.name] = before
-
-
-def integer_setting(name: str, default: int) -> int:
-    """The integer in environment variable `name`. Raises ArgumentError for anything else."""
-    text = os.environ.get(name)
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentError(f"environment variable {name}", found=repr(text), expected="an integer") from None
 
 
 # -- What the launcher of a job tells each of its processes, in environment variables ---------------------------------

@@ -210,10 +210,7 @@ def change(signals: Iterable[signal.Signals]) -> None:
 
 
 def ignore() -> None:
-    """Ignore all signals that are caught here: the work of this process is over, its exit code known.
-
-    Handlers of Python would not do: the interpreter takes them away before MPI is finalized.
-    """
+    """Ignore all signals that are caught here, even once the interpreter takes its handlers away: the work is over."""
     while _active:
         innermost = _active[-1]
         innermost.release(dict.fromkeys(innermost.numbers, signal.SIG_IGN))

@@ -208,14 +208,20 @@ class LongWait:
             )
 
 
+class Condition:
+    """A request that is complete once a function returns true."""
+
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self.Test = test
+
+
 LOOK_SECONDS = 2e-3  # between two looks around
 
 
 def wait_locally(ended: Callable[[float], bool], what: object) -> None:
     """Return once something of this rank itself has ended, such as one of its threads; raise as `wait_for` does.
 
-    `ended(seconds)` says whether it has; it waits for that at most so long. The watchdog blames a rank that waits for
-    no other.
+    `ended(seconds)` says whether it has, and waits so long at most. A watchdog blames a rank that waits for no other.
     """
     if ended(0.0):
         return
@@ -260,7 +266,6 @@ class ThreadTask(Generic[Result]):
 
     @property
     def ended(self) -> bool:
-        """Whether the work has ended, well or not."""
         return self._ended.is_set()
 
     @property

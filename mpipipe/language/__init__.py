@@ -1,7 +1,7 @@
 """Models of language: all that knows of tokens, on top of a training of any model.
 
 task, config            the training of text as a task of `mpipipe.train`; its configuration
-shard.py                what one rank has of each sequence; documents packed into sequences
+packing.py              attention within documents, where sequences hold several
 token_units.py          what a token is: bits per byte, and ids as text
 data/                   text and files of tokens, windows of them, `mpipipe tokenize`
 models/                 GPT; folders of models, read and written; what of a model is trained

@@ -18,23 +18,15 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup, group_of, runtime
 from mpipipe.language.config import FROM_FOLDER, TrainConfig
-from mpipipe.language.data import DataListing, Source, Tokens, UserSource
+from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
-from mpipipe.language.models import huggingface, model_folder, weights
-from mpipipe.language.models.fine_tuning import (
-    INSIDE,
-    FineTuning,
-    PretrainedModel,
-    check_same_model,
-    find_pretrained,
-    find_tuning,
-)
-from mpipipe.language.models.gpt import GPT, Architecture, Model, check_layers
+from mpipipe.language.models import fine_tuning, huggingface, model_folder, weights
+from mpipipe.language.models.gpt import GPT, Architecture, Model, balanced_slices, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
-from mpipipe.language.shard import Packing, TextShard
+from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.language.token_units import find_data, open_data
-from mpipipe.nn import Parameter, without_adapters
+from mpipipe.nn import without_adapters, worth_tiles
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
@@ -42,6 +34,7 @@ from mpipipe.train import (
     MemoryEstimate,
     Pair,
     Record,
+    Shard,
     Task,
     absolute,
     check_same_config,
@@ -134,27 +127,27 @@ class TextTask(Task):
         architecture: Architecture,
         *,
         vocab: int = BYTES,
-        tuning: FineTuning | None = None,
-        base: PretrainedModel | None = None,
+        tuning: fine_tuning.FineTuning | None = None,
+        base: fine_tuning.PretrainedModel | None = None,
         data: Source | None = None,
     ) -> None:
         self.config, self.architecture, self.vocab, self.base = config, architecture, vocab, base
-        self.tuning = tuning or FineTuning()
+        self.tuning = tuning or fine_tuning.FineTuning()
         self.data = data
-        self.listing: DataListing | UserSource | None = None
+        self.listing: DataListing | Source | None = None
         self.source: Source | None = None  # on ranks that read data
         self.freeze, self.everywhere = self.tuning.freeze, config.packing == "segments"
         self.layout, self.packing = config.layout, Packing(1) if self.everywhere else None
         self.units, self.copies = config.seq_len, config.sample_bytes > 0
-        self.folders = ("weights", model_folder.INSIDE, INSIDE)
+        self.folders = ("weights", model_folder.INSIDE, fine_tuning.INSIDE)
 
     @classmethod
     def of(
         cls, config: TrainConfig, architecture: Architecture, comm: Communicator, data: Source | None = None
     ) -> TextTask:
         """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
-        config, base = find_pretrained(config, comm)
-        tuning = find_tuning(config, comm)
+        config, base = fine_tuning.find_pretrained(config, comm)
+        tuning = fine_tuning.find_tuning(config, comm)
         return cls(config, architecture if base is None else base.architecture, tuning=tuning, base=base, data=data)
 
     # -- the model, on paper ------------------------------------------------------------------------------------
@@ -173,7 +166,7 @@ class TextTask(Task):
         vocab = self.vocab if config.vocab is None else config.vocab
         if vocab != BYTES:
             sizes["vocab"] = vocab
-        model = self.architecture(seq=config.seq_len, **sizes)
+        model = self._sliced(self.architecture(seq=config.seq_len, **sizes))
         there = asdict(model).get("vocab", self.vocab)
         if there < self.vocab:
             raise ConfigError(
@@ -184,21 +177,43 @@ class TextTask(Task):
             )
         return model
 
-    def layers(self, shard: Any) -> list[nn.Layer]:
-        attend, positions = (Local(), None) if shard is None else (shard.attention, shard.rotary)
-        return self.tuning.layers(self.model.build(attend, positions))
+    def _sliced(self, model: Model) -> Model:
+        """Return the model with its head in as many slices as the configuration says."""
+        slices = self.config.head_slices
+        if slices is None:
+            return model
+        if "head_slices" not in model.__dataclass_fields__:
+            raise ConfigError(
+                "the architecture does not cut its head into slices",
+                found=f"head_slices = {slices}, and {type(model).__name__} without a field head_slices",
+                expected="an architecture such as models.GPT",
+                remedy="leave out head_slices",
+            )
+        count = balanced_slices(model, self.pipe * self.config.chunks) if slices == "auto" else slices
+        return replace(model, head_slices=count)
+
+    @property
+    def slices(self) -> int:
+        """Number of slices of the head."""
+        return getattr(self.model, "head_slices", 1)
+
+    def layers(self, shard: Shard) -> list[nn.Layer]:
+        length = self.config.seq_len
+        attend = shard.attend(length, causal=True)
+        if self.packing is not None:
+            attend = PackedAttend(attend, self.packing)
+        positions = None if shard.comm.size == 1 else shard.positions(length)
+        labels = {"labels": True} if self.slices > 1 else {}
+        return self.tuning.layers(self.model.build(attend, positions, **labels))
 
     def costs(self) -> Sequence[float]:
-        return self.tuning.costs(self.model)
-
-    def trained(self) -> Mapping[str, Parameter]:
-        return self.tuning.trained(self.model)
+        return self.tuning.costs(self.model, self.trained())
 
     def check_stages(self, stages: int) -> None:
         pieces, layers = len(self.model.costs()), asdict(self.model).get("layers")
         if pieces >= stages:
             return
-        if layers is None or pieces != 2 * layers + 2:
+        if layers is None or pieces != 2 * layers + 2:  # other sizes, or slices of the head
             raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
         # attention and feed-forward of each; embedding, and head
         raise too_few_pieces(
@@ -246,20 +261,21 @@ class TextTask(Task):
         if self.everywhere and mesh.rank == 0 and self.source is not None and self.source.train.starts(0, 1) is None:
             warn("mpipipe: packing = segments changes nothing: the data do not say where documents begin")
 
-    def shard(self, comm: Communicator, size: int) -> TextShard:
-        return TextShard(comm, self.layout, self.config.seq_len, self.packing, size)
-
-    def example(self, rows: int, microbatches: int, shard: Any) -> Pair:
+    def example(self, rows: int, microbatches: int, shard: Shard) -> Pair:
         """Draw token ids at random. Documents, where they count, are as long as sequences."""
         shape = (2, rows, self.config.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, self.vocab, size=shape)
         if self.packing is not None:
             self.packing.microbatches = microbatches
-            length = shard.layout.length(shard.rank) if shard.comm.size == 1 else shape[2]
+            length = self._length(shard) if shard.comm.size == 1 else shape[2]
             self.packing.begin(np.zeros((rows, length), np.int64))
-        return shard.part(inputs), shard.part(targets)
+        return self._labelled(shard.part(inputs), shard.part(targets))
 
-    def batch(self, step: int, rows: range, shard: Any) -> Pair:
+    def _labelled(self, inputs: Any, targets: Any) -> Pair:
+        """Return inputs and targets; the inputs with the targets where slices of the head take them as labels."""
+        return (arrays.Branches(inputs, labels=targets) if self.slices > 1 else inputs), targets
+
+    def batch(self, step: int, rows: range, shard: Shard) -> Pair:
         config, source = self.config, self.source
         assert source is not None
         starts = training_starts(
@@ -268,7 +284,7 @@ class TextTask(Task):
         )  # fmt: skip
         return self._windows(source.train, starts, shard)
 
-    def validation(self, index: int, rows: range, shard: Any) -> Pair:
+    def validation(self, index: int, rows: range, shard: Shard) -> Pair:
         config, source = self.config, self.source
         assert source is not None
         starts = validation_starts(
@@ -277,10 +293,10 @@ class TextTask(Task):
         )  # fmt: skip
         return self._windows(source.validation, starts, shard)
 
-    def _windows(self, text: Tokens, starts: list[int], shard: TextShard) -> Any:
+    def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
         more = () if self.packing is None else (segments(text, starts, self.config.seq_len),)
-        return shard.part(inputs), shard.part(targets), *more
+        return *self._labelled(shard.part(inputs), shard.part(targets)), *more
 
     def begin(self, more: Any) -> None:
         assert self.packing is not None
@@ -305,11 +321,21 @@ class TextTask(Task):
     def loss(self, output: Any, target: Any, factor: float = 1.0) -> tuple[Any, Any]:
         return nn.softmax_cross_entropy(output, target, factor)
 
-    def loss_for(self, stage: nn.Stage, rows: int, shard: Any) -> Callable[..., Any]:
-        return shard.loss_for(stage, rows)
+    def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
+        """Return the loss after a stage: with its head, in tiles, where the logits of all rows are large."""
+        if self.slices > 1:
+            return nn.mean_of_losses
+        tiles = worth_tiles(stage, rows * self._length(shard))
+        return nn.HeadCrossEntropy(stage) if tiles else nn.softmax_cross_entropy
 
-    def message_shape(self, rows: int, shard: Any) -> tuple[int, ...]:
-        return rows, shard.layout.length(shard.rank), getattr(self.model, "dim", self.config.dim)
+    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
+        if self.slices > 1:  # which hand on several arrays
+            return None
+        return rows, self._length(shard), getattr(self.model, "dim", self.config.dim)
+
+    def _length(self, shard: Shard) -> int:
+        """Return how many positions of a sequence this rank has."""
+        return shard.divide(self.config.seq_len).length(shard.rank)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         config, base = self.config, self.base
@@ -317,10 +343,11 @@ class TextTask(Task):
             folder = model_folder.open_on_all(mesh.comm, config.init)
             with group_of(mesh.comm).raise_together("train: the weights to begin with"):
                 if folder.kind == "huggingface":  # which says more than shapes
-                    check_same_model(folder, self.model)
+                    fine_tuning.check_same_model(folder, self.model)
+            folder = folder.with_slices(self.slices) if self.slices > 1 else folder
             folder.load(without_adapters(stages, merged=False), mesh)
         elif base is not None:
-            base.folder.load(without_adapters(stages, merged=False), mesh)
+            base.folder.with_slices(self.slices).load(without_adapters(stages, merged=False), mesh)
         self.tuning.load(stages, self.model, self.origin, mesh)
 
     # -- what is said and written -------------------------------------------------------------------------------
@@ -342,6 +369,8 @@ class TextTask(Task):
         config = self.config
         if config.from_ is None:
             keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
+        if keys["head_slices"] is not None:
+            keys["head_slices"] = str(self.slices)
         keys |= {name: absolute(keys[name]) for name in ("tokenizer", "init", "from_") if keys[name] is not None}
         if config.lora is not None and os.path.isdir(config.lora):
             keys["lora"] = os.path.abspath(config.lora)
@@ -361,13 +390,11 @@ class TextTask(Task):
 
     def _trained_in_words(self) -> str:
         """Return how many parameters are trained, where that is not all of them."""
-        if self.tuning.lora is not None:
-            count = sum(entry.size for entry in self.trained().values())
-            return f" and {count:,} of adapters, which alone are trained"
-        if self.freeze:
-            counts = {entry.tie or name: entry.size for name, entry in self.trained().items()}
-            return f" of which {sum(counts.values()):,} are trained"
-        return ""
+        if self.tuning.lora is None and not self.freeze:
+            return ""
+        count = sum({entry.tie or name: entry.size for name, entry in self.trained().items()}.values())
+        adapted = self.tuning.lora is not None
+        return f" and {count:,} of adapters, which alone are trained" if adapted else f" of which {count:,} are trained"
 
     def beginning(self) -> str:
         return "" if self.base is None else f"the model in {self.base.folder.path}"
@@ -382,7 +409,9 @@ class TextTask(Task):
         """Write the model to weights/ or huggingface/, as --save-as says; its adapters, merged there, to adapter/."""
         lora, ours, theirs = self.tuning.lora, weights.folder_of(out), out / model_folder.INSIDE
         if lora is not None:
-            save_adapter(out / INSIDE, lora, cast(GPT, self.model), weights.own_arrays(stages), mesh, self.origin)
+            save_adapter(
+                out / fine_tuning.INSIDE, lora, cast(GPT, self.model), weights.own_arrays(stages), mesh, self.origin
+            )
         stages = without_adapters(stages, merged=True)
         if self.config.save_as == "mpipipe":
             weights.save(ours, self.model, stages, plan.schedule, mesh, self.origin)
@@ -395,7 +424,7 @@ class TextTask(Task):
             if mesh.rank == 0:  # what the training left there before it was resumed would be taken for the newest
                 shutil.rmtree(theirs if self.config.save_as == "mpipipe" else ours, ignore_errors=True)
 
-    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Any) -> str:
+    def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Let the model continue validation text."""
         config, placement = self.config, plan.schedule.placement
         if config.sample_bytes == 0:

@@ -11,39 +11,37 @@ from typing import Any
 from mpipipe.errors import BackendError, ConfigError, MismatchError
 from mpipipe.job import Communicator, RankGroup, group_of, raise_on_all, rank_list
 from mpipipe.language.config import DataOptions
-from mpipipe.language.data import DataListing, Source, UserSource, find, glance
+from mpipipe.language.data import DataListing, Source, find, glance
 from mpipipe.language.data.tokenizer import Tokenizer, hash_of, open_tokenizer
-from mpipipe.language.inference.generation import readable, shown
+from mpipipe.language.inference.generation import shown
+from mpipipe.language.inference.prompts import Bytes
 
 RATES = ("bits_per_byte", "validation_bits_per_byte")  # of training and validation
 DIFFERENT = "the ranks see different data: other sizes or contents of files"
 
 
-def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | UserSource:
+def find_data(config: DataOptions, own: Source | None, group: RankGroup) -> DataListing | Source:
     """Return what the data are, on every rank: those of `config.data`, or a source of the user's own; collective.
 
     Rank 0 alone lists files and looks into all of them: a file system that thousands of ranks share is slow.
     """
-    listing = None
+    if own is None:
+        return group.from_one("train: the list of data", lambda: find(config.data, config.vocab))
     with group.raise_together("train: the data"):
-        if own is not None and config.data:
+        if config.data:
             raise ConfigError(
                 "the data are given twice",
                 found=f"data = {', '.join(config.data)}, and a source of your own",
                 remedy="leave one of them out",
             )
-        if own is None and group.rank == 0:
-            listing = find(config.data, config.vocab)
-    if own is None:
-        return group.broadcast("train: the list of data", listing)
     facts = tuple((name, getattr(own, name)) for name in ("vocab", "fingerprint", "unit", "tokenizer"))
     lengths = ("tokens", (len(own.train), len(own.validation)))
     group.agree("train: the source of data", (*facts, lengths), message=DIFFERENT, remedy="give all ranks the same")
-    return UserSource(own)
+    return own
 
 
 def open_data(
-    config: DataOptions, comm: Communicator, found: DataListing | UserSource, reads: bool, model: Path | None
+    config: DataOptions, comm: Communicator, found: DataListing | Source, reads: bool, model: Path | None
 ) -> tuple[Source | None, TokenUnits]:
     """Return (source, units), after a glance at the files that rank 0 has listed; collective.
 
@@ -104,12 +102,11 @@ class TokenUnits:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return ids as text that can be shown; as numbers where no tokenizer is there."""
-        if self.unit == "bytes":
-            return readable(bytes(token for token in ids if token < 256))  # a model may have more ids
-        return " ".join(map(str, ids)) if self.tokenizer is None else shown(self.tokenizer.decode(ids))
+        tokenizer = Bytes() if self.unit == "bytes" else self.tokenizer
+        return " ".join(map(str, ids)) if tokenizer is None else shown(tokenizer.decode(ids))
 
 
-def find_tokenizer(found: DataListing | UserSource, named: str | None, model: Path | None) -> Tokenizer | None:
+def find_tokenizer(found: DataListing | Source, named: str | None, model: Path | None) -> Tokenizer | None:
     """Return the tokenizer of the data, that in the folder `named` or else `model`; one rank calls this.
 
     Without the library BackendError is raised where the tokenizer was named; that of a model is used for its name

@@ -4,6 +4,7 @@ stage         consecutive layers of the model on one rank, bound to flat buffers
 parameters    what a layer says about an array before it exists, initial values, flat buffers, frozen parameters
 layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with
 layers/       for fields: convolution, spectral, and field, with norm, sampling and patches
+layers/       head_slices, a head cut into slices of the vocabulary
 layers/       names, by which layers give and take values of a micro-batch
 rope          rotary positions: scalings of their frequencies, and tables
 lora          low-rank adapters
@@ -11,56 +12,40 @@ loss          losses; one of them makes the product of the head itself
 write_hooks   before parameters are written; when a layer has completed its gradients
 kernels/      the arithmetic: interface states it, host holds it for numpy and cuda for GPUs
 random        random numbers that depend on what they are for alone
+
+What does not fit what a docstring here says of it raises ArgumentError.
 """
 
 from __future__ import annotations
 
+# several lines for one file, where its names need them
+# isort: off
 from mpipipe.nn.gradient_check import check_gradients
-
-# `x as x` is for other rooms of the package; what scripts use is in __all__
-from mpipipe.nn.kernels.cuda.optimizer import clip_factor as clip_factor
-from mpipipe.nn.kernels.cuda.optimizer import rescale as rescale
-from mpipipe.nn.layers.attend import Attend as Attend
-from mpipipe.nn.layers.attend import ForwardAndBackward as ForwardAndBackward
-from mpipipe.nn.layers.attend import as_attend as as_attend
+from mpipipe.nn.kernels.cuda.optimizer import clip_factor, rescale
+from mpipipe.nn.checks import check_slice_count
+from mpipipe.nn.layers.attend import Attend, ForwardAndBackward, as_attend
 from mpipipe.nn.layers.attention import SelfAttention
 from mpipipe.nn.layers.containers import PreNormResidual, Recompute, Residual, Sequential
 from mpipipe.nn.layers.convolution import Conv
 from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
 from mpipipe.nn.layers.field import Downsample, GroupNorm, Patches, Upsample
-from mpipipe.nn.layers.layer import LORA_A as LORA_A
-from mpipipe.nn.layers.layer import LORA_B as LORA_B
-from mpipipe.nn.layers.layer import Layer, Position
+from mpipipe.nn.layers.head_slices import HeadSlice, check_slices
+from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Position
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
-from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep
-from mpipipe.nn.layers.names import check_links as check_links
-from mpipipe.nn.layers.names import handed as handed
-from mpipipe.nn.layers.names import names_of as names_of
-from mpipipe.nn.layers.names import names_within as names_within
-from mpipipe.nn.layers.names import or_zeros as or_zeros
-from mpipipe.nn.layers.names import sum_of as sum_of
+from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep, check_links, handed, names_of, names_within, or_zeros
+from mpipipe.nn.layers.names import sum_of
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
 from mpipipe.nn.layers.spectral import SpectralConv
-from mpipipe.nn.lora import LoRA
-from mpipipe.nn.lora import is_adapter as is_adapter
-from mpipipe.nn.lora import without_adapters as without_adapters
-from mpipipe.nn.loss import HeadCrossEntropy, mean_squared_error, softmax_cross_entropy
-from mpipipe.nn.loss import worth_tiles as worth_tiles
-from mpipipe.nn.parameters import FlatBuffer, Parameter
-from mpipipe.nn.parameters import frozen_names as frozen_names
-from mpipipe.nn.parameters import is_frozen as is_frozen
-from mpipipe.nn.parameters import partly_frozen_error as partly_frozen_error
-from mpipipe.nn.random import random_key as random_key
-from mpipipe.nn.rope import ROPE_SCALINGS as ROPE_SCALINGS
-from mpipipe.nn.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from mpipipe.nn.rope import scaling_of as scaling_of
-from mpipipe.nn.stage import Stage
-from mpipipe.nn.stage import accepted_input as accepted_input
-from mpipipe.nn.write_hooks import GradientReady as GradientReady
-from mpipipe.nn.write_hooks import announce_write as announce_write
-from mpipipe.nn.write_hooks import gradient_ready as gradient_ready
+from mpipipe.nn.lora import LoRA, is_adapter, without_adapters
+from mpipipe.nn.loss import HeadCrossEntropy, mean_of_losses, mean_squared_error, softmax_cross_entropy, worth_tiles
+from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges, frozen_names, is_frozen, partly_frozen_error
+from mpipipe.nn.random import random_key
+from mpipipe.nn.rope import ROPE_SCALINGS, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, scaling_of
+from mpipipe.nn.stage import Stage, accepted_input
+from mpipipe.nn.write_hooks import GradientReady, announce_write, gradient_ready
+# isort: on
 
-__all__ = [
+__all__ = [  # the rest is for other rooms of the package
     "AdaptiveNorm",
     "Conv",
     "Downsample",
@@ -72,6 +57,7 @@ __all__ = [
     "GroupNorm",
     "Head",
     "HeadCrossEntropy",
+    "HeadSlice",
     "Join",
     "Keep",
     "Layer",
@@ -97,6 +83,7 @@ __all__ = [
     "Upsample",
     "YarnScaling",
     "check_gradients",
+    "mean_of_losses",
     "mean_squared_error",
     "softmax_cross_entropy",
 ]

@@ -19,6 +19,8 @@ STEPS = (2e-4, 1e-5, 5e-7)
 SMOOTH = 1e-2  # of what two steps differ by, the error that is left after extrapolation
 KINKED = 100.0  # of the same: the most that kinks explain
 ROUNDINGS = 1e3  # that a sum may have met, in units of eps
+EPS = float(np.finfo(float).eps)
+DEVIATIONS = 10.0  # of the noise in a value, over the step: five of what it is in the extrapolated difference
 
 
 def check_gradients(stage: Any, x: Any, *, position: Position | None = None, seed: int = 0) -> dict[str, float]:
@@ -34,7 +36,8 @@ def check_gradients(stage: Any, x: Any, *, position: Position | None = None, see
       recomputation relies on;
     - twice as large from a second micro-batch: gradients of parameters are added to those that are there.
 
-    Arguments and outputs must stay as they are. Complex arrays are pairs of real ones.
+    Arguments and outputs must stay as they are. Complex arrays are pairs of real ones. Where a forward computes in
+    lower precision inside, the noise that this leaves in its values sets steps and tolerances.
 
     Parameters
     ----------
@@ -91,7 +94,7 @@ class _Check:
         self.stage, self.random = stage, np.random.default_rng(seed)
         self.more = () if position is None else (position,)
         self.x = _copied(x)
-        self.inputs = {name: leaf for name, leaf in named_leaves(self.x, "input") if leaf.dtype.kind in "fc"}
+        self.inputs = {name: leaf for name, leaf in named_leaves(_plain(self.x), "input") if leaf.dtype.kind in "fc"}
         parameters, self.gradients = (
             {name.removeprefix(prefix): array for name, array in _named(getattr(stage, holder, None)).items()}
             for holder in ("parameters", "gradients")
@@ -107,6 +110,7 @@ class _Check:
                 )
         if not self.inputs and not self.parameters:
             raise ArgumentError("nothing to differentiate", found="no floating input and no parameter")
+        self.eps = EPS  # relative noise in values
         self.wrong: list[str] = []
         self.differences: dict[str, float] = {}
 
@@ -155,7 +159,7 @@ class _Check:
             gradient[...] = 0
 
     def _gradients(self, dx: Any) -> dict[str, np.ndarray]:
-        found = {} if dx is None else dict(named_leaves(dx, "input"))
+        found = {} if dx is None else dict(named_leaves(_plain(dx), "input"))
         for name, array in self.inputs.items():
             shape = getattr(found.get(name), "shape", None)
             if shape != array.shape:
@@ -183,22 +187,38 @@ class _Check:
         found, scale = float(np.sum(products)), float(np.sqrt(np.sum(products**2)))
         largest = max(1.0, float(np.abs(old).max()))
 
-        def slope(step: float) -> tuple[float, float]:
-            """Return a central difference, and the size of the terms of its sums."""
-            values = []
-            for moved in (step, -step):
-                array[...] = old + moved * direction
-                self._refresh()
-                values.append(self._value())
-            return (values[0][0] - values[1][0]) / (2 * step), max(values[0][1], values[1][1])
+        def value(moved: float) -> tuple[float, float]:
+            array[...] = old + moved * largest * direction
+            self._refresh()
+            return self._value()
+
+        def noise(step: float) -> float:
+            """Return the standard deviation of noise in values a step apart, relative to the size of their terms.
+
+            It stands out in fourth differences: More and Wild, "Estimating computational noise" (2011).
+            """
+            values, terms = zip(*(value(place * step) for place in range(-4, 4)))
+            return float(np.sqrt(np.mean(np.diff(values, 4) ** 2) / 70)) / max(*terms, np.finfo(float).tiny)
+
+        def compared(step: float, deviation: float = 0.0) -> tuple[float, float, float]:
+            """Return the derivative by differences, what of the error noise does not explain, and how steps differ."""
+            ((above, terms), (below, more)), (near, far) = map(value, (step, -step)), map(value, (step / 2, -step / 2))
+            coarse, fine = (above - below) / (2 * step * largest), (near[0] - far[0]) / (step * largest)
+            expected = fine + (fine - coarse) / 3
+            rounded = (ROUNDINGS * EPS + DEVIATIONS * deviation) * max(terms, more)
+            allowed = rounded / (step * largest) + ROUNDINGS * self.eps * scale
+            return expected, abs(found - expected) - allowed, abs(fine - coarse)
 
         try:
             for step in STEPS:
-                (coarse, terms), (fine, _) = slope(step * largest), slope(step * largest / 2)
-                expected, change = fine + (fine - coarse) / 3, abs(fine - coarse)
-                error = abs(found - expected) - ROUNDINGS * np.finfo(float).eps * (terms / (step * largest) + scale)
+                expected, error, change = compared(step)
                 if not SMOOTH * change < error <= KINKED * change:
                     break
+            if not error <= SMOOTH * change and (deviation := noise(STEPS[0])) > ROUNDINGS * EPS:
+                deviation = max(deviation, noise(deviation**0.2 / 64))  # few numbers are rounded otherwise that near
+                self.eps = max(self.eps, deviation)
+                step = deviation**0.2 / 4  # where noise and the error of the extrapolation are alike
+                expected, error, change = compared(step, deviation)
             if not error <= SMOOTH * change:
                 ratio = f"{found / expected:.9g} of" if expected else "not"
                 self.wrong.append(
@@ -210,11 +230,9 @@ class _Check:
         self.differences[name] = abs(found - expected) / max(scale, abs(expected), np.finfo(float).tiny)
 
     def _refresh(self) -> None:
-        for renew in ("sync_compute", "refresh"):
-            function: Callable[[], object] | None = getattr(self.stage, renew, None)
-            if function is not None:
-                function()
-                return
+        renew = getattr(self.stage, "sync_compute", None) or getattr(self.stage, "refresh", None)
+        if renew is not None:
+            renew()
 
     def _compare_ways(self, expected: dict[str, np.ndarray]) -> None:
         """Compare the gradients that come in another way with those that the differences have shown to be right."""
@@ -238,15 +256,23 @@ class _Check:
         for name, array in found.items():
             size = np.abs(expected[name]).max(initial=0)
             difference = np.abs(array - expected[name]).max(initial=0)
-            if not difference <= ROUNDINGS * np.finfo(float).eps * size:
+            if not difference <= ROUNDINGS * self.eps * size:
                 self.wrong.append(
                     f"gradient of {name} {way}: differs by {difference:.3g}, where it is up to {size:.3g}"
                 )
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, arrays.Branches):
+        return arrays.Branches(_mapped(function, tree.main), **{n: _mapped(function, t) for n, t in tree.skips.items()})
     leaves, structure = arrays.flatten(tree)
-    return arrays.unflatten([function(leaf) for leaf in leaves], structure)
+    result = arrays.unflatten([function(leaf) for leaf in leaves], structure)
+    return tree._make(result) if hasattr(tree, "_make") else result
+
+
+def _plain(tree: Any) -> Any:
+    """Return a tree without names of its entries, which gradients need not have."""
+    return arrays.unflatten(*arrays.flatten(tree))
 
 
 def _copied(tree: Any) -> Any:

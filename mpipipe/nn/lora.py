@@ -39,11 +39,6 @@ class LoRA:
         Names of projections: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; or, for stacked queries,
         keys and values and a feed-forward layer without a gate, c_attn, c_proj, c_fc. `linear` is each `nn.Linear`.
 
-    Raises
-    ------
-    ArgumentError
-        The rank or alpha is out of range, or there is no target.
-
     Examples
     --------
     >>> from mpipipe import attention, nn

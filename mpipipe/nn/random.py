@@ -23,9 +23,13 @@ def initial_generator(seed: int, name: str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=random_key("initial", seed, name)))
 
 
-def random_bits(stream: np.ndarray, counter: tuple[int, int, int], count: int) -> np.ndarray:
-    """Return `count` random 16-bit integers of the stream of this key at `counter`, three integers below 2**64."""
-    words = np.random.Philox(key=stream, counter=np.array([0, *counter], np.uint64)).random_raw(-(-count // 4))
+def random_bits(stream: np.ndarray, counter: tuple[int, int, int], count: int, first: int = 0) -> np.ndarray:
+    """Return `count` random 16-bit integers of the stream of this key at `counter`, three integers below 2**64.
+
+    They begin with number `first`, a multiple of 16, since 16 come from one step of the counter.
+    """
+    start = np.array([first // 16, *counter], np.uint64)
+    words = np.random.Philox(key=stream, counter=start).random_raw(-(-count // 4))
     if sys.byteorder == "big":
         words = words.byteswap()  # the same integers in the same order on every machine
     return words.view("<u2")[:count]

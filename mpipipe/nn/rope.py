@@ -23,13 +23,7 @@ from mpipipe.errors import ArgumentError
 
 
 class RopeScaling(ABC):
-    """A scaling of rotary frequencies: a frozen dataclass, whose `kind` names its class in files.
-
-    Attributes
-    ----------
-    kind : str
-        "linear", "llama3" or "yarn".
-    """
+    """A scaling of rotary frequencies: a frozen dataclass, whose `kind`, such as "yarn", names its class in files."""
 
     kind: str
 
@@ -257,7 +251,7 @@ def checked_coordinates(coordinates: ArrayLike, head_dim: int, seq_len: int | No
     return numbers.astype(np.float64)
 
 
-TABLES = 16  # of one stage at most, each for its own positions
+TABLES = 64  # of one stage at most, each for its own positions
 
 
 class RopeTables:

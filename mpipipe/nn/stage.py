@@ -14,6 +14,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.faces import renamed
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
+from mpipipe.nn.layers.attend import as_attend
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf
 from mpipipe.nn.layers.names import NamedChain, names_within, sum_of
@@ -71,8 +72,6 @@ class Stage(Differentiable):
 
     Raises
     ------
-    ArgumentError
-        Something is no layer, a layer has a stage already, or the dtype is another one.
     BackendError
         The device is not there.
 
@@ -142,7 +141,7 @@ class Stage(Differentiable):
             self.before_write.append(partial(setattr, self.buffers, "written", True))
             merge(self, self.buffers.merged, anew=True)
         _mark_frozen(named)
-        self.end_backward(self.first_layer.uploads_integers)  # which have no gradient
+        self.end_backward(False)
 
     def __repr__(self) -> str:
         size = sum(array.size for array in self.parameters.values())
@@ -219,7 +218,7 @@ class Stage(Differentiable):
         merge(self, self.buffers.merged, anew=True)
 
     def optimizer_writes_compute(self) -> None:
-        """From now on let optimizers write `compute`, and `refresh` do nothing: nobody else may write parameters."""
+        """From now on let optimizers write `compute`, and `refresh` do nothing: nothing else may write parameters."""
         self.refresh()
         self.buffers.optimizer_writes = self.compute is not self.parameters or bool(self.adapted)
 
@@ -231,13 +230,7 @@ class Stage(Differentiable):
     # -- what a pipeline sets around steps and backwards
 
     def use_parts(self, used: bool) -> None:
-        """Let layers add to the parts of shared gradients, or to the gradients. A pipeline does this around each step.
-
-        Parameters
-        ----------
-        used : bool
-            Whether to the parts, as within a step.
-        """
+        """Let layers add to the parts of shared gradients, as within a step, or to the gradients; a pipeline does."""
         parts = self.buffers.parts
         if not parts:
             return
@@ -257,15 +250,38 @@ class Stage(Differentiable):
         self._chain.on_layer_done = done
 
     def end_backward(self, ends: bool) -> None:
-        """Let backwards end with the lowest layer that is trained, if nobody asks for the gradient of the input.
+        """Let backwards end with the lowest layer that is trained, where the gradient of the input is not asked for.
+
+        From then on they return None for that gradient. Integers have none.
+        """
+        ends = ends or self.first_layer.uploads_integers
+        knowing = [layer for layer in self.layers if "ends" in vars(type(layer))]  # no class derived from such a one
+        trained = [
+            i for i, each in enumerate(self.layers) if not (each.frozen or (each in knowing and not each.declared))
+        ]
+        self._chain.lowest = lowest = trained[0] if ends and trained else 0
+        for layer in knowing:
+            layer.ends = ends and layer is self.layers[lowest]
+        for place, whole in enumerate(self.layers):
+            for _, layer in whole.walk(""):
+                layer.has_backward = place >= lowest
+
+    def unsliceable(self, rows: Sequence[int] | None = None) -> list[str]:
+        """Return the names of layers that cannot take a sequence in slices, along axis 1, such as "3 (Conv)".
 
         Parameters
         ----------
-        ends : bool
-            Whether nobody asks. From then on backwards return None for that gradient where they end early.
+        rows : sequence of int, optional
+            Rows of each slice. A layer that attends to slices of other lengths cannot take these.
         """
-        trained = [place for place, layer in enumerate(self.layers) if not layer.frozen]
-        self._chain.lowest = trained[0] if ends and trained and self.frozen else 0
+
+        def fits(layer: Layer) -> bool:
+            if "mixes_positions" not in vars(type(layer)) or layer.mixes_positions:
+                return False
+            attend = getattr(layer, "attend", None)
+            return attend is None or rows is None or as_attend(attend).slice_rows == tuple(rows)
+
+        return [f"{name} ({type(layer).__name__})" for name, layer in self._named_layers() if not fits(layer)]
 
     # -- names that layers give and take
 
@@ -300,22 +316,9 @@ class Stage(Differentiable):
             self.names.hand_on(names)
 
     def taken(self, name: str) -> Tree:
-        """Return what stands under a name, in the forward of a layer that has it in `takes`.
+        """Return what stands under a name, not to be written to, in the forward of a layer that has it in `takes`.
 
-        Parameters
-        ----------
-        name : str
-            The name.
-
-        Returns
-        -------
-        array, or tuple or dict of arrays
-            Not to be written to.
-
-        Raises
-        ------
-        ArgumentError
-            No layer of the stage has it in `takes`, or none before has given it.
+        A layer before has given it, or the input has it.
         """
         values: dict[str, Tree] = getattr(self.position, "values", {})
         if name not in values:
@@ -329,10 +332,7 @@ class Stage(Differentiable):
     def give(self, name: str, tree: Tree) -> None:
         """Let later layers take something by a name, in the forward of a layer that has the name in `gives`.
 
-        Parameters
-        ----------
-        name, tree : str, array or tuple or dict of arrays
-            The name, and what stands for it; not to be written to any more.
+        It is not to be written to any more.
         """
         if self.names is None or name not in self.names.given:
             raise ArgumentError(f"a layer gives the name {name!r} without having it in `gives`")
@@ -341,29 +341,19 @@ class Stage(Differentiable):
     def add_gradient(self, name: str, gradient: Tree) -> None:
         """Add to the gradient of what was taken by a name, in `backward_input` of the layer that took it.
 
-        Parameters
-        ----------
-        name, gradient : str, array or tuple or dict of arrays
-            The name, and a gradient shaped as what was taken; None in place of an array of integers.
+        The gradient is shaped as what was taken, with None in place of an array of integers.
         """
         assert self.names is not None  # since the layer took something
-        self.names.gradients[name] = sum_of(self.names.gradients.get(name), gradient)
+        gradients = self.names.gradients_for(name, (*self.names.takes, *self.names.given), "takes")
+        gradients[name] = sum_of(gradients.get(name), gradient)
 
     def gradient_of(self, name: str) -> Tree:
         """Return the gradient of what was given under a name, in `backward_input` of the layer that gave it.
 
-        Parameters
-        ----------
-        name : str
-            The name.
-
-        Returns
-        -------
-        array, or tuple or dict of arrays, or None
-            The sum of what all takers have added; None where none has.
+        It is the sum of what all takers have added; None where none has.
         """
         assert self.names is not None  # since the layer gave something
-        return self.names.gradients.pop(name, None)
+        return self.names.gradients_for(name, self.names.given, "gives").pop(name, None)
 
     # -- forward and backward
 
@@ -373,7 +363,8 @@ class Stage(Differentiable):
         Parameters
         ----------
         x : array
-            Of the dtype of the stage, or integers for an Embedding. An array on the host is uploaded for a GPU.
+            Of the dtype of the stage, or integers for an Embedding. An array on the host is uploaded for a GPU, not
+            the other way round.
         position : Position, optional
             By default that of the last forward.
 
@@ -381,11 +372,6 @@ class Stage(Differentiable):
         -------
         y, saved : array, object
             The output, and all that the backward of this micro-batch needs.
-
-        Raises
-        ------
-        ArgumentError
-            The input has another dtype, does not fit the layers, or is on a GPU and the stage is not.
         """
         if position is not None:
             self.position = position
@@ -418,10 +404,11 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
             )
 
 
-def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
+def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False) -> Any:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them.
 
-    What is `named` comes next to the input, under a name, and may be of integers.
+    What is `named` comes next to the input, under a name, and may be of integers. A `part` of several may have the
+    dtype of parameters, as sums over the vocabulary have.
     """
     if isinstance(x, arrays.Branches):
         if stage.names is None:
@@ -431,7 +418,7 @@ def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
         return arrays.Branches(accepted_input(stage, x.main), **skips)
     if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
         leaves, structure = arrays.flatten(x)
-        return arrays.unflatten([accepted_input(stage, leaf, named) for leaf in leaves], structure)
+        return arrays.unflatten([accepted_input(stage, leaf, named, part=True) for leaf in leaves], structure)
     device = arrays.device_of(x)
     x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":
@@ -443,7 +430,8 @@ def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
             remedy="build the stage with device='cuda', or give a numpy array",
         )
     integers = x.dtype.kind in "iu"
-    if x.dtype != stage.dtype and not (integers and (named or stage.first_layer.takes_integers)):
+    wide = part and x.dtype == arrays.accumulator(stage.dtype)
+    if x.dtype != stage.dtype and not wide and not (integers and (named or stage.first_layer.takes_integers)):
         raise ArgumentError(
             "the input of a stage has the wrong dtype",
             stage=stage.index,

@@ -11,27 +11,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.pictures.sheet import (
-    INK,
-    MARGIN,
-    PALE,
-    SERIES,
-    SMALL,
-    TEXT,
-    WIDTH,
-    YELLOW,
-    Sheet,
-    darker,
-    draw,
-    is_number,
-    spread,
-)
+from mpipipe.pictures import sheet as paper
 from mpipipe.schedules import EQUAL_COSTS, ONE_STAGE, SEVERAL_STAGES, TWO_STAGES, Costs, Timeline, by_name, simulate
 from mpipipe.text import counted
 
 TOP, LEFT, PANEL, NAME, BETWEEN = 24.0, 40.0, 180.0, 20.0, 22.0  # points
 APART, LEADER, NUMBERS_APART = 11.5, 34.0, 18.0  # points: names of two lines; from a line to its name; of the axis
-COLOURS = tuple(colour for colour in SERIES if colour != YELLOW)  # which is too light for a line on white
+COLOURS = tuple(colour for colour in paper.SERIES if colour != paper.YELLOW)  # which is too light for a line on white
 DASH = 3.0  # in widths of a line
 BESIDE = 0.03  # of the axis, left of the first points
 LOGARITHMIC = 4  # times the smallest number of micro-batches, from where on an even axis would crowd the small ones
@@ -83,7 +69,7 @@ def simulate_all(
     [('gpipe', 21.0), ('gpipe', 33.0), ('zero_bubble_v', 15.0), ('zero_bubble_v', 25.5)]
     """
     for entry in fields(costs):
-        if getattr(costs, entry.name) is not None and not is_number(getattr(costs, entry.name)):
+        if getattr(costs, entry.name) is not None and not paper.is_number(getattr(costs, entry.name)):
             raise ArgumentError(
                 f"the cost {entry.name} is no number",
                 found=repr(getattr(costs, entry.name)),
@@ -135,39 +121,36 @@ def draw_comparison(timelines: Iterable[Timeline], path: str | os.PathLike[str])
             )
         bubbles[schedule.name][schedule.microbatches] = 100 * timeline.bubble_fraction
         peaks[schedule.name][schedule.microbatches] = max(timeline.peak_activations) / schedule.chunks
+    lines = [{name: sorted(line.items()) for name, line in each.items()} for each in (bubbles, peaks)]
     panels = [
-        Panel("bubble, % of the time", _sorted(bubbles), False),
-        Panel("peak memory, activations of all stages of a rank", _sorted(peaks), True),
+        Panel("bubble, % of the time", lines[0], False),
+        Panel("peak memory, activations of all stages of a rank", lines[1], True),
     ]
-    draw(path, lambda: _sheet(panels, ranks[0]))
+    paper.draw(path, lambda: _sheet(panels, ranks[0]))
 
 
-def _sorted(found: Mapping[str, Mapping[int, float]]) -> Points:
-    return {name: sorted(line.items()) for name, line in found.items()}
-
-
-def _sheet(panels: Sequence[Panel], ranks: int) -> Sheet:
-    sheet, top = Sheet(), TOP
+def _sheet(panels: Sequence[Panel], ranks: int) -> paper.Sheet:
+    sheet, top = paper.Sheet(), TOP
     names = list(panels[0].points)
     sheet.title(f"{counted(len(names), 'schedule')} on {counted(ranks, 'rank')}")
-    room = LEADER + MARGIN + max(map(sheet.width_of_words, names))
+    room = LEADER + paper.MARGIN + max(map(sheet.width_of_words, names))
     height = max(PANEL, APART * (len(names) + 1))
     for panel in panels:
-        sheet.text(MARGIN, top + NAME / 2, panel.words)
-        axes = sheet.axes(LEFT, top + NAME, WIDTH - LEFT - room, height)
-        _scale(axes, panel, WIDTH - LEFT - room)
+        sheet.text(paper.MARGIN, top + NAME / 2, panel.words)
+        axes = sheet.axes(LEFT, top + NAME, paper.WIDTH - LEFT - room, height)
+        _scale(axes, panel, paper.WIDTH - LEFT - room)
         _draw_lines(axes, panel.points)
         _name_lines(sheet, axes, panel.points, top + NAME, height)
         top += NAME + height + BETWEEN
-    axes.set_xlabel("micro-batches", fontsize=TEXT, labelpad=2)
+    axes.set_xlabel("micro-batches", fontsize=paper.TEXT, labelpad=2)
     sheet.end_at(top + 14)
     return sheet
 
 
 def _scale(axes: Any, panel: Panel, width: float) -> None:
     """Choose limits, scales and the numbers at the axes."""
-    axes.tick_params(labelsize=SMALL)
-    axes.grid(color=PALE, linewidth=0.5)
+    axes.tick_params(labelsize=paper.SMALL)
+    axes.grid(color=paper.PALE, linewidth=0.5)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -210,19 +193,19 @@ def _draw_lines(axes: Any, points: Points) -> None:
             dash = (turn * DASH, (DASH, DASH * (len(names) - 1))) if len(names) > 1 else "solid"
             axes.plot(*zip(*segment), color=_colour(points, name), linestyle=dash, linewidth=1.8, label=name)
     for point, names in places.items():
-        colour = _colour(points, names[0]) if len(names) == 1 else INK
+        colour = _colour(points, names[0]) if len(names) == 1 else paper.INK
         face = colour if len(names) == 1 else "white"  # a point of several lines belongs to none of them
         axes.plot(*point, "o", color=colour, markerfacecolor=face, markersize=4.5, clip_on=False, zorder=4)
 
 
-def _name_lines(sheet: Sheet, axes: Any, points: Points, top: float, height: float) -> None:
+def _name_lines(sheet: paper.Sheet, axes: Any, points: Points, top: float, height: float) -> None:
     """Write each name next to the end of its line, and join the two."""
-    right = WIDTH - MARGIN - max(map(sheet.width_of_words, points))
+    right = paper.WIDTH - paper.MARGIN - max(map(sheet.width_of_words, points))
     ends = {}
     for name, line in points.items():
         x, y = axes.transAxes.inverted().transform(axes.transData.transform(line[-1]))
         ends[name] = LEFT + x * (right - LEADER - LEFT), top + (1 - y) * height
-    places = spread([y for _, y in ends.values()], [APART] * len(ends), top - APART, top + height + APART)
+    places = paper.spread([y for _, y in ends.values()], [APART] * len(ends), top - APART, top + height + APART)
     for (name, (x, y)), place in zip(ends.items(), places):
         colour = _colour(points, name)
         sheet.ink.plot([x, right - 10, right - 3], [y, place, place], color=colour, linewidth=0.9)
@@ -231,4 +214,4 @@ def _name_lines(sheet: Sheet, axes: Any, points: Points, top: float, height: flo
 
 def _colour(points: Points, name: str) -> str:
     place = list(points).index(name)
-    return darker(COLOURS[place % len(COLOURS)], place // len(COLOURS))
+    return paper.darker(COLOURS[place % len(COLOURS)], place // len(COLOURS))

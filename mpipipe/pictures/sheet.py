@@ -6,14 +6,16 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from numbers import Real
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from mpipipe import files
-from mpipipe.errors import ArgumentError, BackendError, StorageError
+from mpipipe.errors import ArgumentError, StorageError
 from mpipipe.schedules import Schedule
-from mpipipe.text import counted, how_to_install
+from mpipipe.text import counted, optional_library
 
 # -- Colours that readers who are colour-blind tell apart, and that differ in lightness on paper ----------------------
 #
@@ -212,17 +214,7 @@ def draw(path: str | os.PathLike[str], make: Callable[[], Sheet]) -> None:
 
 
 def check_can_draw(path: str | os.PathLike[str]) -> None:
-    """Check that a picture can be written there, before anything is computed for it.
-
-    Parameters
-    ----------
-    path : str or path
-        Where the picture shall be.
-
-    Raises
-    ------
-    ArgumentError, BackendError, StorageError
-        As for `draw_timeline`.
+    """Check that a picture can be written there, before anything is computed for it; raises as `draw_timeline` does.
 
     Examples
     --------
@@ -255,7 +247,7 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, str]:
 
 def subject(schedule: Schedule) -> str:
     """Return what a picture of one schedule is called."""
-    return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {counted(schedule.microbatches, 'micro-batch')}"
+    return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {schedule.batch}"
 
 
 def is_number(value: object) -> bool:
@@ -264,15 +256,8 @@ def is_number(value: object) -> bool:
 
 
 def _library() -> Any:
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise BackendError(
-            f"the library matplotlib cannot be imported: {error}",
-            expected="it, to draw pictures",
-            remedy=f"{how_to_install('plot')}; schedules.timeline draws a schedule as text without it",
-        ) from error
-    return style
+    otherwise = "; schedules.timeline draws a schedule as text without it"
+    return optional_library("matplotlib.style", "draw pictures", "plot", otherwise)
 
 
 def _unwritable(path: Path, why: str) -> StorageError:
@@ -329,40 +314,25 @@ def add_rows(
 # -- Labels in a row, each as near as can be to what it names, and none upon another ----------------------------------
 
 
-class LabelRun(NamedTuple):
-    """Labels that touch each other: which ones, where the first begins, and how long they are together."""
-
-    members: list[int]
-    start: float
-    size: float
-
-
 def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
     """Return the middles of labels of these sizes that lie within low .. high, near to where they are wanted.
 
     Labels that want the same place stand in the order given. Where all together are longer than there is room, they
     begin at `low`.
     """
-    blocks: list[LabelRun] = []
+
+    def edges(run: Sequence[int]) -> list[float]:
+        """Return where labels without gaps begin, and the last one ends: on average none is off to one side."""
+        ends = list(accumulate((sizes[label] for label in run), initial=0.0))
+        mean = fmean(wanted[label] - end - sizes[label] / 2 for label, end in zip(run, ends))
+        start = max(low, min(mean, high - ends[-1]))
+        return [start + end for end in ends]
+
+    runs: list[list[int]] = []  # of labels that touch each other
     for label in sorted(range(len(wanted)), key=lambda label: wanted[label]):
-        block = _block([label], wanted, sizes, low, high)
-        while blocks and blocks[-1].start + blocks[-1].size > block.start:
-            block = _block([*blocks.pop().members, *block.members], wanted, sizes, low, high)
-        blocks.append(block)
-    middles = [0.0] * len(wanted)
-    for block in blocks:
-        place = block.start
-        for label in block.members:
-            middles[label] = place + sizes[label] / 2
-            place += sizes[label]
-    return middles
-
-
-def _block(members: list[int], wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> LabelRun:
-    """Place labels without gaps so that on average none is off to one side."""
-    before, offsets = 0.0, []
-    for label in members:
-        offsets.append(wanted[label] - before - sizes[label] / 2)
-        before += sizes[label]
-    mean = sum(offsets) / len(offsets)
-    return LabelRun(members, max(low, min(mean, high - before)), before)
+        run = [label]
+        while runs and edges(runs[-1])[-1] > edges(run)[0]:
+            run = [*runs.pop(), *run]
+        runs.append(run)
+    middles = {label: edge + sizes[label] / 2 for run in runs for label, edge in zip(run, edges(run))}
+    return [middles[label] for label in range(len(wanted))]

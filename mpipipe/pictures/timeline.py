@@ -9,31 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError
-from mpipipe.pictures.sheet import (
-    AXIS,
-    BLUE,
-    INK,
-    LEFT,
-    LINE,
-    MARGIN,
-    PALE,
-    RIGHT,
-    SKY_BLUE,
-    TEXT,
-    WHITE,
-    WIDTH,
-    Look,
-    Sheet,
-    add_rows,
-    check_boxes,
-    draw,
-    height_of_row,
-    ink_on,
-    is_number,
-    looks_of_ops,
-    shade,
-    subject,
-)
+from mpipipe.pictures import sheet as paper
 from mpipipe.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Schedule, Timeline
 from mpipipe.text import counted
 
@@ -53,14 +29,14 @@ class Measured(NamedTuple):
     op : str
         ``F``, ``B``, ``I``, ``W`` or ``R``; any other text is shown in the key as it is.
     stage, microbatch : int or None
-        Logical stage and micro-batch; None for what belongs to none.
+        Logical stage and micro-batch, with slices the number of the unit; None for what belongs to none.
     start, end : float
         Times in the unit of the costs, on one clock for all ranks.
     """
 
     op: str
     stage: int | None
-    microbatch: int | None
+    microbatch: int | str | None
     start: float
     end: float
 
@@ -113,20 +89,28 @@ def draw_timeline(
         panel = _checked(measured, schedule)
         first = min(box.start for row in panel for box in row)
         panels.append([[box._replace(start=box.start - first, end=box.end - first) for box in row] for row in panel])
-    check_boxes(sum(len(row) for panel in panels for row in panel))
-    draw(path, lambda: _sheet(timeline, panels, unit))
+    paper.check_boxes(sum(len(row) for panel in panels for row in panel))
+    if schedule.slices > 1:
+        panels = [[[_with_slice(box, schedule.slices) for box in row] for row in panel] for panel in panels]
+    paper.draw(path, lambda: _sheet(timeline, panels, unit))
 
 
-def _sheet(timeline: Timeline, panels: Sequence[Boxes], unit: str) -> Sheet:
+def _with_slice(box: Measured, slices: int) -> Measured:
+    if not isinstance(box.microbatch, int):
+        return box
+    return box._replace(microbatch=f"{box.microbatch // slices}.{box.microbatch % slices}")
+
+
+def _sheet(timeline: Timeline, panels: Sequence[Boxes], unit: str) -> paper.Sheet:
     schedule = timeline.schedule
-    row = height_of_row(schedule.ranks * len(panels), ROW)
+    row = paper.height_of_row(schedule.ranks * len(panels), ROW)
     name = NAME if len(panels) > 1 else 0.0
-    looks = looks_of_ops(box.op for panel in panels for boxes in panel for box in boxes)
+    looks = paper.looks_of_ops(box.op for panel in panels for boxes in panel for box in boxes)
     notes = ["white: bubble"]
     if schedule.chunks > 1:
         notes.append("lighter: later chunk")
-    sheet = Sheet()
-    sheet.title(subject(schedule), f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}")
+    sheet = paper.Sheet()
+    sheet.title(paper.subject(schedule), f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}")
     top = sheet.key(TOP, list(looks.values()), schedule.chunks, notes) + 4
     ends = [max((box.end for boxes in panel for box in boxes), default=0.0) for panel in panels]
     longest = max(timeline.makespan, *ends)
@@ -134,38 +118,38 @@ def _sheet(timeline: Timeline, panels: Sequence[Boxes], unit: str) -> Sheet:
         if name:
             more = f", {end / timeline.makespan - 1:+.1%}" if timeline.makespan else ""
             words = f"measured: {end:.4g}{more}" if place else f"predicted: {end:.4g}"
-            sheet.text(MARGIN, top + name / 2, words, fontweight="bold")
-        axes = add_rows(sheet, top + name, schedule.ranks, row, longest)
+            sheet.text(paper.MARGIN, top + name / 2, words, fontweight="bold")
+        axes = paper.add_rows(sheet, top + name, schedule.ranks, row, longest)
         _fill(axes, panel, schedule, looks, row, end)
         top += name + schedule.ranks * row + 6
         if place < len(panels) - 1:
             axes.tick_params(axis="x", labelbottom=False)  # the panel below has the numbers
-    axes.set_xlabel(f"time, in {unit}", fontsize=TEXT, labelpad=2)
-    sheet.end_at(top - 6 + AXIS)
+    axes.set_xlabel(f"time, in {unit}", fontsize=paper.TEXT, labelpad=2)
+    sheet.end_at(top - 6 + paper.AXIS)
     return sheet
 
 
-def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, Look], row: float, end: float) -> None:
+def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, paper.Look], row: float, end: float) -> None:
     """Draw the boxes of all ranks."""
-    points = (WIDTH - LEFT - RIGHT) / axes.get_xlim()[1]  # of one unit of time
+    points = (paper.WIDTH - paper.LEFT - paper.RIGHT) / axes.get_xlim()[1]  # of one unit of time
     boxes = [box for rank in panel for box in rank if box.end > box.start]
     size = _size(boxes, points, row)
     frame, high = (0.6, BOX) if row >= FRAMED else (0.0, 1.0)
     for rank, found in enumerate(panel):
         place = rank + (1 - high) / 2, high
-        axes.broken_barh([(0, end)], place, facecolor=WHITE, edgecolor=PALE, linewidth=frame, clip_on=False)
+        axes.broken_barh([(0, end)], place, facecolor=paper.WHITE, edgecolor=paper.PALE, linewidth=frame, clip_on=False)
         chunks: dict[int | None, int] = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
         groups: dict[tuple[str, int], list[Measured]] = defaultdict(list)
         for box in found:
             if box.end > box.start:
                 groups[box.op, chunks.get(box.stage, 0)].append(box)
         for (op, chunk), same in groups.items():
-            fill = shade(looks[op].colour, chunk, schedule.chunks)
+            fill = paper.shade(looks[op].colour, chunk, schedule.chunks)
             axes.broken_barh(
                 [(box.start, box.end - box.start) for box in same],
                 place,
                 facecolor=fill,
-                edgecolor=INK,
+                edgecolor=paper.INK,
                 linewidth=[_border(min(points * (box.end - box.start), row)) for box in same],
                 hatch=looks[op].hatch,
                 clip_on=False,  # else the last edge would be half as wide
@@ -177,7 +161,8 @@ def _fill(axes: Any, panel: Boxes, schedule: Schedule, looks: dict[str, Look], r
                 own = size if _needed(box, size) <= points * (box.end - box.start) else SIZES[-1]
                 if own <= size < math.inf and _needed(box, own, TIGHT) <= points * (box.end - box.start):
                     middle = (box.start + box.end) / 2, rank + 0.53
-                    axes.text(*middle, str(box.microbatch), color=ink_on(fill), fontsize=own, ha="center", va="center")
+                    ink = paper.ink_on(fill)
+                    axes.text(*middle, str(box.microbatch), color=ink, fontsize=own, ha="center", va="center")
 
 
 def _border(least: float) -> float:
@@ -212,7 +197,7 @@ def _checked(measured: Sequence[Iterable[Measured]], schedule: Schedule) -> Boxe
     for rank, boxes in enumerate(measured):
         row = list(boxes)
         for box in row:
-            if len(box) != 5 or not is_number(box[3]) or not is_number(box[4]) or not box[3] <= box[4]:
+            if len(box) != 5 or not paper.is_number(box[3]) or not paper.is_number(box[4]) or not box[3] <= box[4]:
                 raise ArgumentError(
                     "what was measured is no box of a timeline",
                     rank=rank,
@@ -239,17 +224,10 @@ def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
     An activation is that of one chunk and one micro-batch, and is counted as in `Timeline.peak_activations`: from its
     forward until its backward, or until its weight gradient where the backward is split; one that is recomputed (``R``)
-    from then on. All rows have one scale.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        What `schedules.simulate` returns.
-    path : str or path
-        As for `draw_timeline`, and the same errors.
+    from then on. All rows have one scale. Files and errors are as for `draw_timeline`.
     """
-    check_boxes(sum(map(len, timeline.spans)))
-    draw(path, lambda: _memory_sheet(timeline))
+    paper.check_boxes(sum(map(len, timeline.spans)))
+    paper.draw(path, lambda: _memory_sheet(timeline))
 
 
 def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[int]]:
@@ -277,26 +255,27 @@ def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[in
     return [*times, timeline.makespan], [*counts, counts[-1]]
 
 
-def _memory_sheet(timeline: Timeline) -> Sheet:
+def _memory_sheet(timeline: Timeline) -> paper.Sheet:
     schedule, peaks = timeline.schedule, timeline.peak_activations
-    row = height_of_row(schedule.ranks, MEMORY_ROW)
-    sheet = Sheet()
-    sheet.title(subject(schedule), f"largest peak {max(peaks)}, smallest {min(peaks)}")
+    row = paper.height_of_row(schedule.ranks, MEMORY_ROW)
+    sheet = paper.Sheet()
+    sheet.title(paper.subject(schedule), f"largest peak {max(peaks)}, smallest {min(peaks)}")
     part = "" if schedule.chunks == 1 else f", each of one chunk of {schedule.chunks}"
-    sheet.text(MARGIN, TOP + LINE / 2, f"activations that each rank holds{part}; dotted: the largest peak of all ranks")
-    top = TOP + LINE + 4
-    axes = add_rows(sheet, top, schedule.ranks, row, timeline.makespan, right=PEAKS)
+    words = f"activations that each rank holds{part}; dotted: the largest peak of all ranks"
+    sheet.text(paper.MARGIN, TOP + paper.LINE / 2, words)
+    top = TOP + paper.LINE + 4
+    axes = paper.add_rows(sheet, top, schedule.ranks, row, timeline.makespan, right=PEAKS)
     scale = FULL / max(1, *peaks)
     for rank, peak in enumerate(peaks):
         times, counts = profile(timeline, rank)
         heights = [rank + 1 - scale * count for count in counts]
-        axes.fill_between(times, heights, rank + 1, step="post", color=SKY_BLUE, linewidth=0)
+        axes.fill_between(times, heights, rank + 1, step="post", color=paper.SKY_BLUE, linewidth=0)
         axes.plot(
-            times, heights, drawstyle="steps-post", color=BLUE, linewidth=min(1.0, row / 10), label=f"rank {rank}"
+            times, heights, drawstyle="steps-post", color=paper.BLUE, linewidth=min(1.0, row / 10), label=f"rank {rank}"
         )
-        axes.axhline(rank + 1 - FULL, color=PALE, linewidth=min(0.8, row / 20), linestyle=":", zorder=0)
+        axes.axhline(rank + 1 - FULL, color=paper.PALE, linewidth=min(0.8, row / 20), linestyle=":", zorder=0)
         if row >= 10 or rank % int(-(-10 // row)) == 0:
-            sheet.text(WIDTH - PEAKS + 6, top + (rank + 0.55) * row, f"peak {peak}")
-    axes.set_xlabel("time, in the unit of the costs", fontsize=TEXT, labelpad=2)
-    sheet.end_at(top + schedule.ranks * row + AXIS)
+            sheet.text(paper.WIDTH - PEAKS + 6, top + (rank + 0.55) * row, f"peak {peak}")
+    axes.set_xlabel("time, in the unit of the costs", fontsize=paper.TEXT, labelpad=2)
+    sheet.end_at(top + schedule.ranks * row + paper.AXIS)
     return sheet

@@ -21,11 +21,10 @@ from functools import lru_cache
 
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError
 from mpipipe.job import Ballot, RankGroup, Vote, digest
-from mpipipe.pipeline.batch import ENTRIES, Agreed, BatchFacts
+from mpipipe.pipeline.batch import TRAINS, BatchFacts
 from mpipipe.text import counted
 
 CALLS = ("step", "launch", "forward_train", "backward", "evaluate", "forward", "durations", "close")
-TRAINS = ("step", "launch")
 DIFFERENT = "ranks call different methods of a pipeline, or with different scales or values of accumulate"
 REMEDY = f"call {', '.join(CALLS[:-1])} and {CALLS[-1]} on all ranks, in the same order and with the same arguments"
 
@@ -37,11 +36,11 @@ class Agreement:
         self.pipe, self.replicas, self.where, self.runs_ahead = pipe, replicas, f" of {name}", runs_ahead
         self.count = 0  # calls so far
         self.codes: dict[tuple[str, tuple], int] = {}
-        self.trained: tuple[BatchFacts, Agreed] | None = None  # this rank's facts of the last step; what was agreed on
+        self.trained: tuple[BatchFacts, BatchFacts] | None = None  # of the last step: this rank's, and the agreed ones
 
     def reach(
         self, call: str, batch: BatchFacts, error: Exception | None, scale: float = 1.0, accumulate: bool = False
-    ) -> tuple[Agreed, MpipipeError | None]:
+    ) -> tuple[BatchFacts, MpipipeError | None]:
         """Return what was agreed on, and the error that every rank is to raise, or None; collective.
 
         All ranks get the same error, and can go on together after it; they cannot after one that is raised here.
@@ -85,8 +84,13 @@ class Agreement:
         return agreed, None
 
     def _presume(
-        self, batch: BatchFacts, error: Exception | None, how: tuple[float, bool], before: BatchFacts, agreed: Agreed
-    ) -> Agreed:
+        self,
+        batch: BatchFacts,
+        error: Exception | None,
+        how: tuple[float, bool],
+        before: BatchFacts,
+        agreed: BatchFacts,
+    ) -> BatchFacts:
         """Begin the vote on a launched step; return what was agreed on before. Raises on this rank alone."""
         if error is not None:
             wrong = error if isinstance(error, MpipipeError) else ArgumentError(f"{type(error).__name__}: {error}")
@@ -126,21 +130,12 @@ def _of_replica(facts: BatchFacts) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)  # the next step nearly always has the same
-def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> Agreed:
+def _agreed(facts: BatchFacts, replicas: tuple[tuple[int, ...], ...]) -> BatchFacts:
     """What is agreed on, from what one pipeline and then all replicas know."""
     first_rows, first_entries, mean_over, _ = replicas[0]
     uneven = any(uneven or size * first_rows != first_entries * rows for rows, size, _, uneven in replicas)
-    entries = sum(size for _, size, *_ in replicas)
-    return Agreed(
-        facts.signature,
-        facts.microbatches,
-        bool(facts.listed),
-        total=entries if mean_over == ENTRIES else sum(rows for rows, *_ in replicas),
-        entries=entries,
-        mean_over=mean_over,
-        uneven=uneven,
-        bare=bool(facts.bare),
-    )
+    rows, entries, *_ = map(sum, zip(*replicas))
+    return facts._replace(rows=rows, entries=entries, mean_over=mean_over, uneven=uneven)
 
 
 def _described(batch: BatchFacts) -> str:

@@ -119,7 +119,7 @@ class Returned:
 
     arrays: Watched  # of y or dx
     action: tuple[int, str]  # (stage, name of the action): the next of its kind would use a buffer again
-    sent: int | None = None  # messages that have to leave before nobody reads it; None before its own was sent
+    sent: int | None = None  # messages after which it is read no more; None before its own was sent
 
 
 class Checks:
@@ -139,11 +139,10 @@ class Checks:
         self.returned: dict[tuple[int, int | None, str], Watched] = {}
 
     def begin(self, inputs: CallInputs) -> None:
-        """Begin a call."""
         self._clear(inputs.training, inputs.scale == 1)
         for name, stage, trees in (("inputs", 0, inputs.inputs), ("targets", self.last_stage, inputs.targets)):
-            for microbatch, tree in enumerate(trees if isinstance(trees, list) else ()):
-                self.batch[name, microbatch] = watched(stage, microbatch, tree, name)
+            for position, tree in zip(inputs.positions, trees if isinstance(trees, list) else ()):
+                self.batch[name, position.microbatch] = watched(stage, position.microbatch, tree, name)
 
     def end(self) -> None:
         """End a call whose actions have ended and whose messages have left."""
@@ -264,7 +263,6 @@ class CheckedStage:
         return y, Kept(saved, microbatch, {"x": handed, "saved": self._watched(microbatch, saved, "saved")})
 
     def backward(self, dy: Tree, kept: Kept) -> Tree:
-        """As the stage's own."""
         arrays = self._before(dy, kept)
         dx = self.stage.backward(dy, kept.saved)
         self._after("backward", arrays, kept)
@@ -272,7 +270,6 @@ class CheckedStage:
         return dx
 
     def backward_input(self, dy: Tree, kept: Kept) -> tuple[Tree, Kept]:
-        """As the stage's own."""
         arrays = self._before(dy, kept)
         dx, pending = self.stage.backward_input(dy, kept.saved)
         self._after("input gradient", arrays, kept)
@@ -281,7 +278,6 @@ class CheckedStage:
         return dx, Kept(pending, kept.microbatch, arrays)
 
     def backward_weight(self, kept: Kept) -> None:
-        """As the stage's own."""
         for name, copies in kept.arrays.items():
             self.checks.unchanged(copies, f"{name} was written to between input gradient and weight gradient")
         self.stage.backward_weight(kept.saved)
@@ -289,7 +285,6 @@ class CheckedStage:
         self._after("weight gradient", kept.arrays, kept)
 
     def named_gradients(self) -> dict[str, Array]:
-        """The gradients by their names."""
         found: dict[str, Array] = {} if self.adapter.is_model else _named(getattr(self.stage, "gradients", None))
         for model in self.adapter.models:
             found |= {name: array for name, array in model.gradients.items()}
@@ -347,7 +342,6 @@ class CheckedLoss(Loss):
         self._sources: Sources = ()
 
     def call(self, output: Tree, target: Tree, factor: float) -> Any:
-        """Return what the function returns."""
         checks = self._checks
         names = ("y", "the output of the last stage"), ("targets", "its targets")
         handed = [watched(None, None, tree, name) for tree, (name, _) in zip((output, target), names)]
@@ -361,7 +355,6 @@ class CheckedLoss(Loss):
         return result
 
     def checked(self, result: Any) -> Any:
-        """As that of any loss."""
         try:
             return super().checked(result)
         except NonFiniteError as error:
@@ -369,7 +362,6 @@ class CheckedLoss(Loss):
             raise
 
     def scaled(self, *arguments: Any) -> Tree:  # type: ignore[override]  # it knows the checks
-        """As that of any loss."""
         gradient = Loss.scaled(*arguments)
         if self._checks.gradients:
             what = "the loss returned a gradient of the output that is not finite"
@@ -385,13 +377,11 @@ class CheckedMessages(StageMessages):
         self._checks = checks
 
     def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        """Return (activation, lease)."""
         tree, lease = super().receive_activation(envelope)
         self._look_at(tree, "x", envelope)
         return tree, lease
 
     def receive_gradient(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        """Return (gradient, lease)."""
         tree, lease = super().receive_gradient(envelope)
         if self._checks.gradients:
             self._look_at(tree, "dy", envelope)

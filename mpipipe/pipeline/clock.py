@@ -50,12 +50,10 @@ class HostClock:
         self.entered = perf_counter()
 
     def leave(self) -> None:
-        """Note that a call is about to return."""
         self.host_elapsed = perf_counter() - self.entered
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the last call in all."""
         return max(self.host_elapsed, self.span)
 
     def begin(self, actions: Sequence[PlannedAction], training: bool) -> list:
@@ -68,7 +66,6 @@ class HostClock:
         return self.running.marks
 
     def end(self) -> None:
-        """End the actions of the call."""
         if self.running is not None:
             self.ended.append(self.running)
             self.running = None

@@ -44,6 +44,8 @@ class Arguments(NamedTuple):
     recompute: bool
     replicas: Communicator | None  # the user's
     check: bool
+    input_grads: bool
+    slice_lengths: Any = None
 
     @property
     def has_replicas(self) -> bool:
@@ -66,7 +68,6 @@ class Partners(NamedTuple):
 
     @property
     def groups(self) -> list[RankGroup]:
-        """All groups."""
         return [self.pipe] if self.replicas is None else [self.pipe, self.replicas]
 
     @property
@@ -145,11 +146,12 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
             runtime.resolve(replicas)
         adapters = check_arguments(arguments, pipe.comm)
         largest_tag = runtime.tag_upper_bound(pipe.comm)
-        Tags(schedule.placement, schedule.microbatches, largest_tag, schedule.skip_ends)
+        Tags(schedule.placement, schedule.units, largest_tag, schedule.skip_ends)
         facts = (
             *_common_facts(arguments),
             ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
             ("number of micro-batches", schedule.microbatches),
+            ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.nccl_is_demanded()),
@@ -175,6 +177,7 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
         ("schedule", f"{arguments.schedule.name} {digest(arguments.schedule)}"),
         ("recompute", bool(arguments.recompute)),
         ("check", arguments.check),
+        ("input_grads", arguments.input_grads),
         ("setting MPIPIPE_GRAPHS", settings.graphs()),
     )
 
@@ -312,7 +315,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
             stage.check(ops, arguments.has_replicas)
             ends = ([skip.name for skip in schedule.skips if skip[end] == number] for end in (2, 1))
             stage.check_skips(number, *ends)
-            if not schedule.has_backward(number) and stage.has_parameters:
+            if not schedule.has_backward(number) and stage.gradient_arrays:
                 raise ArgumentError(
                     "a stage has parameters to train, and the schedule has no backward for it",
                     found=f"trained_from = {schedule.trained_from}",
@@ -330,7 +333,34 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
         )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
+    if schedule.slices > 1 or arguments.slice_lengths is not None:
+        _check_slices(arguments, dict(zip(numbers, adapters)))
     return adapters
+
+
+def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None:
+    """Raise ArgumentError where lengths, a stage or the loss do not go together with the slices of a schedule."""
+    count, lengths, loss = arguments.schedule.slices, arguments.slice_lengths, arguments.loss
+    if lengths is not None and ([*map(type, lengths)] != [int] * count or min(lengths) < 1 or count == 1):
+        raise ArgumentError(
+            "slice_lengths",
+            found=lengths,
+            expected=f"None, or {counted(count, 'whole number')} of at least 1, one for each slice of the schedule"
+            if count > 1
+            else "None for a schedule without slices",
+        )
+    for number, stage in stages.items():
+        stage.check_slices(number)
+    if arguments.schedule.stages - 1 in stages and (
+        getattr(loss, "over_batch", False) or getattr(loss, "mean_over_entries", None) is False
+    ):
+        raise ArgumentError(
+            "the loss does not go together with the slices of sequences",
+            found="loss.over_batch" if getattr(loss, "over_batch", False) else "loss.mean_over_entries = False",
+            expected="a mean over target entries, of one slice at a time",
+            remedy="set loss.mean_over_entries = True where that is so, or return (value, doutput, weight); or take a "
+            "schedule without slices",
+        )
 
 
 def check_forwards_first(schedule: Schedule, what: str) -> None:
@@ -361,9 +391,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
             )
 
 
-# -- The construction of a Pipeline on one rank of a large job, without MPI: all that grows with the size of the job
-#
-# `bench schedules` measures its time and memory.
+# -- The construction of a Pipeline on one rank of a large job, without MPI: `bench schedules` measures it
 
 
 PROMISED_TAG_UB = 32767  # what every MPI offers
@@ -379,7 +407,7 @@ def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
     schedule = build()
     check_part(schedule, rank)
     digest(schedule)
-    tags = Tags(schedule.placement, schedule.microbatches, PROMISED_TAG_UB, schedule.skip_ends)
+    tags = Tags(schedule.placement, schedule.units, PROMISED_TAG_UB, schedule.skip_ends)
     TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
     neighbours(schedule.placement, schedule.skip_ends)
     BatchReader(schedule, rank, loss=None)

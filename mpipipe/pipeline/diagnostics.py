@@ -64,13 +64,11 @@ class PipelineFlight:
         self.running = True
 
     def progress_token(self) -> object:
-        """Return a value that changes with every progress."""
         mailbox = self.messages.mailbox
         marks = self.calls[-1].marks if self.calls else ()
         return self.begun, self.running, len(marks), len(mailbox.sent), mailbox.polls
 
     def snapshot(self) -> Snapshot:
-        """Return how far this rank has come in the running call."""
         call = self.calls[-1] if self.running and self.state.running else None
         operations = [text for kept in tuple(self.calls) for text in self._operations(kept)]
         idle = Snapshot(self.group.key, operations=tuple(operations))
@@ -132,7 +130,7 @@ class HeldBytes(NamedTuple):
     """What the stages of a rank hold on its GPU."""
 
     parameters: int  # bytes of parameters, of their copies to compute with, and of gradients
-    idle: int  # bytes of these that places of a tied parameter have given up, and nobody uses (pipeline.ties)
+    idle: int  # bytes of these that places of a tied parameter have given up, and that are unused (pipeline.ties)
     activations: int  # how many (stage, micro-batch) are alive
     saved: int  # bytes that these hold for their backwards
     inputs: int  # bytes of these that are inputs of stages, which recomputation keeps
@@ -220,13 +218,11 @@ class ActivationMeter:
         self._users: Counter[tuple[int, int]] = Counter()  # activations that hold a range
 
     def begin(self, signature: int, training: bool) -> None:
-        """Begin a call."""
         self._signature, self.measures = signature, training and signature not in self._peaks
         if self.measures:
             self._total, self._most, self._held, self._users = 0, 0, {}, Counter()
 
     def end(self) -> None:
-        """End a training step."""
         if self.measures:
             if len(self._peaks) == KNOWN_SHAPES:
                 self._peaks.clear()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import own, runtime, settings
 from mpipipe.nn import Position, kernels
-from mpipipe.pipeline.agreement import TRAINS, Agreement
-from mpipipe.pipeline.batch import Agreed, Batch, BatchReader, CallInputs, CallState, split_as
+from mpipipe.pipeline.agreement import Agreement
+from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.construction import Partners, check_forwards_first
 from mpipipe.pipeline.diagnostics import PipelineFlight
@@ -32,7 +32,9 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import PendingStep, PipelineState
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
+from mpipipe.pipeline.units import Slicing, split_as
 from mpipipe.schedules import Schedule, before_backwards
+from mpipipe.text import units
 from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")
@@ -45,16 +47,23 @@ class Engine:
     """
 
     def __init__(
-        self, partners: Partners, schedule: Schedule, loss: Callable[..., Any] | None, recompute: bool
+        self,
+        partners: Partners,
+        schedule: Schedule,
+        loss: Callable[..., Any] | None,
+        recompute: bool,
+        input_grads: bool,
+        slice_lengths: Sequence[int] | None = None,
     ) -> None:
-        self.partners, self.schedule, self.steps_taken = partners, schedule, 0
+        self.partners, self.schedule, self.steps_taken, self.input_grads = partners, schedule, 0, input_grads
+        self.slicing = Slicing(schedule.slices, slice_lengths)
         pipe, replicas, stages, rank = partners.pipe, partners.replicas, partners.stages, partners.pipe.rank
         numbers, device = schedule.stages_of(rank), partners.devices[rank]
         pipe.comm.Set_name("mpipipe pipeline")
         pipe.context.pipelines += 1
         name = f"pipeline {pipe.context.pipelines} ({schedule.name})"  # the how many-th of this rank
 
-        tags = Tags(schedule.placement, schedule.microbatches, runtime.tag_upper_bound(pipe.comm), schedule.skip_ends)
+        tags = Tags(schedule.placement, schedule.units, runtime.tag_upper_bound(pipe.comm), schedule.skip_ends)
         ties = TieNames(partners.ties, tags.channels, tags.base)
         pairs = sorted({*neighbours(schedule.placement, schedule.skip_ends), *ties.pairs})
         self.nccl = choose_nccl(partners, pairs)  # whether NCCL carries sums over replicas and messages, and why
@@ -76,22 +85,26 @@ class Engine:
             weighing=self.weighing,
             sums=self.sums,
             recompute=recompute or recomputes_all(schedule, rank),
+            input_grads=input_grads,
             device=device,
         )
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(stages, numbers):
-            stage.attach(number, poll, ends=0 < number == schedule.trained_from)
+            stage.attach(number, poll, ends=number == schedule.trained_from and (number > 0 or not input_grads))
             if checks is not None:
                 stage.computes = CheckedStage(stage, checks)
             elif device == "cuda" and settings.graphs():
                 use_graphs(stage, mailbox.waits_on_host)
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
         names = stages[0].input_names if numbers and numbers[0] == 0 else None
-        self.batches = BatchReader(schedule, rank, loss, bare, names)
-        self.plans = Plans(schedule, recompute, rank, tags)
-        self.halfway: Halfway | None = None  # between forward_train and backward
+        self.batches = BatchReader(schedule, rank, loss, bare, names, self.slicing)
+        self.tags, self.recompute = tags, recompute
+        self.training_plan = ActionPlan(before_backwards(schedule) if recompute else schedule, rank, tags)
+        self.forward_plans: dict[int, ActionPlan] = {}  # of calls without backwards, by the number of micro-batches
+        # (facts, state, actions that are left) of a step between forward_train and backward
+        self.halfway: tuple[BatchFacts, CallState, Sequence[PlannedAction]] | None = None
 
-        executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that nobody closed
+        executor, recorders = self.executor, pipe.context.recorders  # no circle holds an engine that was not closed
         abandon = partial(executor.abandon, recorders)
         self.state = PipelineState(name, rank, partners.groups, lambda: executor.place, abandon)
         self.flight = PipelineFlight(pipe, self.messages, self.state, timed=not self.executor.clock.waits)
@@ -103,11 +116,10 @@ class Engine:
 
     def agree(
         self, call: str, inputs: Any = None, targets: Any = None, scale: Any = 1.0, accumulate: bool = False
-    ) -> tuple[Batch, Agreed]:
-        """Check this rank's arguments of a call, and agree with the peers that all ranks make it.
+    ) -> tuple[Batch, BatchFacts]:
+        """Check this rank's arguments of a call, and agree with the peers that all ranks make it (agreement.py).
 
-        A launch after a training step does not wait for the peers: see agreement.py. For "backward" the gradients of
-        the outputs are in place of `inputs`.
+        For "backward" the gradients of the outputs are in place of `inputs`.
         """
         self.state.check(call)
         self.executor.clock.enter()
@@ -119,15 +131,15 @@ class Engine:
                     + (" before it" if self.halfway is None else " and its backward"),
                     remedy="call forward_train, then backward once, and no other method of this pipeline between them",
                 )
-            if call in (*TRAINS, "forward_train") and self.recorder is not None:
+            if call in STEPS and self.recorder is not None:
                 self.recorder.begin_step()
-            if call in (*TRAINS, "evaluate", "forward", "forward_train"):
-                batch = self.batches.read("step" if call in TRAINS else call, inputs, targets)
+            if call in (*STEPS, "evaluate", "forward"):
+                batch = self.batches.read(call, inputs, targets)
             if call == "forward_train" and self.executor.rank == self.schedule.placement[-1]:
                 check_forwards_first(self.schedule, "forward_train")
             if self.halfway is not None:
-                self.take_gradients(self.halfway.state, inputs, scale)
-            if call in (*TRAINS, "forward_train", "backward"):
+                self.take_gradients(self.halfway[1], inputs, scale)
+            if call in (*STEPS, "backward"):
                 for stage in self.partners.stages:
                     stage.check_storage()
             if not isinstance(scale, (int, float, np.number)) or not (scale > 0 and math.isfinite(scale)):
@@ -140,12 +152,13 @@ class Engine:
             raise problem
         return batch, agreed
 
-    def begin(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> tuple[ActionPlan, CallState]:
-        """Begin to run the plan of a call."""
-        plan, training = self.plans.of(call, agreed.microbatches), call in (*TRAINS, "forward_train")
+    def begin(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> tuple[ActionPlan, CallState]:
+        training = call in STEPS
+        plan = self.training_plan if training else self.forward_plan(agreed.microbatches)
         self.weighing.begin(agreed, batch.counts or [])
-        replica = self.partners.replica
-        positions = [Position(self.steps_taken, m, replica, training) for m in range(agreed.microbatches)]
+        replica, slices = self.partners.replica, self.slicing.count
+        numbers = units(agreed.microbatches * slices, slices)
+        positions = [Position(self.steps_taken, unit, replica, training, training) for unit in numbers]
         outputs = call in ("forward", "forward_train")
         inputs = CallInputs(training, batch.inputs or [], batch.targets, outputs, scale, positions)
         try:
@@ -166,7 +179,13 @@ class Engine:
         self.flight.begin(call, self.agreement.count, plan, state.marks)
         return plan, state
 
-    def finish(self, actions: Sequence[PlannedAction], state: CallState, agreed: Agreed) -> CallState:
+    def forward_plan(self, microbatches: int) -> ActionPlan:
+        if microbatches not in self.forward_plans:
+            schedule = self.schedule.forward_only_part(microbatches)
+            self.forward_plans[microbatches] = ActionPlan(schedule, self.executor.rank, self.tags)
+        return self.forward_plans[microbatches]
+
+    def finish(self, actions: Sequence[PlannedAction], state: CallState, agreed: BatchFacts) -> CallState:
         """Run the last actions of a call, and end it."""
         self.executor.run(actions, state)
         self.executor.end(state)
@@ -175,8 +194,7 @@ class Engine:
             self.checks.end()
         return state
 
-    def run(self, call: str, batch: Batch, agreed: Agreed, scale: float = 1.0) -> CallState:
-        """Run the plan of a call."""
+    def run(self, call: str, batch: Batch, agreed: BatchFacts, scale: float = 1.0) -> CallState:
         (plan, state), loss = self.begin(call, batch, agreed, scale), self.executor.loss
         with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
             return self.finish(plan.steps, state, agreed)
@@ -194,14 +212,13 @@ class Engine:
             total, problem = self.weighing.settle(shared, self.partners.stages, wait=call == "step")
             self.end_step(before)
         self.end(problem)
-        return PendingStep(shared, self.state, in_order(state, total))
+        return PendingStep(shared, self.state, self.input_gradients(state, total) if self.input_grads else False)
 
     @contextmanager
     def making_gradients(self, accumulate: bool) -> Iterator[list[tuple[Array, Array]]]:
         """Within this context stages add to gradients that begin with zeros, and are summed over ties at its end.
 
-        Where they are to be added to those that are there, a copy of these is kept meanwhile: (gradients, copy) of each
-        array. They are sums over replicas and ties already.
+        To `accumulate`, a copy of those that are there is kept: (gradients, copy) of each array, sums already.
         """
         stages = self.partners.stages
         before: list[tuple[Array, Array]] = []
@@ -221,7 +238,6 @@ class Engine:
                 stage.leave_step()
 
     def end_step(self, before: list[tuple[Array, Array]]) -> None:
-        """End a training step; `before` is of `making_gradients`."""
         for gradients, copy in before:
             kernels.of_array(gradients).accumulate(gradients, copy)
         self.steps_taken += 1
@@ -230,7 +246,7 @@ class Engine:
 
     # -- a training step in two halves: its forwards, and its backwards from gradients that the caller makes
 
-    def forward_train(self, inputs: Any) -> tuple[Agreed, CallState]:
+    def forward_train(self, inputs: Any) -> tuple[BatchFacts, CallState]:
         """Run the forwards of a training step, and keep what its backwards need."""
         batch, agreed = self.agree("forward_train", inputs)
         with self.state:
@@ -239,7 +255,7 @@ class Engine:
             self.executor.run(plan.steps[:count], state)
             self.messages.mailbox.flush()  # nothing moves them while the caller computes
         self.flight.running = False
-        self.halfway = Halfway(agreed, state, plan.steps[count:])
+        self.halfway = agreed, state, plan.steps[count:]
         for hooks in self.write_hooks():
             hooks.append(_refuse_write)
         return agreed, state
@@ -252,20 +268,16 @@ class Engine:
     def take_gradients(self, state: CallState, gradients: Any, scale: float) -> None:
         """Take the caller's gradients of the outputs; raises ArgumentError where they do not fit."""
         root = self.schedule.placement[-1]
-        if (gradients is None) != (self.executor.rank != root):
-            raise ArgumentError(
-                "gradients are missing" if gradients is None else "gradients on the wrong rank",
-                found=type(gradients).__name__,
-                expected=f"gradients of the outputs on rank {root}, which holds the last stage, and None on the others",
-            )
-        outputs = [state.outputs[m] for m in range(len(state.outputs))]
-        for m, (gradient, y) in enumerate(zip(split_as(gradients, outputs) if outputs else (), outputs)):
+        check_place("gradients", gradients, self.executor.rank == root, f"rank {root}, which holds the last stage")
+        outputs = [state.outputs[unit] for unit in range(len(state.outputs))]
+        parts = split_as(gradients, self.slicing.whole(outputs)) if outputs else []
+        for m, (gradient, y) in enumerate(zip(self.slicing.cut_as(parts, outputs), outputs)):
             try:
                 if self.checks is not None and scale == 1:
                     self.checks.finite(gradient, "doutput", "a gradient that backward was given is not finite")
                 state.loss_gradients[m] = Loss.scaled(gradient, scale, y)
             except MpipipeError as error:
-                error.microbatch = m
+                error.microbatch = m // self.slicing.count
                 raise
 
     def backward(self, gradients: Any, scale: Any, accumulate: bool) -> list | None:
@@ -285,14 +297,23 @@ class Engine:
                     self.sums.wait()
             self.end_step(before)
         self.end()
-        return in_order(state, 1.0)
+        return self.input_gradients(state, 1.0)
+
+    def outputs(self, state: CallState) -> list:
+        """The outputs of the last stage by micro-batch; none on other ranks."""
+        return self.slicing.whole([state.outputs[unit] for unit in range(len(state.outputs))])
+
+    def input_gradients(self, state: CallState, scale: float) -> list | None:
+        """The gradients of the inputs by micro-batch, without a factor that they carry; None where there are none."""
+        grads = self.slicing.whole([state.input_gradients[unit] for unit in range(len(state.input_gradients))])
+        return ([unscaled(grad, scale) for grad in grads] if scale != 1 else grads) or None
 
     def share_losses(self, call: str, state: CallState) -> SharedLoss:
         """Begin to send the losses of a call to all ranks."""
         has_loss = state.inputs.targets is not None
         losses = self.executor.losses(state, self.schedule.stages - 1) if has_loss else None
         what = f"{call} (call {self.agreement.count}) of {self.state.name}"
-        return SharedLoss(self.weighing, losses, len(state.inputs.positions), what)
+        return SharedLoss(self.weighing, losses, len(state.inputs.positions) // self.slicing.count, what)
 
     def end(self, problem: MpipipeError | None = None) -> None:
         """Note how long the call took, and let go of its arrays; raise what all ranks have found wrong."""
@@ -314,25 +335,22 @@ class Engine:
         recorders = self.partners.pipe.context.recorders
         if recorder is not None:
             recorders.add(recorder)
-            self._forget = weakref.finalize(self, recorders.discard, recorder)  # nobody may close this pipeline
+            self._forget = weakref.finalize(self, recorders.discard, recorder)  # this pipeline may never be closed
 
     @property
     def peak(self) -> int:
-        """Peak of activations in the last training step, counted as the simulation of the user's schedule counts them.
-
-        With `recompute` that schedule has no R's, so each kept input counts as an activation.
-        """
-        return self.executor.peaks[self.plans.recompute]
+        """Most activations in the last training step, as a simulation of the user's schedule, without R's, counts."""
+        return self.executor.peaks[self.recompute]
 
     @property
     def live(self) -> int:
         """Activations that are held now, counted as those of `peak`."""
         state = self.executor.state
-        return 0 if state is None else (state.alive, state.under_way)[self.plans.recompute]
+        return 0 if state is None else (state.alive, state.under_way)[self.recompute]
 
     def share_durations(self) -> np.ndarray:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
-        pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.plans.recompute)
+        pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.recompute)
         everyone = np.zeros((pipe.size, *mine.shape))
         with self.state:
             pipe.wait(own(pipe.comm.Iallgather(mine, everyone)), "the durations of all stages", everyone=True)
@@ -359,44 +377,11 @@ class Engine:
             group.close()
 
 
-class Halfway(NamedTuple):
-    """A training step whose forwards have run, and the actions that are left of it."""
-
-    agreed: Agreed
-    state: CallState
-    actions: Sequence[PlannedAction]
-
-
 def _refuse_write() -> None:
     raise ArgumentError(
         "parameters would be written between forward_train and its backward, which needs them as they were",
         remedy="call backward first, and then step of the optimizer",
     )
-
-
-def in_order(state: CallState, scale: float) -> list | None:
-    """The gradients of the inputs by micro-batch, without a factor that they carry; None where there are none."""
-    grads = [state.input_gradients[m] for m in range(len(state.input_gradients))]
-    return ([unscaled(grad, scale) for grad in grads] if scale != 1 else grads) or None
-
-
-class Plans:
-    """The plans of one rank: of training steps, which run the schedule `running`, and of calls without backwards."""
-
-    def __init__(self, schedule: Schedule, recompute: bool, rank: int, tags: Tags) -> None:
-        self.schedule, self.recompute, self.rank, self.tags = schedule, recompute, rank, tags
-        self.running = before_backwards(schedule) if recompute else schedule
-        self.training = ActionPlan(self.running, rank, tags)
-        self.forwards: dict[int, ActionPlan] = {}  # by the number of micro-batches
-
-    def of(self, call: str, microbatches: int) -> ActionPlan:
-        """Return the plan of a call."""
-        if call in (*TRAINS, "forward_train"):
-            return self.training
-        if microbatches not in self.forwards:
-            schedule = self.schedule.forward_only_part(microbatches)
-            self.forwards[microbatches] = ActionPlan(schedule, self.rank, self.tags)
-        return self.forwards[microbatches]
 
 
 # -- The choice of what carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks

@@ -37,10 +37,12 @@ class Executor:
         sums: GradientSums | None,
         *,
         recompute: bool,
+        input_grads: bool,
         device: str,
     ):
         self.rank, self.stages, self.messages, self.sums = rank, stages, messages, sums
         self.loss, self.weighing, self.recompute = loss, weighing, recompute  # the shares of micro-batches in the loss
+        self.input_grads = input_grads
         self.functions: dict[str, Function] = {
             "F": self._forward,
             "B": self._backward,
@@ -59,7 +61,6 @@ class Executor:
         self.state: CallState | None = None
 
     def begin(self, actions: Sequence[PlannedAction], inputs: CallInputs, signature: int) -> CallState:
-        """Begin a call, whose messages are known."""
         self.state = CallState(inputs, self.clock.begin(actions, inputs.training))
         self.meter.begin(signature, inputs.training)
         if self.sums is not None:
@@ -102,7 +103,6 @@ class Executor:
             raise
 
     def end(self, state: CallState) -> None:
-        """End a call whose actions have run."""
         self.clock.end()
         if state.inputs.training:
             self.peaks = state.peak, state.peak_under_way
@@ -130,7 +130,6 @@ class Executor:
 
     @property
     def activation_bytes(self) -> ActivationBytes:
-        """Bytes that activations of this rank take now, and took at most in the last training step."""
         state = self.state
         kept = [] if state is None else [*state.saved.values(), *state.pending.values()]
         return ActivationBytes(sum(stop - start for start, stop in self.meter.ranges(kept)), self.meter.peak)
@@ -166,8 +165,11 @@ class Executor:
         if action.takes:
             x, lease = self.messages.join(action, state.local, x, lease)
         target = inputs.targets[microbatch] if action.last and inputs.targets is not None else None
+        position = inputs.positions[microbatch]
+        if inputs.training and not action.keeps:
+            position = position._replace(keeps=False)
         state.marks.append(self.now())
-        result = self.stages[action.chunk].forward(x, inputs.positions[microbatch])
+        result = self.stages[action.chunk].forward(x, position)
         if type(result) is not tuple or len(result) != 2:
             raise ArgumentError(
                 "the forward of a stage returns (output, saved)",
@@ -292,7 +294,7 @@ class Executor:
             self.messages.send_gradient(action.send, dx)
         elif not action.ends:
             state.local[action.stage, microbatch, "B"] = read_only(dx)
-        elif action.first:
+        elif action.first and self.input_grads:
             state.input_gradients[microbatch] = unscaled(dx, state.inputs.scale)
         if skips:
             self.messages.give(action, state.local, skips, leases)

@@ -129,17 +129,14 @@ class GradientSums:
             self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
 
     def progress(self) -> None:
-        """Let the sums advance; never waits."""
         if self.underway:
             self.underway[0].progress()
 
     def cancel(self) -> None:
-        """Give up the sums of a call that has failed."""
         for pending in self.underway:
             pending.Cancel()
 
     def close(self) -> None:
-        """Free what carries the sums."""
         if self.nccl is not None:
             self.nccl.close()
 

@@ -70,7 +70,7 @@ class Saved:
     pending_by_graph: bool = False  # whether a recorded input gradient writes `pending` each time
 
     def __del__(self) -> None:
-        """The slot is free once nobody holds what was saved: after the last backward, or after a call that failed."""
+        """The slot is free once what was saved is dropped: after the last backward, or after a call that failed."""
         if self.kind is not None and self.slot is not None:
             self.kind.free[self.slot.number] = self.slot
 
@@ -86,13 +86,12 @@ def use_graphs(stage: StageAdapter, may_record: Callable[[], bool]) -> None:
 class StageGraphs:
     """Forward and backward of a stage on a GPU, with one launch each where that is possible.
 
-    may_record : whether the host may wait for the device now, as it does to allocate the memory of a graph
-    reason : why nothing more is recorded; "" where it is
+    `may_record`: whether the host may wait for the device now, as it does to allocate the memory of a graph.
     """
 
     def __init__(self, stage: nn.Stage, may_record: Callable[[], bool]) -> None:
         self.stage, self._may_record = stage, may_record
-        self.reason = arrays.graphs_refused() or unrecordable(stage)
+        self.reason = arrays.graphs_refused() or unrecordable(stage)  # why no more is recorded; "" where it is
         self._kinds: dict[tuple, Kind] = {}
         self._buffers: tuple = ()  # where the recorded work finds parameters and gradients
         logger.info("%s", self)
@@ -106,7 +105,6 @@ class StageGraphs:
         return sum(len(slot.graphs) for kind in self._kinds.values() for slot in kind.free.values())
 
     def forward(self, x: Array) -> tuple[Array, Saved]:
-        """As nn.Stage.forward."""
         stage, kind = self.stage, None
         if not self.reason:
             buffers = (id(stage.compute.flat), id(stage.gradients.flat), tuple(stage.buffers.owners.items()))
@@ -128,19 +126,16 @@ class StageGraphs:
         return y, Saved(saved, kind)
 
     def backward(self, dy: Array, kept: Saved) -> Array | None:
-        """As nn.Stage.backward."""
         dx, by_graph = self._backward(("backward",), dy, kept, self.stage.backward)
         return arrays.copy(dx) if by_graph and dx is not None else dx
 
     def backward_input(self, dy: Array, kept: Saved) -> tuple[Array | None, Saved]:
-        """As nn.Stage.backward_input."""
         result, by_graph = self._backward(("backward_input",), dy, kept, self.stage.backward_input)
         dx, kept.pending = result
         kept.pending_by_graph = by_graph
         return arrays.copy(dx) if by_graph and dx is not None else dx, kept
 
     def backward_weight(self, kept: Saved) -> None:
-        """As nn.Stage.backward_weight."""
         stage, slot, key = self.stage, kept.slot, ("backward_weight",)
         if kept.kind is not None and kept.kind.meets(key) and slot is not None and kept.pending_by_graph:
             if self._record(slot, key, lambda: stage.backward_weight(kept.pending)):

@@ -32,17 +32,14 @@ from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, kernels
-from mpipipe.pipeline.batch import UNSAID, Agreed
+from mpipipe.pipeline.batch import UNSAID, BatchFacts
 from mpipipe.stages import StageAdapter, takes_parameter
 
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
 
 
 class Loss:
-    """A user's loss function, (output, target) -> (value, gradient of the output), or with a weight as a third value.
-
-    A function with a parameter `factor` multiplies the gradient by it before rounding; for others that is done after.
-    """
+    """A user's loss; one with a parameter `factor` multiplies its gradient by it before rounding, for others after."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -192,13 +189,21 @@ class Weighing:
         self.shares: list[float] = []  # of this rank's micro-batches in the call under way
         self.known = False  # whether a loss without a weight leaves them as they are
         self.underway: list[SharedLoss] = []  # losses of launched steps that have not arrived
-        self._facts: Agreed | None = None
+        self._facts: BatchFacts | None = None
         self._exponent: int | None = None  # c is 2 to the power of minus this one
 
-    def begin(self, facts: Agreed, counts: list[int]) -> None:
+    def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
         self._facts, self.known = facts, self.given is False and not facts.uneven
         self.shares = [count / (facts.total or 1) for count in counts]
+
+    def by_microbatch(self, losses: Sequence[float], microbatches: int) -> Any:
+        """Return the loss of each micro-batch: the mean of its slices by their shares, NaN where these have none."""
+        if len(losses) == microbatches:
+            return losses
+        shares = np.reshape(self.shares, (microbatches, -1))
+        sums = np.where(shares > 0, shares * np.reshape(losses, shares.shape), 0).sum(1)
+        return np.divide(sums, shares.sum(1), out=np.full(microbatches, np.nan), where=shares.any(1))
 
     @property
     def exponent(self) -> int:
@@ -225,8 +230,8 @@ class Weighing:
         if weight is None:
             if facts.uneven and facts.mean_over == UNSAID:
                 raise ArgumentError(
-                    "rows of some micro-batches have more target entries than rows of others, and the loss does not "
-                    "say what its value is a mean over",
+                    "rows of some micro-batches have more target entries than rows of others, or are in slices, and "
+                    "the loss does not say what its value is a mean over",
                     found="(value, doutput)",
                     expected="a weight for each micro-batch",
                     remedy="return (value, doutput, weight), where weight is how many things value is a mean over, "
@@ -319,7 +324,7 @@ class SharedLoss:
         self.pipe, self.what = weighing.pipe, f"the loss of {what}"
         self.table = np.zeros(microbatches + 3)
         if losses is not None:
-            self.table[:-3] = losses
+            self.table[:-3] = weighing.by_microbatch(losses, microbatches)
             # what has no share has no loss either
             self.table[-3] = sum(share * loss for share, loss in zip(weighing.shares, losses) if share)
             if weighing.given:
@@ -336,14 +341,12 @@ class SharedLoss:
         return self._request is None
 
     def wait(self) -> None:
-        """Wait until they have."""
         if self._request is not None:
             self.pipe.wait(self._request, self.what, everyone=True)
             self._request = None
 
     @property
     def mean(self) -> float:
-        """Mean loss over all replicas."""
         return float(self.table[-3] / self.total if self.givers else self.table[-3])
 
     @property
@@ -358,5 +361,4 @@ class SharedLoss:
 
     @property
     def losses(self) -> list[float]:
-        """Losses of the micro-batches of this pipeline."""
         return self.table[:-3].tolist()

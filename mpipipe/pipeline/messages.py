@@ -70,9 +70,9 @@ class StageMessages:
     def bytes_of(self, envelope: Envelope) -> int | None:
         """Bytes of a message; None where its spec is not known."""
         spec = self.specs.get((envelope.edge, envelope.microbatch))
-        return (
-            None if spec is None else sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(spec, envelope))
-        )
+        if spec is None:
+            return None
+        return sum(prod(shape) * kind.itemsize for shape, kind in self._leaves(spec, envelope))
 
     @property
     def bytes_per_edge(self) -> dict[tuple[int | str, str], int]:
@@ -86,7 +86,6 @@ class StageMessages:
         return totals
 
     def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:
-        """Return (activation, lease)."""
         key = envelope.edge, envelope.microbatch
         if self.known:
             (leaves, lease), spec = self.mailbox.take(), self.specs[key]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
+from typing import Literal
 
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.faces import renamed
 from mpipipe.job import RankGroup, is_rank, whoami
 from mpipipe.pipeline.loss import SharedLoss
+from mpipipe.text import name_slice
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,27 @@ class StepResult:
         Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its weight, or its rows.
     losses : list of float
         Loss of each micro-batch of this pipeline, in order; on every rank. NaN where the weight is 0.
-    input_grads : list or None
-        On the rank of stage 0, the gradients of `loss` with respect to the inputs, by micro-batch (None for integers).
+    found : list or None, or False
+        What `input_grads` is; False where that was not computed.
     """
 
     loss: float
     losses: list[float]
-    input_grads: list | None
+    found: list | Literal[False] | None = field(repr=False)
+
+    @property
+    def input_grads(self) -> list | None:
+        """On the rank of stage 0, the gradients of `loss` with respect to the inputs, by micro-batch.
+
+        None on the other ranks, and for integers. An ArgumentError where the pipeline has input_grads=False.
+        """
+        if self.found is False:
+            raise ArgumentError(
+                "the gradients of the inputs were not computed",
+                found="a pipeline with input_grads=False, as in a training",
+                remedy="Pipeline(..., input_grads=True)",
+            )
+        return self.found
 
 
 @renamed(result="wait()")
@@ -41,8 +56,8 @@ class PendingStep:
         The losses on their way.
     state : PipelineState
         Of the pipeline.
-    input_grads : list or None
-        As in StepResult.
+    input_grads : list or None, or False
+        As in StepResult; False where they were not computed.
 
     Examples
     --------
@@ -69,7 +84,7 @@ class PendingStep:
     [True, True]
     """
 
-    def __init__(self, shared: SharedLoss, state: PipelineState, input_grads: list | None) -> None:
+    def __init__(self, shared: SharedLoss, state: PipelineState, input_grads: list | Literal[False] | None) -> None:
         self._shared, self._state, self._input_grads = shared, state, input_grads
         self._result: StepResult | None = None
 
@@ -111,7 +126,6 @@ class PipelineState:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be made."""
         return self.state == "open"
 
     def check(self, call: str) -> None:
@@ -132,9 +146,7 @@ class PipelineState:
     def __enter__(self) -> None:
         self.running = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.running = False
         if error is not None:
             self.fail(error)
@@ -142,6 +154,8 @@ class PipelineState:
     def fail(self, error: BaseException) -> None:
         """End the pipeline, and let the other ranks know. Messages and kernels of the broken call may be under way."""
         self.state = "failed"
+        if isinstance(error, MpipipeError):
+            name_slice(error)
         if not is_rank():  # a process that a stage has forked must not call MPI
             return
         text = f"{self._where()} ({whoami()}) failed: {type(error).__name__}: {error}"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from mpipipe.arrays import Tree, read_only
 from mpipipe.faces import renamed
 from mpipipe.job import Communicator, runtime, settings
-from mpipipe.pipeline.batch import CallState, merge
+from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
 from mpipipe.pipeline.diagnostics import ActivationBytes
 from mpipipe.pipeline.engine import Engine
 from mpipipe.pipeline.pending import PendingStep, StepResult
+from mpipipe.pipeline.units import merge
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.text import counted
 
@@ -51,6 +51,12 @@ class Pipeline:
     check : bool, optional
         Look at all arrays for NaN, infinity and forbidden writes, and raise where the first is; the same on all ranks.
         By default what MPIPIPE_CHECK says. Costs time and memory: docs/sharp-bits.md.
+    input_grads : bool
+        Whether training steps compute the gradients of the inputs; the same on every rank. Without them the first layer
+        saves a product, and `backward` returns None everywhere.
+    slice_lengths : sequence of int, optional
+        With a schedule of n slices, how many positions each has, along axis 1 of all inputs and targets; by default
+        they are even. See docs/stages.md.
 
     Attributes
     ----------
@@ -102,12 +108,20 @@ class Pipeline:
         recompute: bool = False,
         replicas: Communicator | None = None,
         check: bool | None = None,
+        input_grads: bool = True,
+        slice_lengths: Sequence[int] | None = None,
     ):
         comm = runtime.resolve(comm)
         check = settings.check() if check is None else bool(check)
-        partners = agree_on_construction(comm, Arguments(stages, schedule, loss, recompute, replicas, check))
+        partners = agree_on_construction(
+            comm,
+            Arguments(
+                stages, schedule, loss, recompute, replicas, check=check, input_grads=bool(input_grads),
+                slice_lengths=slice_lengths,
+            ),
+        )  # fmt: skip
         try:
-            self.engine = Engine(partners, schedule, loss, recompute)
+            self.engine = Engine(partners, schedule, loss, recompute, bool(input_grads), slice_lengths)
         except BaseException as error:
             end_groups(partners.groups, error)
             raise
@@ -140,7 +154,7 @@ class Pipeline:
         Returns
         -------
         StepResult
-            Losses on every rank, and gradients of the inputs on the rank of stage 0.
+            Losses on every rank, and gradients of the inputs on the rank of stage 0, where they are asked for.
         """
         return self.engine.train("step", inputs, targets, scale, accumulate).wait()
 
@@ -161,7 +175,7 @@ class Pipeline:
         Raises
         ------
         ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As the class says. An error in the arguments ends the life of the pipeline, too, except in its first step.
+            As the class says; after the first step an error in the arguments ends the pipeline, too.
         """
         return self.engine.train("launch", inputs, targets, scale, accumulate)
 
@@ -169,45 +183,18 @@ class Pipeline:
         """Run the forwards of a training step, for gradients that the caller makes from the outputs.
 
         `backward` follows, and no other call of this pipeline comes between the two, nor an optimizer. The schedule has
-        all forwards of the last stage before its first backward, as GPipe and looped breadth-first have.
-
-        Parameters
-        ----------
-        inputs : array, tuple or dict of arrays, list of such, function, or None
-            As for `step`.
-
-        Returns
-        -------
-        array, tuple or dict of arrays, list of such, or None
-            The outputs, as `forward` returns them. Those of a list or function are read-only on the host.
-
-        Raises
-        ------
-        ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As the class says; also on every rank where the schedule has another order.
-
-        Examples
-        --------
-        A loss that the caller computes between the two halves of a step:
-
-        >>> import numpy as np
-        >>> from mpipipe import Pipeline, nn, schedules
-        >>> from mpipipe.job import inprocess
-        >>> def on_each_rank(comm):
-        ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
-        ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None
-        ...     with Pipeline([stage], schedules.gpipe(ranks=2, microbatches=4), comm) as pipe:
-        ...         y = pipe.forward_train(x)
-        ...         pipe.backward(None if y is None else 2 * y / y.size)
-        ...     return y is None, bool(stage.gradients.flat.any())
-        >>> inprocess.run(2, on_each_rank)
-        [(True, True), (False, True)]
+        all forwards of the last stage before its first backward, as GPipe and looped breadth-first have: else every
+        rank raises ArgumentError. Inputs are those of `step`, outputs those of `forward`, read-only on the host where
+        the inputs were a list or function. docs/stages.md has an example.
         """
         agreed, state = self.engine.forward_train(inputs)
-        return _outputs(agreed.listed, state)
+        with self.engine.state:
+            return _outputs(self.engine, agreed.listed, state)
 
     def backward(self, gradients: Batched, scale: float = 1.0, accumulate: bool = False) -> list | None:
         """Run the backwards of the step that `forward_train` has begun, and leave its gradients in the stages.
+
+        After an ArgumentError on all ranks the step is as `forward_train` left it.
 
         Parameters
         ----------
@@ -221,26 +208,13 @@ class Pipeline:
         -------
         list or None
             On the rank of stage 0, the gradients of L with respect to the inputs, by micro-batch, without `scale`.
-
-        Raises
-        ------
-        ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As the class says. After an ArgumentError on all ranks the step is as `forward_train` left it.
         """
         return self.engine.backward(gradients, scale, accumulate)
 
     def evaluate(self, inputs: Batched, targets: Batched) -> float:
-        """Compute the mean loss of a batch; no gradients are computed.
+        """Compute the mean loss over the batch of all replicas, on every rank; no gradients are computed.
 
-        Parameters
-        ----------
-        inputs, targets : array, tuple or dict of arrays, list of such, function, or None
-            As for `step`. A batch with fewer rows than M is cut into as many micro-batches as it has rows.
-
-        Returns
-        -------
-        float
-            The mean loss over the batch of all replicas, on every rank; means are weighted as in `step`.
+        Arguments and weights are as for `step`. A batch with fewer rows than M has a micro-batch for each row.
         """
         engine = self.engine
         batch, agreed = engine.agree("evaluate", inputs, targets)
@@ -253,32 +227,22 @@ class Pipeline:
     def forward(self, inputs: Batched) -> Batched:
         """Compute the outputs of the last stage for a batch.
 
-        Parameters
-        ----------
-        inputs : array, tuple or dict of arrays, list of such, function, or None
-            As for `step`. A list of fewer than M micro-batches, and a batch of fewer than M rows, will do as well.
-
-        Returns
-        -------
-        array, tuple or dict of arrays, list of such, or None
-            On the rank of the last stage the outputs, put together along axis 0, or a list of micro-batches where the
-            inputs were one or came from a function; None on the other ranks.
+        Inputs are those of `step`; a list of fewer than M micro-batches, and a batch of fewer than M rows, will do as
+        well. Outputs are on the rank of the last stage, put together along axis 0, or a list of micro-batches where the
+        inputs were one or came from a function; None on the other ranks.
         """
         engine = self.engine
         batch, agreed = engine.agree("forward", inputs)
         with engine.state:
             state = engine.run("forward", batch, agreed)
+            outputs = _outputs(engine, agreed.listed, state)
         engine.end()
-        return _outputs(agreed.listed, state)
+        return outputs
 
     def durations(self) -> Costs:
-        """Share the measured durations of all ranks; collective.
+        """Return the mean seconds of forward, input gradient and weight gradient of each stage over all training steps.
 
-        Returns
-        -------
-        schedules.Costs
-            Mean seconds of forward, input gradient and weight gradient of each stage over all training steps, on every
-            rank: what `schedules.simulate` takes.
+        Collective: they are those of all ranks, on every rank, and what `schedules.simulate` takes.
         """
         self.engine.agree("durations")
         return Costs(*self.engine.share_durations().tolist())  # forward, input_grad, weight_grad
@@ -350,15 +314,13 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.engine.state.leave(error, self.close)
 
 
-def _outputs(listed: bool, state: CallState) -> Batched:
+def _outputs(engine: Engine, listed: int, state: CallState) -> Batched:
     """The outputs of the last stage in the form of the inputs; None on other ranks."""
-    pieces = [state.outputs[m] for m in range(len(state.outputs))]
+    pieces = engine.outputs(state)
     if not pieces:
         return None
     if listed:

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
 from mpipipe.schedules import Action, Schedule, logical_time_of, recomputed_on, simulate, source
+from mpipipe.text import Unit, units
 
 OrderKey: TypeAlias = tuple[float, int, str, int]  # (time of the end, stage, op, micro-batch): no two are equal
 AHEAD = 8  # receives of a large schedule that are kept posted
@@ -19,7 +20,7 @@ class Port(NamedTuple):
     name: str
     edge: int
     message: Envelope | None  # None if data stays on this rank
-    wanted: bool = True  # False for a gradient that nobody wants, since the stage at the other end has no backward
+    wanted: bool = True  # False for a gradient of a stage that has no backward
 
 
 class PlannedAction(NamedTuple):
@@ -32,7 +33,7 @@ class PlannedAction(NamedTuple):
     op: str  # F, B (full backward), I (input gradient), W (weight gradient), R (the forward again)
     stage: int  # logical
     chunk: int  # index among this rank's stages
-    microbatch: int
+    microbatch: int  # its unit: without slices the micro-batch
     first: bool  # the stage where inputs enter
     last: bool  # the stage where the loss is
     receive: Envelope | None
@@ -56,18 +57,20 @@ class PlannedAction(NamedTuple):
         return [each for each in (self.send, *(port.message for port in self.gives)) if each is not None]
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.microbatch}"
+        unit = self.microbatch
+        cell = "{}.{}".format(*unit.place) if isinstance(unit, Unit) else unit
+        return f"{self.stage}{self.op}{cell}"
 
 
 class ActionPlan:
     """The steps of `rank`, its messages in the order in which steps need and make them, and its window of receives.
 
-    `order_keys` leads from an Envelope to (OrderKey of the action that makes the message, edge). These keys put the
-    messages of all ranks into one order, in which each action comes after the messages that it needs.
+    `order_keys`, Envelope -> (OrderKey of the action that makes it, edge), put the messages of all ranks into one
+    order, in which each action comes after the messages that it needs.
     """
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
-        clock = _clock(schedule, rank)
+        self.schedule, clock = schedule, _clock(schedule, rank)
         self.steps = _steps(schedule, rank, tags, clock)
         self.order_keys = {sent: (*step.order_key, sent.edge) for step in self.steps for sent in step.sends}
         for step in self.steps:
@@ -149,9 +152,9 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
                 found[stage == ends[direction]].append(Port(name, edge, message, wanted))
         return tuple(found[0]), tuple(found[1])
 
-    steps = []
+    steps, numbers = [], units(schedule.units, schedule.slices)
     for action in order:
-        stage, op, microbatch = action
+        stage, op, microbatch = action.stage, action.op, numbers[action.microbatch]
         receive = send = None
         takes: tuple[Port, ...] = ()
         gives: tuple[Port, ...] = ()
@@ -209,4 +212,4 @@ def recomputes_all(schedule: Schedule, rank: int) -> bool:
     """Whether every forward of this rank that has a backward is run again."""
     trained = [stage for stage in schedule.stages_of(rank) if schedule.has_backward(stage)]
     again = sum(stage in trained for stage, _ in recomputed_on(schedule, rank))
-    return bool(trained) and again == len(trained) * schedule.microbatches
+    return bool(trained) and again == len(trained) * schedule.units

@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm import Settled, Transport
+from mpipipe.comm import Transport
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.job import RankGroup, Testable, own
+from mpipipe.job import Condition, RankGroup, Testable, own
 from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import StageAdapter
 
@@ -96,13 +96,11 @@ class TiedPlace(NamedTuple):
 class TieNames:
     """The order of all places, and the names of their messages, the same on every rank.
 
-    order : tie key -> its places, two at least, in the order of the stages
-    pairs : pairs of ranks that send to each other
-    channels : how many channels of `tags` tags they need, from `first_channel` on
+    They need `channels` of `tags` tags each, from `first_channel` on.
     """
 
     def __init__(self, table: Sequence[Facts], first_channel: int, tags: int) -> None:
-        self.order: dict[str, list[TiedPlace]] = {}
+        self.order: dict[str, list[TiedPlace]] = {}  # tie key -> its places, at least two, in the order of the stages
         count = 0
         for key in sorted({key for facts in table for key in facts}):
             places = [(site.stage, index, rank, site) for rank, facts in enumerate(table)
@@ -148,34 +146,27 @@ class Ties:
         self.parameters = [TiedParameter(pipe, transport, *each) for each in tied]
 
     def sum_gradients(self) -> None:
-        """Give every rank the sum over all places, of each parameter."""
         for parameter in self.parameters:
             parameter.sum_gradients()
         if self.parameters:
-            self.pipe.wait(Settled(self.transport), "the gradients of tied parameters to arrive")
+            self.pipe.wait(Condition(self.transport.settled), "the gradients of tied parameters to arrive")
 
 
 class TiedParameter:
-    """One parameter that has a place on this rank.
-
-    places : in the order of the model; `users` are those of this rank
-    parts : gradient of each place; the buffers that receive it for places of other ranks
-    sums : the gradients of this rank that are to be the sum; more than one where storage could not be shared
-    """
+    """One parameter that has a place on this rank; `places` in the order of the model, `users` those of this rank."""
 
     def __init__(
         self, pipe: RankGroup, transport: Transport, places: list[TiedPlace], users: Mapping[TiedPlace, User]
     ) -> None:
         self.pipe, self.transport, self.places = pipe, transport, places
         self.peers = sorted({place.rank for place in places} - {pipe.rank})
-        self.parts: list[Array] = []
-        self.sums: list[Array] = []
+        self.parts: list[Array] = []  # gradient of each place; for one of another rank the buffer that receives it
+        self.sums: list[Array] = []  # gradients of this rank that are to be the sum: several where not all is shared
         values: list[Array] = []
         stage, name = next(iter(users.values()))
         like, first = stage.gradients[name], users.get(places[0])
-        counted = first and first.stage.buffers.owners.get(
-            first.name, first
-        )  # the array that norms count; None: elsewhere
+        # the array that norms count; None: elsewhere
+        counted = first and first.stage.buffers.owners.get(first.name, first)
         for place in places:
             if place not in users:
                 self.parts.append(arrays.empty_like(like))
@@ -249,7 +240,7 @@ class TiedParameter:
 # an optimizer, a norm and a cast that go through `flat` meet the parameter once.
 #
 # The memory of a parameter that leaves, and of its copy to compute with, then lies idle. It cannot be freed without all
-# other arrays of the buffer moving, and whoever had taken one of them before would train an array that no layer reads.
+# other arrays of the buffer moving, and a program that holds one of them would train an array that no layer reads.
 
 
 class User(NamedTuple):

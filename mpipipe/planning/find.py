@@ -89,6 +89,7 @@ def measure(measured: MeasuredRanks) -> Profile:
         sums=tuple(rank.sums for rank in ranks),
         step=max(step for _, _, step in everyone),
         alone=mine.alone,
+        process=max(layers.process for _, layers, _ in everyone),
     )
 
 

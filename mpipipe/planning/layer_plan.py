@@ -85,6 +85,7 @@ def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
 
     Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer.
     """
+    nn.check_slices(layers)
     ends: dict[str, tuple[int | None, list[int]]] = {}
     for place, entry in enumerate(layers):
         for name, gives in names_of_entry(entry):

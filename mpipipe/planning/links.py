@@ -143,7 +143,7 @@ class TrialSteps:
     def __init__(self, measured: MeasuredRanks, plan: LayerPlan, pipeline: Pipeline, norm: optim.GlobalNorm) -> None:
         self.measured, self.pipeline, self.norm = measured, pipeline, norm
         self.group = group_of(measured.mesh.comm)
-        self.optimizer, self.scaler = measured.optimizer(pipeline), measured.scaler()
+        self.optimizer, self.scaler = measured.optimizer(pipeline, measured.mesh), measured.scaler()
         inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
         placement, rank = plan.schedule.placement, measured.mesh.pipe.rank
         self.batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
@@ -177,7 +177,9 @@ def trial_steps(measured: MeasuredRanks, choice: Choice) -> Iterator[TrialSteps]
         stages = plan.stages(mesh.pipe.rank, layers, problem.dtype, measured.seed, frozen=measured.frozen)
         loss = measured.loss_for(stages[-1], plan.microbatch_rows)
     with (
-        Pipeline(stages, plan.schedule, mesh.pipe, loss, choice.recompute, mesh.replicas) as pipeline,
+        Pipeline(
+            stages, plan.schedule, mesh.pipe, loss, choice.recompute, mesh.replicas, input_grads=False
+        ) as pipeline,
         optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
     ):
         trial = TrialSteps(measured, plan, pipeline, norm)

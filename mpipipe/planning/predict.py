@@ -23,7 +23,7 @@ class Prediction:
     bubble : float
         Idle part of the ranks' time between the first action of the step and the last.
     memory : tuple of int
-        Bytes that each rank needs at most.
+        Peak of the resident bytes of each rank.
     schedule, costs : Schedule and Costs
         What runs, and the costs of its stages in seconds.
     """
@@ -95,10 +95,11 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     updated = max(count * each for count, each in zip(counts, profile.optimizer))
     activations = _activations(profile, schedule, choice.ranges, size)
     states = [sum(profile.states[layer] for layer in layers) for layers in own]
+    more = profile.process + profile.sizes[size].scratch
     return Prediction(
         seconds=profile.step + profile.scale * (summed + updated),
         bubble=timeline.bubble_fraction,
-        memory=tuple(round(held + state) for held, state in zip(activations, states)),
+        memory=tuple(round(held + state) + more for held, state in zip(activations, states)),
         schedule=schedule,
         costs=costs,
     )
@@ -112,7 +113,7 @@ def _speed(timeline: Timeline, alone: float) -> float:
     busy = [0.0] * schedule.ranks
     for stage, rank in enumerate(schedule.placement):
         backward = times[BACKWARD][stage] if stage >= schedule.trained_from else 0.0
-        busy[rank] += schedule.microbatches * (times[FORWARD][stage] + backward)
+        busy[rank] += schedule.units * (times[FORWARD][stage] + backward)
     for stage, _ in schedule.recomputed:
         busy[schedule.placement[stage]] += times[RECOMPUTE][stage]
     others = sorted(busy)[:-1]

@@ -13,14 +13,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import nn, optim, schedules
-from mpipipe.adapters import counting
+from mpipipe import nn, optim, processor, schedules
 from mpipipe.arrays import Branches, Tree, flatten, unflatten
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
-from mpipipe.pipeline import Loss, Pipeline
+from mpipipe.pipeline import Pipeline
+from mpipipe.planning.memory import process_bytes
 from mpipipe.planning.problem import MeasuredRanks, declared
 from mpipipe.planning.profile import LayerCosts, RankCosts, Sizes
+from mpipipe.planning.step_memory import layer_bytes
 
 Step: TypeAlias = "Callable[[], float]"  # returns the seconds of the pipeline
 
@@ -123,7 +124,7 @@ class Probe:
         loss = measured.loss_for(stage, self.size)
         batch = self._example(UNDER_WAY)
         with Pipeline([stage], schedule, self.solo, loss, recompute, replicas) as pipeline:
-            optimizer, scaler = measured.optimizer(pipeline), measured.scaler()
+            optimizer, scaler = measured.optimizer(pipeline, None), measured.scaler()
             stage.optimizer_writes_compute()
 
             def step() -> float:
@@ -178,33 +179,22 @@ class Probe:
         return inputs.main if isinstance(inputs, Branches) else inputs, targets
 
     def sizes(self) -> Sizes:
-        """Count what one micro-batch of several keeps, but not what they share, such as parameters and tables."""
-        measured, stage = self.measured, self._stage()
-        inputs, targets = self._example(1)
-        loss = Loss(measured.loss_for(stage, self.size))
-        with ExitStack() as stack:
-            stack.enter_context(loss.taking_head())
-            stack.enter_context(counting())
-            _, before = stage.forward(inputs)
-            output, kept = stage.forward(inputs)
-            gradient = loss.call(output, targets, 1.0)[1]
-            _, pending = stage.backward_input(gradient, kept)
-        shared = {*array_bytes(before), *array_bytes((stage.parameters.flat, stage.compute.flat, inputs, targets))}
-        whole = _new_bytes(kept if stage.names is None else kept[0], shared)
-        split = _new_bytes(pending[::-1], shared)
-        split = [0] * (len(whole) - len(split)) + split  # layers below all that is trained have none
-        stage.backward_weight(pending)
-        kinds = self.measured.problem.kinds
-        activation: dict[int, int] = {}
-        waiting: dict[int, int] = {}
-        for place, at in zip(self.picked, self.at):
-            first, second = whole[at], split[at]
-            activation[kinds[place]] = max(first, activation.get(kinds[place], 0))
-            waiting[kinds[place]] = max(second, waiting.get(kinds[place], 0))
-        each = range(len(activation))
-        message = math.prod(measured.message_shape(self.size)) * dtype_of(measured.problem.dtype).itemsize
+        """Count what one micro-batch keeps, but not what several share, such as parameters and tables."""
+        measured, problem = self.measured, self.measured.problem
+        example = measured.example(self.size, 1)
+        found, _ = layer_bytes(
+            problem, measured.layers(), lambda stage: measured.loss_for(stage, self.size), example, measured.frozen
+        )
+        alike = [
+            [each for each, kind in zip(found, problem.kinds) if kind == one] for one in range(max(problem.kinds) + 1)
+        ]
+        actions = ((each.forward - each.saved, each.backward, each.input_grad, each.weight_grad) for each in found)
         return Sizes(
-            tuple(activation[kind] for kind in each), tuple(waiting[kind] for kind in each), message, gradient.nbytes
+            tuple(max(round(each.saved + each.keeps_input) for each in kind) for kind in alike),
+            tuple(max(round(each.pending + each.pends_input) for each in kind) for kind in alike),
+            math.prod(measured.message_shape(self.size)) * dtype_of(problem.dtype).itemsize,
+            round(found[-1].loss),
+            max(0, round(max(map(max, actions)))),
         )
 
 
@@ -238,58 +228,6 @@ class Taker(nn.Layer):
 
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
         return dy, None
-
-
-def _new_bytes(things: Sequence[Any], shared: set[int]) -> list[int]:
-    """Return the bytes that each thing holds and neither `shared` nor one before it has."""
-    seen, found = set(shared), []
-    for thing in things:
-        own = array_bytes(thing)
-        found.append(sum(size for key, size in own.items() if key not in seen))
-        seen |= set(own)
-    return found
-
-
-# -- How many bytes objects hold in arrays ----------------------------------------------------------------------------
-
-
-def array_bytes(thing: Any) -> dict[int, int]:
-    """Return the bytes of each memory that arrays in `thing` lie in, by its identity; layers and stages are left out.
-
-    Arrays are looked for in tuples, lists, mappings, and attributes of objects.
-    """
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-    waiting = [thing]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, np.ndarray):
-            owner = _owner(each)
-            found[id(owner)] = owner.nbytes
-        elif id(each) not in seen:
-            seen.add(id(each))
-            waiting.extend(_parts(each))
-    return found
-
-
-def _owner(array: np.ndarray) -> np.ndarray:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
-OPAQUE = (nn.Layer, nn.Stage, type, str, bytes, int, float)  # what holds no arrays of a micro-batch
-
-
-def _parts(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, Mapping):
-        yield from thing.values()
-    elif isinstance(thing, (tuple, list, set)):
-        yield from thing
-    elif not isinstance(thing, OPAQUE) and not callable(thing):
-        yield from getattr(thing, "__dict__", {}).values()
-        slots = (name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()))
-        yield from (getattr(thing, name) for name in slots if hasattr(thing, name))
 
 
 # -- Times the calls of layers inside a stage that runs ---------------------------------------------------------------
@@ -356,11 +294,13 @@ ALIKE = 2  # layers of a kind that are measured
 class MeasuredLayers:
     """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one parameter.
 
-    `alone` is the time of a step while no other rank computes, as a share of what it is while all do.
+    `alone` is the time of a step while no other rank computes, as a share of what it is while all do; `process` are the
+    bytes of a process that trains, without arrays.
     """
 
     costs: dict[int, RankCosts]
     sizes: dict[int, Sizes]
+    process: int
     optimizer: float
     sums: float
     alone: float
@@ -378,12 +318,17 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
     probes = {
         size: Probe(measured, solo, _picked(measured.problem.kinds), size) for size in measured.problem.space.sizes
     }
+    sizes, process = {}, 0
+    for size, probe in probes.items():
+        sizes[size] = probe.sizes()
+        process = process or process_bytes()  # a training has one size, and libraries keep something for each
     for _ in range(ROUNDS):
         for probe in probes.values():
             probe.run()
     found = MeasuredLayers(
         costs={size: probe.costs() for size, probe in probes.items()},
-        sizes={size: probe.sizes() for size, probe in probes.items()},
+        sizes=sizes,
+        process=process,
         optimizer=median(seconds for probe in probes.values() for seconds in probe.optimizers),
         sums=median(seconds for probe in probes.values() for seconds in probe.sums),
         alone=probes[measured.problem.space.sizes[len(probes) // 2]].alone(),
@@ -391,6 +336,31 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
     group.agree("plan: all ranks have measured the layers")
     solo.Free()
     return found
+
+
+def measure_threads(measured: MeasuredRanks, at_work: Mapping[int, bool]) -> dict[int, list[tuple[float, float]]]:
+    """Measure what threads gain this rank, while it is `at_work` with a number of them; collective over all ranks.
+
+    Returns for each of these numbers, and each size of micro-batch, the seconds of a step of a few micro-batches, and
+    of the optimizer for one parameter.
+    """
+    group, problem, before = group_of(measured.mesh.comm), measured.problem, processor.thread_count()
+    solo = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
+    sizes, steps = problem.space.sizes, defaultdict[tuple[int, int], list[tuple[float, float]]](list)
+    for _ in range(ROUNDS):
+        for count, works in at_work.items():
+            processor.set_threads(count)
+            for size in sizes if works else ():
+                probe = Probe(measured, solo, _picked(problem.kinds), size)
+                with probe._pipeline("whole", None) as step:
+                    stop = perf_counter() + SECONDS / 3
+                    while not probe.optimizers or perf_counter() < stop:
+                        steps[count, size].append((step(), probe.optimizers[-1]))
+            group.agree("plan: these ranks have computed while the others were idle")
+    processor.set_threads(before)
+    solo.Free()
+    times = {count: [zip(*steps[count, size]) for size in sizes] for count, works in at_work.items() if works}
+    return {count: [(median(a), median(b)) for a, b in pairs] for count, pairs in times.items()}
 
 
 def _picked(kinds: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -24,17 +24,17 @@ from mpipipe.planning.search import Space
 Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
 
 
-def declared(layers: Sequence[nn.Layer]) -> dict[str, Parameter]:
-    """Return all parameters of the layers of a model by name, such as 3.norm.weight."""
+def declared(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
+    """Return all parameters of the layers of a model from its layer `first` on, by names such as 3.norm.weight."""
     return {
         f"{name}.{key}": parameter
-        for place, top in enumerate(layers)
+        for place, top in enumerate(layers, first)
         for name, layer in top.walk(str(place))
         for key, parameter in layer.declared.items()
     }
 
 
-def layers_with(names: Mapping[str, Any]) -> frozenset[int]:
+def layers_with(names: Iterable[str]) -> frozenset[int]:
     """Return the places of the layers that have parameters of these names."""
     return frozenset(int(name.partition(".")[0]) for name in names)
 
@@ -49,6 +49,7 @@ class PlanningProblem:
     batch, ranks, replicas, seq : samples of a step, and the shape of the mesh
     dtype, optimizer : names
     moments : arrays as big as the parameters that the optimizer keeps
+    shards : replicas that keep a share of these each; 1 where all keep all
     fixed : fields of a Choice that stay as they are
     memory_limit : bytes that a rank may need
     facts : what measured times hold for, besides the layers
@@ -69,6 +70,7 @@ class PlanningProblem:
     memory_limit: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     inputs: Sequence[str] = ()
+    shards: int = 1
 
     @property
     def rows(self) -> int:
@@ -120,9 +122,15 @@ class PlanningProblem:
         narrow = arrays.dtype(self.dtype)
         wide = arrays.accumulator(narrow).itemsize
         half = narrow.itemsize if narrow.itemsize < wide else 0
-        more = wide * (1 + self.moments)
         counts = self._per_layer(declared(self.layers))
-        return tuple(count * (wide + half) + trained * more for count, trained in zip(counts, self.trained_counts))
+        return tuple(
+            count * (wide + half) + trained * wide + self.moment_bytes(trained)
+            for count, trained in zip(counts, self.trained_counts)
+        )
+
+    def moment_bytes(self, trained: int) -> int:
+        """Bytes of the optimizer's state of this number of parameters, on one rank."""
+        return -(-trained // self.shards) * arrays.accumulator(arrays.dtype(self.dtype)).itemsize * self.moments
 
     def _per_layer(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
         counts = [0] * len(self.layers)
@@ -140,7 +148,7 @@ class MeasuredRanks:
     loss_for : makes the loss after a stage, for the samples of a micro-batch
     example : makes inputs and targets: of a number of rows, for a number of micro-batches
     message_shape : of what a stage hands to the next, for the samples of a micro-batch
-    optimizer, scaler : make those of the training
+    optimizer, scaler : make those of the training; the optimizer over a mesh, or on one rank
     lr, clip, seed : of the training
     inputs : an input of each layer, for one row, where they are not all alike
     """
@@ -151,7 +159,7 @@ class MeasuredRanks:
     loss_for: Callable[[nn.Stage, int], Callable[..., Any]]
     example: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
     message_shape: Callable[[int], tuple[int, ...]]
-    optimizer: Callable[[Pipeline], Optimizer]
+    optimizer: Callable[[Pipeline, Mesh | None], Optimizer]
     scaler: Callable[[], optim.LossScaler]
     lr: float
     clip: float
@@ -174,3 +182,14 @@ class MeasuredRanks:
         mine = {"rank": comm.rank, "host": socket.gethostname(), "cores": own_cores()}
         text = oversubscribed(group_of(comm).gather("plan: the cores", mine))
         return f"{text}: times depend on who waits meanwhile, and predictions are rough" if text else ""
+
+
+def parameters_of(layers: Sequence[nn.Layer]) -> int:
+    """Count the elements of all arrays that the layers declare."""
+    return sum(parameter.size for parameter in declared(layers).values())
+
+
+def attentions(layers: Sequence[nn.Layer]) -> Iterator[nn.SelfAttention]:
+    """Yield the attention layers among these layers and their parts."""
+    for top in layers:
+        yield from (layer for _, layer in top.walk("") if isinstance(layer, nn.SelfAttention))

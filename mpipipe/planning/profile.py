@@ -72,12 +72,15 @@ class Sizes:
         weight gradient, if that is more.
     message, loss : int
         Of what a stage hands to the next, and keeps for running a forward again; and of the gradient of the loss.
+    scratch : int
+        Most that an action takes while it runs.
     """
 
     activation: tuple[int, ...]
     split: tuple[int, ...]
     message: int
     loss: int = 0
+    scratch: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class Profile:
         By which real steps last longer than what is predicted without it.
     alone : float
         Time of an action while no other rank computes, as a share of what it is in `costs`, while all of them do.
+    process : int
+        Bytes of a rank besides all that: Python with its libraries and MPI.
 
     Examples
     --------
@@ -128,6 +133,7 @@ class Profile:
     step: float = 0.0
     scale: float = 1.0
     alone: float = 1.0
+    process: int = 0
 
     @property
     def ranks(self) -> int:

@@ -18,7 +18,7 @@ from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes
 from mpipipe.schedules import Links
 
 MOST = 64 << 20  # bytes of a file
-FORMAT = "mpipipe profile 1"
+FORMAT = "mpipipe profile 2"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SavedProfile:
         On how many it was measured.
     costs, links, sizes : mappings of int to RankCosts, Link and Sizes
         Means over the ranks and links; bytes.
-    optimizer, sums, step, scale, alone : float
+    optimizer, sums, step, scale, alone, process : float
         As in a Profile; the first two as means over the ranks.
     oversubscribed : str
         How many ranks shared how many cores meanwhile, and what follows for the times, as `mpipipe info` says it; ""
@@ -62,6 +62,7 @@ class SavedProfile:
     step: float = 0.0
     scale: float = 1.0
     alone: float = 1.0
+    process: int = 0
     oversubscribed: str = ""
 
     @classmethod
@@ -92,6 +93,7 @@ class SavedProfile:
             step=profile.step,
             scale=profile.scale,
             alone=profile.alone,
+            process=profile.process,
             oversubscribed=oversubscribed,
         )
 
@@ -195,6 +197,7 @@ class SavedProfile:
             step=self.step,
             scale=self.scale,
             alone=self.alone,
+            process=self.process,
         )
 
     def save(self, path: Path) -> None:
@@ -219,7 +222,7 @@ class SavedProfile:
                 given[name] = {size: combined(checked, each) for size, each in read.items()}
             found = cls(**{**given, "layers": tuple(given["layers"])})
             _check_sizes(found)
-            combined(checked, (found.optimizer, found.sums, found.step, found.scale, found.alone))
+            combined(checked, (found.optimizer, found.sums, found.step, found.scale, found.alone, found.process))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 "no profile can be read there",

@@ -1,227 +1,203 @@
-"""What each rank of a training would hold in memory: measured on one micro-batch of each stage, and added up.
+"""What each rank of a training would hold in memory: one micro-batch runs through each kind of layer, and is added up.
 
-    layers of the stage      E A F A F A F A F H        a run of 4 times (A F)
-    measured                 E A F H    E A F A F H     its bytes, and those of each further time
-
-All sums of bytes grow by the same amount with each repetition, so two measurements say what any number of them takes.
-The Python allocator counts (tracemalloc): numpy tells it of each array.
+What is kept is counted array by array; what an action takes on top is how far the resident memory of the process grows
+meanwhile.
 """
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import Structure, Tree
-from mpipipe.nn import Position, is_frozen
+from mpipipe.adapters import ForeignLayer, counting
+from mpipipe.arrays import Branches, Structure, Tree
 from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import attentions, check_rehearsal, parameters_of
-from mpipipe.planning.problem import PlanningProblem
+from mpipipe.planning.memory import array_bytes, check_memory, new_bytes, peak, process_bytes, resident
+from mpipipe.planning.problem import PlanningProblem, attentions, parameters_of
 from mpipipe.schedules import Schedule, before_backwards
-
-# What a process takes once it trains, whatever the model: modules that are imported late, buffers of MPI and of BLAS,
-# and gaps between arrays. Measured with `bench dry-run` under MPICH 5.0 and Open MPI 5.0: 8 to 18 MB.
-SETTLED = 13_000_000
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one stage, without the input of a micro-batch.
+    """Bytes of a layer, or of the layers of a stage, for one micro-batch, whose input is not counted.
 
-    buffers : parameters, gradients and copies for computing, as the stage makes them
-    tables : what the first micro-batch leaves for all others
-    drawing : most that is there besides the buffers while initial values are drawn
-    output : what a forward returns
-    saved : what is kept from a forward for its backward; after the last stage the gradient of the loss, too
-    pending : what is kept from the input gradient for the weight gradient
+    tables, shared : what the first micro-batch leaves for all others: of a layer, and of its stage
+    drawing : most that is there besides parameters and gradients while initial values are drawn
+    input, output : what comes in, and what a forward returns
+    saved, keeps_output, keeps_input : what is kept from a forward for its backward, the output in it, and of the input
+    pending, added, pends_input : what is kept from the input gradient for the weight gradient, what of it was not
+        saved, and of the input
+    loss : gradient of the loss
     forward, backward, input_grad, weight_grad : most that the action allocates at once, its results included
     """
 
-    buffers: float
-    tables: float
-    drawing: float
-    output: float
-    saved: float
-    pending: float
-    forward: float
-    backward: float
-    input_grad: float
-    weight_grad: float
-
-    def longer(self, more: StageBytes, times: int) -> StageBytes:
-        """Return the bytes of a stage with `times` further repetitions, where `more` has one more than this one."""
-        return StageBytes(*(low + times * (high - low) for low, high in zip(astuple(self), astuple(more))))
-
-
-class LayerRun(NamedTuple):
-    """Layers that repeat: `times` times the `period` layers from `start` on."""
-
-    start: int
-    period: int
-    times: int
+    tables: float = 0
+    shared: float = 0
+    drawing: float = 0
+    input: float = 0
+    output: float = 0
+    saved: float = 0
+    keeps_output: float = 0
+    keeps_input: float = 0
+    pending: float = 0
+    added: float = 0
+    pends_input: float = 0
+    loss: float = 0
+    forward: float = 0
+    backward: float = 0
+    input_grad: float = 0
+    weight_grad: float = 0
 
 
-def longest_run(kinds: Sequence[Any]) -> LayerRun:
-    """Return the repetition that leaves the fewest layers where it is cut to two; of equals the shortest period.
+def joined(layers: Sequence[StageBytes]) -> StageBytes:
+    """Return the bytes of layers one after the other: an array between two of them is there once."""
+    saved = pending = forward = backward = input_grad = added = 0.0
+    before = StageBytes()
+    for each in layers:
+        forward = max(forward, saved + before.output - before.keeps_output + each.forward)
+        saved += each.saved + max(0, min(each.keeps_input, before.output) - before.keeps_output)
+        pending += each.pending + min(each.pends_input, before.output)
+        before = each
+    gradient = 0.0  # of the output of a layer that is not the last one
+    for each in reversed(layers):
+        backward = max(backward, gradient + each.backward)
+        input_grad = max(input_grad, added + gradient + each.input_grad)
+        added, gradient = added + each.added, each.input
+    return StageBytes(
+        tables=sum(each.tables for each in layers) + max(each.shared for each in layers),
+        drawing=max(each.drawing for each in layers),
+        input=layers[0].input,
+        output=before.output,
+        saved=saved + before.loss,
+        pending=pending,
+        forward=forward,
+        backward=backward,
+        input_grad=input_grad,
+        weight_grad=max(each.weight_grad for each in layers),
+    )
 
-    >>> longest_run("EAFAFAFAFH")
-    LayerRun(start=1, period=2, times=4)
+
+def layer_bytes(
+    problem: PlanningProblem,
+    layers: list[nn.Layer],
+    loss_for: Callable[[nn.Stage], Callable[..., Any]],
+    example: tuple[Any, Any],
+    frozen: Sequence[str] = (),
+) -> tuple[list[StageBytes], dict[str, int]]:
+    """Return the bytes of each layer of a model, and of what layers give and take by its names.
+
+    Layers of one kind whose inputs have the same shapes are measured once. `layers` are unbound, and taken out of the
+    list, `loss_for` makes the loss after the last one, and `example` are inputs and targets of a micro-batch.
     """
-    best = LayerRun(0, len(kinds), 1)
-    for period in range(1, len(kinds) // 3 + 1):
-        same = [kinds[i] == kinds[i + period] for i in range(len(kinds) - period)] + [False]
-        start = 0
-        for place, holds in enumerate(same):
-            if holds:
-                continue
-            count = (place - start) // period + 1
-            if count > 2 and (count - 2) * period > max(0, best.times - 2) * best.period:
-                best = LayerRun(start, period, count)
-            start = place + 1
-    return best
+    x, targets = zeros_of(shapes_of(example[0])), example[1]  # a loss may divide by what is in its targets
+    values: dict[str, Tree] = {}
+    known: dict[tuple, tuple[StageBytes, Shapes, bool]] = {}
+    found: list[StageBytes] = []
+    below, wide = True, arrays.accumulator(arrays.dtype(problem.dtype)).itemsize  # below all that is trained
+
+    def measured(layer: nn.Layer) -> tuple[StageBytes, Shapes, bool]:
+        needs = {f"{parameters_of([layer]):,} parameters and their gradients": 2 * wide * parameters_of([layer])}
+        check_memory("measuring a layer", needs, "run it on a machine with more memory")
+        resident()
+        stage = nn.Stage([layer], problem.dtype, first=len(found), frozen=frozen)
+        drawing = peak() - resident()
+        stage.optimizer_writes_compute()
+        still = below and layer.frozen
+        stage.end_backward(below and not still)
+        stage.hand_on(stage.gives)
+        loss = None if layers else Loss(loss_for(stage))
+        with np.errstate(all="ignore"), counting(), nullcontext() if loss is None else loss.taking_head():
+            each, shapes = _micro_batch(stage, loss, x, targets, not still)
+        return replace(each, drawing=drawing), shapes, still
+
+    gc.freeze()  # `resident` need not look through what is there already
+    try:
+        while layers:
+            layer = layers.pop(0)
+            takes, gives, _ = nn.names_of([layer])
+            x = nn.handed(x, values, takes)
+            key = problem.kinds[len(found)], shapes_of(x), gives, below, bool(layers)
+            if key not in known:
+                known[key] = measured(layer)
+            each, shapes, below = known[key]
+            found.append(each)
+            x = zeros_of(shapes)
+    finally:
+        gc.unfreeze()
+    return found, {name: bytes_of(value) for name, value in values.items()}
 
 
-def kind_of(layer: nn.Layer) -> tuple:
-    """Return what tells layers apart that compute in different ways or sizes."""
-    return tuple(
-        (name, type(part).__qualname__, part.takes, part.gives,
-         tuple((key, p.shape, p.frozen) for key, p in part.declared.items()),
-         getattr(getattr(part, "attend", None), "window", None))
-        for name, part in layer.walk("")
-    )  # fmt: skip
+def _micro_batch(
+    stage: nn.Stage, loss: Loss | None, x: Tree, targets: Tree, trained: bool
+) -> tuple[StageBytes, Shapes]:
+    """Run one micro-batch through a stage as the executor does, after another one which makes what is made once."""
+    dy: Tree = None
+    shared = {*array_bytes((stage.buffers, x, targets))}
+
+    def forward() -> tuple[Tree, Any, Tree]:
+        nonlocal dy
+        y, saved = stage.forward(x)
+        if loss is not None:
+            return y, saved, loss.scaled(loss.checked(loss.call(y, targets, 1.0))[1], 1.0, y)
+        dy = zeros_of(shapes_of(y), gradient=True) if dy is None else dy
+        return y, saved, dy
+
+    for _ in range(2):
+        start = resident()
+        y, saved, gradient = forward()
+        before, after, held = _main(x), _main(y), saved if trained else ()
+        kept, more = new_bytes([held, gradient if loss else ()], shared)
+        found = StageBytes(
+            input=bytes_of(before),
+            output=bytes_of(after),
+            saved=kept,
+            keeps_output=_within(after, held),
+            keeps_input=_within(before, held),
+            loss=more,
+        )
+        least = kept + more + found.output - found.keeps_output
+        found, shapes = replace(found, forward=max(least, peak() - start)), shapes_of(y)
+        del y, after, held
+        if not trained:
+            continue
+        start = resident()
+        stage.backward(gradient, saved)
+        backward = peak() - start
+        del saved, gradient
+        _, saved, gradient = forward()
+        start = resident()
+        pending = stage.backward_input(gradient, saved)[1]
+        input_grad = peak() - start
+        (waiting,), (_, added) = new_bytes([pending], shared), new_bytes([saved, pending], shared)
+        pends = _within(before, pending)
+        del saved, gradient
+        start = resident()
+        stage.backward_weight(pending)
+        found = replace(
+            found, pending=waiting, added=added, pends_input=pends,
+            backward=backward, input_grad=max(added, input_grad), weight_grad=peak() - start,
+        )  # fmt: skip
+        del pending
+    parts = [vars(part) for _, part in stage.layers[0].walk("") if not isinstance(part, ForeignLayer)]
+    common, own = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
+    return replace(found, tables=own, shared=common), shapes
 
 
-class StageMeter:
-    """Measures stages of the layers that `build` makes; each kind of stage once.
-
-    `frozen` are patterns, as for nn.Stage, `loss_for` makes the loss after the last stage, and `inputs` tell layers
-    apart by the shapes of what comes to them.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[], list[nn.Layer]],
-        dtype: str,
-        frozen: Sequence[str],
-        loss_for: Callable[[nn.Stage], Callable[..., Any]],
-        inputs: Sequence[str] = (),
-    ) -> None:
-        self.make, self.dtype, self.frozen, self.loss_for = build, dtype, frozen, loss_for
-        self.kinds = [(kind_of(layer), *inputs[place : place + 1]) for place, layer in enumerate(self.build())]
-        self._known: dict[tuple, tuple[StageBytes, Shapes]] = {}
-
-    def stage(
-        self, start: int, stop: int, x: Tree, targets: Tree, ends: bool, gives: tuple[str, ...] = ()
-    ) -> tuple[StageBytes, Shapes]:
-        """Return the bytes of the layers from `start` to before `stop`, and the shapes of the output.
-
-        `x` is the input of a micro-batch, `ends` says whether no stage wants its gradient, and `gives` are the names
-        that later stages take.
-        """
-        kinds = self.kinds[start:stop]
-        key = tuple(kinds), shapes_of(x), ends, gives, stop == len(self.kinds)
-        if key in self._known:
-            return self._known[key]
-        run = longest_run(kinds)
-        times = (1, 2) if run.times > 2 else (run.times,)
-        behind = start + run.start + run.period * run.times
-        cuts = [[*range(start, start + run.start + run.period * count), *range(behind, stop)] for count in times]
-        if not self._known:  # what the first use of anything leaves behind is no part of a stage
-            self._measure(cuts[0], x, targets, ends, gives)
-        (short, shape), *more = [self._measure(cut, x, targets, ends, gives) for cut in cuts]
-        self._known[key] = (short.longer(more[0][0], run.times - 1) if more else short), shape
-        return self._known[key]
-
-    def build(self) -> list[nn.Layer]:
-        """Return all layers, whose parameters say themselves whether they are frozen: a shorter stage renames them."""
-        layers = self.make()
-        for place, top in enumerate(layers):
-            for name, layer in top.walk(str(place)):
-                layer.declared = {
-                    key: replace(entry, frozen=entry.frozen or is_frozen(f"{name}.{key}", self.frozen))
-                    for key, entry in layer.declared.items()
-                }
-        return layers
-
-    def _measure(
-        self, places: Sequence[int], x: Tree, targets: Tree, ends: bool, gives: tuple[str, ...]
-    ) -> tuple[StageBytes, Shapes]:
-        with _counting():
-            layers = self.build()
-            chosen = [layers[place] for place in places]
-            del layers
-            check_rehearsal(chosen, self.dtype, bytes_of(x))
-            before = _now()
-            stage = nn.Stage(chosen, self.dtype)
-            drawing, buffers = _peak() - before, _now() - before
-            drawing -= buffers
-            stage.optimizer_writes_compute()
-            stage.end_backward(ends or stage.first_layer.uploads_integers)
-            stage.hand_on(gives)
-            loss = Loss(self.loss_for(stage)) if places[-1] == len(self.kinds) - 1 else None
-            one = _MicroBatch(stage, loss, x, targets)
-            one.whole()
-            tables = _now() - before - buffers
-            return StageBytes(max(0, buffers), max(0, tables), drawing, *one.measure()), one.shapes
+def _main(tree: Tree) -> Tree:
+    return tree.main if isinstance(tree, Branches) else tree
 
 
-class _MicroBatch:
-    """One micro-batch through one stage, as the executor runs it."""
-
-    def __init__(self, stage: nn.Stage, loss: Loss | None, x: Tree, targets: Tree) -> None:
-        self.stage, self.loss, self.x, self.targets = stage, loss, x, targets
-        self.dy: Tree | None = None
-        self.shapes: Shapes = (None, ())
-        stage.position = Position(0, 0, 0, True)
-
-    def forward(self) -> tuple[Any, Any, int]:
-        """Return (saved, gradient of the output, bytes of the output)."""
-        y, saved = self.stage.forward(self.x)
-        self.shapes = shapes_of(y)
-        if self.loss is None:
-            if self.dy is None:
-                self.dy = zeros_of(self.shapes, gradient=True)
-            return saved, self.dy, bytes_of(y)
-        _, gradient, _ = self.loss.checked(self.loss.call(y, self.targets, 1.0))
-        return saved, self.loss.scaled(gradient, 1.0, y), bytes_of(y)
-
-    def whole(self) -> None:
-        """Run all once, so that what is made once is there."""
-        with np.errstate(all="ignore"), self._head():
-            saved, dy, _ = self.forward()
-            self.stage.backward(dy, saved)
-
-    def _head(self) -> Any:
-        return nullcontext() if self.loss is None else self.loss.taking_head()
-
-    def measure(self) -> tuple[float, ...]:
-        """Return output, saved, pending, and the most of forward, backward, input and weight gradient."""
-        with np.errstate(all="ignore"), self._head():
-            start = _now()
-            saved, dy, output = self.forward()
-            forward, kept = _peak() - start, _now() - start
-            held = _now()
-            self.stage.backward(dy, saved)
-            backward = _peak() - held
-            saved = dy = None
-            start = _now()
-            saved, dy, output = self.forward()
-            held = _now()
-            waiting = self.stage.backward_input(dy, saved)[1]
-            input_grad = _peak() - held
-            saved = dy = None
-            pending = _now() - start
-            held = _now()
-            self.stage.backward_weight(waiting)
-            weight_grad = _peak() - held
-        return output, kept, pending, forward, backward, input_grad, weight_grad
+def _within(tree: Tree, kept: Any) -> int:
+    """Return the bytes of a tree that are among those of what is kept."""
+    places = array_bytes(kept)
+    return sum(size for place, size in array_bytes(tree).items() if place in places)
 
 
 Shapes: TypeAlias = "tuple[Structure, tuple[tuple[arrays.Shape, Any], ...]]"  # of a tree: shape and dtype of each array
@@ -245,30 +221,6 @@ def bytes_of(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in arrays.flatten(tree)[0])
 
 
-@contextmanager
-def _counting() -> Iterator[None]:
-    """Let the allocator count within this context."""
-    mine = not tracemalloc.is_tracing()
-    if mine:
-        tracemalloc.start()
-    try:
-        yield
-    finally:
-        if mine:
-            tracemalloc.stop()
-
-
-def _now() -> int:
-    """Return the bytes that are allocated; the peak begins anew here."""
-    now = tracemalloc.get_traced_memory()[0]
-    tracemalloc.reset_peak()
-    return now
-
-
-def _peak() -> int:
-    return tracemalloc.get_traced_memory()[1]
-
-
 # -- What each rank of a training would hold --------------------------------------------------------------------------
 
 
@@ -287,7 +239,7 @@ class RankBytes:
     start : what drawing the initial values takes, besides parameters and gradients
     sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
     sums : what MPI takes for sums over replicas; 0 without replicas
-    process : Python with its libraries, and what they keep for themselves once a training runs
+    process : Python with its libraries and MPI, and what they keep for themselves once a training runs
     """
 
     rank: int
@@ -308,9 +260,9 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """The most that the rank holds at once: in a step, while initial values are drawn, or for the sample."""
-        state = self.moments + self.tables + max(self.step, self.sample, self.sums)
-        return self.process + self.parameters + self.gradients + max(self.start, state)
+        """The most that the rank holds at once: while initial values are drawn, in a step, or after it."""
+        training = self.moments + self.tables + max(self.step, self.sample, self.sums)
+        return self.process + self.parameters + self.gradients + max(self.start, training)
 
     @property
     def step(self) -> int:
@@ -321,48 +273,44 @@ class RankBytes:
 def rank_bytes(
     problem: PlanningProblem,
     plan: LayerPlan,
-    meter: StageMeter,
+    measured: tuple[Sequence[StageBytes], Mapping[str, int]],
     example: tuple[Any, Any],
     *,
     recompute: bool,
     copied: bool,
-    process: int,
 ) -> list[RankBytes]:
-    """Return what each rank of a pipeline holds, from one micro-batch that `meter` runs on the processor.
+    """Return what each rank of a pipeline holds, from what `layer_bytes` has measured for one rank.
 
     `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at the end for a
-    sample, and `process` are the bytes of a process without the training.
+    sample.
     """
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
-    stages: list[StageBytes] = []
-    inputs: list[int] = []
-    x, targets = zeros_of(shapes_of(example[0])), example[1]  # a loss may divide by what is in its targets
+    layers, named = measured
     first = arrays.flatten(example[0])[0][0]
-    values: dict[str, Tree] = {}
+    if problem.seq > 1:
+        positions = first.shape[0] * first.shape[1]
+        layers = [with_ring(each, layer, positions, problem.dtype) for each, layer in zip(layers, problem.layers)]
+    stages: list[StageBytes] = []
+    inputs: list[float] = []
     for number, (start, stop) in enumerate(plan.layer_ranges):
-        names = {skip.name for skip in schedule.skips if skip.target == number}
-        x = nn.handed(x, values, names) if number else x
-        inputs.append(bytes_of(x))
-        gives = tuple(dict.fromkeys(skip.name for skip in schedule.skips if skip.source == number))
-        measured, shapes = meter.stage(start, stop, x, targets, 0 < number == schedule.trained_from, gives)
-        if problem.seq > 1:
-            positions = first.shape[0] * first.shape[1]
-            measured = with_ring(measured, problem.layers[start:stop], positions, problem.dtype)
-        stages.append(measured)
-        x = zeros_of(shapes)
-    windows = receive_windows(schedule)
+        whole = joined(layers[start:stop])
+        inputs.append(whole.input + sum(named[skip.name] for skip in schedule.skips if skip.target == number))
+        gives = {skip.name for skip in schedule.skips if skip.source == number}
+        stages.append(replace(whole, output=whole.output + sum(named[name] for name in gives)))
+    windows, process = receive_windows(schedule), process_bytes()
     row = 2 * (sum(map(bytes_of, example)) // len(first)) * plan.rows  # the next batch is read meanwhile
     narrow = arrays.dtype(problem.dtype)
     wide = arrays.accumulator(narrow).itemsize
     ranks = []
     for rank in range(problem.ranks):
-        held = peak_of_step(schedule, rank, stages, inputs, windows)
+        window = windows(rank) if schedule.ranks > 1 else 0
+        held = [round(part) for part in peak_of_step(schedule, rank, stages, inputs, window)]
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
-        own = [stages[number] for number in schedule.stages_of(rank)]
         ranges = plan.ranges_of(rank)
         sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
+        own = [stages[number] for number in schedule.stages_of(rank)]
         count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-        step = round(held.total) + batch
+        step = sum(held) + batch
         ranks.append(
             RankBytes(
                 rank=rank,
@@ -370,13 +318,13 @@ def rank_bytes(
                 count=count,
                 parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
                 gradients=trained * wide,
-                moments=trained * wide * problem.moments,
-                tables=max(0, round(sum(stage.tables for stage in own))),
-                activations=round(held.activations),
-                messages=round(held.messages),
-                scratch=round(held.scratch),
+                moments=problem.moment_bytes(trained),
+                tables=round(sum(stage.tables for stage in own)),
+                activations=held[0],
+                messages=held[1],
+                scratch=held[2],
                 batch=batch,
-                start=max(0, round(max(stage.drawing for stage in own))),
+                start=round(max(stage.drawing for stage in own)),
                 sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if copied else 0,
                 # MPI sums with a buffer as large, where a step has been
                 sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
@@ -406,88 +354,63 @@ def _with_buffers(step: int, buffers: list[int]) -> int:
 # R  leaves it where F has kept its input alone, which stays as long, in a buffer of messages
 
 
-class StepBytes(NamedTuple):
-    """Bytes of one rank at the peak of its step, by what they are for."""
-
-    activations: float
-    messages: float
-    scratch: float
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return sum(self)
-
-
 def peak_of_step(
-    schedule: Schedule,
-    rank: int,
-    stages: Sequence[StageBytes],
-    inputs: Sequence[int],
-    windows: Callable[[int], int] | None = None,
-) -> StepBytes:
-    """Walk through the order of a rank, and return what it holds at the peak.
+    schedule: Schedule, rank: int, stages: Sequence[StageBytes], inputs: Sequence[float], window: int
+) -> tuple[float, float, float]:
+    """Walk through the order of a rank; return bytes of activations, messages and scratch at the peak.
 
-    `inputs` are bytes of the input of a micro-batch, for all stages, and `windows` is `receive_windows(schedule)`.
+    `inputs` are bytes of the input of a micro-batch, for all stages, and `window` is that of `receive_windows`.
     """
-    placement, last = schedule.placement, schedule.stages - 1
-    window = (windows or receive_windows(schedule))(rank) if schedule.ranks > 1 else 0
-    waiting = sum(_receives(schedule, rank, *action[:2]) for action in schedule.orders[rank])
-    largest = max((inputs[stage + 1] for stage in schedule.stages_of(rank) if stage < last), default=0)
-    largest = max([largest, *(inputs[stage] for stage in schedule.stages_of(rank) if stage)])
-    best = StepBytes(0, 0, 0)
-    activations, local, leased, buffers, leaving = 0.0, 0.0, 0, 0, 0.0
-    for stage, op, microbatch in schedule.orders[rank]:
-        own, trained = stages[stage], schedule.has_backward(stage)
-        from_here = stage > 0 and placement[stage - 1] == rank
-        from_away, to_away = stage > 0 and not from_here, stage < last and placement[stage + 1] != rank
-        if _receives(schedule, rank, stage, op):
+    placement, last, order = schedule.placement, schedule.stages - 1, schedule.orders[rank]
+    away = {
+        stage: (stage > 0 and placement[stage - 1] != rank, stage < last and placement[stage + 1] != rank)
+        for stage in schedule.stages_of(rank)
+    }  # whether the input comes from another rank, and the gradient of the output
+    receives = [op in "FBI" and away[stage][op != "F"] for stage, op, _ in order]
+    waiting = sum(receives)
+    largest = max((inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0)
+    best, activations, local, leaving, leased, buffers = (0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0
+    for (stage, op, microbatch), receiving in zip(order, receives):
+        own, trained, (from_away, to_away) = stages[stage], schedule.has_backward(stage), away[stage]
+        here = inputs[stage] if stage and not from_away else 0.0
+        if receiving:
             buffers = max(buffers, leased + min(window, waiting))
             waiting -= 1
             leased += 1
-        elif op == "F" and from_here:
-            local += inputs[stage]
-        stays = trained and (stage, microbatch) not in schedule.recomputed
+        elif op == "F":
+            local += here
+        stays = op == "R" or (op == "F" and trained and (stage, microbatch) not in schedule.recomputed)
+        saved = own.saved if stays else 0.0
         scratch, more = {
-            "F": (own.forward, own.saved if stays else 0.0),
-            "R": (own.forward, own.saved),
+            "F": (own.forward - saved, saved),
+            "R": (own.forward - saved, saved),
             "B": (own.backward, -own.saved),
             "I": (own.input_grad, own.pending - own.saved),
             "W": (own.weight_grad, -own.pending),
         }[op]
-        held = StepBytes(activations + local, buffers * largest, scratch + leaving)
-        best = max(best, held, key=lambda bytes_: bytes_.total)
+        best = max(best, (activations + saved + local, buffers * largest, scratch + leaving), key=sum)
         activations += more
         leaving = own.output if op == "F" and to_away else inputs[stage] if op in "BI" and from_away else 0.0
         if op in "BW" or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
-            local -= inputs[stage] if from_here else 0
+            local -= here
             leased -= from_away + (op != "F" and to_away)
     return best
-
-
-def _receives(schedule: Schedule, rank: int, stage: int, op: str) -> bool:
-    """Whether an action of this rank takes an array from another one."""
-    if op == "F":
-        return stage > 0 and schedule.placement[stage - 1] != rank
-    return op in "BI" and stage < schedule.stages - 1 and schedule.placement[stage + 1] != rank
 
 
 # -- What attention over a ring of ranks takes beyond attention on one rank: the messages with keys and values --------
 
 
-def with_ring(measured: StageBytes, layers: Sequence[nn.Layer], positions: int, dtype: str) -> StageBytes:
-    """Return the bytes of a stage that was rehearsed on one rank, for a ring.
+def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
+    """Return the bytes of a layer that was measured on one rank, for a ring.
 
     A forward keeps the last block that has come by, and has another one on its way. In a backward two messages are
-    under way, each with a block and its gradients, which are sums in the wider dtype.
-
-    `measured` is on one rank, `layers` are unbound, and a micro-batch has `positions` on this rank.
+    under way, each with a block and its gradients, which are sums in the wider dtype. A micro-batch has `positions` on
+    this rank.
     """
     kind = arrays.dtype(dtype)
-    wide = arrays.accumulator(kind).itemsize
-    widths = [2 * layer.kv_heads * layer.head_dim * positions for layer in attentions(layers)]
+    widths = [2 * each.kv_heads * each.head_dim * positions for each in attentions([layer])]
     kept, largest = sum(widths) * kind.itemsize, max(widths, default=0)
-    under_way = 2 * largest * (kind.itemsize + wide)
+    under_way = 2 * largest * (kind.itemsize + arrays.accumulator(kind).itemsize)
     return replace(
         measured,
         saved=measured.saved + kept,
@@ -495,3 +418,33 @@ def with_ring(measured: StageBytes, layers: Sequence[nn.Layer], positions: int, 
         backward=measured.backward + under_way,
         input_grad=measured.input_grad + under_way,
     )
+
+
+# -- Refuses models and batches that do not fit into this machine, before memory for them is taken --------------------
+#
+# The limits are generous. What they let through may still be too much; what they refuse could not have run. Bytes are
+# compared with all the memory of the machine, as if this rank had the machine for itself and kept nothing but what is
+# counted here. Where the operating system does not say how much memory there is, nothing is refused.
+
+
+def check_training(
+    problem: PlanningProblem, plan: LayerPlan, rank: int, device: str, *, sample: int, message: int
+) -> None:
+    """Raise ConfigError if what a rank of the pipeline surely needs for training exceeds this machine's memory.
+
+    On the host that is its parameters, gradients and state of the optimizer, the batch, and one micro-batch's input of
+    each of its layers; for a GPU, parameters as they are drawn and the batch. `sample` are the bytes of inputs and
+    targets of one sample, `message` those that a layer hands to the next for a micro-batch.
+    """
+    own = plan.layers_of(rank)
+    count = parameters_of([problem.layers[layer] for layer in own])
+    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
+    needs = {"batch": sample * plan.rows, f"{count:,} parameters": count * wide}
+    if device == "cpu":
+        trained = sum(problem.trained_counts[layer] for layer in own)
+        needs |= {
+            f"gradients and state of {problem.optimizer}": trained * wide + problem.moment_bytes(trained),
+            "activations of one micro-batch": len(own) * message,
+        }
+    check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "
+                 "more ranks for a pipeline")  # fmt: skip

@@ -3,6 +3,10 @@
 The backward may be split. Where the schedule has R actions, the bound is for schedules which recompute the same
 forwards. Memory is no argument then, since an activation that is recomputed is not held all the time.
 
+A bound of M n micro-batches holds for M micro-batches in n slices, too: their order within a sequence can only make a
+schedule slower. The first argument knows that order. Where slices differ in time, all are taken to be as short as the
+shortest, but for the work of a rank.
+
 Four arguments give a bound each, and the largest counts.
 
     a busy rank        work that cannot begin before the first F has come to this rank, and after whose last action
@@ -26,7 +30,6 @@ from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
-from mpipipe.schedules.action import FORWARD
 from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, whole_limit
@@ -39,6 +42,8 @@ ROUNDING = 1e-9  # share of a sum of times: what is less may be the rounding of 
 def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> float:
     """Return a time that no schedule with the same stages on the same ranks, and as many micro-batches, can beat.
 
+    It is in the unit of the costs. ArgumentError is raised where a cost does not fit, or no schedule keeps the limit.
+
     Parameters
     ----------
     schedule : Schedule
@@ -46,13 +51,8 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     costs : Costs, optional
         Times of the actions.
     memory_limit : float, optional
-        Chunk activations that a rank may hold at once, at least its number of stages with backwards; by default there
-        is no limit. It does not count where the schedule recomputes anything.
-
-    Returns
-    -------
-    float
-        The bound, in the unit of the costs; ArgumentError where a cost does not fit, or no schedule keeps the limit.
+        Chunk activations that a rank may hold at once, at least its number of stages with backwards, times the slices
+        of a sequence; by default there is no limit. It does not count where the schedule recomputes anything.
 
     Examples
     --------
@@ -61,14 +61,16 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     >>> schedules.lower_bound(schedule, memory_limit=4), schedules.simulate(schedule).makespan
     (27.0, 27.0)
     """
-    placement, microbatches, trained_from = schedule.placement, schedule.microbatches, _first_trained(schedule)
+    placement, microbatches, trained_from = schedule.placement, schedule.units, schedule.trained_from
+    if schedule.forwards_only and any(schedule.orders):
+        trained_from = schedule.stages
     if not schedule.recomputed:
-        return least_time(placement, microbatches, costs, memory_limit, trained_from)
+        return least_time(placement, microbatches, costs, memory_limit, trained_from, slices=schedule.slices)
     memory_limit = checks.limit(memory_limit)
     if memory_limit is not None and not memory_limit > 0:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={memory_limit}")
     again = Counter(stage for stage, _ in schedule.recomputed)
-    return least_time(placement, microbatches, costs, None, trained_from, again)
+    return least_time(placement, microbatches, costs, None, trained_from, again, slices=schedule.slices)
 
 
 def least_time(
@@ -78,17 +80,27 @@ def least_time(
     memory_limit: float | None,
     trained_from: int = 0,
     recomputations: Mapping[int, int] | None = None,
+    *,
+    slices: int = 1,
 ) -> float:
     """Return the bound for stages on ranks; stages before `trained_from` have forwards alone.
 
-    `recomputations` gives the number of R's of a stage. Only without a limit of memory do they count.
+    `recomputations` gives the number of R's of a stage. Only without a limit of memory do they count. `microbatches`
+    are units.
     """
-    limit = whole_limit(placement[trained_from:], microbatches, memory_limit)
+    limit = whole_limit(placement[trained_from:], microbatches, memory_limit, slices)
+    shortest = min(costs.per_slice(slices))
+    if shortest < 1:
+        names = "forward", "input_grad", "weight_grad", "recompute"
+        times = {name: [shortest * time for time in costs.per_stage(name, len(placement))] for name in names}
+        costs = Costs(**times, transfer=costs.transfer)
     stages = _stages(placement, costs, trained_from, recomputations or {})
+    # in the last stage a sequence has all of its forwards before its backwards
+    whole = _stages(placement, costs, trained_from, recomputations or {}, slices / shortest)
     bounds: list[float] = []
     for rank in set(placement):
         own = [stage for stage, home in zip(stages, placement) if home == rank]
-        bounds += _busy(own, microbatches)
+        bounds += _busy([stage for stage, home in zip(whole, placement) if home == rank], microbatches / shortest)
         trained = [stage for stage in own if stage.is_trained]
         if trained:
             bounds += _round_trip(trained, microbatches, limit)
@@ -119,6 +131,8 @@ class Gap(NamedTuple):
 def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None) -> Gap:
     """Tell how far `schedule` is at most from the best one with the same stages on the same ranks.
 
+    ScheduleError or ArgumentError is raised where it cannot run, a cost does not fit, or it does not keep the limit.
+
     Parameters
     ----------
     schedule : Schedule
@@ -128,11 +142,6 @@ def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | No
     memory_limit : float, optional
         Chunk activations that a rank may hold at once, here and in the best one; by default there is no limit.
         ``max(simulate(schedule).peak_activations)`` compares with schedules that need no more memory.
-
-    Raises
-    ------
-    ScheduleError, ArgumentError
-        The schedule cannot run, a cost does not fit, or the schedule does not keep the limit.
 
     Examples
     --------
@@ -156,11 +165,6 @@ def gap(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: float | No
     return Gap(above / bound if bound else 0.0, timeline.makespan, bound)
 
 
-def _first_trained(schedule: Schedule) -> int:
-    forwards_only = any(schedule.orders) and all(op == FORWARD for order in schedule.orders for _, op, _ in order)
-    return schedule.stages if forwards_only else schedule.trained_from
-
-
 class _Stage(NamedTuple):
     """Times of a stage, and how early and how late its actions can be for one micro-batch."""
 
@@ -176,7 +180,7 @@ class _Stage(NamedTuple):
 
 
 def _stages(
-    placement: Sequence[int], costs: Costs, trained_from: int, recomputations: Mapping[int, int]
+    placement: Sequence[int], costs: Costs, trained_from: int, recomputations: Mapping[int, int], slices: float = 1
 ) -> list[_Stage]:
     count = len(placement)
     trained = [stage >= trained_from for stage in range(count)]
@@ -191,8 +195,8 @@ def _stages(
         forward_begins.append(forward_begins[-1] + forward[stage - 1] + hop[stage])
         travels = hop[stage] + input_grad[stage - 1] + input_follow[-1] if trained[stage - 1] else 0.0
         input_follow.append(max(weight_grad[stage], travels))
-    input_begins = [forward_begins[-1] + forward[-1]]
-    forward_follow = [input_grad[-1] + input_follow[-1]]
+    input_begins = [forward_begins[-1] + slices * forward[-1]]
+    forward_follow = [slices * input_grad[-1] + input_follow[-1]]
     for stage in range(count - 2, -1, -1):
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
@@ -201,7 +205,7 @@ def _stages(
     return [_Stage(*row) for row in zip(trained, *times, again)]
 
 
-def _busy(own: Sequence[_Stage], microbatches: int) -> Iterator[float]:
+def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
     """Yield earliest begin + work + what follows, of the actions that begin and are followed no less than some.
 
     Valid since all of that work is on one rank, after the earliest of these begins and before the latest of its ends.

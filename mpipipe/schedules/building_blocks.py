@@ -12,7 +12,8 @@ the six; the cells at the turns are chosen so.
 Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
 
 A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits. P
-is `ranks`, M `microbatches`; a count below 1, and costs that do not fit, raise ArgumentError.
+is `ranks`, M `microbatches`; a count below 1, and costs that do not fit, raise ArgumentError. `slices` are those of
+classic.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
 from mpipipe.schedules.search.problem import OrderProblem
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
-from mpipipe.schedules.zero_bubble import h2_orders, v_placement
+from mpipipe.schedules.slices import in_slices
+from mpipipe.schedules.zero_bubble import v_placement, zero_bubble_h2
 
 PERIOD = 6
 
@@ -55,7 +57,7 @@ TRIED = 8  # they are tried on so many micro-batches more than ranks
 #     rank 1  .  F0 .  .  .  .  f0 F1 .  i0 w0 .  f1 F2 I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 .  I2 i3 W2 w3 .  .  I3 W3 .
 #     rank 2  .  .  F0 .  .  f0 .  .  F1 .  i0 f1 w0 I0 F2 W0 i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3 .  .
 #     rank 3  .  .  .  F0 f0 .  .  .  .  F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3 .  .
-def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
+def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1) -> Schedule:
     """Build V-Min: a third of 1F1B's memory, at about two thirds of its bubble.
 
     Where F, I and W take the same time, the bubble is at most 2/3 of 1F1B's for M >= 2P.
@@ -67,21 +69,18 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
         A rank holds at most 2 floor((P+4)/3) chunk activations, half as many of a whole stage.
     costs : Costs, optional
         Times of the 2P stages, for the places of the W's.
-
-    Returns
-    -------
-    Schedule
-        Two stages per rank, placed on a V.
+    slices : int, optional
     """
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    return _repeated("v_min", ranks, microbatches, costs, SHORT, lambda p: 2 * ((p + 4) // 3))
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    units, mean = microbatches * slices, costs.of_mean_slice()
+    return in_slices(_repeated("v_min", ranks, units, mean, SHORT, lambda p: 2 * ((p + 4) // 3)), slices)
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2 I3 W3
 #     rank 1  .  F0 F1 .  .  .  f0 F2 .  i0 f1 F3 w0 i1 f2 w1 .  I0 i2 W0 f3 w2 I1 i3 W1 w3 I2 W2 I3 W3 .
 #     rank 2  .  .  F0 F1 .  f0 .  .  F2 f1 i0 w0 F3 f2 i1 w1 I0 W0 .  f3 i2 I1 w2 W1 i3 I2 w3 I3 W2 W3 .
 #     rank 3  .  .  .  F0 f0 F1 f1 .  .  F2 .  i0 f2 w0 F3 I0 i1 W0 f3 I1 w1 i2 I2 W1 w2 i3 I3 W2 w3 W3 .
-def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
+def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1) -> Schedule:
     """Build V-Half: half of 1F1B's memory, at less than half of its bubble.
 
     Where F, I and W take the same time, the bubble is at most 1/2 of 1F1B's for M >= 2P.
@@ -91,7 +90,7 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     ----------
     ranks, microbatches : int
         A rank holds at most 2 floor((P+2)/2) chunk activations, half as many of a whole stage.
-    costs : Costs, optional
+    costs, slices : optional
         As for `v_min`.
 
     Examples
@@ -100,8 +99,9 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     >>> max(schedules.simulate(schedules.v_half(8, 16)).peak_activations), 8 + 2
     (10, 10)
     """
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    return _repeated("v_half", ranks, microbatches, costs, MIDDLE, lambda p: 2 * ((p + 2) // 2))
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    units, mean = microbatches * slices, costs.of_mean_slice()
+    return in_slices(_repeated("v_half", ranks, units, mean, MIDDLE, lambda p: 2 * ((p + 2) // 2)), slices)
 
 
 def _repeated(
@@ -132,13 +132,13 @@ def _repeated(
 
 def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]:
     """List the shortest blocks that have no two actions of a rank on the same cell of the six."""
+
+    def is_free(block: BuildingBlock) -> bool:
+        return all(len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4 for rank in range(ranks))
+
     cells = range(1, PERIOD + 1)
-    blocks = (BuildingBlock(steps, (first, second, third)) for first in cells for second in cells for third in cells)
-    return sorted((each for each in blocks if _is_free(ranks, each)), key=lambda each: sum(each.turns))[:BLOCKS]
-
-
-def _is_free(ranks: int, block: BuildingBlock) -> bool:
-    return all(len({cell % PERIOD for cell, _ in _cells(ranks, rank, block)}) == 4 for rank in range(ranks))
+    every = (BuildingBlock(steps, (first, second, third)) for first, second, third in product(cells, cells, cells))
+    return sorted(filter(is_free, every), key=lambda each: sum(each.turns))[:BLOCKS]
 
 
 def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]:
@@ -194,7 +194,7 @@ class OrderRule(NamedTuple):
     """How the orders of F's and I's are made.
 
     `rule` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
-    slope / 2, or "I" or "F": whatever comes of preferring these. `patience` and `prompt` are those of `fill_waits`.
+    slope / 2, or "I" or "F": whatever comes of preferring these.
     """
 
     rule: str
@@ -208,7 +208,13 @@ H1 = OrderRule("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
 
 
 def zero_bubble_2p(
-    ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None, kept: float = 1.0
+    ranks: int,
+    microbatches: int,
+    costs: Costs = EQUAL_COSTS,
+    memory_limit: float | None = None,
+    kept: float = 1.0,
+    *,
+    slices: int = 1,
 ) -> Schedule:
     """Build ZB-2P: a split backward with more forwards ahead, within a limit of memory.
 
@@ -223,9 +229,10 @@ def zero_bubble_2p(
     costs : Costs, optional
         Times of the P stages.
     memory_limit : float, optional
-        Activations that a rank may hold at once, at least 1; by default 2P.
+        Activations of units that a rank may hold at once, at least n; by default 2P + n - 1.
     kept : float, optional
         Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit is concerned.
+    slices : int, optional
 
     Examples
     --------
@@ -234,28 +241,30 @@ def zero_bubble_2p(
     >>> timeline.makespan - 3 * 8, timeline.peak_activations
     (3.0, [7, 7, 7, 7])
     """
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit)
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    units, costs = microbatches * slices, costs.of_mean_slice()
+    limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit) - (slices - 1)
     if not limit >= 1:
-        raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
+        raise ArgumentError(
+            "no schedule keeps this memory limit", found=f"memory_limit={memory_limit}", expected=f"at least {slices}"
+        )
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
-    if are_alike(costs, ranks) and min(limit, microbatches) >= 2 * ranks - 1:
-        orders = h2_orders(ranks, microbatches)
-        return Schedule("zero_bubble_2p", looped_placement(ranks, 1), microbatches, orders)
-    whole = _Tries(ranks, microbatches, costs, limit, kept)
+    if are_alike(costs, ranks) and min(limit, units) >= 2 * ranks - 1:
+        return in_slices(zero_bubble_h2(ranks, units), slices)
+    whole = _Tries(ranks, units, costs, limit, kept)
     small = min(ranks, MANY)
     average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)
-    few = _Tries(small, min(microbatches, 3 * small), average, share, kept)
+    few = _Tries(small, min(units, 3 * small), average, share, kept)
     best = few.best()
-    if (small, few.problem.microbatches) == (ranks, microbatches):
+    if (small, few.problem.microbatches) == (ranks, units):
         found = whole.made(best[0])  # H1 is among those that were tried
     else:
-        number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * microbatches)))
+        number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
         finalists = dict.fromkeys([*best[:number], H1])
         found = fastest(map(whole.made, finalists), whole.least() if number == 1 else (0.0, 0.0))
     assert found is not None, f"no order keeps {limit} activations"
-    return whole.problem.schedule("zero_bubble_2p", found.orders)
+    return in_slices(whole.problem.schedule("zero_bubble_2p", found.orders), slices)
 
 
 class _Tries:
@@ -295,8 +304,11 @@ class _Tries:
         ranks, every = range(len(self.problem.own)), self.problem.microbatches
         ahead = self.ahead(choice)
         queues: Queues
-        if ahead:
-            queues = [[_in_turn(3 * rank, number, every)] for rank, number in zip(ranks, ahead)]
+        if ahead:  # so many F's first, then an I and an F in turn, then the I's that are left
+            queues = [
+                [[f] * first + [f + 1, f] * (every - first) + [f + 1] * first]
+                for f, first in zip(range(0, 3 * len(ranks), 3), ahead)
+            ]
         else:
             preferred = (1, 0) if choice.rule == "I" else (0, 1)  # I's first, or F's
             queues = [[[3 * rank + op] * every for op in preferred] for rank in ranks]
@@ -318,11 +330,6 @@ class _Tries:
         span = self.problem.busy * self.problem.microbatches
         makespan = least_time(self.problem.placement, self.problem.microbatches, self.problem.costs, None)
         return span * (1 + ROUNDING), makespan * (1 + ROUNDING)
-
-
-def _in_turn(forward: int, ahead: int, every: int) -> list[int]:
-    """List the tasks of a rank's F's and I's: `ahead` F's first, then an I and an F in turn, then the I's left."""
-    return [forward] * ahead + [forward + 1, forward] * (every - ahead) + [forward + 1] * ahead
 
 
 def _away(costs: Costs, stages: int) -> list[float]:

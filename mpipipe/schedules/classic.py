@@ -7,12 +7,15 @@ same gradients in the same order, to the last bit.
 In the pictures time runs to the right. A forward takes one cell, a backward two, and dots are idle time. F0 is the
 forward of micro-batch 0; small letters are a rank's second chunk. The bubble is the idle time of a rank. It is given in
 f and b, the times of the forward and of the full backward of one chunk. P is `ranks`, V `chunks` and M `microbatches`;
-a count below 1 raises ArgumentError.
+a count below 1 raises ArgumentError. With `slices` n above 1 each micro-batch passes as n slices of its sequences (see
+slices.py), M n units in all: f and b are those of a slice, M n stands for M in the formulas, and a rank with one stage
+holds n - 1 units more where it does not hold all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 
@@ -21,12 +24,13 @@ from mpipipe.even_split import even_split
 from mpipipe.schedules.action import BACKWARD, FORWARD, Action, OrdersOnDemand
 from mpipipe.schedules.checks import counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
+from mpipipe.schedules.slices import in_slices
 
 
 #     rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---
 #     rank 1  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .
 #     rank 2  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .
-def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
+def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int = 1) -> Schedule:
     """Build GPipe: all forwards, then all backwards.
 
     Bubble (P-1)(f+b); every rank holds M activations.
@@ -37,6 +41,7 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     ranks, microbatches : int
     backward : {"fifo", "lifo"}, optional
         "lifo" takes the last micro-batch first, as reverse differentiation does, and so sums gradients in reverse.
+    slices : int, optional
 
     Examples
     --------
@@ -47,26 +52,27 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     """
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    sizes = ranks, 1, microbatches, backward == "lifo"
-    orders = OrdersOnDemand(ranks, partial(_breadth_first, *sizes), partial(breadth_first, *sizes))
-    return Schedule("gpipe", looped_placement(ranks, 1), microbatches, orders)
+    if backward == "fifo":
+        return looped("gpipe", ranks, 1, microbatches, _breadth_first, breadth_first, False, slices=slices)
+    microbatches, slices = counts(microbatches=microbatches, slices=slices)
+    units = looped("gpipe", ranks, 1, microbatches * slices, _breadth_first, breadth_first, True)
+    return replace(units, microbatches=microbatches, slices=slices)  # the backwards of each sequence fall already
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---
 #     rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- .  B4--- .  .
 #     rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- .  .  .  .
-def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build 1F1B: as soon as the first micro-batch is back, one forward and one backward in turn.
 
-    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations.
+    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P. With slices it is
+    Seq1F1B: rank r holds min(Mn, P-r+n-1) units, so rank 0 at most 1 + (P-1)/n sequences.
     Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et al. 2021 (DAPPLE),
-    arXiv:2007.01045.
+    arXiv:2007.01045; slices: Sun et al. 2024, arXiv:2406.03488.
 
     Parameters
     ----------
-    ranks, microbatches : int
-        M may be below P.
+    ranks, microbatches, slices : int
 
     Examples
     --------
@@ -75,14 +81,12 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     """
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    order, time = partial(_one_f_one_b, ranks, microbatches), partial(grouped, ranks, 1, microbatches, 1)
-    return Schedule("one_f_one_b", looped_placement(ranks, 1), microbatches, OrdersOnDemand(ranks, order, time))
+    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, grouped, 1, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
 #     rank 1  .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
-def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
+def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build interleaved 1F1B: several chunks per rank, a group of micro-batches through one chunk at a time.
 
     Bubble (P-1)(f+b), where f and b are those of a chunk: 1/V of 1F1B's. With g the size of the first group, rank r
@@ -91,7 +95,7 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
     Parameters
     ----------
-    ranks, chunks, microbatches : int
+    ranks, chunks, microbatches, slices : int
         M is free: the groups are an even split, the bigger ones first. This keeps the bubble ideal for all M >= P and
         excludes deadlock; a short last group would not.
 
@@ -102,15 +106,12 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
     1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
-    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    sizes = ranks, chunks, microbatches
-    orders = OrdersOnDemand(ranks, partial(_interleaved_1f1b, *sizes), partial(grouped, *sizes, 2))
-    return Schedule("interleaved_1f1b", looped_placement(ranks, chunks), microbatches, orders)
+    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, grouped, 2, slices=slices)
 
 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
 #     rank 1  .  F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .  .
-def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
+def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build the breadth-first schedule: every chunk takes all micro-batches before the next chunk begins.
 
     The gradients of a chunk are complete early, which leaves time to communicate them.
@@ -118,69 +119,72 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
     Parameters
     ----------
-    ranks, chunks, microbatches : int
+    ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds all MV activations.
     """
-    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    sizes = ranks, chunks, microbatches
-    orders = OrdersOnDemand(ranks, partial(_breadth_first, *sizes, False), partial(breadth_first, *sizes, False))
-    return Schedule("looped_bfs", looped_placement(ranks, chunks), microbatches, orders)
+    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, breadth_first, False, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
 #     rank 1  .  F0 F1 f0 f1 F2 F3 f2 f3
-def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
+def forward_only(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build a schedule for inference: forwards only, in the order of interleaved 1F1B.
 
     Parameters
     ----------
-    ranks, chunks, microbatches : int
+    ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)f of a chunk.
     """
-    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    sizes = ranks, chunks, microbatches
-    orders = OrdersOnDemand(ranks, partial(_forward_only, *sizes), partial(grouped, *sizes, 1))
-    return Schedule("forward_only", looped_placement(ranks, chunks), microbatches, orders)
+    return looped("forward_only", ranks, chunks, microbatches, _forwards, grouped, 1, slices=slices)
+
+
+def looped(
+    name: str,
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    make: Callable[..., Iterable[Action]],
+    time: Callable[..., int],
+    option: int,
+    *,
+    slices: int = 1,
+) -> Schedule:
+    """Build a schedule whose stages loop over the ranks; `make` and `time` take P, V, M and an option first."""
+    ranks, chunks, microbatches, slices = counts(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+    given = ranks, chunks, microbatches * slices, option
+    orders = OrdersOnDemand(ranks, partial(make, *given), partial(time, *given))
+    return in_slices(Schedule(name, looped_placement(ranks, chunks), microbatches * slices, orders), slices)
 
 
 def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:
     stages, ascending = range(rank, chunks * ranks, ranks), range(microbatches)
-    yield from actions(FORWARD, stages, ascending)
-    yield from actions(BACKWARD, reversed(stages), ascending[::-1] if lifo else ascending)
+    yield from _actions(FORWARD, stages, [ascending])
+    yield from _actions(BACKWARD, stages[::-1], [ascending[::-1] if lifo else ascending])
 
 
-def _one_f_one_b(ranks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    forwards, backwards = (actions(op, (rank,), range(microbatches)) for op in (FORWARD, BACKWARD))
-    return alternate(forwards, backwards, warmup=min(ranks - 1 - rank, microbatches))
+def _one_f_one_b(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> tuple[Action, ...]:
+    """Run the first forwards, then one forward and one backward in turn, then the remaining backwards."""
+    forwards, backwards, first = forth_and_back(BACKWARD, ranks, chunks, microbatches, step, rank)
+    in_turn = chain.from_iterable(zip(forwards[first:], backwards))
+    return (*forwards[:first], *in_turn, *backwards[len(forwards) - first :])
 
 
-def _interleaved_1f1b(ranks: int, chunks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    stages, groups = range(rank, chunks * ranks, ranks), groups_of(microbatches, ranks)
-    forwards = [action for group in groups for action in actions(FORWARD, stages, group)]
-    backwards = [action for group in groups for action in actions(BACKWARD, reversed(stages), group)]
-    warmup = min((chunks - 1) * len(groups[0]) + 2 * (ranks - 1 - rank), chunks * microbatches)
-    return alternate(forwards, backwards, warmup)
+def _forwards(*sizes: int) -> list[Action]:
+    return forth_and_back(FORWARD, *sizes)[0]
 
 
-def _forward_only(ranks: int, chunks: int, microbatches: int, rank: int) -> Iterator[Action]:
-    for group in groups_of(microbatches, ranks):
-        yield from actions(FORWARD, range(rank, chunks * ranks, ranks), group)
+def forth_and_back(
+    backward: str, ranks: int, chunks: int, microbatches: int, step: int, rank: int
+) -> tuple[list[Action], list[Action], int]:
+    """Return a rank's forwards, its backwards, and how many forwards come first: `step` fewer from rank to rank."""
+    stages, groups = range(rank, chunks * ranks, ranks), even_split(microbatches, max(1, microbatches // ranks))
+    first = min((chunks - 1) * len(groups[0]) + step * (ranks - 1 - rank), chunks * microbatches)
+    return _actions(FORWARD, stages, groups), _actions(backward, stages[::-1], groups), first
 
 
-def groups_of(microbatches: int, ranks: int) -> list[range]:
-    """Split the micro-batches into groups of P or more, or into one; the bigger ones come first."""
-    return even_split(microbatches, max(1, microbatches // ranks))
-
-
-def actions(op: str, stages: Iterable[int], microbatches: Iterable[int]) -> list[Action]:
-    """List `op` of each stage for each micro-batch, stage by stage."""
-    return [action for stage in stages for action in map(Action, repeat(stage), repeat(op), microbatches)]
-
-
-def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
-    """Take `warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    steady = zip(forwards[warmup:], backwards)
-    return (*forwards[:warmup], *chain.from_iterable(steady), *backwards[len(forwards) - warmup :])
+def _actions(op: str, stages: range, groups: Sequence[range]) -> list[Action]:
+    """List `op` for group after group of micro-batches, which pass one stage after the other."""
+    return [action for group in groups for stage in stages for action in map(Action, repeat(stage), repeat(op), group)]
 
 
 # -- Logical times of actions: whole numbers by which each rank proves that its own order cannot deadlock -------------

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpipipe.schedules.action import place_of
 from mpipipe.schedules.proof import grid
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Span, Timeline, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
 
 __all__ = ["chrome_trace", "grid", "timeline"]
 
@@ -18,19 +19,7 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """Draw one line per rank, with time to the right and dots where the rank idles.
 
     Actions are written out, ``2B0----``, where even the shortest one has room for that within 120 columns; otherwise
-    each column shows the op of the action that runs at its middle.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        It is checked first: ScheduleError where it cannot run.
-    costs : Costs, optional
-        Times of the actions.
-
-    Returns
-    -------
-    str
-        Lines without a final newline.
+    each column shows the op of the action that runs at its middle. A schedule that cannot run raises ScheduleError.
 
     Examples
     --------
@@ -40,25 +29,30 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     rank 1 ....1F0 1B0---- 1F1 1B1---- ........
     """
     result = simulate(schedule, costs)
-    labels = max(len(str(action)) for order in schedule.orders for action in order)
+    labels = max(len(schedule.cell(action)) for order in schedule.orders for action in order)
     shortest = min((end - start for spans in result.spans for _, start, end in spans if end > start), default=1.0)
     room = int(COLUMNS * shortest / max(result.makespan, shortest))  # columns for the shortest action
-    draw, room = (_written_out, labels + 1) if room > labels else (_letters, room)
+    written = room > labels
+    room = labels + 1 if written else room
     # Whole columns per action where each can have one; else all of the time squeezed into the columns.
     scale = room / shortest if room else COLUMNS / result.makespan
     columns = round(result.makespan * scale)
     names = [f"rank {rank} " for rank in range(schedule.ranks)]
     width = max(map(len, names))
-    return "\n".join(name.ljust(width) + draw(spans, columns, scale) for name, spans in zip(names, result.spans))
+    lines = []
+    for name, spans in zip(names, result.spans):
+        line = [IDLE] * columns
+        for action, start, end in spans:
+            first, stop = round(start * scale), round(end * scale)
+            room = stop - first
+            label = f"{schedule.cell(action).ljust(room - 1, BUSY)} " if written else action.op * room
+            line[first:stop] = label[:room]
+        lines.append(name.ljust(width) + "".join(line).rstrip())
+    return "\n".join(lines)
 
 
 def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
-    """Turn a timeline into trace events: chrome://tracing and Perfetto show ``json.dumps`` of the list.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        Its times are read as seconds.
+    """Turn a timeline in seconds into trace events: chrome://tracing and Perfetto show ``json.dumps`` of the list.
 
     Returns
     -------
@@ -73,27 +67,11 @@ def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
     [('0F0', 0.0, 1000000.0), ('0B0', 1000000.0, 2000000.0)]
     """
     events: list[dict[str, Any]] = []
+    schedule = timeline.schedule
     for rank, spans in enumerate(timeline.spans):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
         for action, start, end in spans:
-            place = {"stage": action.stage, "microbatch": action.microbatch}
-            event = {"ph": "X", "name": str(action), "cat": action.op, "pid": rank, "tid": 0, "args": place}
+            place = {"stage": action.stage, **place_of(action.microbatch, schedule.slices)}
+            event = {"ph": "X", "name": schedule.cell(action), "cat": action.op, "pid": rank, "tid": 0, "args": place}
             events.append({**event, "ts": start * 1e6, "dur": (end - start) * 1e6})
     return events
-
-
-def _written_out(spans: tuple[Span, ...], columns: int, scale: float) -> str:
-    line = [IDLE] * columns
-    for action, start, end in spans:
-        first, stop = round(start * scale), round(end * scale)
-        room = stop - first
-        line[first:stop] = (f"{action}".ljust(room - 1, BUSY) + " ")[:room]
-    return "".join(line).rstrip()
-
-
-def _letters(spans: tuple[Span, ...], columns: int, scale: float) -> str:
-    line = [IDLE] * columns
-    for action, start, end in spans:
-        for column in range(round(start * scale), round(end * scale)):
-            line[column] = action.op
-    return "".join(line)

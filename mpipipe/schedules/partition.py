@@ -22,7 +22,8 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
 
     Many cuts reach that cost. Among them the sum of squared stage costs decides, then the sum of squared stage sizes;
     the least one is taken. Of equal cuts the one with the longer stages first is taken: ten equal layers in three
-    stages are 4, 3, 3. All sums are exact, so that rounding does not decide.
+    stages are 4, 3, 3. All sums are exact, so that rounding does not decide. No stage is empty: ArgumentError is raised
+    for more stages than layers, for none, and for a cost that is negative or not finite.
 
     Parameters
     ----------
@@ -34,12 +35,7 @@ def partition(costs: Iterable[float | Fraction], stages: int) -> list[tuple[int,
     Returns
     -------
     list of (int, int)
-        Start and stop of each stage's layers; no stage is empty.
-
-    Raises
-    ------
-    ArgumentError
-        `stages` is below 1 or above the number of layers, or a cost is negative or not finite.
+        Start and stop of each stage's layers.
 
     Examples
     --------
@@ -138,7 +134,8 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
 
     A frozen stage has nothing to train. Its W actions vanish, and its I actions are backwards in one piece, B, at the
     same place. The frozen stages before the first one that is trained have no backward at all, and no gradient comes to
-    them over skips.
+    them over skips. The result needs no longer than the given one, where `Costs.weight_grad` is 0 for frozen stages:
+    their B has the gradient of the input alone, and the simulation counts B as both.
 
     Parameters
     ----------
@@ -146,12 +143,6 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
         A schedule with backwards.
     frozen : collection of int
         Logical stages without a parameter that is trained: some, and not all.
-
-    Returns
-    -------
-    Schedule
-        It needs no longer than the given one, where `Costs.weight_grad` is 0 for frozen stages: their B has the
-        gradient of the input alone, and the simulation counts B as both.
 
     Examples
     --------
@@ -170,10 +161,8 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
             expected="some of the stages, and not all of them",
             remedy="leave something to train",
         )
-    first = trained[0]
-
-    orders = changed(schedule.orders, _left, first, tuple(sorted(frozen)))
-    return replace(schedule, orders=orders, trained_from=first)
+    orders = changed(schedule.orders, _left, trained[0], tuple(sorted(frozen)))
+    return replace(schedule, orders=orders, trained_from=trained[0])
 
 
 def _left(first: int, frozen: Collection[int], order: Iterable[Action]) -> Iterator[Action]:

@@ -25,7 +25,7 @@ from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, action_times, held, simulate, sizes_per_stage
 
-Pair: TypeAlias = "tuple[int, int]"  # stage, micro-batch
+Pair: TypeAlias = "tuple[int, int]"  # stage, unit
 ROUNDING = 1e-9  # sums of sizes may be off by this share of the limit
 
 
@@ -37,10 +37,11 @@ def with_recompute(
     activation: float | Sequence[float] = 1.0,
     kept_input: float | Sequence[float] = 0.0,
 ) -> Schedule:
-    """Put R actions into a schedule, and leave the order of all else.
+    """Put R actions into a schedule, where memory asks for them, and leave the order of all else.
 
     An R stands just before its backward, or further ahead where its rank would idle, as far as memory allows. The
-    result is never slower than with each of its R's just before the backward.
+    result is never slower than with each of its R's just before the backward. ScheduleError or ArgumentError is raised
+    where the schedule cannot run, no choice keeps the limit, or a cost or size does not fit.
 
     Parameters
     ----------
@@ -55,16 +56,6 @@ def with_recompute(
     activation, kept_input : float or sequence of float, optional
         As for `peak_memory`: by default the unit is one activation, and inputs are free.
 
-    Returns
-    -------
-    Schedule
-        The schedule with its R actions; the same one where nothing has to be recomputed.
-
-    Raises
-    ------
-    ScheduleError, ArgumentError
-        The schedule cannot run, no choice keeps the limit, or a cost or size does not fit.
-
     Examples
     --------
     >>> from mpipipe import schedules
@@ -77,7 +68,9 @@ def with_recompute(
     check(schedule)
     checks.limit(memory_limit)
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
-    plain = without_recompute(schedule)
+    plain = schedule
+    if schedule.recomputed:
+        plain = replace(schedule, orders=changed(schedule.orders, _without_recompute))
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
@@ -86,7 +79,14 @@ def with_recompute(
         more = [max(whole[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
         limits = [(peak + size) * (1 + ROUNDING) for peak, size in zip(least, more)]
         return hidden_in_waits(everything, costs, limits, whole, kept)[0]
-    limit = _checked(memory_limit, least)
+    limit, most = memory_limit * (1 + ROUNDING), max(least)
+    if not limit >= most:
+        raise ArgumentError(
+            "no choice of forwards to run again keeps this memory limit",
+            found=f"memory_limit={memory_limit!r}",
+            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all of them again",
+            remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
+        )
     timeline = simulate(plain, costs)
     lives = [_lives(timeline, rank, whole, kept) for rank in range(schedule.ranks)]
     found = []
@@ -95,13 +95,6 @@ def with_recompute(
         chosen = set().union(*of_ranks)
         found.append(hidden_in_waits(before_backwards(plain, chosen), costs, [limit] * schedule.ranks, whole, kept))
     return min(found, key=lambda each: (each[1], len(each[0].recomputed)))[0]
-
-
-def without_recompute(schedule: Schedule) -> Schedule:
-    """Take all R's out."""
-    if not schedule.recomputed:
-        return schedule
-    return replace(schedule, orders=changed(schedule.orders, _without_recompute))
 
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
@@ -121,19 +114,6 @@ def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -
         if op in (BACKWARD, INPUT_GRAD) and (pairs is None or pair in pairs) and pair not in there:
             yield Action(stage, RECOMPUTE, microbatch)
         yield action
-
-
-def _checked(memory_limit: float, least: Sequence[float]) -> float:
-    limit = memory_limit * (1 + ROUNDING)
-    most = max(least)
-    if not limit >= most:
-        raise ArgumentError(
-            "no choice of forwards to run again keeps this memory limit",
-            found=f"memory_limit={memory_limit!r}",
-            expected=f"at least {most:g}, which rank {least.index(most)} needs where it runs all of them again",
-            remedy="raise the limit, or take a schedule that holds less, such as v_half or v_min",
-        )
-    return limit
 
 
 class _Life(NamedTuple):
@@ -163,7 +143,8 @@ def _lives(timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence
         if op == FORWARD:
             begins[stage, microbatch] = slot
         elif op in (BACKWARD, INPUT_GRAD):
-            price = max(0.0, timeline.durations[RECOMPUTE][stage] - (start - before))
+            again = timeline.duration(Action(stage, RECOMPUTE, microbatch))
+            price = max(0.0, again - (start - before))
             lives[stage, microbatch] = _Life(begins[stage, microbatch], slot, price, whole[stage] - kept[stage])
         before = end
     return lives
@@ -216,11 +197,11 @@ def hidden_in_waits(
     simulation decides. `limits` is the memory that each rank may hold; `whole` and `kept` are those of `held`.
     """
     durations = action_times(costs, schedule.stages)
-    transfer = costs.per_stage("transfer", schedule.stages)
+    transfer, shares = costs.per_stage("transfer", schedule.stages), costs.per_slice(schedule.slices)
 
     def replayed(orders: Sequence[Sequence[Action]]) -> tuple[list[array[float]], list[float]]:
-        codes = [packed(order, schedule.microbatches) for order in orders]
-        return replay(schedule.placement, schedule.microbatches, durations, transfer, codes)
+        codes = [packed(order, schedule.units) for order in orders]
+        return replay(schedule.placement, schedule.units, durations, transfer, codes, shares)
 
     orders = [*schedule.orders]
     starts, ends = replayed(orders)
@@ -228,7 +209,8 @@ def hidden_in_waits(
         for _ in range(MOST_PASSES if schedule.recomputed else 0):
             changed = list(orders)
             for rank, order in enumerate(orders):
-                line = _Waits(order, starts[rank], [durations[op][stage] for stage, op, _ in order])
+                times = [durations[op][stage] * shares[unit % len(shares)] for stage, op, unit in order]
+                line = _Waits(order, starts[rank], times)
                 places = line.places(share)
                 if places:
                     memory = list(held(order, whole, kept, schedule.trained_from))

@@ -11,7 +11,7 @@ from keyword import iskeyword
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, Order, OrdersOnDemand, changed
+from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, OrdersOnDemand, cell, changed
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.text import counted
 
@@ -35,9 +35,14 @@ class Schedule:
         The first stage that has backwards: those before it have nothing to train (see `with_frozen`).
     skips : sequence of Skip
         What stages hand to others than the next one (see `with_skips`).
+    slices : int
+        n, the parts into which each sequence is cut: unit u is slice u mod n of micro-batch u // n, and an action is of
+        one unit. 1: a unit is a whole micro-batch.
 
     Attributes
     ----------
+    units : int
+        M n: how many units each stage has.
     proven : bool
         Whether `check` has passed.
 
@@ -54,6 +59,7 @@ class Schedule:
     orders: Sequence[Order]
     trained_from: int = 0
     skips: tuple[Skip, ...] = ()
+    slices: int = 1
     proven: bool = field(default=False, init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +70,7 @@ class Schedule:
             object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
 
     def __repr__(self) -> str:
-        parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), counted(self.microbatches, "micro-batch")]
+        parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), self.batch]
         parts += [f"trained from stage {self.trained_from}"] if self.trained_from else []
         parts += [f"skip {name} from stage {source} to {target}" for name, source, target in self.skips]
         return f"<Schedule {self.name}: {', '.join(parts)}>"
@@ -79,19 +85,30 @@ class Schedule:
         """The number of logical stages, S."""
         return len(self.placement)
 
+    @property
+    def units(self) -> int:
+        """What goes through each stage in a step: M micro-batches in n slices each."""
+        return self.microbatches * self.slices
+
+    @property
+    def batch(self) -> str:
+        """What a step runs, in words: "8 micro-batches", or "2 micro-batches in 4 slices each"."""
+        each = "" if self.slices == 1 else f" in {self.slices} slices{' each' if self.microbatches > 1 else ''}"
+        return counted(self.microbatches, "micro-batch") + each
+
+    def cell(self, action: Action) -> str:
+        """Write an action as the table of the schedule has it: ``0F3``, or ``0F3.1`` for slice 1 of micro-batch 3."""
+        exact = type(action) is Action and type(action.microbatch) is int  # `check` writes wrong ones, too
+        return cell(action, self.slices) if exact else str(action)
+
     @cached_property
     def chunks(self) -> int:
         """The largest number of stages on one rank."""
         return max(Counter(self.placement).values(), default=0)
 
     @cached_property
-    def splits_backward(self) -> bool:
-        """Whether any backward is split into I and W."""
-        return any(action.op in (INPUT_GRAD, WEIGHT_GRAD) for order in self.orders for action in order)
-
-    @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """Every (stage, micro-batch) whose forward is run again, by an R."""
+        """Every (stage, unit) whose forward is run again, by an R."""
         actions = (action for order in self.orders for action in order if action.op == RECOMPUTE)
         return frozenset((action.stage, action.microbatch) for action in actions)
 
@@ -116,32 +133,20 @@ class Schedule:
         The name does not count: a schedule read back from its CSV runs together with the one that wrote it.
         """
         skips = f" {[*map(tuple, self.skips)]}" if self.skips else ""
-        content = blake2b(f"{self.placement} {self.microbatches}{skips}\n".encode(), digest_size=8)
+        slices = f" in {self.slices}" if self.slices > 1 else ""
+        content = blake2b(f"{self.placement} {self.microbatches}{slices}{skips}\n".encode(), digest_size=8)
         for order in self.orders:
-            content.update(_row(order).encode())
+            content.update(_row(order, self.slices).encode())
         return int.from_bytes(content.digest(), "big") >> 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """List the logical stages that lie on `rank`, in ascending order.
-
-        Returns
-        -------
-        tuple of int
-        """
+        """List the logical stages that lie on `rank`, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def forward_only_part(self, microbatches: int) -> Schedule:
         """Take the forwards of the first `microbatches` micro-batches, in the same order on the same ranks.
 
-        Parameters
-        ----------
-        microbatches : int
-            From 1 to M: ArgumentError otherwise.
-
-        Returns
-        -------
-        Schedule
-            A schedule of forwards, with the name "forward" and the same skips.
+        The name is "forward" then, and the skips stay. Other numbers than 1 to M raise ArgumentError.
         """
         count = at_least_one("microbatches", microbatches)
         if count > self.microbatches:
@@ -151,16 +156,14 @@ class Schedule:
                 expected=f"1 to {self.microbatches}",
                 remedy="build a schedule with more micro-batches",
             )
-        orders = changed(self.orders, _first_forwards, count)
-        return Schedule("forward", self.placement, count, orders, skips=self.skips)
+        orders = changed(self.orders, _first_forwards, count * self.slices)
+        return Schedule("forward", self.placement, count, orders, skips=self.skips, slices=self.slices)
 
     def to_csv(self) -> str:
         r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
 
-        Returns
-        -------
-        str
-            The table, without skips and `trained_from`; `from_csv` reads it.
+        With slices a cell is ``2F0.1``: slice 1 of micro-batch 0. `from_csv` reads it. It has no skips and no
+        `trained_from`.
 
         Examples
         --------
@@ -168,7 +171,7 @@ class Schedule:
         >>> schedules.gpipe(1, 2).to_csv()
         '0F0,0F1,0B0,0B1\n'
         """
-        return "".join(map(_row, self.orders))
+        return "".join(_row(order, self.slices) for order in self.orders)
 
 
 def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:
@@ -176,12 +179,14 @@ def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * chunks
 
 
-def _first_forwards(count: int, order: Iterable[Action]) -> Iterable[Action]:
-    return (action for action in order if action.op == FORWARD and action.microbatch < count)
+def _first_forwards(units: int, order: Iterable[Action]) -> Iterable[Action]:
+    return (action for action in order if action.op == FORWARD and action.microbatch < units)
 
 
-def _row(order: Iterable[Action]) -> str:
-    return ",".join([f"{stage}{op}{microbatch}" for stage, op, microbatch in order]) + "\n"
+def _row(order: Iterable[Action], slices: int) -> str:
+    if slices == 1:  # a schedule may have millions of actions
+        return ",".join([f"{stage}{op}{microbatch}" for stage, op, microbatch in order]) + "\n"
+    return ",".join([cell(action, slices) for action in order]) + "\n"
 
 
 # -- Skips: data that a stage hands to a later one past those between, as the two arms of a U-Net do ------------------
@@ -207,10 +212,11 @@ class Skip(NamedTuple):
 #     F        F --> F --> F --> F
 #               \______________/      "residual": (0, 3); its gradient comes back the same way
 def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
-    """Give a schedule the skips of a model, in place of those that it has; its orders stay.
+    """Give a schedule the skips of a model, sorted by name, in place of those that it has; its orders stay.
 
     It is another schedule then: its `fingerprint` differs. `simulate` counts no time for skips, since they are sent
     some stages before they are needed, and `peak_memory` no bytes: add what they hold to `activation` of both ends.
+    ScheduleError is raised where a name is no identifier, there is no such stage, or a skip leads back.
 
     Parameters
     ----------
@@ -220,16 +226,6 @@ def with_skips(schedule: Schedule, skips: Mapping[str, Any]) -> Schedule:
         For each name, an identifier of Python, the stage that gives and the later stage that takes. A stage may give
         and take several; two stages may have several. Where several stages take what one gives, ``[(0, 2), (0, 3)]``,
         the same goes to each, and their gradients are summed.
-
-    Returns
-    -------
-    Schedule
-        The same orders with these skips, sorted by name.
-
-    Raises
-    ------
-    ScheduleError
-        A name is no identifier, there is no such stage, or a skip leads back.
 
     Examples
     --------

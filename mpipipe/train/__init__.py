@@ -2,34 +2,32 @@
 
 The room trains any model, and knows nothing of tokens:
 
-    task, shard      what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
+    task             what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
     task_file        a task from a file       task_calls       how it is called: errors, batches one step ahead
     task_check       its loss; a rehearsal, and what is wrong in a task although nothing raises
-    options, config  what a user sets; one description of an option in mpipipe/options.py
+    config           what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop
     progress, resume, survival       the state of a training; checkpoints; going on when ranks die
-    report, screen, sinks, tracing   what people and programs see
-    output_folder, provenance        the run folder
+    report, screen, sinks            what people and programs see
+    output_folder                    the run folder
     training_plan                    layers of each rank; plans and memory, with mpipipe.planning
 """
 
 from importlib import import_module
 
-from mpipipe.train.config import TaskConfig
+from mpipipe.train.config import INSTEAD, PLANNED, TaskConfig
 from mpipipe.train.config import read_keys as read_keys
 from mpipipe.train.config import toml_line as toml_line
-from mpipipe.train.options import INSTEAD, PLANNED
-from mpipipe.train.output_folder import shared_path
-from mpipipe.train.provenance import absolute
+from mpipipe.train.output_folder import absolute, shared_path
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
 from mpipipe.train.setup import check_same_config as check_same_config
 from mpipipe.train.setup import evaluate as evaluate
+from mpipipe.train.setup import export as export
 from mpipipe.train.setup import load, run
-from mpipipe.train.shard import Shard
 from mpipipe.train.sinks import MOST_BYTES, NAME
 from mpipipe.train.task import Pair as Pair
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shard, Task
 from mpipipe.train.task import too_few_pieces as too_few_pieces
 from mpipipe.train.task_calls import layers_of as layers_of
 from mpipipe.train.task_calls import outline as outline

@@ -1,22 +1,33 @@
-"""The output folder of a training: one for all ranks, new or empty, and visible to every rank that writes weights."""
+"""The output folder of a training: one for all ranks, new or empty, and visible to every rank that writes weights.
+
+In it config.toml and environment.json say where the numbers come from.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import secrets
+import shlex
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from mpipipe import files
 from mpipipe.checkpoint import Owner, is_owner_file, keep_folder, restore_folder, take_folder
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of
+from mpipipe.options import written
+from mpipipe.planning import LayerPlan
+from mpipipe.train.config import TaskConfig, toml_line
+from mpipipe.train.task import Task, TaskSource
 
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1
@@ -28,21 +39,20 @@ def shared_path(comm: Communicator, path: str | None) -> str:
 
     The ranks may have different working folders. Raises ConfigError if the working folder of rank 0 is gone.
     """
-    absolute, group = None, group_of(comm)
-    with group.raise_together("the path of a folder"):
-        if comm.rank == 0:
-            try:
-                absolute = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
-            except OSError as error:
-                raise ConfigError(
-                    f"the working folder is gone: {error.strerror}",
-                    found=str(path),
-                    expected="an absolute path",
-                    remedy="start the job in a folder that exists, or name an absolute path",
-                ) from error
-            if path is None:
-                absolute = _new(absolute)
-    return group.broadcast("the path of a folder", absolute)
+
+    def found() -> str:
+        try:
+            place = os.path.abspath(f"runs/{datetime.now():%Y%m%d-%H%M%S}" if path is None else path)
+        except OSError as error:
+            raise ConfigError(
+                f"the working folder is gone: {error.strerror}",
+                found=str(path),
+                expected="an absolute path",
+                remedy="start the job in a folder that exists, or name an absolute path",
+            ) from error
+        return _new(place) if path is None else place
+
+    return group_of(comm).from_one("the path of a folder", found)
 
 
 def _new(path: str) -> str:
@@ -82,16 +92,16 @@ def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> O
     return owned
 
 
-def is_ours(name: str) -> bool:
-    """Whether a job has a file or folder of this name in its output folder, whatever it has done there so far."""
-    return is_owner_file(name) or name.startswith(MARKER)
+def names_in(out: Path) -> set[str]:
+    """Return what is in an output folder, but for what any job has there, whatever it has done so far."""
+    with using(out):
+        names = {path.name for path in out.iterdir()} if out.exists() else set()
+    return {name for name in names if not is_owner_file(name) and not name.startswith(MARKER)}
 
 
 def check_vacant(out: Path, resumable: bool) -> None:
     """Raise ConfigError for a folder that holds anything, such as a `resumable` training: none is overwritten."""
-    with using(out):
-        vacant = not out.exists() or all(is_ours(path.name) for path in out.iterdir())
-    if not vacant:
+    if names_in(out):
         raise ConfigError(
             "the folder for metrics is not empty",
             found=str(out),
@@ -160,3 +170,88 @@ def _sees(marker: Path, token: str) -> bool:
         if time.monotonic() > stop:
             return False
         time.sleep(PAUSE)
+
+
+# -- Where the numbers come from: config.toml and environment.json -----------------------------------------------------
+#
+# config.toml is the configuration with every open option filled in, so `train --config` makes the same numbers again.
+# environment.json is what else the numbers and their times depend on. Both files describe the newest start. If an
+# earlier start of the same training was different, its file is kept as config.1.toml, environment.1.json and so on.
+
+
+CONFIG, ENVIRONMENT = "config.toml", "environment.json"
+# every file that a training may write before its first checkpoint, except metrics.jsonl
+OURS = re.compile(
+    r"(config(\.\d+)?\.toml|environment(\.\d+)?\.json|metrics\.csv|loss\.png|train\.log)(\.partial)?|tensorboard|wandb"
+)
+MOST_BYTES = 1 << 24
+# facts that differ from start to start even if nothing has changed
+PASSING = ("time", "command", "job", "hosts")
+
+
+def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> dict[str, Any]:
+    """Return the configuration as keys of a file, in which open options have the values of this training.
+
+    Paths are absolute, so that the file works in any working folder, but that of the task, which is next to the file: a
+    run folder can be moved. A training with these keys begins anew: `out` and `resume = "auto"` are left out.
+    """
+    given = {"device": device, "pipe": pipe, "microbatches": plan.schedule.microbatches}
+    values = task.resolve(written(config) | given)
+    if task.file is not None:
+        values["task"] = f"{task.file.path.name}:{task.file.name}"
+        values["init"] = values.get("init") and absolute(values["init"])
+        values.pop("changed_task", None)
+    values["resume"] = None if values["resume"] in ("auto", "no") else absolute(values["resume"])
+    return {name.rstrip("_"): value for name, value in values.items() if value is not None and name != "out"}
+
+
+def absolute(path: str) -> str:
+    """Return the path of what is there as an absolute one, and any other text as it is."""
+    return os.path.abspath(path) if os.path.exists(path) else path
+
+
+def write(
+    out: Path,
+    keys: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    given: str | None = None,
+    source: TaskSource | None = None,
+) -> None:
+    """Write both files on rank 0, and copies of the file of the task and of its modules.
+
+    `given` is the fingerprint of data without a key.
+
+    Raises OSError.
+    """
+    command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config {shlex.quote(str(out / CONFIG))}"
+    content = f"# This training as it was resolved. Train it again:\n#   {command} --out NEW\n"
+    if given is not None:
+        content += f"# but for the data, which the caller of train handed over: fingerprint {given}\n"
+    content += "".join(toml_line(*key) for key in keys.items())
+    _replace(out / CONFIG, content, lambda content: content)
+    if source is not None:
+        facts = {"file": str(source.path), "class": source.name, "sha256": source.checksum}
+        environment = {**environment, "task": facts | {"modules": sorted(source.modules)}}
+        for name, code in source.copies.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            _replace(out / name, code.decode(errors="surrogateescape"), lambda content: content)
+    _replace(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n", _lasting)
+
+
+def _replace(path: Path, text: str, lasting: Any) -> None:
+    """Write a file. One that is there and has other facts, of those that are `lasting`, gets the first free number."""
+    before = None
+    with suppress(OSError, UnicodeDecodeError):
+        before = files.read_text(path, MOST_BYTES)
+    if before is not None and lasting(before) != lasting(text):
+        former = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
+        os.replace(path, next(name for name in former if not name.exists()))
+    files.write_whole(path, text.encode(errors="surrogateescape"))  # a path may be no text
+
+
+def _lasting(text: str) -> Any:
+    try:
+        facts = json.loads(text)
+    except ValueError:
+        return text
+    return {name: value for name, value in facts.items() if name not in PASSING} if isinstance(facts, dict) else text

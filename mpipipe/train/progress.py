@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from mpipipe import checkpoint, optim
 from mpipipe.arrays import DeviceArray
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import RankGroup, group_of
 from mpipipe.nn import Stage, announce_write
 from mpipipe.pipeline import Pipeline
-from mpipipe.train.options import TrainingOptions
+from mpipipe.train.config import TrainingOptions
 from mpipipe.train.report import Record
 from mpipipe.train.task import Task
 
@@ -26,19 +27,25 @@ class Progress:
 
     Batches follow from (seed, step), dropout masks from (seed, steps of the pipeline), and the sample from the seed. So
     these numbers are the position in the data and the state of all random numbers.
-
-    step, record, outcome : number of steps made, the last record, and the outcome of the last step
-    reported : number of steps after which nothing is left to do
-    in_memory : whether the state comes from ranks that live on: no checkpoint may hold it
     """
 
     def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh, task: Task) -> None:
         self.pipeline, self.mesh = pipeline, mesh
-        self.optimizer = make_optimizer(config, pipeline, task)
+        self.optimizer = make_optimizer(config, pipeline, task, mesh)
         self.scaler = make_scaler(config)
-        self.step, self.record = 0, Record(0)
-        self.outcome: Outcome = 0.0, 0.0, None
-        self.reported, self.in_memory = -1, False
+        self.step, self.record = 0, Record(0)  # number of steps made, and the last record
+        self.outcome: Outcome = 0.0, 0.0, None  # of the last step
+        self.reported = -1  # number of steps after which nothing is left to do
+        self.in_memory = False  # whether the state comes from ranks that live on: no checkpoint may hold it
+
+    @property
+    def scalars(self) -> Scalars:
+        """What the loss scaler and the pipeline count."""
+        return self.scaler.scale, self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken
+
+    @scalars.setter
+    def scalars(self, values: Scalars) -> None:
+        self.scaler.scale, self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = values
 
     def scaling(self) -> dict[str, Any]:
         """Return what a record says of the loss scale, where that is dynamic."""
@@ -74,9 +81,8 @@ class Progress:
             raise ValueError("the record has something else than numbers")
         optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
         self.step, self.record, self.reported = found.step, record, found.step or -1
-        self.pipeline.steps_taken = _count(state["random"]["steps_taken"])
-        self.scaler.scale = float(scale["scale"])
-        self.scaler.good, self.scaler.skipped = _count(scale["good"]), _count(scale["skipped"])
+        counts = scale["good"], scale["skipped"], state["random"]["steps_taken"]
+        self.scalars = float(scale["scale"]), *map(_count, counts)  # type: ignore[assignment]
 
 
 def _count(value: Any) -> int:
@@ -85,20 +91,29 @@ def _count(value: Any) -> int:
     return value
 
 
-def make_optimizer(config: TrainingOptions, pipeline: Pipeline, task: Task) -> Any:
-    """Return the optimizer of a task's own, or the one that a configuration asks for."""
-    own = task.optimizer(pipeline.stages, config)
+def make_optimizer(config: TrainingOptions, pipeline: Pipeline, task: Task, mesh: Mesh | None) -> Any:
+    """Return the optimizer of a task's own, or the one that a configuration asks for; collective over a mesh."""
+    with nullcontext() if mesh is None else group_of(mesh.comm).raise_together("train: the optimizer of the task"):
+        own = task.optimizer(pipeline.stages, config)
+        if own is not None and config.shard_optimizer:
+            raise ConfigError(
+                "shard_optimizer, and a task with an optimizer of its own",
+                found=f"{type(task).__name__}.optimizer returns {type(own).__name__}",
+                expected="None there: the optimizer that the options name is sharded",
+                remedy="leave out shard_optimizer, or let the task return None",
+            )
     if own is not None:
         return own
-    common: Any = {"weight_decay": config.weight_decay, "groups": task.groups}
+    replicas = mesh.replicas if mesh is not None and config.shard_optimizer else None
+    common: Any = {"weight_decay": config.weight_decay, "groups": task.groups, "replicas": replicas}
     if config.optimizer == "adamw":
         return optim.AdamW(pipeline.stages, config.lr, **common)
     return optim.SGD(pipeline.stages, config.lr, momentum=config.momentum, **common)
 
 
 def make_scaler(config: TrainingOptions) -> optim.LossScaler:
-    """Return the scaler of the loss that a configuration asks for."""
-    if config.scales_dynamically:
+    """Return the scaler of the loss that a configuration asks for; a dynamic one changes it as the gradients allow."""
+    if config.loss_scale == 0 or (config.loss_scale is None and config.dtype == "float16"):
         return optim.LossScaler()
     return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)
 
@@ -107,18 +122,14 @@ def make_scaler(config: TrainingOptions) -> optim.LossScaler:
 
 
 class StepBarrier:
-    """An optimizer that, if ranks go `together`, changes nothing before all of a group have come to the same step.
-
-    made : number of steps made
-    pending : function that makes the step to which all ranks may have come; None if no step is pending
-    """
+    """An optimizer that, if ranks go `together`, changes nothing before all of a group have come to the same step."""
 
     def __init__(self, progress: Progress, group: RankGroup, together: bool) -> None:
-        self.optimizer, self.scaler, self.pipeline = progress.optimizer, progress.scaler, progress.pipeline
+        self.progress, self.optimizer = progress, progress.optimizer
         self.group, self.together = group, together
-        self.step_begun, self.made = -1, progress.step
-        self.pending: Callable[[], Any] | None = None
-        self._before: Scalars = self._now()
+        self.step_begun, self.made = -1, progress.step  # numbers of steps
+        self.pending: Callable[[], Any] | None = None  # makes the step to which all ranks may have come
+        self._before = progress.scalars
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -136,7 +147,7 @@ class StepBarrier:
 
     def begin(self, step: int) -> None:
         """Remember what a step changes before its end."""
-        self.step_begun, self._before = step, self._now()
+        self.step_begun, self._before = step, self.progress.scalars
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
         """Make a step of the optimizer, once all ranks can; collective."""
@@ -162,8 +173,4 @@ class StepBarrier:
 
     def scalars(self) -> Scalars:
         """Return what belongs to the number of steps that were made."""
-        return self._before if self.made == self.step_begun else self._now()
-
-    def _now(self) -> Scalars:
-        scaler = self.scaler
-        return scaler.scale, scaler.good, scaler.skipped, self.pipeline.steps_taken
+        return self._before if self.made == self.step_begun else self.progress.scalars

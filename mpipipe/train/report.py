@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from mpipipe.text import counted
 from mpipipe.train import sinks
 from mpipipe.train.screen import COLUMNS, Bar, JsonLines, SafeStream, find_terminal, warn
-from mpipipe.train.sinks import SinkContext, Sinks
+from mpipipe.train.sinks import Facts, SinkContext, Sinks
 
 LOG = "train.log"
 SMALL = 0.05  # share of the time: a bubble below it is not explained
@@ -68,7 +68,7 @@ class Record:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, facts: Mapping[str, float]) -> Record:
+    def of(cls, facts: Facts) -> Record:
         """Return the record with these facts.
 
         Parameters
@@ -79,14 +79,8 @@ class Record:
         known: dict[str, Any] = {name: value for name, value in facts.items() if name in FIELDS}
         return cls(**known, metrics={name: value for name, value in facts.items() if name not in FIELDS})
 
-    def facts(self) -> dict[str, float]:
-        """Return what was measured, by name.
-
-        Returns
-        -------
-        dict
-            The fields that are not None, in their order, and the metrics.
-        """
+    def facts(self) -> Facts:
+        """Return what was measured, by name: the fields that are not None, in their order, and the metrics."""
         own = {name: value for name, value in vars(self).items() if value is not None and name in FIELDS}
         return {**own, **{name: value for name, value in self.metrics.items() if name not in FIELDS}}
 
@@ -201,13 +195,13 @@ class Reporter:
 
     def advance(self) -> None:
         """Count one more step."""
-        self.pace.advance()
+        self.pace.done += 1
         if self.bar is not None:
             self.bar.draw(self.pace.done, self.pace.rate(), self.pace.timing())
 
     def record(self, record: Record) -> None:
         """Append a record to the metrics and hand it to the sinks, and show it as a line or two."""
-        facts = record.facts() | self.pace.stamp()
+        facts = {**record.facts(), **self.pace.stamp()}
         self.metrics.append(json.dumps(facts))
         self.sinks.write(facts)
         for line in lines_of(record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""):
@@ -259,7 +253,7 @@ class NullReporter:
 
 
 class Pace:
-    """Counts the steps of one start of a training, and times them; `done` steps are made so far."""
+    """Times the steps of one start of a training; `done` steps are made so far."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.steps, self.before, self.done = steps, done, done
@@ -269,21 +263,13 @@ class Pace:
         """Let the time begin now."""
         self.start = self.last = time.monotonic()
 
-    def advance(self) -> None:
-        """Count one more step."""
-        self.done += 1
-
-    def gone(self) -> float:
-        """Seconds since this start."""
-        return time.monotonic() - self.start
-
     def rate(self) -> float:
         """Steps per second since this start, including the time between steps; 0 before the first step."""
-        return (self.done - self.before) / max(self.gone(), 1e-9)
+        return (self.done - self.before) / max(time.monotonic() - self.start, 1e-9)
 
     def timing(self) -> str:
         """Return the time since this start and the time left, in words."""
-        rate, gone = self.rate(), duration(self.gone())
+        rate, gone = self.rate(), duration(time.monotonic() - self.start)
         left = self.steps - self.done
         return f"{gone}, {duration(left / rate)} left" if rate and left else gone
 

@@ -21,9 +21,8 @@ from mpipipe.files import PARTIAL
 from mpipipe.job import Preemption, group_of
 from mpipipe.nn import Stage
 from mpipipe.options import option_of, written
-from mpipipe.train import output_folder, provenance, sinks
-from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import OutputOptions, RunOptions
+from mpipipe.train import output_folder, sinks
+from mpipipe.train.config import OutputOptions, RunOptions, TaskConfig
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
 from mpipipe.train.screen import warn
@@ -47,19 +46,20 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
     Raises, on every rank and before anything is written, ArgumentError for a checkpoint that is damaged or missing, and
     ConfigError for one of another training, and for an output folder that this training may not go on in.
     """
-    group, found = group_of(mesh.comm), None
-    with group.raise_together("train: where to begin"):
-        if mesh.rank == 0:
-            found = checkpoint_of(config, out)
-            if found is not None:
-                _check_same(found, config, task)
-            if config.resume == "no" or (found is not None and not _is_in(found, out)):
-                output_folder.check_vacant(out, checkpoint.newest(checkpoints_of(out)) is not None)
-            else:
-                sinks.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
-                if found is None:
-                    _check_unfinished(out, task)
-    return group.broadcast("train: where to begin", found)
+
+    def start() -> Checkpoint | None:
+        found = checkpoint_of(config, out)
+        if found is not None:
+            _check_same(found, config, task)
+        if config.resume == "no" or (found is not None and not _is_in(found, out)):
+            output_folder.check_vacant(out, checkpoint.newest(checkpoints_of(out)) is not None)
+        else:
+            sinks.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
+            if found is None:
+                _check_unfinished(out, task)
+        return found
+
+    return group_of(mesh.comm).from_one("train: where to begin", start)
 
 
 def checkpoint_of(config: OutputOptions, out: Path) -> Checkpoint | None:
@@ -108,8 +108,7 @@ def _is_in(found: Checkpoint, out: Path) -> bool:
 def _check_unfinished(out: Path, task: Task) -> None:
     """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
     ours = {sinks.NAME, sinks.NAME + PARTIAL, checkpoints_of(out).name, *task.unfinished(out)}
-    names = sorted({path.name for path in out.iterdir()} - ours) if out.is_dir() else []
-    others = [name for name in names if not output_folder.is_ours(name) and not provenance.is_ours(name)]
+    others = sorted(name for name in output_folder.names_in(out) - ours if not output_folder.OURS.fullmatch(name))
     if others:
         raise ConfigError(
             "there is no checkpoint to go on from, and the folder is not empty",
@@ -121,7 +120,8 @@ def _check_unfinished(out: Path, task: Task) -> None:
 
 def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
     """Raise ConfigError unless this is a checkpoint of the same training, not yet past its end."""
-    place, now, others = str(found.path), facts_of(config, task), _others(config)
+    place, now = str(found.path), facts_of(config, task)
+    others = [entry.name for entry in fields(config) if not option_of(entry).decides]  # paths of data, too
 
     def fixed(facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return what must stay the same. Sizes are those of the model, with what the options have left open."""
@@ -178,11 +178,6 @@ def _holds(path: Path, code: bytes) -> bool:
         return path.read_bytes() == code
     except OSError:
         return False
-
-
-def _others(config: TaskConfig) -> list[str]:
-    """Return the options that may change: paths of data, too, whose fingerprint is compared."""
-    return [entry.name for entry in fields(config) if not option_of(entry).decides]
 
 
 def plain(values: Any) -> Any:

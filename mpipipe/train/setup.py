@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from errno import EEXIST
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mpipipe import arrays, checkpoint, environment, files, nn, optim
 from mpipipe.attention import kernels
@@ -16,18 +19,16 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, check_training
-from mpipipe.train import output_folder, provenance, resume, sinks
+from mpipipe.train import output_folder, resume, sinks
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
-from mpipipe.train.shard import Shard
 from mpipipe.train.survival import ElasticRun
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shard, Task
 from mpipipe.train.task_calls import Reader, layers_of
 from mpipipe.train.task_check import TaskLoss, rehearse, scores_of, validate
 from mpipipe.train.task_file import TaskFileConfig, load_task
-from mpipipe.train.tracing import Tracing, trace_folder
-from mpipipe.train.trainer import Trainer
+from mpipipe.train.trainer import Tracing, Trainer, trace_folder
 from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, with_order
 
 
@@ -42,7 +43,7 @@ def check_same_config(group: RankGroup, config: TaskConfig) -> None:
 
 
 def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Record:
-    """Train a task on all ranks of a communicator; collective.
+    """Train a task on all ranks of a communicator; collective. Raises what `train` does for text.
 
     Parameters
     ----------
@@ -57,11 +58,6 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     -------
     Record
         The state at the end of the training.
-
-    Raises
-    ------
-    MpipipeError
-        As `train`, which does it for text.
     """
     comm = runtime.resolve(comm)
     group = group_of(comm)
@@ -106,7 +102,7 @@ def _train(
         stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
         pipeline = stack.enter_context(
-            Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas)
+            Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas, input_grads=False)
         )
         norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with group.raise_together("train: the optimizer"):
@@ -157,8 +153,11 @@ def _train(
         if chosen:
             reporter.say(chosen)
         stack.enter_context(trainer.checkpoints)
-        with told(trainer.whereabouts):
+        try:
             return trainer.run()
+        except KeyboardInterrupt as error:  # for the report of the job's end
+            error.args = error.args or (trainer.whereabouts(),)
+            raise
 
 
 def _stages(
@@ -177,16 +176,13 @@ def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> t
     with group.raise_together("evaluate: the mesh"):
         mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
     with mesh:
-        device, found = select_device(config.device, comm), None
+        device = select_device(config.device, comm)
         with arrays.own_stream(device):
             task.find_data(group)
             shard, layers = make_shard(config, task, mesh)
             plan = make_plan(config, task, mesh, device)
             task.open_data(plan, mesh)
-            with group.raise_together("evaluate: the run folder"):
-                if comm.rank == 0:
-                    found = resume.newest_state(run)
-            found = group.broadcast("evaluate: the run folder", found)
+            found = group.from_one("evaluate: the run folder", lambda: resume.newest_state(run))
             stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
             checkpoint.load(found.path, mesh, stages)
             with Pipeline(stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas) as pipeline:
@@ -219,15 +215,7 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     ArgumentError
         The weights are damaged.
     """
-    path = Path(run, provenance.CONFIG)
-    if not files.exists(path) or "task" not in read_keys(path):
-        raise ConfigError(
-            "the folder is not that of a task in a file",
-            found=str(run),
-            expected="the --out folder of `mpipipe train FILE.py`",
-            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the folder weights",
-        )
-    config = TaskFileConfig.load(str(path))
+    config = _config_of(run)
 
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
@@ -241,6 +229,50 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
         return task, stage
 
     return inprocess.run(1, work)[0]
+
+
+def _config_of(run: str | Path) -> TaskFileConfig:
+    path = Path(run, output_folder.CONFIG)
+    if not files.exists(path) or "task" not in read_keys(path):
+        raise ConfigError(
+            "the folder is not that of a task in a file",
+            found=str(run),
+            expected="the --out folder of `mpipipe train FILE.py`",
+            remedy="for a task of a script: nn.Stage of its layers, and checkpoint.load of the folder weights",
+        )
+    return TaskFileConfig.load(str(path))
+
+
+def export(run: Path, target: Path) -> str:
+    """Write the weights that `load` takes from a run folder into one file of safetensors; return what was done.
+
+    They are called what `Task.state_name` says. One array at a time is in memory.
+    """
+    config = _config_of(run)
+    task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
+    found, arrays_by_name = resume.newest_state(run), {}
+
+    def values(name: str, entry: checkpoint.TensorEntry) -> np.ndarray:
+        array = np.empty(entry.shape, entry.kind)
+        checkpoint.read_arrays(found, {name: array})
+        return array
+
+    for name, entry in (pair for content in found.files.values() for pair in content.arrays.items()):
+        kind, _, own = name.partition("/")
+        if kind == checkpoint.PARAMETERS:
+            called = task.state_name(own)
+            if called in arrays_by_name or not isinstance(called, str) or not called:
+                raise ConfigError(
+                    f"{type(task).__name__}.state_name gives no name of its own to {own}",
+                    found=repr(called),
+                    expected="a string that no other parameter has",
+                )
+            arrays_by_name[called] = checkpoint.Planned(entry.kind, entry.shape, partial(values, name, entry))
+    with files.writing("the file of weights", target, remedy="make room, or choose another file"):
+        if target.exists():
+            raise FileExistsError(EEXIST, "it is there already", str(target))
+        checkpoint.write_tensors(target, dict(sorted(arrays_by_name.items())))
+    return f"wrote {len(arrays_by_name)} arrays of step {found.step} from {found.path} into {target}"
 
 
 def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
@@ -289,21 +321,10 @@ def _reporter(
         if surroundings is None:  # not on rank 0
             return NullReporter()
         reporter = make(task.unit, surroundings["oversubscribed"])
-        keys = provenance.resolved(config, task, plan, device, mesh.pipe.size)
+        keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
         try:
-            provenance.write(out, keys, surroundings, task.handed_over, task.file)
+            output_folder.write(out, keys, surroundings, task.handed_over, task.file)
         except OSError as error:
             reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
         reporter.open_sinks(config.metrics_to, keys, named)
         return reporter
-
-
-@contextmanager
-def told(whereabouts: Callable[[], str]) -> Iterator[None]:
-    """Give a KeyboardInterrupt within the text of `whereabouts()`, for the report of the job's end."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if not error.args:
-            error.args = (whereabouts(),)
-        raise

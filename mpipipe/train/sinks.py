@@ -34,15 +34,11 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SinkContext:
-    """What a sink learns of a training when it is opened.
-
-    done : steps before this start, whose records are in metrics.jsonl; 0 if the training begins
-    columns : all names that facts can have
-    """
+    """What a sink learns of a training when it is opened."""
 
     out: Path
-    done: int
-    columns: tuple[str, ...]
+    done: int  # steps before this start, whose records are in metrics.jsonl; 0 if the training begins
+    columns: tuple[str, ...]  # all names that facts can have
     configuration: Mapping[str, Any]
 
 

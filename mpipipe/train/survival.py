@@ -157,8 +157,7 @@ class ElasticRun:
                     group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
         progress.optimizer.steps = int(table[root, 1])
         progress.step, progress.record = facts["step"], facts["record"]
-        scaler = progress.scaler
-        scaler.scale, scaler.good, scaler.skipped, progress.pipeline.steps_taken = facts["scalars"]
+        progress.scalars = facts["scalars"]
         for stage in progress.pipeline.stages:
             stage.sync_compute()
 
@@ -195,18 +194,12 @@ def _arrays_of(progress: Progress) -> list[Array]:
 
 
 class SurvivorReport(NamedTuple):
-    """What a survivor tells the others.
+    """What a survivor tells the others."""
 
-    pipe : its place in its pipeline, and so which stages it has
-    step : number of steps that it has made
-    can_follow : whether it can make one more step, once it knows that another rank has made that step
-    facts : what else belongs to the state after `step`
-    """
-
-    pipe: int
-    step: int
-    can_follow: bool
-    facts: dict[str, Any]
+    pipe: int  # its place in its pipeline, and so which stages it has
+    step: int  # number of steps that it has made
+    can_follow: bool  # whether it can make one more, once it knows that another rank has made that
+    facts: dict[str, Any]  # what else belongs to the state after `step`
 
 
 @dataclass(frozen=True)
@@ -243,7 +236,7 @@ class RetainedState:
         return SurvivorReport(self.pipe, self.step, self.step_barrier.pending is not None, self.facts)
 
     def catch_up(self, step: int) -> None:
-        """Make the step that another rank has made, too, where this one can; else nobody will make it any more.
+        """Make the step that another rank has made, too, where this one can; else it is not made any more.
 
         Other ranks make the step after `step` from now on, and it is another one: with fewer replicas.
         """
@@ -254,16 +247,12 @@ class RetainedState:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The mesh and the step from which the survivors continue.
-
-    order : ranks of the communicator of survivors, in the order of the new mesh; the others are spares
-    problem : why the training cannot go on; "" where it can
-    """
+    """The mesh and the step from which the survivors continue."""
 
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    order: tuple[int, ...] = ()
-    problem: str = ""
+    order: tuple[int, ...] = ()  # ranks of the survivors, in the order of the new mesh; the others are spares
+    problem: str = ""  # why the training cannot go on
 
     @classmethod
     def of(cls, told: Sequence[SurvivorReport | None], pipe: int, config: TaskConfig) -> Assignment:

@@ -11,16 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from mpipipe import checkpoint, nn, optim
-from mpipipe.arrays import Tree
+from mpipipe.arrays import Array, Tree
+from mpipipe.attention import BiasFunction, Layout, Local, Ring
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, RankGroup
-from mpipipe.nn import Parameter, frozen_names
+from mpipipe.job import Communicator, RankGroup, group_of
+from mpipipe.nn import Attend, Parameter, frozen_names, is_adapter, is_frozen
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
-from mpipipe.train.shard import Shard
 
 Described: TypeAlias = "Mapping[str, Parameter]"
 Facts: TypeAlias = "dict[str, Any]"
@@ -29,6 +31,9 @@ Loss: TypeAlias = "Callable[..., Any]"
 Numbers: TypeAlias = "Sequence[float]"
 Pair: TypeAlias = "tuple[Any, Any]"  # inputs and targets; what `Task.begin` takes may follow
 Named: TypeAlias = "Mapping[str, float]"
+Names: TypeAlias = "set[str]"
+Optimizer: TypeAlias = Any
+Shape: TypeAlias = "tuple[int, ...]"
 Stages: TypeAlias = "Sequence[nn.Stage]"
 
 ASKED = ("layers", "loss", "batch", "validation")  # what a task has to have
@@ -36,15 +41,12 @@ ASKED = ("layers", "loss", "batch", "validation")  # what a task has to have
 
 @dataclass(frozen=True)
 class TaskSource:
-    """The file that a task was loaded from, as it was then, the name of its class, and modules that the file imports.
-
-    `modules` are those from its own folder, by their paths in there.
-    """
+    """The file that a task was loaded from, as it was then, the name of its class, and modules that it imports."""
 
     path: Path
     name: str
     content: bytes
-    modules: Mapping[str, bytes] = field(default_factory=dict)
+    modules: Mapping[str, bytes] = field(default_factory=dict)  # from its own folder, by their paths in there
 
     @property
     def copies(self) -> dict[str, bytes]:
@@ -83,8 +85,9 @@ class Task:
         before the run folder is touched.
     folders, copies : tuple of str, bool
         Folders in the run folder that `save` replaces. Whether `sample` copies the model.
-    outline, file : list of Layer, TaskSource
-        The layers on paper, set before anything that asks for them; and the file that the task was loaded from.
+    outline, pipe, file : list of Layer, int, TaskSource
+        The layers on paper and the ranks of a pipeline, set before anything that asks for them; and the file that the
+        task was loaded from.
 
     Examples
     --------
@@ -121,6 +124,7 @@ class Task:
     folders: tuple[str, ...] = ("weights",)
     copies = False
     outline: Sequence[nn.Layer] = ()
+    pipe = 1
     file: TaskSource | None = None
 
     # -- what a task of your own has
@@ -128,32 +132,17 @@ class Task:
     def layers(self, shard: Shard) -> Layers:
         """Make the whole model, in order; collective over `shard.comm`.
 
-        Parameters
-        ----------
-        shard : Shard
-            This rank's share of each sample.
-
-        Returns
-        -------
-        list
-            Of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of functions without arguments
-            that make one of these. What a function makes is made on the ranks that need it alone.
+        The list is of layers, of modules of PyTorch, of pairs (function of JAX, parameters), and of functions without
+        arguments that make one of these. What a function makes is made on the ranks that need it alone.
         """
         raise NotImplementedError
 
-    def loss(self, output: Tree, target: Tree) -> tuple[Any, Any]:
+    def loss(self, output: Tree, target: Tree) -> Pair:
         """Return the loss of a micro-batch and its gradient. May as well be an attribute: a loss of `nn` or `adapters`.
 
-        Parameters
-        ----------
-        output, target : array, or tuple or dict of arrays
-            What the last layer returned, and the targets of the micro-batch.
-
-        Returns
-        -------
-        value, doutput : float, array
-            A mean over the micro-batch, and its gradient, shaped as the output. A third value is its weight: how many
-            things it is a mean over. Without it a micro-batch counts by the entries of its target.
+        (value, doutput) are a mean over the micro-batch, and its gradient, shaped as the output of the last layer. A
+        third value is its weight: how many things it is a mean over. Without it a micro-batch counts by the entries of
+        its target.
         """
         raise NotImplementedError
 
@@ -165,7 +154,7 @@ class Task:
         step : int
             Number of the step, from 0. The batch depends on it alone, or a resumed training has other batches.
         rows : range
-            Indices of the rows that are wanted, in the whole batch.
+            Indices of the rows that are wanted, in the whole batch: any number of them, also one.
         shard : Shard
             This rank's share of each row.
 
@@ -181,15 +170,8 @@ class Task:
 
         Parameters
         ----------
-        index : int
-            Number of the batch, from 0.
-        rows, shard : range, Shard
-            As for `batch`.
-
-        Returns
-        -------
-        inputs, targets : array, or tuple or dict of arrays
-            As for `batch`.
+        index, rows, shard : int, range, Shard
+            Number of the batch, from 0; the others as for `batch`.
         """
         raise NotImplementedError
 
@@ -200,52 +182,26 @@ class Task:
         return {}
 
     def show(self, output: Tree, target: Tree, shard: Shard) -> str:
-        """Show what the trained model makes of the first micro-batch of the validation.
+        """Show what the trained model makes of the first micro-batch of the validation, as lines for the end.
 
         Parameters
         ----------
-        output, target : array, or tuple or dict of arrays
-            Of that micro-batch.
-        shard : Shard
-            This rank's share; called on the ranks of the last stage of the first replica, so that they can put the
-            `whole` together.
-
-        Returns
-        -------
-        str
-            Lines for the end of the training, those of the first of these ranks; "" for none.
+        output, target, shard : Tree, Tree, Shard
+            Of that micro-batch, on the ranks of the last stage of the first replica, so that they can put the `whole`
+            together. The lines of the first of them count.
         """
         return ""
 
-    def optimizer(self, stages: Stages, config: Any) -> Any:
-        """Return an optimizer in place of the one that the options name; None for that.
+    def optimizer(self, stages: Stages, config: Any) -> Optimizer | None:
+        """Return an optimizer of the stages of this rank in place of the one that the options name; None for that.
 
-        Parameters
-        ----------
-        stages, config : sequence of Stage, TaskConfig
-            The stages of this rank, and the configuration of the training.
-
-        Returns
-        -------
-        object or None
-            With `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as `optim.AdamW`. It
-            steps with the `lr` that it is called with, which is that of `rate_at`.
+        It has `stages`, `steps`, `lr`, `step(lr, scale)`, `named_state()` and `before_write`, as `optim.AdamW`, and
+        steps with the `lr` that it is called with, which is that of `rate_at`.
         """
         return None
 
     def rate_at(self, step: int, config: Any) -> float:
-        """Return the learning rate of a step, the same on all ranks; by default the options' warm-up and cosine.
-
-        Parameters
-        ----------
-        step, config : int, TaskConfig
-            Number of the step, from 0, and the configuration of the training: `return config.lr` is a constant rate.
-
-        Returns
-        -------
-        float
-            What the optimizer is called with, and what is shown and written.
-        """
+        """Return the learning rate of a step, from 0, the same on all ranks; `return config.lr` is a constant one."""
         return optim.warmup_cosine(step, config.steps, config.lr, min(config.warmup, config.steps))
 
     def costs(self) -> Numbers:
@@ -262,9 +218,23 @@ class Task:
         return Shard(comm, self.layout, size)
 
     def trained(self) -> Described:
-        """Return the parameters that are trained, by name."""
+        """Return the parameters that are trained, by name.
+
+        Raises ConfigError if there are none, or a pattern of `freeze` fits no name.
+        """
         everything = declared(self.outline)
+        names = [name for name, parameter in everything.items() if not parameter.frozen]
+        for pattern in self.freeze:
+            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
+                raise ConfigError(
+                    "a pattern of freeze fits no parameter" + (" of an adapter" if any(map(is_adapter, names)) else ""),
+                    found=pattern,
+                    expected=f"one that fits names such as {', '.join(names[:4])}",
+                    remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
+                )
         frozen = frozen_names(everything, tuple(self.freeze))
+        if frozen and len(frozen) == len(everything):
+            raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")
         return {name: parameter for name, parameter in everything.items() if name not in frozen}
 
     def check_stages(self, stages: int) -> None:
@@ -277,19 +247,8 @@ class Task:
         """Return what measured times hold for, besides the layers and the options of the mesh."""
         return {}
 
-    def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
-        """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for what is not known.
-
-        Parameters
-        ----------
-        rows, dtype : int, str
-            Rows of a micro-batch, and what the training computes in.
-
-        Returns
-        -------
-        tuple of int
-            A training is refused where what it surely needs exceeds the memory.
-        """
+    def sample_bytes(self, rows: int, dtype: str) -> Shape:
+        """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for what is not known."""
         return 0, 0
 
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
@@ -307,11 +266,6 @@ class Task:
         ----------
         rows, microbatches, shard : int, int, Shard
             Rows of all micro-batches, how many there are, and this rank's share.
-
-        Returns
-        -------
-        inputs, targets : array, or tuple or dict of arrays
-            As of `batch`.
         """
         raise NotImplementedError  # `batch` gives them
 
@@ -326,43 +280,21 @@ class Task:
     # -- the model, on this rank
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Loss | None:
-        """Return the loss after a stage; None for `loss`.
+        """Return the loss after a stage, as `Pipeline` takes it; None for `loss`.
 
         Parameters
         ----------
         stage, rows, shard : Stage, int, Shard
             The last stage, rows of a micro-batch, and this rank's share.
-
-        Returns
-        -------
-        callable or None
-            A loss as of `Pipeline`.
         """
         return None
 
-    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
-        """Return the shape of what a stage hands to the next, for measurements.
-
-        Parameters
-        ----------
-        rows, shard : int, Shard
-            Rows of a micro-batch, and this rank's share.
-
-        Returns
-        -------
-        tuple of int or None
-            None: the largest one is measured.
-        """
+    def message_shape(self, rows: int, shard: Shard) -> Shape | None:
+        """Return the shape of what a stage hands to the next for these rows; None: the largest one is measured."""
         return None
 
     def load(self, stages: Stages, mesh: Mesh) -> None:
-        """Set the parameters with which a new training begins, where they are not those that were drawn; collective.
-
-        Parameters
-        ----------
-        stages, mesh : sequence of Stage, Mesh
-            The stages of this rank, and all ranks.
-        """
+        """Set the parameters with which a new training begins, where they are not those that were drawn; collective."""
 
     # -- what is said and written
 
@@ -374,19 +306,8 @@ class Task:
         """Return what of such sizes must be the same in a training and in the checkpoint that it continues from."""
         return sizes
 
-    def unfinished(self, out: Path) -> set[str]:
-        """Return names of what a training leaves in its output folder that ended while it wrote them.
-
-        Parameters
-        ----------
-        out : Path
-            The output folder.
-
-        Returns
-        -------
-        set of str
-            Names within it.
-        """
+    def unfinished(self, out: Path) -> Names:
+        """Return names of what a training leaves in its output folder that ended while it wrote them."""
         if self.file is None:
             return set()
         tops = {name.partition("/")[0] for name in self.file.copies}
@@ -430,18 +351,17 @@ class Task:
         """
         checkpoint.save(out / "weights", mesh, stages, step=step, state={"fingerprint": self.fingerprint}, keep=1)
 
+    def state_name(self, name: str) -> str:
+        """Return what a parameter is called in the file that `mpipipe convert` writes; by default what it is here."""
+        return name
+
     def sample(self, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:
         """Return what the trained model makes, as text to show, where that is not what `show` returns; collective.
 
         Parameters
         ----------
         plan, pipeline, mesh, shard : LayerPlan, Pipeline, Mesh, Shard
-            As they were in the training.
-
-        Returns
-        -------
-        str
-            The text of rank 0.
+            As they were in the training. The text of rank 0 counts.
         """
         return ""
 
@@ -454,3 +374,118 @@ def too_few_pieces(pieces: str, stages: int, remedy: str) -> ConfigError:
         expected="at least one piece for each stage",
         remedy=remedy,
     )
+
+
+# -- A rank's share of each sample, along an axis that the ranks of `mesh.seq` divide among themselves ----------------
+
+
+GRID = 8  # positions of queries and of keys at which biases of all ranks are compared
+
+
+class Shard:
+    """The share of one rank in each sample; data, positions and attention of one shard fit together.
+
+    Parameters
+    ----------
+    comm : communicator
+        The ranks that share each sample.
+    layout : str
+        Which positions each of them holds: "contiguous", "zigzag" or "striped"; see `attention.Layout`.
+    size : int, optional
+        Number of these ranks, where the ranks of `comm` stand for more: on paper.
+
+    Attributes
+    ----------
+    comm, rank, size, kind : communicator, int, int, str
+        The ranks, which of them this is, how many there are, and the layout.
+    reads_inputs, reads_targets : bool
+        Whether this rank has the first stage and needs inputs, and whether it has the last one and needs targets. In
+        place of what is not needed, `Task.batch` may return None.
+    dtype : numpy.dtype
+        What the training computes in; floating arrays of batches are converted.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe.job import inprocess
+    >>> from mpipipe.train import Shard
+    >>> field = np.arange(6).reshape(1, 6)
+    >>> inprocess.run(2, lambda comm: Shard(comm).part(field, axis=1).tolist())
+    [[[0, 1, 2]], [[3, 4, 5]]]
+    """
+
+    def __init__(self, comm: Communicator, layout: str = "contiguous", size: int | None = None) -> None:
+        self.comm, self.rank, self.kind = comm, comm.rank, layout
+        self.size = comm.size if size is None else size
+        self.reads_inputs = self.reads_targets = True
+        self.dtype = np.dtype(np.float32)
+        self.biases: list[str] = []  # what is known of those that `attend` was given, the same on all ranks
+        self._divided: dict[int, Layout] = {}
+
+    def divide(self, length: int) -> Layout:
+        """Return who holds which of `length` positions. Raises ConfigError if a rank would hold none."""
+        if length not in self._divided:
+            found = Layout(self.kind, self.size, length)
+            if min(map(found.length, range(self.size))) == 0:
+                raise ConfigError(
+                    "a rank would hold no part of the sequence",
+                    found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}",
+                    expected="at least one position a rank, two for zigzag",
+                    remedy="take longer sequences, or lower seq",
+                )
+            self._divided[length] = found
+        return self._divided[length]
+
+    def part(self, array: Array, axis: int = 1) -> Array:
+        """Return this rank's part of an array along an axis: all of it on a single rank, else a C-contiguous copy.
+
+        The array may be anything with `shape` that `numpy.asarray` reads, such as an array of Zarr or h5py. Parts may
+        differ by one position, with zigzag by two.
+        """
+        if self.size == 1:
+            return np.asarray(array)
+        if self.kind == "contiguous":  # read no more than the part, where the array is on the disk
+            own = self.divide(array.shape[axis]).positions(self.rank)
+            at = (*[slice(None)] * (axis % len(array.shape)), slice(int(own[0]), int(own[-1]) + 1))
+            return np.ascontiguousarray(array[at])
+        return self.divide(array.shape[axis]).shard(np.asarray(array), self.rank, axis)
+
+    def whole(self, array: Array, axis: int = 1) -> Array:
+        """Put an array together, on each rank, from the parts of all ranks along an axis; collective over `comm`."""
+        if self.size == 1:
+            return array
+        parts = group_of(self.comm).gather("the parts of an array", array)
+        return self.divide(sum(part.shape[axis] for part in parts)).unshard(parts, axis)
+
+    def positions(self, length: int) -> Array:
+        """Return which of `length` positions, of the whole sequence or axis, this rank holds: int64, rising."""
+        return self.divide(length).positions(self.rank)
+
+    def attend(
+        self,
+        length: int,
+        causal: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        bias: BiasFunction | None = None,
+    ) -> Attend:
+        """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective over `comm`.
+
+        Parameters
+        ----------
+        length : int
+            Of the whole sequence.
+        causal, window, scale, bias : bool, int, float and callable, optional
+            As for `attention.Local`.
+        """
+        if callable(bias):
+            at = np.unique(np.linspace(0, length - 1, GRID).astype(np.int64))
+            values = np.clip(bias(at[:, None], at), -1e4, 1e4).ravel()  # infinite where it is a mask
+            sums = np.linalg.norm(values), values @ np.cos(np.arange(values.size))
+            self.biases.append("norm {:.4g} and projection {:.4g} at some positions".format(*sums))
+        if self.comm.size == 1:
+            local = Local(causal, scale, window, bias=bias)
+            if self.size > 1:  # on paper: rows are those of a rank
+                local.positions = lambda rows: self.positions(length)  # type: ignore[method-assign]
+            return local
+        return Ring(self.comm, causal, self.divide(length), window, scale=scale, bias=bias)

@@ -23,8 +23,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError, PeerError
 from mpipipe.job import RankGroup, ThreadTask, wait_locally
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
-from mpipipe.train.shard import Shard
-from mpipipe.train.task import Pair, Task
+from mpipipe.train.task import Pair, Shard, Task
 
 
 def place_of(task: Task, method: str) -> str:
@@ -121,11 +120,15 @@ def shapes_of(tree: Tree) -> str:
     return named if structure is None else f"{structure}: {named}"
 
 
-def agree_on_layers(task: Task, problem: PlanningProblem, group: RankGroup) -> None:
-    """Raise MismatchError on all ranks where they have different layers; collective."""
+def agree_on_layers(task: Task, problem: PlanningProblem, shard: Shard, group: RankGroup) -> None:
+    """Raise MismatchError on all ranks where they have different layers, or biases of attention; collective."""
     group.agree(
         "train: the layers",
-        (("layers", len(problem.layers)), *((f"layer {n}", text) for n, text in enumerate(problem.signatures))),
+        (
+            ("layers", len(problem.layers)),
+            *((f"layer {n}", text) for n, text in enumerate(problem.signatures)),
+            *((f"bias {n} of shard.attend", text) for n, text in enumerate(shard.biases)),
+        ),
         message=f"the ranks have different layers from {place_of(task, 'layers')}",
         remedy="make the list of layers of what is the same on all ranks; a layer may use shard.rank, not its shapes",
     )

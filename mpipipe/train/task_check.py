@@ -7,9 +7,9 @@ them before its first step, in a rehearsal. `--check` does it before a job is qu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import partial
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -23,12 +23,12 @@ from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, 
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan
-from mpipipe.train.shard import Shard
-from mpipipe.train.task import Pair, Task
+from mpipipe.train.task import Pair, Shard, Task
 from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read
 
 OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
+REPEATS = 8  # evaluations in all of which a loss looks wrong: one that draws one of two values does once in 2^16
 SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
@@ -44,16 +44,14 @@ def numbers(leaf: Any) -> np.ndarray:
     return array.astype(np.float64)
 
 
-def traits(tree: Tree) -> Traits | None:
-    """Return numbers by which the same arrays are known on another rank; None for what is no tree of numbers."""
+def traits(tree: Tree, first: int = 0) -> Traits | None:
+    """Return numbers by which rows from the first on are known on another rank; None for what is no tree of numbers."""
     try:
-        found = [numbers(leaf).ravel() for leaf in arrays.flatten(tree)[0]]
-        shapes = [tuple(leaf.shape) for leaf in arrays.flatten(tree)[0]]
+        found = [numbers(leaf[first:]) for leaf in arrays.flatten(tree)[0]]
     except (MpipipeError, AttributeError, TypeError, ValueError):
         return None
     return [
-        (shape, float(np.linalg.norm(values)), float(values @ np.cos(np.arange(values.size))))
-        for shape, values in zip(shapes, found)
+        (each.shape, float(np.linalg.norm(each)), float(each.ravel() @ np.cos(np.arange(each.size)))) for each in found
     ]
 
 
@@ -63,29 +61,6 @@ def alike(a: Traits, b: Traits) -> bool:
         abs(x - y) <= NEAR * max(norm, other) for (_, norm, *one), (_, other, *two) in zip(a, b)
         for x, y in zip((norm, *one), (other, *two))
     )  # fmt: skip
-
-
-def check_row(where: str, row: int, whole: Tree, alone: Tree) -> None:
-    """Raise DataError unless the last row of a batch is the row that comes where it alone is asked for."""
-    if whole is None:
-        return
-    for of_many, of_one in zip(arrays.flatten(whole)[0], arrays.flatten(alone)[0]):
-        many, one = numbers(of_many[-1:]), numbers(of_one)
-        if many.shape != one.shape or np.linalg.norm(many - one) > NEAR * np.linalg.norm(one):
-            raise DataError(
-                f"{where} gives another row {row} when that is asked for alone",
-                found=_differing(many, one),
-                expected="the same row, whatever is asked for with it and however often",
-                remedy=SEEDED,
-            )
-
-
-def _differing(many: np.ndarray, one: np.ndarray) -> str:
-    if many.shape != one.shape:
-        return f"shape {many.shape[1:]}, then {one.shape[1:]}"
-    place = int(np.abs(many - one).argmax())
-    at = ", ".join(map(str, np.unravel_index(place, many.shape)[1:]))
-    return f"{many.flat[place]:.6g}, then {one.flat[place]:.6g} at ({at})"
 
 
 def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]]) -> None:
@@ -115,43 +90,38 @@ def rows_twice(tree: Tree) -> Tree:
     return tree._make(both) if hasattr(tree, "_make") else both  # a loss may know its output as named
 
 
-def check_mean(
-    where: str, result: Sequence[Any], again: Callable[[Tree, Tree], Sequence[Any]], output: Tree, target: Tree
-) -> None:
+def same_loss(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether (value, gradient, weight) of two calls of a loss are the same."""
+    return one[2] == other[2] and _near(one[0], other[0], 1e-5) and _halved(one, other, 1) is None
+
+
+def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any]) -> None:
     """Raise ConfigError unless a loss is a mean over rows, and its gradient that of a mean.
 
-    With each row twice a mean stays as it is, and the gradient for each of the rows is half of what it was. Nothing can
-    be said of a loss that draws random numbers.
+    With each row `twice` a mean stays as it is, and the gradient for each of the rows is half of what it was.
     """
-    twice = again(rows_twice(output), rows_twice(target))
-    right, (old, new) = _halved(result, twice), (_number(each[0]) for each in (result, twice))
-    is_mean = bool(np.isclose(old, new, rtol=1e-2, atol=1e-7))
-    if is_mean and right is None:
-        return
-    same = again(output, target)
-    if not np.isclose(old, _number(same[0]), rtol=1e-5, atol=1e-7) or _halved(result, same, 1) is not None:
-        return
-    if not is_mean:
+    if not _near(once[0], twice[0], 1e-2):
         raise ConfigError(
             f"{where} returns a value that is no mean over the rows",
-            found=f"{old:.6g}, and {new:.6g} with each row twice",
+            found=f"{_number(once[0]):.6g}, and {_number(twice[0]):.6g} with each row twice",
             expected="the same: values of micro-batches are averaged",
             remedy="divide by what you sum over; a loss that compares rows with each other has over_batch = True",
         )
-    assert right is not None
-    raise ConfigError(
-        f"{where} returns a gradient that is not that of a mean over the rows",
-        found="norm {:.6g}; {:.6g} where each row is there twice".format(*right),
-        expected="half of it then, since the value is divided by twice as much",
-        remedy="divide the gradient by what the value is divided by; "
-        "`python -m mpipipe train FILE.py --check` compares it with differences",
-    )
+    norms = _halved(once, twice)
+    if norms is not None:
+        raise ConfigError(
+            f"{where} returns a gradient that is not that of a mean over the rows",
+            found="norm {:.6g}; {:.6g} where each row is there twice".format(*norms),
+            expected="half of it then, since the value is divided by twice as much",
+            remedy="divide the gradient by what the value is divided by; "
+            "`python -m mpipipe train FILE.py --check` compares it with differences",
+        )
 
 
 def _halved(result: Sequence[Any], other: Sequence[Any], factor: float = 2) -> tuple[float, float] | None:
     """Return None where a gradient is `factor` times that of the same rows in the other result; else both norms."""
     for one, two in zip(*(arrays.flatten(each[1])[0] for each in (result, other))):
-        if one is None or two is None:
+        if one is None or two is None or (factor == 1 and not arrays.is_device(one) and np.array_equal(one, two)):
             continue
         single, double = numbers(one), numbers(two)[: len(one)]
         norms = float(np.linalg.norm(single)), float(np.linalg.norm(double))
@@ -165,26 +135,45 @@ def _number(value: Any) -> float:
     return float(value.item() if arrays.is_array(value) else value)
 
 
-def check_metric(where: str, name: str, once: float, twice: float) -> None:
+def _near(one: Any, other: Any, relative: float) -> bool:
+    return bool(np.isclose(_number(one), _number(other), rtol=relative, atol=1e-7))
+
+
+def check_metrics(where: str, once: Mapping[str, float], twice: Mapping[str, float]) -> None:
     """Raise ConfigError for a metric that is a sum over rows."""
-    if once and np.isclose(twice, 2 * once, rtol=1e-3, atol=0):
-        raise ConfigError(
-            f"{where} returns a sum over the rows",
-            found=f"{name} {once:.6g}, and {twice:.6g} with each row twice",
-            expected="means, which are averaged over micro-batches and ranks",
-            remedy="divide it by what it is summed over",
-        )
+    for name, value in once.items():
+        if value and np.isclose(twice[name], 2 * value, rtol=1e-3, atol=0):
+            raise ConfigError(
+                f"{where} returns a sum over the rows",
+                found=f"{name} {value:.6g}, and {twice[name]:.6g} with each row twice",
+                expected="means, which are averaged over micro-batches and ranks",
+                remedy="divide it by what it is summed over",
+            )
 
 
-def misnamed(kind: type, known: type) -> list[str]:
+def misnamed(task: Task) -> list[str]:
     """Return lines about what a task has and nothing calls, where it is named nearly as something that would be."""
-    own = {name for each in kind.__mro__ if issubclass(each, known) and each is not known for name in vars(each)}
-    found = []
-    for name in sorted(own - {*dir(known)}):
+    kind, found = type(task), []
+    own = {name for each in kind.__mro__ if issubclass(each, Task) and each is not Task for name in vars(each)}
+    for name in sorted(own - {*dir(Task)}):
         meant = get_close_matches(name, OPTIONAL - own, n=1, cutoff=0.85)
         if meant:
             found.append(f"{kind.__name__} has `{name}`, which nothing here calls, and no `{meant[0]}`")
     return found
+
+
+def doubts(task: Task) -> list[str]:
+    """Return lines for the start of a training from a file: what of it has not been looked at."""
+    if task.file is None:
+        return []
+    inner = [type(layer) for outer in task.outline for _, layer in outer.walk("")]
+    own = sorted({kind.__name__ for kind in inner if not kind.__module__.startswith("mpipipe.")})
+    lines = [*misnamed(task)]
+    if own:
+        lines.append(
+            f"`train {task.file.path.name} --check` compares the gradients of {', '.join(own)}; a training does not"
+        )
+    return [f"mpipipe: note: {line}" for line in lines]
 
 
 # -- The loss ---------------------------------------------------------------------------------------------------------
@@ -193,7 +182,8 @@ def misnamed(kind: type, known: type) -> list[str]:
 class TaskLoss:
     """The loss of a task as that of a pipeline, and the sums of its metrics while `collects` is true.
 
-    While it `rehearses`, a third value is checked: the weight of a micro-batch with each row twice is twice as large.
+    While it `rehearses`, it tries micro-batches with each row twice, too: means stay, and weights double. The first one
+    with a weight is judged: were it any of them, a loss that draws random numbers would soon look wrong.
     """
 
     def __init__(self, task: Task) -> None:
@@ -201,6 +191,8 @@ class TaskLoss:
         self.declared = getattr(task.loss, "mean_over_entries", None)
         self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
         self.over_batch = bool(getattr(task.loss, "over_batch", False))
+        self.suspect: ConfigError | None = None  # of a rehearsal
+        self.judged = False
         self.sums: dict[str, np.ndarray] = {}
         self.entries: list[int] = []  # of each array of the targets, where these count
         self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
@@ -221,46 +213,68 @@ class TaskLoss:
                     self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([value * weight, weight])
         return result
 
+    def rehearse(self, collects: bool) -> None:
+        """Rehearse from now on."""
+        self.rehearses, self.collects, self.suspect, self.judged = True, collects, None, False
+
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
         if self.rehearses:
             twice = self.task.metrics(rows_twice(output), rows_twice(target))
-            for name, value in found.items():
-                check_metric(place_of(self.task, "metrics"), name, value, twice[name])
+            with self._suspecting():
+                check_metrics(place_of(self.task, "metrics"), found, twice)
         return found
+
+    @contextmanager
+    def _suspecting(self) -> Iterator[None]:
+        """Keep an error: of a loss that draws random numbers it is none."""
+        try:
+            yield
+        except ConfigError as error:
+            self.suspect = error
 
     def _evaluate(self, output: Any, target: Any, **factor: float) -> Any:
         result = self.task.loss(output, target, **factor)
         checked = self.plain.checked(result)
         weight = checked[2]
-        if self.rehearses and weight != 0:
-            Loss.scaled(result[1], 1.0, output)
-        if weight is None:
-            if self.rehearses and self.declared is None and not self.over_batch:
+        if weight is not None and self.declared is not None:
+            raise self._weight_error("mean_over_entries, too")
+        if self.rehearses:
+            if weight != 0:
+                Loss.scaled(result[1], 1.0, output)
+            if weight is None and self.declared is None and not self.over_batch:
                 self.entries = [leaf.size for leaf in arrays.flatten(target)[0]]
-        elif self.rehearses or self.declared is not None:
-            self._check_weight(weight, output, target, factor)
-        if self.rehearses and not self.over_batch and weight != 0:
-            check_mean(place_of(self.task, "loss"), checked, partial(self._again, factor), output, target)
+            if weight is not None or not self.over_batch:
+                self._rehearse(checked, output, target, factor)
         return result
 
-    def _again(self, factor: Mapping[str, float], output: Any, target: Any) -> Any:
-        return self.plain.checked(self.task.loss(output, target, **factor))
+    def _rehearse(self, checked: Sequence[Any], output: Any, target: Any, factor: Mapping[str, float]) -> None:
+        """Suspect a loss that is no mean, or a weight that counts nothing."""
+        weight = checked[2]
 
-    def _check_weight(self, weight: float, output: Any, target: Any, factor: Mapping[str, float]) -> None:
-        """Raise ConfigError for a third value that another attribute contradicts, or that counts nothing."""
-        found, doubled = "mean_over_entries, too", weight
-        if self.declared is None:
-            pair = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
-            doubled = float(self.task.loss(*pair, **factor)[2])  # type: ignore[misc]
-            found = f"{weight}, and {doubled} with each row twice"
-        if self.declared is not None or not math.isclose(doubled, 2 * weight, rel_tol=1e-2):
-            raise ConfigError(
-                "the third value that a loss returns is not the weight of a micro-batch",
-                found=found,
-                expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
-                remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
-            )
+        def again(y: Any, goal: Any) -> Any:
+            return self.plain.checked(self.task.loss(y, goal, **factor))
+
+        twice = ([*each, *each] if self.over_batch else rows_twice(each) for each in (output, target))
+        once, doubled = again(output, target), again(*twice)  # as many calls on every rank
+        if weight == 0 or self.judged:
+            return
+        self.judged = True
+        if not same_loss(checked, once):
+            return
+        with self._suspecting():
+            if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
+                raise self._weight_error(f"{weight}, and {doubled[2]} with each row twice")
+            if not self.over_batch:
+                check_mean(place_of(self.task, "loss"), once, doubled)
+
+    def _weight_error(self, found: str) -> ConfigError:
+        return ConfigError(
+            f"{place_of(self.task, 'loss')}: the third value that a loss returns is not the weight of a micro-batch",
+            found=found,
+            expected="how many things the value is a mean over, such as float(mask.sum()), said in one way",
+            remedy="return what else is of interest from `metrics`, and two values where all entries count alike",
+        )
 
     def means(self, group: RankGroup) -> dict[str, float]:
         """Return the means of all ranks since the last call; collective."""
@@ -281,10 +295,27 @@ def scores_of(task: Task, loss: Any) -> TaskLoss | None:
 
 
 def check_batch(task: Task, method: str, number: int, rows: range, shard: Shard, found: Pair) -> None:
-    """Raise DataError where the last row of a batch, asked for alone, is another one."""
-    last = rows[-1:]
-    for whole, alone in zip(found, read(task, method, number, last, shard)):
-        check_row(f"{place_of(task, method)}", last[0], whole, alone)
+    """Raise DataError where a task does not give the last row of a batch alone, or another one then."""
+    where, row = place_of(task, method), rows[-1]
+    try:
+        alone = read(task, method, number, rows[-1:], shard)
+    except MpipipeError as error:
+        raise DataError(
+            f"{where} gives rows {rows.start}..{row}, and not row {row} alone: {error.message}",
+            found=error.found,
+            expected="any rows that are asked for: other meshes, `plan` and --dry-run ask for few of them, or for one",
+            remedy="let what belongs together, such as a pair, be one row",
+        ) from error
+    for of_many, of_one in zip(found, alone):
+        many, one = traits(of_many, len(rows) - 1), traits(of_one)
+        if many is not None and one is not None and not alike(many, one):
+            raise DataError(
+                f"{where} gives another row {row} when that is asked for alone",
+                found="{}, then {}".format(*(", ".join(f"{shape[1:]} of norm {norm:.6g}" for shape, norm, _ in each)
+                                             for each in (many, one))),
+                expected="the same row, whatever is asked for with it and however often",
+                remedy=SEEDED,
+            )  # fmt: skip
 
 
 def row_traits(task: Task, method: str, number: int, shard: Shard) -> dict[str, Any]:
@@ -318,21 +349,29 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
     own = loss if isinstance(loss, TaskLoss) else None
     for method, number in (("batch", step), ("validation", 0)):
         pair: Pair = None, None
+        facts: dict[str, Any] = {}
         with group.raise_together(f"train: the first {method}"):
             if reader.reads:
                 pair = reader.begun(read(task, method, number, reader.rows, reader.shard))
                 check_batch(task, method, number, reader.rows, reader.shard, pair)
-        facts: dict[str, Any] = {}
-        with group.raise_together(f"train: the first row of {method}"):
-            facts = row_traits(task, method, number, reader.shard) if reader.reads else {}
+                facts = row_traits(task, method, number, reader.shard)
         seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts))
         with group.raise_together(f"train: the first row of {method} on all ranks"):
             check_ranks(place_of(task, method), seen)
-        if own is not None:
-            own.rehearses, own.collects = True, scores is not None
-        call(task, "layers", *pair, when=" in the validation" * (method == "validation"), by=pipeline.evaluate)
+        wrong = own is not None
+        for _ in range(REPEATS):
+            if own is not None:
+                own.rehearse(scores is not None)
+            when = " in the validation" * (method == "validation")
+            call(task, "layers", *pair, when=when, by=pipeline.evaluate)
+            wrong = wrong and own is not None and own.suspect is not None
+            if not any(group.gather("train: whether the loss is a mean", wrong)):
+                break
         if own is not None:
             own.rehearses = own.collects = False
+        with group.raise_together("train: the loss"):
+            if wrong and own is not None and own.suspect is not None:
+                raise own.suspect
     parts = [part for part in group.gather("train: the entries of targets", own and own.entries) if part]
     different = [part for part in parts if any(a * parts[0][0] != part[0] * b for a, b in zip(part, parts[0]))]
     if different:
@@ -375,20 +414,31 @@ def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int
     shard = task.shard(comm, 1)
     shard.dtype = arrays.dtype("float64")
     lines, right, output = _check_rows(task, again, range(rows), shard), True, None
+    inputs, target = example(task, rows, 1, shard)
+    layers: list[nn.Layer] = []
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
+        layers.append(layer)
         name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
         line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
         lines.append(line)
         right, output = right and fine, (stage, x)
     assert output is not None  # a task has a layer at least
-    y, target = output[0].forward(output[1], nn.Position(training=False))[0], example(task, rows, 1, shard)[1]
+    unused = {*getattr(inputs, "skips", ())}.difference(nn.names_of(layers)[0])
+    if unused:
+        lines.append(f"inputs: no layer takes {', '.join(sorted(unused))}, which the inputs have")
+    y = output[0].forward(output[1], nn.Position(training=False))[0]
     loss = TaskLoss(task)
     line, fine = _checked("loss", _LossStage(loss, target), y, None)
     if fine:
-        loss.rehearses = loss.collects = True
-        loss(y, target)
-    return [*lines, line], right and fine
+        for _ in range(REPEATS):
+            loss.rehearse(True)
+            loss(y, target)
+            if loss.suspect is None:
+                break
+        if loss.suspect is not None:
+            raise loss.suspect
+    return [*lines, line], right and fine and not unused
 
 
 def _check_rows(task: Task, again: Task, rows: range, shard: Shard) -> list[str]:
@@ -404,7 +454,7 @@ def _check_rows(task: Task, again: Task, rows: range, shard: Shard) -> list[str]
     for (method, number), more in seen.items():
         if (method, number) != ("batch", 0) and first is not None and more is not None and alike(first, more):
             lines.append(f"note: {method}({number}) has the same first row as batch(0)")
-    return [*lines, *(f"note: {line}" for line in misnamed(type(task), Task))]
+    return [*lines, *(f"note: {line}" for line in misnamed(task))]
 
 
 def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:

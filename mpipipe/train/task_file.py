@@ -52,60 +52,38 @@ class TaskFileConfig(TaskConfig):
         return dataclasses.replace(config, task=os.path.join(os.path.dirname(path), config.task))
 
 
-def divided(text: str) -> tuple[str, str | None]:
-    """Return (file, class) of FILE.py or FILE.py:CLASS."""
-    path, colon, name = text.rpartition(":")
-    return (path, name) if colon and name.isidentifier() else (text, None)
-
-
 def load_task(text: str, values: Sequence[str], comm: Communicator) -> Task:
-    """Load a task on all ranks from the file as rank 0 has it; collective.
+    """Load a task, with its `file`, on all ranks from the file as rank 0 has it; collective.
 
-    Parameters
-    ----------
-    text : str
-        FILE.py or FILE.py:CLASS; a relative path begins in the working folder of rank 0.
-    values : sequence of str
-        NAME=VALUE for attributes.
-    comm : communicator
-        The ranks.
-
-    Returns
-    -------
-    Task
-        With its `file`.
-
-    Raises
-    ------
-    ConfigError
-        The file is missing or does not import, has no task or several, or the task lacks a method.
+    `text` is FILE.py or FILE.py:CLASS, from the working folder of rank 0, `values` are NAME=VALUE for attributes.
+    Raises ConfigError where the file is missing or does not import, has no task or several, or the task lacks a method.
     """
-    group, (name, wanted), content = group_of(comm), divided(text), None
-    with group.raise_together("train: the file of the task"):
-        if comm.rank == 0:
-            with files.reading(
-                "the file of the task", Path(name), ConfigError, remedy=REMEDY, also=(UnicodeDecodeError,)
-            ):
-                content = Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
-    path, code = group.broadcast("train: the file of the task", content)
+    group, (path, colon, wanted) = group_of(comm), text.rpartition(":")
+    name = path if colon and wanted.isidentifier() else text
+
+    def content() -> tuple[Path, str]:
+        with files.reading("the file of the task", Path(name), ConfigError, remedy=REMEDY, also=(UnicodeDecodeError,)):
+            return Path(os.path.abspath(name)), files.read_text(Path(name), MOST_BYTES)
+
+    place, code = group.from_one("train: the file of the task", content)
     with group.raise_together("train: loading the task"):
         with IMPORTING:
-            module = imported(path, code)
-            modules = neighbours(path.parent)
-        kind = task_class(module, path, wanted)
+            module = imported(place, code)
+            modules = neighbours(place.parent)
+        kind = task_class(module, place, None if name == text else wanted)
         lacking = [method for method in ASKED if getattr(kind, method) is getattr(Task, method)]
         if lacking:
             raise ConfigError(
-                f"{kind.__name__} in {path.name} lacks {' and '.join(lacking)}",
-                found=str(path),
+                f"{kind.__name__} in {place.name} lacks {' and '.join(lacking)}",
+                found=str(place),
                 expected=f"a task with {', '.join(ASKED)}",
             )
-        task = made(kind, path, values)
-        task.file = TaskSource(path, kind.__name__, code.encode(), modules)
+        task = made(kind, place, values)
+        task.file = TaskSource(place, kind.__name__, code.encode(), modules)
     group.agree(
         "train: the modules of the task",
         (("SHA-256", task.file.checksum),),
-        message=f"the ranks import different modules from the folder of {path.name}",
+        message=f"the ranks import different modules from the folder of {place.name}",
         remedy="put them on a file system that all hosts share, or copy them to each host",
     )
     return task

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,24 +12,25 @@ from typing import Any
 import numpy as np
 
 from mpipipe import checkpoint, optim, schedules
+from mpipipe.analysis import Recording, check_new, library
 from mpipipe.checkpoint import check_owned
 from mpipipe.comm import Mesh
-from mpipipe.errors import MpipipeError, NonFiniteError
-from mpipipe.job import Preemption, agreed_by, group_of
+from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
+from mpipipe.job import Communicator, Preemption, agreed_by, group_of
+from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
-from mpipipe.train import resume
+from mpipipe.train import output_folder, resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
-from mpipipe.train.shard import Shard
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shard, Task
 from mpipipe.train.task_calls import Reader, call
-from mpipipe.train.task_check import scores_of, shown, validate
-from mpipipe.train.tracing import Tracing
+from mpipipe.train.task_check import doubts, scores_of, shown, validate
 
 
+@dataclass
 class Trainer:
     """One training under way on this rank.
 
@@ -36,37 +38,31 @@ class Trainer:
     stages and ranks gradients are clipped. `reporter` is a Reporter on rank 0, and a NullReporter elsewhere.
     """
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        task: Task,
-        mesh: Mesh,
-        plan: LayerPlan,
-        progress: Progress,
-        *,
-        shard: Shard,
-        reader: Reader,
-        loss: Callable[..., Any],
-        norm: optim.GlobalNorm,
-        preemption: Preemption,
-        reporter: Reporter | NullReporter,
-        tracing: Tracing,
-        out: Path,
-    ) -> None:
-        self.config, self.task, self.mesh, self.plan, self.progress = config, task, mesh, plan, progress
-        self.reader, self.scores = reader, scores_of(task, loss)
-        self.shard, self.norm, self.preemption, self.reporter = shard, norm, preemption, reporter
-        self.tracing, self.out = tracing, out
-        self.group = group_of(mesh.comm)
-        facts = resume.facts_of(config, task)
-        self.checkpoints = Checkpoints(config, resume.checkpoints_of(out), progress, facts, reporter, preemption)
-        for stage in progress.pipeline.stages:
+    config: TaskConfig
+    task: Task
+    mesh: Mesh
+    plan: LayerPlan
+    progress: Progress
+    shard: Shard
+    reader: Reader
+    loss: Callable[..., Any]
+    norm: optim.GlobalNorm
+    preemption: Preemption
+    reporter: Reporter | NullReporter
+    tracing: Tracing
+    out: Path
+
+    def __post_init__(self) -> None:
+        self.scores, self.group = scores_of(self.task, self.loss), group_of(self.mesh.comm)
+        root, facts = resume.checkpoints_of(self.out), resume.facts_of(self.config, self.task)
+        self.checkpoints = Checkpoints(self.config, root, self.progress, facts, self.reporter, self.preemption)
+        for stage in self.progress.pipeline.stages:
             stage.optimizer_writes_compute()  # nobody but the optimizer changes parameters here
         # steps, and seconds in them: by the host's clock, busy and elapsed as the pipeline measured; since the last
         # record, and in all
         self.times = np.zeros((2, 4))
         self.named: dict[str, float] = {}
-        self.step_barrier = StepBarrier(progress, self.group, config.survive)
+        self.step_barrier = StepBarrier(self.progress, self.group, self.config.survive)
 
     def run(self) -> Record:
         """Train, validate, show a sample, and return the last record."""
@@ -80,6 +76,8 @@ class Trainer:
         elif beginning := task.beginning() or resume.beginning(config):
             self.reporter.say(f"mpipipe: begins with {beginning}")
         if progress.reported < 0:
+            for line in doubts(task):
+                self.reporter.say(line)
             validation = self.validate()
             more = task.derived(None, validation)
             self._report(Record(0, validation=validation, metrics=self.named, **more))
@@ -166,11 +164,11 @@ class Trainer:
         config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
         self.step_barrier.begin(step)
         self.tracing.begin_step(config.steps - step)
-        with self.tracing.reading():
+        with self.tracing.part("reading"):
             batch = self.reader.batch(step)
         pending = pipeline.launch(*batch, scale=self.progress.scaler.scale)
         lr = float(call(self.task, "rate_at", step, config))
-        with self.tracing.optimizer():
+        with self.tracing.part("optimizer"):
             norm = self._optimize(lr)
         loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
         self.times += 1, perf_counter() - start, pipeline.busy, pipeline.elapsed + self.reader.waited
@@ -223,3 +221,76 @@ def introduction(config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *,
         f"mpipipe: {task.description(place)}\n"
         f"mpipipe: metrics in {out}"
     )
+
+
+# -- `train --trace DIR`: a few early steps are recorded, and written once they are made -------------------------------
+#
+# Recorded are the second step since the training was started and the 15 after it, as far as there are any; a start
+# with one step to make records that one. The first step is unlike the others: memory is allocated and shapes are agreed
+# on. Validation and checkpoints belong to no step.
+
+
+RECORDED = 16  # steps
+
+
+def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool = False) -> Path | None:
+    """Return where a trace will be written; collective. Raises the same error on every rank where it cannot be.
+
+    A training that `resumes` was perhaps traced before it was ended: nothing is recorded then where the folder exists.
+    """
+    if trace is None:
+        return None
+    folder = Path(output_folder.shared_path(comm, trace))
+    with group_of(comm).raise_together("train: the folder of the trace"):
+        if comm.rank == 0:
+            if folder == out or folder in out.parents or out in folder.parents:
+                raise ConfigError(
+                    "one of out and trace is inside the other",
+                    found=f"out {out}, trace {folder}",
+                    expected="a folder of its own for the trace",
+                )
+            if not (resumes and folder.exists()):
+                check_new(folder)
+            library()
+    is_there = group_of(comm).gather("train: whether there is a trace", comm.rank == 0 and folder.exists())[0]
+    return None if is_there else folder
+
+
+class Tracing:
+    """Records some steps of a training, if there is a folder to write them to, and shows where their time went."""
+
+    def __init__(self, folder: Path | None, pipeline: Pipeline, mesh: Mesh, say: Callable[[str], None]) -> None:
+        self.folder, self.pipeline, self.mesh, self.say = folder, pipeline, mesh, say
+        self.recording: Recording | None = None
+        self.made = 0
+
+    def begin_step(self, left: int) -> None:
+        """Begin to record with this step if it is time for that; collective. `left` steps are left, with this one."""
+        if self.folder is not None and (self.made == 1 or (self.made == 0 and left == 1)):
+            self.recording = Recording(self.pipeline, self.mesh.comm)
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Mark a part of the step under way: its "optimizer", or the wait for its batch, "reading"."""
+        return nullcontext() if self.recording is None else getattr(self.recording, name)()
+
+    def end_step(self) -> None:
+        """Write the trace once enough steps are recorded; collective."""
+        self.made += 1
+        if self.recording is not None and self.recording.steps >= RECORDED:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the trace of the steps recorded so far; collective. Nothing is done where it is written."""
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.end()
+            trace = recording.trace
+            if trace is not None and self.folder is not None:
+                self.say(
+                    f"mpipipe: where the time of {counted(len(trace.records[0].steps), 'step')} went\n{trace.table()}"
+                )
+                try:
+                    trace.write(self.folder)
+                    self.say(f"mpipipe: the trace is in {self.folder}")
+                except (OSError, ArgumentError) as error:  # no reason to lose a training
+                    self.say(f"mpipipe: the trace cannot be written: {error}")

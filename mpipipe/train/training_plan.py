@@ -18,11 +18,9 @@ from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.schedules import WITH_COSTS, Links, Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train import resume
-from mpipipe.train.config import TaskConfig
-from mpipipe.train.options import PLANNED, ParallelOptions, TrainingOptions, in_one_text, is_table
+from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingOptions, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
-from mpipipe.train.shard import Shard
-from mpipipe.train.task import Task
+from mpipipe.train.task import Shard, Task
 from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
 from mpipipe.train.task_check import TaskLoss
 
@@ -155,11 +153,8 @@ def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
     """
     if not is_path(config.schedule):
         return config
-    group, table, call = group_of(comm), None, "train: the order of the schedule"
-    with group.raise_together(call):
-        if comm.rank == 0:
-            table = _read(config, out)
-    return replace(config, schedule=group.broadcast(call, table))
+    table = group_of(comm).from_one("train: the order of the schedule", lambda: _read(config, out))
+    return replace(config, schedule=table)
 
 
 def _read(config: TaskConfig, out: Path) -> str:
@@ -201,6 +196,7 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
         dtype=config.dtype,
         optimizer=config.optimizer,
         moments=2 if config.optimizer == "adamw" else int(config.momentum > 0),
+        shards=replicas * config.seq if config.shard_optimizer else 1,
         fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"},
         memory_limit=config.memory_limit,
         facts={**task.planning_facts(), "layout": task.layout, **{name: getattr(config, name) for name in names}},
@@ -214,13 +210,13 @@ def make_shard(config: TaskConfig, task: Task, mesh: Mesh) -> tuple[Shard, list[
     """
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
-        shard = task.shard(mesh.seq, mesh.seq.size)
+        shard, task.pipe = task.shard(mesh.seq, mesh.seq.size), mesh.pipe.size
         shard.dtype = arrays.dtype(config.dtype)
     with group.raise_together("train: the layers"):
         layers = outline(task, shard, config.seed)
     with group.raise_together("train: the layers on paper"):
         problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
-    agree_on_layers(task, problem, group)
+    agree_on_layers(task, problem, shard, group)
     return shard, layers
 
 
@@ -233,6 +229,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs = inputs_of(config, task, shard)
     problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
+    largest = max((sum(leaf.size for leaf in arrays.flatten(x)[0]) for x in inputs[1:]), default=1)
     return planning.MeasuredRanks(
         problem=replace(problem, inputs=tuple(map(shapes_of, inputs))),
         inputs=inputs,
@@ -240,8 +237,8 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         layers=lambda: layers_of(task, shard, config.seed),
         loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
         example=lambda rows, microbatches: example(task, rows, microbatches, shard, config.batch),
-        message_shape=lambda rows: task.message_shape(rows, shard) or (rows, max(map(_size, inputs[1:]), default=1)),
-        optimizer=lambda pipeline: make_optimizer(config, pipeline, task),
+        message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
+        optimizer=lambda pipeline, mesh: make_optimizer(config, pipeline, task, mesh),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
         clip=config.clip,
@@ -253,11 +250,6 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
 def inputs_of(config: TaskConfig, task: Task, shard: Shard) -> list[Tree]:
     """Return an input of each layer for one row, where the task does not say how large they are; collective."""
     return [] if task.message_shape(1, shard) else [x for _, x in chain(task, shard, config.seed)]
-
-
-def _size(tree: Tree) -> int:
-    """How many numbers a row has."""
-    return sum(leaf.size for leaf in arrays.flatten(tree)[0])
 
 
 def best_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str, shard: Shard) -> tuple[TaskConfig, str]:
@@ -310,18 +302,17 @@ def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
 def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
     """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
     pipe, replicas = mesh_of(config, ranks)
-    shard = task.shard(comm, config.seq)
+    shard, task.pipe = task.shard(comm, config.seq), pipe
     shard.dtype = arrays.dtype(config.dtype)
     outline(task, shard, config.seed)
     problem = problem_of(config, task, pipe, replicas)
     return shard, replace(problem, inputs=tuple(map(shapes_of, inputs_of(config, task, shard))))
 
 
-def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator, process: int) -> MemoryEstimate:
+def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
     """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`; raises as that would.
 
-    `process` are the bytes of this process without the training. One micro-batch runs on the processor, on stages with
-    at most two repetitions of the layers that repeat.
+    One micro-batch runs on the processor, through each kind of layer.
     """
     if config.plan == "auto":
         raise ConfigError(
@@ -334,17 +325,11 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
     shard, problem = on_paper(config, task, ranks, comm)
     plan = plan_layers(config, task, problem.ranks, problem.replicas)
     rows = plan.microbatch_rows
-    meter = planning.StageMeter(
-        lambda: layers_of(task, shard, config.seed),
-        config.dtype,
-        task.freeze,
-        lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task),
-        problem.inputs,
+    sample, layers = example(task, rows, 1, shard), layers_of(task, shard, config.seed)
+    measured = planning.layer_bytes(
+        problem, layers, lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task), sample, task.freeze
     )
-    sample = example(task, rows, 1, shard)
-    found = planning.rank_bytes(
-        problem, plan, meter, sample, recompute=config.recompute, copied=task.copies, process=process
-    )
+    found = planning.rank_bytes(problem, plan, measured, sample, recompute=config.recompute, copied=task.copies)
     return MemoryEstimate(config, task, problem, plan, found)
 
 
@@ -353,15 +338,11 @@ def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks
 
     `make` returns configuration and task, for the communicator of one rank.
     """
-    process = planning.resident() + planning.SETTLED  # before anything is tried
 
     def work(comm: Communicator) -> MemoryEstimate:
         config, task = make(comm)
         task.find_data(group_of(comm))
-        if task.file is None:
-            return estimate_memory(config, task, ranks, comm, process)
-        example(task, 1, 1, task.shard(comm, 1))  # what the file imports, and the data that it keeps, are there then
-        return estimate_memory(config, task, ranks, comm, planning.resident() + planning.SETTLED)
+        return estimate_memory(config, task, ranks, comm)
 
     return inprocess.run(1, work)[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +12,10 @@ torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
 from mpipipe import Branches, Pipeline, adapters, cut, nn, schedules  # noqa: E402
 from mpipipe.adapters import as_layer  # noqa: E402
 from mpipipe.comm import Mesh  # noqa: E402
-from mpipipe.errors import ArgumentError  # noqa: E402
+from mpipipe.errors import ArgumentError, StageError  # noqa: E402
 from mpipipe.job import inprocess  # noqa: E402
 from mpipipe.planning import find_plan  # noqa: E402
+from mpipipe.planning.memory import array_bytes, new_bytes  # noqa: E402
 from mpipipe.train import Task, TaskConfig, run  # noqa: E402
 from mpipipe.train.training_plan import measured_ranks  # noqa: E402
 
@@ -96,22 +96,12 @@ def test_a_task_of_them_learns_the_same_on_any_mesh(tmp_path):
 def test_what_they_keep_is_seen_by_a_dry_run(place):
     stage = nn.Stage([layers()[place]], "float64", first=place)
     x = np.zeros((4096, WIDTH))
-    tracemalloc.start()
-    try:
-        y, saved = stage.forward(x, nn.Position())  # the first use of anything leaves something
-        dx = stage.backward(np.ones_like(y), saved)
-        del y, saved, dx
-        before = tracemalloc.get_traced_memory()[0]
+    with adapters.counting():
         y, saved = stage.forward(x, nn.Position())
-        kept = tracemalloc.get_traced_memory()[0] - before
-        dx = stage.backward(np.ones_like(y), saved)
-        del y, saved, dx
-        left = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert (
-        0.95 * x.nbytes <= kept <= 6 * x.nbytes and left < x.nbytes / 10
-    )  # the tanh at least; next to nothing after the backward
+        (kept,) = new_bytes([saved], {*array_bytes((stage.buffers, x))})
+        dx, pending = stage.backward_input(np.ones_like(y), saved)
+        stage.backward_weight(pending)
+    assert dx.shape == x.shape and 0.95 * x.nbytes <= kept <= 6 * x.nbytes  # the tanh at least
 
 
 def test_what_they_keep_is_in_the_memory_of_a_plan():
@@ -192,3 +182,100 @@ def test_what_is_made_with_other_names_is_refused():
         as_layer(adapters.with_skips(lambda: nn.Keep("arm"), gives=("leg",)), 0)
     with pytest.raises(ArgumentError, match="gives of with_skips"):
         adapters.with_skips(Up, gives="arm")
+
+
+class Asking(torch.autograd.Function):
+    """y = x w, which notes whether PyTorch asks for the gradient of x."""
+
+    asked: list = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        Asking.asked.append(ctx.needs_input_grad[0])
+        return dy * w if ctx.needs_input_grad[0] else None, (dy * x).sum(0)
+
+
+class Gain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.linspace(1, 2, WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        return Asking.apply(x, self.gain)
+
+
+def gained(parameters, x):
+    return x * parameters["gain"]
+
+
+FIRST = {
+    "torch": lambda: adapters.torch_stage(Gain()),
+    "jax": lambda: adapters.jax_stage(gained, {"gain": np.linspace(1, 2, WIDTH)}),
+    "torch layer": lambda: nn.Stage([as_layer(Gain(), 0)], "float64"),
+    "jax layer": lambda: nn.Stage([as_layer((gained, {"gain": np.linspace(1, 2, WIDTH)}), 0)], "float64"),
+    "names": lambda: nn.Stage([as_layer(entry, place) for place, entry in enumerate(named_entries())], "float64"),
+}
+
+
+@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize(
+    "schedule", [schedules.one_f_one_b(2, 4), schedules.zero_bubble_h1(2, 4)], ids=lambda s: s.name
+)
+def test_a_gradient_of_the_input_that_nobody_asks_for_is_not_computed(kind, schedule):
+    x, lead, targets = (np.random.default_rng(n).normal(size=(8, WIDTH)[: 2 - n % 2]) for n in (0, 1, 2))
+
+    def job(comm, asked):
+        stage = FIRST[kind]() if comm.rank == 0 else nn.Stage([nn.Linear(WIDTH, WIDTH)], "float64", first=9)
+        inputs = None if comm.rank else Branches(x, lead_time=lead) if kind == "names" else x
+        target = targets if comm.rank else None
+        with Pipeline([stage], schedule, comm, nn.mean_squared_error, input_grads=asked) as pipeline:
+            Asking.asked.clear()
+            for _ in range(2):
+                pipeline.step(inputs, target)
+        return stage.gradients.flat.copy(), len(Asking.asked), sum(Asking.asked)
+
+    expected, found = (inprocess.run(2, lambda comm: job(comm, asked))[0] for asked in (True, False))  # noqa: B023
+    assert found[0].any()
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-13)
+    if kind.startswith("torch"):
+        first = 2 if schedule.name == "zero_bubble_h1" else 1  # both halves go through a function of one's own
+        assert (expected[1], expected[2]) == (found[1], found[1]) and found[2] <= first
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_none_stands_for_a_gradient_that_nobody_asks_for(kind):
+    x, lead = np.ones((8, WIDTH)), np.ones(8)
+    stage, given = FIRST[kind](), Branches(x, lead_time=lead) if kind == "names" else x
+    for ends in (True, True, False, True):
+        if isinstance(stage, nn.Stage):
+            stage.end_backward(ends)
+        else:
+            stage.ends = ends
+        y, saved = stage.forward(given)
+        found = stage.backward_input(np.ones_like(y), saved)[0]
+        main = found.main if kind == "names" else found
+        assert ends or main.any()  # PyTorch computes it the first time
+    assert main is None
+
+
+def test_what_pytorch_cannot_differentiate_in_part_is_refused_where_nobody_asks():
+    """A reentrant checkpoint leaves out all gradients within, without an error, where its input takes none."""
+
+    class Checkpointed(torch.nn.Linear):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+
+    def job(comm):
+        stage = adapters.torch_stage(torch.nn.Sequential(Checkpointed(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)))
+        x = np.ones((8, WIDTH), np.float32)
+        with Pipeline([stage], schedules.gpipe(1, 2), comm, nn.mean_squared_error, input_grads=False) as pipeline:
+            pipeline.step(x, 0 * x)
+
+    with pytest.raises(StageError, match="use_reentrant"):
+        inprocess.run(1, job)

@@ -87,7 +87,8 @@ def test_arrays_and_tensors_are_one_memory():
     np.testing.assert_array_equal(stage.parameters["bias"], before[1].numpy() - 1)
     x = np.ones((4, 3))
     y, saved = stage.forward(x)
-    assert np.shares_memory(saved.inputs[0].detach().numpy(), x) and np.shares_memory(y, saved.outputs[0].detach())
+    (leaf,), (output,) = saved.kept
+    assert np.shares_memory(leaf.detach().numpy(), x) and np.shares_memory(y, output.detach())
 
 
 def test_a_batch_that_may_not_be_written_to_is_not_copied_unless_its_owner_may_not_either():

@@ -151,7 +151,7 @@ def test_sums_count_once_the_last_replica_has_come():
         action, start, stop = step.actions[-1]
         actions = [*step.actions[:-1], (action, start, stop + late)]
         wait = step.waits[0]._replace(what="sums", start=end + late, end=end + 0.035, group=(7, 7), sums=True)
-        steps = [step._replace(end=end + 0.035, actions=actions, waits=[wait], optimizer=[])]
+        steps = [step._replace(end=end + 0.035, actions=actions, waits=[wait], spans=[])]
         records.append(record._replace(rank=rank, replica=rank, steps=steps))
     trace = Trace(schedule, records)
     check_sums(trace)

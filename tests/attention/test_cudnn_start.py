@@ -174,7 +174,7 @@ def test_a_handle_is_used_on_its_own_stream(machine):
     with arrays.side_stream(), pytest.raises(AssertionError, match="another stream"):
         sys.modules["cudnn"].set_stream(handle=handle, stream=0)
         key = cudnn_graph.library(), 0, arrays.stream().ptr
-        cudnn_graph._handles.made[key] = handle
+        cudnn_graph._mine.handles[key] = handle
         from mpipipe import attention
 
         attention.Local().forward(*whole)

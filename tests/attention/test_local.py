@@ -178,3 +178,12 @@ def test_a_scale_is_a_finite_number_above_0():
         assert caught.value.found == repr(scale)
     for scale in (None, 1, 0.25, np.float32(0.5)):
         assert attention.Local(scale=scale).scale is scale
+
+
+@pytest.mark.parametrize(("seq", "parts"), [(4, 1), (256, 4)])
+def test_problems_that_are_no_work_for_another_thread_are_solved_at_once(monkeypatch, seq, parts):
+    plain, calls = host._forward_heads, []
+    monkeypatch.setattr(host, "_forward_heads", lambda *these: calls.append(these) or plain(*these))
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, seq, 4, 8))
+    attention.Local(causal=True).forward(q, k, v)
+    assert len(calls) == parts

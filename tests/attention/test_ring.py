@@ -17,6 +17,7 @@ from mpipipe.arrays import dtype
 from mpipipe.attention.layout import KINDS
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import inprocess
+from mpipipe.processor import thread_count
 
 
 @st.composite
@@ -243,4 +244,5 @@ def test_memory_is_linear_in_the_local_length(comm, rotation):
     growth = (large - small) / (long - short)  # bytes a position; the tiles' own memory drops out
     assert (large <= 2.1 * small).all()
     row = 4 * 2 * 64  # of q, k, v, ...: K, V held and arriving, the output, and a head's work; then gradients
-    assert growth[0] <= 9 * row and growth[1] <= 20 * row
+    more = 3 * (thread_count() - 1)  # each thread works on a head of its own, one of two
+    assert growth[0] <= (9 + more) * row and growth[1] <= (20 + more) * row

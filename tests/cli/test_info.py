@@ -25,7 +25,7 @@ def surroundings(cores, threads=1, host_cores=8):
 def test_ranks_with_the_same_cores_stand_together():
     facts = described(surroundings(["0-3", "0-3", "4-7", "4-7"], threads=2))
     assert facts["cores"] == "ranks 0-1: 0-3 on n1\nranks 2-3: 4-7 on n1"
-    assert facts["threads"] == "ranks 0-3: 2 of BLAS in train"
+    assert facts["threads"] == "n1: 4 ranks x 2 threads in train, on 0-7: 8 of 8 cores"
     assert facts["free memory"] == "n1: 48.0 of 64.0 GiB"
     assert "warning" not in facts
 
@@ -34,12 +34,27 @@ def test_ranks_with_the_same_cores_stand_together():
     ("cores", "threads", "text"),
     [
         (["3", "3"], 1, "2 ranks share 1 core"),
-        (["0", "1"], 4, "ranks 0-1 have 8 BLAS threads on 2 cores of n1"),
+        (["0", "1"], 4, "ranks 0-1 have 8 threads on 2 cores of n1: bind ranks to more cores"),
+        (["0", "1-2"], 2, "rank 0 has 2 threads on 1 core of n1: bind ranks to more cores"),
         (["0", "1"], 1, "each rank on n1 is pinned to one core, and of 8 cores 2 are used"),
     ],
 )
 def test_a_bad_placement_is_warned_of(cores, threads, text):
     assert text in described(surroundings(cores, threads))["warning"]
+
+
+def test_each_host_has_a_line_with_its_ranks_threads_and_cores():
+    found = surroundings(["0-3", "4,6", "0-1"], threads=2, host_cores=16)
+    found["binding"][1]["threads"] = 1
+    found["binding"][2]["host"] = "n2"
+    found["hosts"].append({**found["hosts"][0], "host": "n2", "cores": 2})
+    found["hosts"].append({**found["hosts"][0], "host": "n3"})
+    found["binding"].append({"rank": 3, "host": "n3", "cores": "", "threads": 1})  # where the system does not say
+    assert described(found)["threads"].splitlines() == [
+        "n1: 1 rank x 1 thread and 1 rank x 2 threads in train, on 0-4,6: 6 of 16 cores",
+        "n2: 1 rank x 2 threads in train, on 0-1: 2 of 2 cores",
+        "n3: 1 rank x 1 thread in train, on cores that are not known",
+    ]
 
 
 def test_ranks_that_fill_a_host_one_by_one_are_no_reason_to_warn():

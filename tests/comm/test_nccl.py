@@ -13,7 +13,6 @@ from support.around import check_every_shape, finish, go_round, make
 from support.around import neighbours as around
 
 from mpipipe import arrays
-from mpipipe.comm.mailbox import Settled
 from mpipipe.comm.nccl import channel, sums
 from mpipipe.comm.nccl.channel import Facts, NcclChoice, NcclTask, agree_on_nccl, judge
 from mpipipe.comm.nccl.sums import NcclRow, NcclSums
@@ -24,7 +23,7 @@ from mpipipe.comm.transport.nccl import NcclTransport
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
 from mpipipe.job.group import RankGroup, group_of
-from mpipipe.job.wait import wait_for
+from mpipipe.job.wait import Condition, wait_for
 
 STAGED = GpuAwareness(False, "for a test")
 
@@ -68,7 +67,7 @@ def test_every_rank_in_the_way_is_named_and_one_rank_alone_needs_no_nccl():
         judge(ranks(3, setting={0: "on"}, gpu={1: "gpu 0"}, problem={2: "CuPy does not find libnccl"}))
     assert caught.value.rank == "1-2"
     assert caught.value.found == "rank 1: it shares GPU gpu 0 of a with rank 0; rank 2: CuPy does not find libnccl"
-    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has nobody to talk to")
+    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has no other to talk to")
 
 
 def test_sums_alone_where_messages_have_another_way_or_no_room():
@@ -276,7 +275,7 @@ def test_messages_of_a_pair_arrive_in_their_order(transport, comm):
     for place, receive in enumerate(receives):
         wait_for(receive)
         assert (arrays.download(buffers[place]) == 10.0 * left + place).all(), place
-    finish(*sends, Settled(transport))
+    finish(*sends, Condition(transport.settled))
 
 
 def only_queued(own):
@@ -295,7 +294,7 @@ def test_the_host_runs_ahead_by_one_message(own, transport, comm, monkeypatch):
         sends = [transport.isend(arrays.upload(np.full(10, 1.0)), right, 0, 1) for _ in range(2)]
         assert receives[0].Test() and not receives[1].Test()
         comm.Barrier()
-    finish(*receives, *sends, Settled(transport))
+    finish(*receives, *sends, Condition(transport.settled))
 
 
 def test_the_host_does_not_wait_for_the_data(own, transport, comm, monkeypatch):

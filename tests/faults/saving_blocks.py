@@ -15,7 +15,6 @@ from mpipipe import nn, optim
 from mpipipe.job import runtime
 from mpipipe.language.models import GPT, weights
 from mpipipe.train import TrainConfig, train
-from mpipipe.language.shard import TextShard
 from mpipipe.train.trainer import Trainer
 
 comm = runtime.world()

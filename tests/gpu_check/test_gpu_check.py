@@ -15,7 +15,7 @@ from mpipipe import arrays
 from mpipipe.attention.kernels import cudnn_graph
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.timing import Row
-from mpipipe.gpu_check import attention, check, extra
+from mpipipe.gpu_check import check, extra
 from mpipipe.language.models import GPT
 
 
@@ -23,32 +23,32 @@ from mpipipe.language.models import GPT
 def plain(monkeypatch):
     """Small sizes, and no choice of a kernel."""
     monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
-    monkeypatch.setattr(attention, "SIZES", ((128, 64), (40, 128)))
+    monkeypatch.setattr(extra, "SIZES", ((128, 64), (40, 128)))
     cudnn_graph.clear()
     yield monkeypatch
     cudnn_graph.clear()
 
 
 def test_the_real_cudnn_is_asked_for_both_ways(emulated_gpu, plain, capsys):
-    assert attention.main() == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "attention by: cudnn 9.24.0" and len(lines) == 4
-    assert all(line.endswith(": ok") for line in lines) and "float16 sequence 40 dim 128" in lines[-1]
+    assert extra.main("attention") == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first == "attention by: ok; cudnn 9.24.0" and len(lines) == 4 and last == "all as expected"
+    assert all(": ok; error " in line for line in lines) and "float16 sequence 40 dim 128" in lines[-1]
     launches = emulated_gpu.machine.launches
     assert launches.count("sdpa") == launches.count("sdpa_backward") == 4
 
 
 def test_a_machine_without_cudnn_fails_unless_cupy_is_asked_for(emulated_gpu, plain, capsys):
     emulated_gpu.machine.faults.add("cudnn")
-    assert attention.main() == 1
+    assert extra.main("attention") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == lines[-1] and lines[0].startswith("attention by: cupy because the library libcudnn")
-    assert all(line.endswith(": ok") for line in lines[1:-1])  # our own kernels are right
+    assert lines[-1] == f"1 wrong: {lines[0]}" and "attention by: WRONG; cupy because the library libcudnn" in lines[0]
+    assert all(": ok; error " in line for line in lines[1:-1])  # our own kernels are right
     plain.setenv("MPIPIPE_ATTENTION", "cupy")
-    assert attention.main() == 0
+    assert extra.main("attention") == 0
 
 
-def test_a_size_that_cudnn_refuses_fails(emulated_gpu, plain):
+def test_a_size_that_cudnn_refuses_fails(emulated_gpu, plain, capsys):
     real = sys.modules["cudnn"].pygraph.check_support
 
     def refuse(graph):
@@ -57,15 +57,14 @@ def test_a_size_that_cudnn_refuses_fails(emulated_gpu, plain):
         real(graph)
 
     plain.setattr(sys.modules["cudnn"].pygraph, "check_support", refuse)
-    with pytest.raises(UserWarning, match="cuDNN refuses"):
-        attention.main()
+    assert extra.main("attention") == 1 and "see above: cuDNN refuses" in capsys.readouterr().out
 
 
 def test_a_wrong_result_fails(emulated_gpu, plain, capsys):
-    real = attention._results
-    plain.setattr(attention, "_results", lambda whole: [x * np.asarray(1.05, x.dtype) for x in real(whole)]
+    real = extra._results
+    plain.setattr(extra, "_results", lambda whole: [x * np.asarray(1.05, x.dtype) for x in real(whole)]
                   if arrays.is_device(whole[0]) else real(whole))  # fmt: skip
-    assert attention.main() == 1 and capsys.readouterr().out.count("WRONG") == 4
+    assert extra.main("attention") == 1 and capsys.readouterr().out.count("WRONG") == 5
 
 
 def test_every_source_is_compiled_before_the_tests(emulated_gpu, capsys, monkeypatch):
@@ -104,7 +103,7 @@ def small(monkeypatch):
 
 @pytest.mark.long
 def test_graphs_nccl_and_a_full_gpu_are_asked_for(emulated_gpu, small, capsys):
-    assert extra.main() == 0
+    assert extra.main("graphs", "nccl", "memory") == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == "all as expected" and all(": ok; " in line for line in lines) and len(lines) == 9
     for name in ("gpipe", "one_f_one_b", "zero_bubble_h1"):
@@ -124,10 +123,10 @@ def test_what_is_wrong_with_them_fails_and_the_others_go_on(emulated_gpu, small,
     small.setattr(sys.modules["cupy.cuda.nccl"].NcclCommunicator, "allReduce", add_nothing)
     small.setattr(extra, "_train", lambda *given: 1 // 0)
     small.setattr(extra, "ROOM", 1 << 30)
-    assert extra.main() == 1
+    assert extra.main("graphs", "nccl", "memory") == 1
     lines = capsys.readouterr().out.splitlines()
     starts = ["graphs: WRONG; it has failed", "NCCL on one rank: WRONG", "the report of a full GPU: WRONG; none",
-              "a step after that: ok", "3 wrong"]  # fmt: skip
+              "a step after that: ok", "3 wrong: graphs: WRONG"]  # fmt: skip
     assert len(lines) == len(starts) and all(line.startswith(start) for line, start in zip(lines, starts)), lines
 
 
@@ -136,11 +135,11 @@ def test_graphs_that_were_not_recorded_are_wrong_and_a_missing_nccl_is_not(emula
     small.setattr(extra, "SCHEDULES", extra.SCHEDULES[:1])
     monkeypatch.setattr(arrays.cupy().cuda.Stream, "begin_capture", lambda stream, mode=None: 1 / 0)
     monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
-    assert extra.main() == 1
+    assert extra.main("graphs", "nccl", "memory") == 1
     lines = capsys.readouterr().out.splitlines()
     assert [": WRONG; " in line for line in lines[:2]] == [True] * 2 and "the recording of forward raised" in lines[0]
     assert lines[2].startswith("NCCL on one rank: ok; not there (CuPy does not find libnccl)")
-    assert lines[-1] == "2 wrong"
+    assert lines[-1].startswith("2 wrong: ")
 
 
 def test_the_report_has_driver_clocks_and_versions(emulated_gpu, monkeypatch, tmp_path):

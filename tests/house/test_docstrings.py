@@ -48,7 +48,9 @@ CODES = {  # of numpydoc.validate
     "RT01": "no section Returns",
     "YD01": "no section Yields",
 }
-PLAIN = re.compile(r"(int|str|bool|float|Path|None|[A-Z][A-Za-z]*)( \| None)?")  # annotations that say all of a type
+SERIES = r"(list|tuple)\[(int|float|str)(, \.\.\.)?\]"
+PLAIN_TYPE = rf"(int|str|bool|float|None|os\.PathLike\[str\]|[A-Z][A-Za-z]*(\[None\])?|{SERIES})"
+PLAIN = re.compile(rf"{PLAIN_TYPE}( \| {PLAIN_TYPE})*")  # annotations that say all of a type
 NOUNS = set("A An The This These It Its What Which Who Whose Whether How Where There".split())
 
 

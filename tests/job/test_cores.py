@@ -1,4 +1,4 @@
-"""Which cores ranks share, against all subsets of cores counted one by one, and how many BLAS threads each takes."""
+"""Which cores ranks share, against all subsets of cores counted one by one, and how many threads each takes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipipe import processor
+from mpipipe.job import cores as job_cores
 from mpipipe.job.cores import (
     cores_of,
     cores_text,
@@ -74,7 +75,7 @@ def test_the_own_cores_are_those_of_the_system():
     assert parse_cores(own_cores()) == os.sched_getaffinity(0)
 
 
-# -- BLAS threads: all cores of a host busy, none with two threads, for every placement of ranks ----------------------
+# -- Threads: all cores of a host busy, none with two threads, for every placement of ranks ---------------------------
 
 HARDWARE_THREADS = st.frozensets(st.integers(0, 7), min_size=1)
 
@@ -108,6 +109,18 @@ def test_two_hardware_threads_of_a_core_are_one(tmp_path):
     assert cores_of([4, 5], tmp_path) == {4, 5}  # nobody says
 
 
+@pytest.mark.parametrize(
+    ("text", "most"), [("max 100000", None), ("150000 100000", 1), ("200000 100000", 2), ("9 9", 1)]
+)
+def test_a_container_may_have_less_than_its_cores(monkeypatch, tmp_path, text, most):
+    before = sorted(cores_of(parse_cores(own_cores())))
+    (tmp_path / "cpu.max").write_text(f"{text}\n")
+    monkeypatch.setattr(job_cores, "QUOTA", tmp_path / "cpu.max")
+    assert job_cores.single_cores() == before[:most]
+    monkeypatch.setattr(job_cores, "QUOTA", tmp_path / "missing")
+    assert job_cores.single_cores() == before
+
+
 def test_all_ranks_of_a_job_count_the_same_cores(comm):
     share = share_of_cores()
     assert 1 <= share <= len(parse_cores(own_cores()))
@@ -130,9 +143,9 @@ def test_a_number_that_the_user_set_is_known(monkeypatch, text, count):
         (["0", "1"], [1, 1], None),
         (["0", "0"], [1, 1], None),  # `oversubscribed` says it
         (["0-3", "4-7"], [4, 4], None),
-        (["0", "1"], [1, 4], "rank 1 has 4 BLAS threads on 1 core of n1"),
-        (["0-7"] * 4, [4] * 4, "ranks 0-3 have 16 BLAS threads on 8 cores of n1"),
-        (["0-1", "2-3"], [2, 3], "rank 1 has 3 BLAS threads on 2 cores of n1"),
+        (["0", "1"], [1, 4], "rank 1 has 4 threads on 1 core of n1"),
+        (["0-7"] * 4, [4] * 4, "ranks 0-3 have 16 threads on 8 cores of n1"),
+        (["0-1", "2-3"], [2, 3], "rank 1 has 3 threads on 2 cores of n1"),
         (["", ""], [4, 4], None),
     ],
 )
@@ -140,21 +153,3 @@ def test_threads_that_are_more_than_cores_are_named(cores, counts, text):
     rows = enumerate(zip(cores, counts))
     binding = [{"rank": rank, "host": "n1", "cores": own, "threads": count} for rank, (own, count) in rows]
     assert oversubscribed_threads(binding) == text
-
-
-SCRIPT = """
-import numpy, threadpoolctl
-from mpipipe import processor
-from mpipipe.job import runtime
-processor.limit_blas_threads()
-print({pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"})
-"""
-UNSET = {"OPENBLAS_NUM_THREADS": "", "MKL_NUM_THREADS": "", "BLIS_NUM_THREADS": ""}
-
-
-@pytest.mark.parametrize(("setting", "threads"), [("", 1), ("2", 2)])
-def test_a_rank_has_one_blas_thread_unless_the_user_says_otherwise(launch, setting, threads):
-    if threads > (os.cpu_count() or 1):
-        pytest.skip("one core has one thread")
-    job = launch(0, SCRIPT, env={**UNSET, "OMP_NUM_THREADS": setting})
-    assert (job.returncode, job.stdout.strip()) == (0, f"{{{threads}}}"), job.stderr

@@ -66,10 +66,12 @@ def test_errors_of_many_ranks_name_them_in_short():
 
 
 def test_the_ranks_that_miss_a_call_are_named_in_short():
-    elsewhere = {4: "its input", 6: "its input", 2: "a sum"}
+    elsewhere = {4: (2, "its input"), 6: (2, "its input"), 2: (2, "a sum"), 8: (1, "what is here by now")}
+    unanswered = {rank: call for rank, (call, _) in elsewhere.items()}
+    other = SimpleNamespace(calls=1, waiting=elsewhere, unanswered=unanswered, members=range(9))
     group = SimpleNamespace(
         rank=0, size=9, calls=3, waiting={5: (3, "painting"), 7: (2, "painting")}, members=range(9),
-        _who_waits_elsewhere=lambda: elsewhere,
+        context=SimpleNamespace(groups=[other]),
     )  # fmt: skip
     text = OpenGroup.describe_missing(group)
     assert text == "missing: ranks 1, 3, 7-8, rank 2 (waits for a sum), ranks 4, 6 (wait for its input)"

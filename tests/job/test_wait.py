@@ -15,6 +15,7 @@ from mpipipe.comm.mailbox import Envelope, Mailbox
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StallError
 from mpipipe.job import context, inprocess, settings
 from mpipipe.job import wait as waiting
+from mpipipe.job.context import ControlKind
 from mpipipe.job.group import RankGroup
 from mpipipe.job.wait import wait_for
 
@@ -405,3 +406,18 @@ def test_no_note_is_sent_once_notes_are_counted(pair):
     assert group.sent == 0
     group.closing = False
     group.close()
+
+
+def test_notes_that_are_read_at_once_have_an_answer_each(pair):
+    """Else the rank that waited twice would wait for an answer for ever when the group is closed."""
+    group = RankGroup(pair)
+    group.agree("a test")
+    group.agree("a test")
+    with group.context.lock:  # both are there before one is read
+        if pair.rank == 1:
+            for call in (1, 2):
+                group.sent += 1
+                group.messages.send(0, ControlKind.WAITING, call, "a test")
+        pair.Barrier()
+    group.close()
+    assert group.answers == group.sent == 2 * pair.rank

@@ -15,7 +15,7 @@ import pytest
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.errors import HangError, PeerError
 from mpipipe.job import inprocess
-from mpipipe.job.flight import SLOTS, FlightRecorder, Message, Snapshot
+from mpipipe.job.flight import KEPT, FlightRecorder, Message, Snapshot
 from mpipipe.job.group import RankGroup
 from mpipipe.job.watch.channel import Dump, RankPlace, Seen, Waits, state_of
 from mpipipe.job.watch.verdict import Unresponsive, judge
@@ -164,13 +164,13 @@ def test_a_process_that_swaps_or_waits_for_a_disk_is_named_as_that(monkeypatch, 
 def test_the_recorder_keeps_the_last_operations_and_how_far_they_came():
     recorder = FlightRecorder()
     first = recorder.begin("the first")
-    numbers = [recorder.begin(f"operation {i}", peer=i, tag=3, nbytes=8) for i in range(SLOTS)]
-    recorder.end(first)  # its slot is another's by now
-    recorder.end(numbers[-1])
+    operations = [recorder.begin(f"operation {i}") for i in range(KEPT)]
+    recorder.end(first)  # it is forgotten by now
+    recorder.end(operations[-1])
     last = recorder.last(2)
-    assert last[0].startswith("operation 254: posted, ") and last[0].endswith(" s ago, peer 254, tag 3, 8 bytes")
-    assert last[1].startswith("operation 255: done, ") and recorder.count == SLOTS + 1
-    assert len(recorder.last(10 * SLOTS)) == SLOTS and "posted" in recorder.last(SLOTS)[0]
+    assert last[0].startswith("operation 254: posted, ") and last[0].endswith(" s ago")
+    assert last[1].startswith("operation 255: done, ") and recorder.count == KEPT + 1
+    assert len(recorder.last(10 * KEPT)) == KEPT and "posted" in recorder.last(KEPT)[0]
 
 
 def test_threads_hang_and_one_error_names_the_rank_that_computes(monkeypatch):

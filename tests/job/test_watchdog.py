@@ -203,12 +203,12 @@ def test_a_rank_that_computes_in_a_ring_alone_is_told_from_those_that_wait_for_i
     body = """
 from mpipipe.attention.kernels import host
 ring()
-head = host._forward_head
+head = host._forward_heads
 def slow(*arguments):
     if rank == 1:
         time.sleep(1000)
     return head(*arguments)
-host._forward_head = slow
+host._forward_heads = slow
 ring()
 print("finished", flush=True)
 """

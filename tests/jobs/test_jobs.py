@@ -17,7 +17,6 @@ from support.launch import ROOT, job_environment
 
 from mpipipe.cli import compare_losses
 from mpipipe.gpu_check import suite
-from mpipipe.gpu_check.__main__ import main as gpu_check_main
 from mpipipe.language.config import TrainConfig
 from mpipipe.train.config import tomllib
 
@@ -99,8 +98,8 @@ def test_batch_job_starts_one_rank_for_each_task_and_hands_on_the_status(submit,
     lines = result.stdout.splitlines()
     assert lines[0].startswith("job 17: 6 tasks on this node, 2 threads each, our-python")
     assert lines[1:-1] == [
-        "--kill-on-bad-exit=1", "--wait=30", "--cpus-per-task=2", "--mpi=pmi2", "-v", "our-python", "-m", "mpipipe",
-        "train", "--out", "runs/slurm-17", "--pipe", "6", "--steps", "5",
+        "--kill-on-bad-exit=1", "--wait=30", "--cpus-per-task=2", "--cpu-bind=cores", "--mpi=pmi2", "-v", "our-python",
+        "-m", "mpipipe", "train", "--out", "runs/slurm-17", "--pipe", "6", "--steps", "5",
     ]  # fmt: skip
     verdict = "failed exit=3" if status else "finished"
     assert lines[-1] == f"mpipipe: job 17 {verdict} out=runs/slurm-17"
@@ -132,7 +131,10 @@ def test_batch_job_is_finished_where_the_options_say(submit, checkout, options):
 def test_gpu_batch_job_binds_no_gpu_to_a_task_and_lays_ranks_out_by_node(submit, script, options):
     result = submit(script, "--steps", "5", MPIPIPE_SRUN_FLAGS="--mpi=pmix")
     words = " ".join(result.stdout.splitlines()[1:-1])
-    assert "--cpus-per-task=2 --gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17 " in words
+    assert (
+        "--cpus-per-task=2 --cpu-bind=cores --gpu-bind=none --mpi=pmix our-python -m mpipipe train --out runs/slurm-17 "
+        in words
+    )
     assert words.endswith(f" --config jobs/gpt2_small.toml{options} --steps 5")
 
 
@@ -263,8 +265,8 @@ def test_every_file_of_the_package_that_is_not_python_is_declared():
 
 PYTHON = """
 case "$*" in
+    *"gpu_check.extra attention") echo "attention by: ${{ATTENTION:-cudnn 9.24.0}}"; [ -z "${{ATTENTION:-}}" ]; exit ;;
     *gpu_check.extra*) echo "all as expected"; exit ;;
-    *gpu_check.attention*) echo "attention by: ${{ATTENTION:-cudnn 9.24.0}}"; [ -z "${{ATTENTION:-}}" ]; exit ;;
     *mpipipe.gpu_check*) exec {python} "$@" ;;
     *check_device*) [ "${{GPU:-1}}" = 1 ] && exit
         printf 'Traceback:\n  here\nmpipipe.errors.BackendError: no GPU here\n  found: \n    no headers\n' >&2
@@ -436,7 +438,7 @@ def test_gpu_check_cuts_a_part_that_runs_past_its_own_limit(gpu_check, checkout,
     for name, value in {"PYTHON": "bin/python", "RESULTS": "out", "SLOW": "1", "FOUND": found}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(checkout)
-    assert gpu_check_main() == code
+    assert suite.main() == code
     facts = json.loads(Path("out", "gpu_check.json").read_text())
     (tests,) = (check for check in facts["checks"] if check["check"] == "tests-1")
     assert tests["status"] == status and "ended at 6 s, its own limit" in tests["why"]

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import io
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -143,6 +144,9 @@ def test_a_printed_script_starts_ranks_by_mpiexec_and_a_finished_chain_ends_at_o
     assert first.stdout.startswith("job 17: 2 tasks on this node, 1 threads each,")
     assert "mpipipe: 2 ranks = pipe 2 x data 1 x seq 1;" in first.stdout
     assert first.stdout.endswith(f"mpipipe: job 17 finished out={out}\n")
+    binding = json.loads((tmp_path / out / "environment.json").read_text())["binding"]
+    assert len({place["cores"] for place in binding}) == 2 and all(place["threads"] == 1 for place in binding)
+    assert not any(set(place["cores"]) & set("-,") for place in binding)  # each is bound to one core
     again = start(script, tmp_path, Path(mpiexec()).parent, **mine)
     assert again.returncode == 0 and again.stdout == f"mpipipe: job 17 has nothing to do: {out} is finished\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import time
 import pytest
 from mpi4py import MPI
 from support.launch import ROOT, job_environment
+from support.small_training import TASK
 from train.test_kills import outcome
 
 pytestmark = [
@@ -28,8 +30,8 @@ ON_CPU = "--device cpu --dtype float32".split()
 SECONDS = 300  # for a job to end, on a machine with other work, too
 
 
-def local(command, folder):
-    env = job_environment({"SLURM_LOCAL": str(folder)})
+def local(command, folder, **variables):
+    env = job_environment({"SLURM_LOCAL": str(folder), **variables})
     return subprocess.run(
         ["bash", ROOT / "jobs" / "slurm_local.sh", command], env=env, capture_output=True, text=True, timeout=90
     )
@@ -65,9 +67,9 @@ class Cluster:
         assert result.returncode == 0, result
         return result.stdout
 
-    def submit(self, script, *sbatch, options=(), flags=FITTING, **variables):
+    def submit(self, script, *sbatch, options=(), flags=FITTING, model=TINY, **variables):
         """The number of the job."""
-        command = ["sbatch", "--parsable", *sbatch, f"jobs/{script}", *TINY, *options]
+        command = ["sbatch", "--parsable", *sbatch, f"jobs/{script}", *model, *options]
         return self.ask(*command, MPIPIPE_SRUN_FLAGS=flags, **variables).strip()
 
     def end_of(self, job):
@@ -175,9 +177,11 @@ def test_a_killed_task_ends_the_job(slurm):
     assert not (slurm.folder / "runs" / f"slurm-{job}" / "finished").exists()
 
 
-def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with_the_same_bits(slurm):
+@pytest.mark.parametrize("model", [[*TINY, "--dropout", "0.1"], ["fields.py", "--batch", "8"]], ids=["text", "fields"])
+def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with_the_same_bits(slurm, model):
     """SIGUSR2 to all ranks; a task killed by SIGKILL, which leaves its node dirty; a time limit, seen by rank 0."""
-    options = "--steps 300 --log-every 10 --save-every 40 --dropout 0.1".split()
+    options = "--steps 300 --log-every 10 --save-every 40".split()
+    (slurm.folder / "fields.py").write_text(TASK)
     limit = slurm.folder / "limit.toml"
     limit.write_text('time_limit = "4"')
     disturbances = {
@@ -188,10 +192,10 @@ def test_a_job_that_is_preempted_killed_or_out_of_time_is_requeued_and_ends_with
     jobs, codes = {}, {"USR2": "75", "KILL": "1(37|43)", "limit": "75"}  # srun returns the highest one of the tasks
     for how, disturb in disturbances.items():
         more = ["--config", "limit.toml"] if how == "limit" else []
-        jobs[how] = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=[*options, *more])
+        jobs[how] = slurm.submit("train_preemptable.sbatch", "--ntasks=2", options=[*options, *more], model=model)
         slurm.until(jobs[how], r"^step +\d*[1-9]0/" if how != "limit" else r"^step +1/")
         disturb(jobs[how])  # the job waits for its turn while the next one runs
-    whole = slurm.submit("train.sbatch", "--ntasks=2", options=options)
+    whole = slurm.submit("train.sbatch", "--ntasks=2", options=options, model=model)
     assert slurm.end_of(whole) == "COMPLETED 0", slurm.printed(whole)
     for how, job in jobs.items():
         assert slurm.end_of(job) == "COMPLETED 0", slurm.printed(job)
@@ -236,3 +240,22 @@ def test_a_printed_script_trains_to_the_end(slurm, ranks, wanted):
     text = slurm.printed(name)
     assert f"mpipipe: {ranks} ranks = pipe {ranks} x data 1 x seq 1;" in text and "mpipipe: ok steps=3 " in text
     assert text.splitlines()[-1] == f"mpipipe: job {name} finished out=runs/slurm-{name}"
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two cores are bound")
+def test_a_rank_has_the_cores_and_the_threads_that_its_script_asks_for(tmp_path):
+    started = local("start", tmp_path / "daemons", SLURM_LOCAL_CPUS="2")
+    assert started.returncode == 0, started
+    cluster, found = Cluster(started, tmp_path), {}
+    for ranks, threads in ((1, 2), (2, 1)):
+        wanted = [f"--ranks-per-node={ranks}", f"--threads={threads}", "--name=cores"]
+        printed = cluster.ask(sys.executable, "-m", "mpipipe", "jobscript", "slurm", *wanted, "--", *TINY)
+        (cluster.folder / "printed.sbatch").write_text(printed)
+        job = cluster.ask("sbatch", "--parsable", "printed.sbatch").strip()
+        assert cluster.end_of(job) == "COMPLETED 0", cluster.printed(job)
+        surroundings = json.loads((cluster.folder / f"runs/slurm-{job}/environment.json").read_text())
+        found[ranks] = [(place["cores"], place["threads"]) for place in surroundings["binding"]]
+        assert surroundings["variables"]["MPIPIPE_THREADS"] == str(threads)
+    assert found == {1: [("0-1", 2)], 2: [("0", 1), ("1", 1)]}
+    stopped = local("stop", tmp_path / "daemons")
+    assert stopped.returncode == 0, stopped

@@ -18,11 +18,11 @@ from support.training_tolerance import curve, path
 
 from mpipipe import nn
 from mpipipe.attention import Local
-from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError
+from mpipipe.errors import ConfigError, DataError, MismatchError
 from mpipipe.language import data
 from mpipipe.language.data.windows import segments, shuffled, training_starts
 from mpipipe.language.models import GPT
-from mpipipe.language.shard import PackedAttend, Packing
+from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.train import TrainConfig, train
 
 VOCAB = 37
@@ -120,8 +120,6 @@ def test_packed_documents_keep_the_window_of_each_layer():
         for row, offsets, logits in zip(ids[rows], cuts[rows], found):
             expected = [alone.forward(row[None, start:stop])[0][0] for start, stop in pairwise(offsets)]
             close(logits, np.concatenate(expected), path(model), largest(*expected))
-    with pytest.raises(ArgumentError, match="documents of a micro-batch are not known"):
-        whole.forward(ids[:2], nn.Position(microbatch=2))
 
 
 def test_learned_positions_are_refused_where_documents_are_packed(comm, config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -336,6 +337,54 @@ def test_a_stage_of_ones_own_with_trees_and_skips():
         StageError, match=r"gradient of input.skips\['given'\]: .*, 0.5 of(.|\n)*gradient of parameters"
     ):
         check_gradients(Own(0.5), x)
+
+
+class Single(Dense):
+    """Its sums and those of its backward are in float32, or in a coarser type."""
+
+    factor, kind = 1.0, np.float32
+
+    def forward(self, x):
+        x, weight = x.astype(self.kind), self.weight.astype(self.kind)
+        y = np.tanh(x @ weight.T + self.bias.astype(self.kind))
+        return y.astype(np.float64), (x, y)
+
+    def backward_input(self, dy, saved):
+        x, y = saved
+        dz = dy.astype(self.kind) * (1 - y**2)
+        return (self.factor * dz @ self.weight.astype(self.kind)).astype(np.float64), (dz, x)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_lower_precision_inside_is_no_fault_and_hides_none(kind):
+    for seed in range(5):
+        layer = Single()
+        layer.kind = kind
+        found = check_gradients(layer, numbers(200, WIDTH), seed=seed)
+        assert 1e-10 < max(found.values()) < (1e-3 if kind is np.float32 else 0.3)
+        layer = Single()
+        layer.kind, layer.factor = kind, 1.05 if kind is np.float32 else -1
+        with pytest.raises(StageError, match=r"gradient of input: .* of the difference"):
+            check_gradients(layer, numbers(200, WIDTH), seed=seed)
+
+
+class Two(NamedTuple):
+    first: np.ndarray
+    second: np.ndarray
+
+
+class Named:
+    """A stage of a user's own that knows its input by names, as a loss may know its output."""
+
+    def forward(self, x):
+        return Two(x.first * x.second, x.first), x
+
+    def backward(self, dy, saved):
+        return dy.first * saved.second + dy.second, dy.first * saved.first
+
+
+def test_inputs_and_outputs_may_be_named_tuples():
+    assert list(check_gradients(Named(), Two(X, numbers(5, WIDTH)))) == ["input[0]", "input[1]"]
 
 
 def test_what_cannot_be_checked_is_refused():

@@ -13,7 +13,7 @@ from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import rows
-from mpipipe.nn.kernels.host import ELEMENTS, any_dtype, blocks, full_precision
+from mpipipe.nn.kernels.host import ELEMENTS, LINE, any_dtype, blocks, full_precision
 
 STATED = {name: member for name, member in vars(kernels.Kernels).items() if inspect.isfunction(member)}
 STATED = {name: member for name, member in STATED.items() if not name.startswith("_")}
@@ -41,7 +41,7 @@ def test_kernels_are_chosen_by_device_and_dtype():
 @pytest.mark.parametrize("width", [1, 3, 64, 65])
 def test_copy_between_any_strides(dtype, width):
     """Large arrays with short rows are moved by rows, others by elements."""
-    source = np.random.default_rng(2).standard_normal((3, 200, 2 * ELEMENTS // 400 + 1, width + 2))
+    source = np.random.default_rng(2).standard_normal((3, 200, ELEMENTS // 300 // width + 1, width + 2))
     source = source.astype(arrays.dtype(dtype))[::-1, ::2, :, 1:-1]
     assert source.size > ELEMENTS
     room = np.zeros((100, 3, source.shape[2], width), source.dtype)
@@ -58,21 +58,32 @@ def test_copy_between_any_strides(dtype, width):
 
 
 @pytest.mark.long
-@given(st.integers(0, 4 * ELEMENTS), st.integers(0, 2 * ELEMENTS))
-def test_blocks_cut_all_rows_in_order_and_none_is_too_large(count, width):
+@given(
+    st.one_of(
+        st.tuples(st.integers(0, 9 * ELEMENTS), st.integers(0, 4)),
+        st.tuples(st.integers(0, 999), st.integers(0, 2 * ELEMENTS)),
+    )
+)
+def test_blocks_cut_all_rows_in_order_and_none_is_too_large(sizes):
+    count, width = sizes
     cut = blocks(count, width)
     ends = [0, *(block.stop for block in cut)]
     assert [block.start for block in cut] == ends[:-1] and ends[-1] == count
     sizes = [block.stop - block.start for block in cut]
-    assert all(size >= 1 and (size == 1 or size * max(1, width) <= ELEMENTS) for size in sizes)
+    assert all(size >= 1 and (size - 1) * max(1, width) < ELEMENTS for size in sizes)
     assert len(set(sizes[:-1])) <= 1 and (not sizes or sizes[-1] <= sizes[0])
+    number = max(1, -(-count * max(1, width) // ELEMENTS))
+    assert len(cut) < 2 * number or len(cut) == count
 
 
-def test_a_block_is_as_large_as_it_may_be():
+def test_blocks_are_a_power_of_two_equal_pieces():
     assert blocks(ELEMENTS) == [slice(0, ELEMENTS)]
-    assert blocks(ELEMENTS + 1) == [slice(0, ELEMENTS), slice(ELEMENTS, ELEMENTS + 1)]
-    assert blocks(3, ELEMENTS // 2) == [slice(0, 2), slice(2, 3)]
+    half = ELEMENTS // 2
+    assert blocks(ELEMENTS + 1) == [slice(0, half + LINE), slice(half + LINE, ELEMENTS + 1)]
+    assert blocks(3 * ELEMENTS) == [slice(i * half * 3 // 2, (i + 1) * half * 3 // 2) for i in range(4)]
+    assert blocks(3, half) == [slice(0, 2), slice(2, 3)]
     assert blocks(2, 3 * ELEMENTS) == [slice(0, 1), slice(1, 2)]
+    assert blocks(0, 5) == []
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])

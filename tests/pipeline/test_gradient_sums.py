@@ -23,9 +23,9 @@ from mpipipe.comm.nccl import sums
 from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.language.shard import TextShard
 from mpipipe.pipeline.gradient_sums import Bucket, GradientSums, cut
 from mpipipe.schedules import from_csv, gpipe, one_f_one_b
+from mpipipe.train import Shard
 
 SMALL = dict(layers=3, device="cuda", dtype="float32")
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -212,7 +212,7 @@ def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh,
         for name in ("watch", "complete"):
             monkeypatch.setattr(GradientSums, name, partialmethod(partial(noting, getattr(GradientSums, name))))
         pipeline.step(*mine)
-        messages = pipeline.engine.plans.training.order_keys
+        messages = pipeline.engine.training_plan.order_keys
     keys = [key for key, _ in issued]
     assert keys == sorted(keys)
     assert len(issued) == len(messages) + len(put)
@@ -294,10 +294,11 @@ class User:
 def test_rings_of_attention_between_the_ranks_of_a_sum(own, comm, monkeypatch):
     """Layers that are still to come exchange messages with the ranks for which buckets on the device wait."""
     with Mesh(comm, pipe=1, seq=comm.size) as mesh:
-        shard = TextShard(mesh.seq, "contiguous", MODEL["seq"])
+        shard = Shard(mesh.seq)
+        options = dict(attend=shard.attend(MODEL["seq"], causal=True), token_positions=shard.positions(MODEL["seq"]))
 
         def steps():
-            stages = build(gpipe(1, 2), 0, attend=shard.attention, token_positions=shard.rotary, **SMALL)
+            stages = build(gpipe(1, 2), 0, **options, **SMALL)
             batch = [shard.part(each) for each in text(2)]
             with pipeline_of(mesh, gpipe(1, 2), stages) as pipeline:
                 for _ in range(2):

@@ -324,3 +324,74 @@ def test_an_adaptive_norm_is_its_formula_and_begins_as_a_norm_alone():
     stage.parameters["0.modulation.bias"][...] = bias
     scale, shift = np.split((condition @ weight.T + bias)[:, None, None], 2, axis=-1)
     near(stage.forward(Branches(x, condition=condition))[0], scale * normal + shift)
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [("float64", 1e-12), ("bfloat16", 2**-6)])
+@pytest.mark.parametrize("shape", [(40, 33, 64), (3, 700, 64), (5, 1, 64)])
+def test_rows_of_an_adaptive_norm_are_each_a_layer_norm(dtype, eps, shape):
+    """Many rows in a piece, several pieces, and a row as a piece, against a LayerNorm of float64 for each row."""
+    draw = np.random.default_rng(6).normal
+    stage = nn.Stage([nn.AdaptiveNorm(64, 2)], dtype)
+    x, condition, dy = (draw(size=size).astype(stage.dtype) for size in (shape, (shape[0], 2), shape))
+    weight = stage.parameters["0.modulation.weight"]
+    weight[...] = draw(size=weight.shape)
+    stage.refresh()
+    y, saved = stage.forward(Branches(x, condition=condition))
+    dx = stage.backward(dy, saved)
+    dboth = np.zeros((shape[0], 128))
+    for row in range(shape[0]):
+        norm = nn.Stage([nn.LayerNorm(64)], "float64")
+        both = condition[row].astype(float) @ weight.T.astype(stage.dtype).astype(float)
+        norm.parameters["0.gain"][...], norm.parameters["0.bias"][...] = 1 + both[:64], both[64:]
+        expected, kept = norm.forward(x[row].astype(float))
+        for found, wanted in ((y[row], expected), (dx.main[row], norm.backward(dy[row].astype(float), kept))):
+            assert np.abs(found - wanted).max() <= eps * np.abs(wanted).max()
+        dboth[row] = np.r_[norm.gradients["0.gain"], norm.gradients["0.bias"]]
+    found, wanted = stage.gradients["0.modulation.bias"], dboth.sum(0)
+    assert np.abs(found - wanted).max() <= eps * np.abs(dboth).sum(0).max(initial=1)
+    assert y.dtype == dx.main.dtype == dx.skips["condition"].dtype == stage.dtype
+
+
+class Careless(nn.Layer):
+    """y = x s, with a mistake in how it uses the name."""
+
+    takes = ("s",)
+
+    def __init__(self, mistake):
+        self.mistake = mistake
+
+    def forward(self, x):
+        s = self.stage.taken("s")
+        return x * s, (x, s)
+
+    def backward_input(self, dy, saved):
+        x, s = saved
+        if self.mistake == "taken late":
+            s = self.stage.taken("s")
+        if self.mistake == "asked":
+            self.stage.gradient_of("s")
+        if self.mistake != "added late":
+            self.stage.add_gradient("z" if self.mistake == "mistyped" else "s", dy * x)
+        return dy * s, dy * x
+
+    def backward_weight(self, pending):
+        if self.mistake == "added late":
+            self.stage.add_gradient("s", pending)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        ("taken late", "nothing under the name 's'"),
+        ("mistyped", "not in `takes`"),
+        ("asked", "not in `gives`"),
+        ("added late", "no backward_input under way"),
+    ],
+)
+def test_a_layer_that_uses_a_name_wrongly_is_an_error_in_a_split_backward(mistake, text):
+    stage = nn.Stage([Careless(mistake)], "float64")
+    x, s = np.ones((2, 3, 4))
+    y, saved = stage.forward(Branches(x, s=s))
+    with pytest.raises(ArgumentError, match=text):
+        _, pending = stage.backward_input(y, saved)
+        stage.backward_weight(pending)

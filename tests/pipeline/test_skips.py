@@ -225,7 +225,7 @@ def test_no_gradient_goes_over_skips_to_stages_without_a_backward(frozen):
 
     def job(comm):
         stages, _, pipeline, _ = run(comm, schedule, inputs, targets)
-        return [stage for stage in stages if stage.number not in frozen], pipeline.engine.plans.training.sends
+        return [stage for stage in stages if stage.number not in frozen], pipeline.engine.training_plan.sends
 
     for stages, sends in inprocess.run(2, job):
         skip_nets.assert_equal_to(expected, stages)

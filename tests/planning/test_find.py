@@ -18,10 +18,11 @@ from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning
 from mpipipe.language.task import TextTask
-from mpipipe.planning import Choice, links, probe
+from mpipipe.planning import Choice, links, probe, step_memory
 from mpipipe.planning import find as finding
 from mpipipe.planning.find import find_plan
-from mpipipe.planning.probe import METHODS, Stopwatch, array_bytes
+from mpipipe.planning.memory import array_bytes
+from mpipipe.planning.probe import METHODS, Stopwatch
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.config import read_keys
 from mpipipe.train.training_plan import measured_ranks
@@ -264,7 +265,7 @@ def test_the_command_shows_ten_plans_and_what_real_steps_say(tmp_path, capsys):
     config = TrainConfig.load(**SMALL, data=[str(tmp_path / "text.txt")], recompute=False, microbatches=2)
 
     def on_each_rank(comm):
-        found, problem = make_plans(config, comm)
+        found, problem, _ = make_plans(config, comm)
         if comm.rank == 0:
             show(found)
         return problem.ranks, problem.replicas
@@ -315,7 +316,7 @@ def test_wrong_options_are_refused(keys, text):
         TrainConfig.load(**{**SMALL, **keys})
 
 
-@pytest.mark.parametrize("module, name", [(probe, "Loss"), (links, "_link"), (links, "TrialSteps")])
+@pytest.mark.parametrize("module, name", [(step_memory, "Loss"), (links, "_link"), (links, "TrialSteps")])
 def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, module, name):
     real, here = getattr(module, name), threading.local()
 

@@ -38,7 +38,7 @@ def test_measurements_of_two_ranks_plan_for_others(tmp_path, capsys, monkeypatch
     small = {**SMALL, "data": [str(tmp_path / "text.txt")]}
 
     def on_each_rank(comm):
-        found, problem = make_plans(TrainConfig.load(**small, plan="auto"), comm)
+        found, problem, _ = make_plans(TrainConfig.load(**small, plan="auto"), comm)
         return SavedProfile.of(found.profile, problem.signatures, problem.facts)
 
     file, out = str(tmp_path / "profile.json"), tmp_path / "plan.toml"

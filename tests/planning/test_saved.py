@@ -33,6 +33,7 @@ def measured(ranks=2, speed=(1.0, 3.0)):
         step=0.75,
         scale=1.25,
         alone=0.9,
+        process=1000,
     )  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def test_ranks_are_like_the_mean_and_links_without_the_one_that_closes_the_ring(
     assert found.ranks == 4 and found.kinds == (0, 1, 1, 1, 1, 2)
     assert {rank.layers[1].forward for rank in found.costs[4]} == {2.0 * 5}
     assert set(found.links[4]) == {Link(0.25, 2.0)}
-    assert (found.step, found.scale, found.alone) == (0.75, 1.25, 0.9)
+    assert (found.step, found.scale, found.alone, found.process) == (0.75, 1.25, 0.9, 1000)
 
 
 def test_even_ranks_are_predicted_as_if_they_were_measured():
@@ -114,7 +115,7 @@ WRONG = {
     "a folder": lambda path: path.mkdir(),
     "no JSON": lambda path: path.write_text("dim = 3"),
     "a list": lambda path: path.write_text("[]"),
-    "another format": changed(lambda given: given.update(format="mpipipe profile 0")),
+    "another format": changed(lambda given: given.update(format="mpipipe profile 1")),
     "NaN": changed(lambda given: given.update(step=float("nan"))),
     "negative": changed(lambda given: given["links"]["2"].update(message=-1.0)),
     "a text": changed(lambda given: given["costs"]["4"].update(loss="long")),

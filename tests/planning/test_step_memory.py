@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mpipipe import nn, optim, schedules
-from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.task import estimate
-from mpipipe.pipeline import Pipeline
-from mpipipe.planning.step_memory import LayerRun, StageBytes, StageMeter, longest_run, peak_of_step
-from mpipipe.train import TrainConfig
+from mpipipe.pipeline import Pipeline, receive_windows
+from mpipipe.planning.step_memory import StageBytes, peak_of_step
+from mpipipe.train import Task, TaskConfig, TrainConfig
+from mpipipe.train.training_plan import estimate_task
 
-SIZES = dict(dim=32, layers=4, heads=4, seq_len=64, batch=8, microbatches=4, sample_bytes=0, device="cpu")
+SIZES = dict(dim=64, layers=4, heads=4, seq_len=128, batch=8, microbatches=4, sample_bytes=0, device="cpu")
 SHAPES = {
     "one rank": {},
     "float64": {"dtype": "float64"},
@@ -42,7 +43,9 @@ def allocated(config):
         tracemalloc.start()
         try:
             before = tracemalloc.get_traced_memory()[0]
-            stages = plan_of.stages(0, found.task.layers(None), config.dtype, 0, frozen=config.freeze)
+            stages = plan_of.stages(
+                0, found.task.layers(found.task.shard(comm, 1)), config.dtype, 0, frozen=config.freeze
+            )
             loss = nn.softmax_cross_entropy
             with Pipeline(stages, plan_of.schedule, comm, loss=loss, recompute=config.recompute) as pipeline:
                 chosen = optim.AdamW if config.optimizer == "adamw" else lambda *a: optim.SGD(*a, momentum=0.9)
@@ -65,10 +68,11 @@ def allocated(config):
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
 def test_arrays_are_foreseen_as_a_step_allocates_them(shape):
+    """To 15 %: what an action takes on top is found from the resident memory, in pages and with gaps between arrays."""
     config = TrainConfig(**SIZES, **SHAPES[shape])
     (rank,) = estimate(config, GPT, 1).ranks
     foreseen = rank.total - rank.process - rank.messages
-    assert foreseen == pytest.approx(allocated(config), rel=0.05)
+    assert foreseen == pytest.approx(allocated(config), rel=0.15)
 
 
 def test_parameters_gradients_and_moments_are_those_of_the_layers():
@@ -81,42 +85,64 @@ def test_parameters_gradients_and_moments_are_those_of_the_layers():
     narrow = estimate(TrainConfig(**SIZES, dtype="bfloat16", optimizer="sgd"), GPT, 3)
     for wide, rank in zip(found.ranks, narrow.ranks):
         assert rank.parameters == 6 * wide.count and rank.moments == rank.gradients == 4 * wide.count
+    for replicas, seq in ((2, 1), (1, 2), (2, 2)):
+        sharded = estimate(TrainConfig(**SIZES, shard_optimizer=True, pipe=3, seq=seq), GPT, 3 * replicas * seq)
+        for wide, rank in zip(found.ranks, sharded.ranks):
+            assert rank.moments == pytest.approx(8 * wide.count / (replicas * seq), rel=0.01)
+            assert rank.gradients == wide.gradients
 
 
-def test_a_stage_of_many_layers_is_foreseen_from_two_repetitions():
-    """Each layer more costs as much as the one before: a stage that is rehearsed whole says the same."""
+class Tanh(nn.Layer):
+    """Keeps its output."""
 
-    def stage(layers, whole):
-        model = GPT(dim=32, layers=layers, heads=2, seq=32)
-        meter = StageMeter(lambda: model.build(Local()), "float32", (), lambda stage: nn.softmax_cross_entropy)
-        if whole:
-            meter.kinds = [*range(2 * layers + 2)]  # no two are alike
-        tokens = np.zeros((2, 32), np.int64)
-        return meter.stage(0, 2 * layers + 2, tokens, tokens, False)
+    def forward(self, x):
+        y = np.tanh(x)
+        return y, y
 
-    short, shape = stage(6, whole=False)
-    long, same = stage(6, whole=True)
-    assert shape == same == (None, (((2, 32, 256), np.dtype("float32")),))
-    for name in ("buffers", "saved", "pending", "forward", "backward"):
-        assert getattr(short, name) == pytest.approx(getattr(long, name), rel=0.02), name
+    def backward_input(self, dy, saved):
+        return dy * (1 - saved**2), None
 
 
-@pytest.mark.parametrize(
-    ("kinds", "run"),
-    [
-        ("EAFAFAFAFH", LayerRun(1, 2, 4)),
-        ("AFAFAF", LayerRun(0, 2, 3)),
-        ("EAAAAH", LayerRun(1, 1, 4)),
-        ("EAFAFH", LayerRun(0, 6, 1)),  # cut to two there is nothing left out
-        ("ABCABCABCABX", LayerRun(0, 3, 3)),
-        ("", LayerRun(0, 0, 1)),
-    ],
-)
-def test_the_longest_repetition_is_found(kinds, run):
-    assert longest_run(kinds) == run
+class Columns(Task):
+    """Layers that keep their input, their output, both or neither, one by one or all in one."""
+
+    whole = False
+
+    def layers(self, shard):
+        parts = [part for _ in range(6) for part in (nn.Linear(64, 64), Tanh(), nn.Linear(64, 64), nn.Gelu())]
+        parts = [*parts, *(nn.Residual(nn.Linear(64, 64)) for _ in range(4)), nn.Linear(64, 4)]
+        return [nn.Sequential(parts)] if self.whole else parts
+
+    def loss(self, output, target):
+        difference = output - target
+        return float((difference**2).mean()), 2 * difference / difference.size
+
+    def batch(self, step, rows, shard):
+        return np.ones((len(rows), 64), np.float32), np.ones((len(rows), 4), np.float32)
+
+    validation = batch
 
 
-UNIT = StageBytes(0, 0, 0, output=0, saved=100, pending=30, forward=0, backward=0, input_grad=0, weight_grad=0)
+@pytest.mark.long  # it wants a process whose memory is at rest
+@pytest.mark.parametrize("keys", [{}, {"schedule": "zero_bubble_h1"}, {"recompute": True}])
+def test_layers_one_by_one_add_up_to_what_they_take_together(keys):
+    config = TaskConfig(batch=8192, microbatches=2, device="cpu", **keys)
+
+    class Whole(Columns):
+        whole = True
+
+    def estimated(task):  # what the process takes for other things meanwhile only adds to it
+        found = [estimate_task(lambda comm: (config, task()), 1).ranks[0] for _ in range(3)]
+        return min(found, key=lambda rank: rank.activations + rank.scratch)
+
+    one, whole = estimated(Columns), estimated(Whole)
+    assert one.count == whole.count and one.batch == whole.batch
+    assert one.activations + one.scratch == pytest.approx(whole.activations + whole.scratch, rel=0.15)
+    if not keys:  # else two actions take nearly the same, of other parts: of a split backward, or forward and again
+        assert one.activations == pytest.approx(whole.activations, rel=0.01)
+
+
+UNIT = StageBytes(saved=100, pending=30)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved_1f1b", "looped_bfs", "dualpipe_v"])
@@ -125,21 +151,21 @@ def test_activations_follow_the_peak_of_the_schedule(name, ranks):
     """For stages of equal activations and nothing else, the walk says what the simulation counts."""
     chunks = 1 if name in ("gpipe", "one_f_one_b") else 2
     schedule = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=2 * ranks)
-    unit = UNIT if name != "dualpipe_v" else StageBytes(0, 0, 0, 0, 100, 100, 0, 0, 0, 0)
     # what an action leaves is held from the next one on: the forward itself allocates it
-    unit = StageBytes(**{**vars(unit), "forward": 100})
+    unit = replace(UNIT, forward=100, pending=100 if name == "dualpipe_v" else 30)
     counted = schedules.simulate(schedule).peak_activations
     for rank in range(ranks):
-        held = peak_of_step(schedule, rank, [unit] * schedule.stages, [0] * schedule.stages)
-        assert held.total == 100 * counted[rank]
+        held = peak_of_step(schedule, rank, [unit] * schedule.stages, [0] * schedule.stages, 1)
+        assert sum(held) == 100 * counted[rank]
 
 
 def test_buffers_of_messages_are_as_many_as_are_posted_or_wait_for_a_backward():
     schedule = schedules.gpipe(2, 4)
     stages = [UNIT] * 2
     # rank 1 keeps the four inputs until its backwards, and gets no gradients; rank 0 gets four gradients one by one
-    assert peak_of_step(schedule, 1, stages, [8, 10]).messages == 40
-    assert 10 <= peak_of_step(schedule, 0, stages, [8, 10]).messages <= 40
+    windows = receive_windows(schedule)
+    assert peak_of_step(schedule, 1, stages, [8, 10], windows(1))[1] == 40
+    assert 10 <= peak_of_step(schedule, 0, stages, [8, 10], windows(0))[1] <= 40
 
 
 def test_replicas_and_rings_divide_the_ranks():

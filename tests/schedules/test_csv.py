@@ -20,7 +20,6 @@ def test_placement_follows_from_the_cells_also_in_a_v():
     schedule = from_csv("0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2B0,1B0\n")
     assert schedule.placement == (0, 1, 1, 0)
     assert (schedule.ranks, schedule.stages, schedule.chunks, schedule.microbatches) == (2, 4, 2, 1)
-    assert schedule.splits_backward
     check(schedule)
 
 

@@ -30,8 +30,6 @@ def test_sizes_and_stages_follow_from_the_placement():
     assert (schedule.ranks, schedule.stages, schedule.chunks, schedule.microbatches) == (3, 6, 2, 4)
     assert schedule.placement == (0, 1, 2, 0, 1, 2)
     assert schedule.stages_of(1) == (1, 4)
-    assert not schedule.splits_backward
-    assert schedules.zero_bubble_h1(2, 2).splits_backward
 
 
 def test_a_schedule_cannot_change_even_if_made_of_lists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpipipe.analysis.records import RankRecord, StepRecord, Waited
-from mpipipe.trace import Sent
+from mpipipe.trace import Sent, Span
 
 AGREE, NORM = ((0, 1), "agreement"), ((0, 1), "norm of the gradients")  # (key of the group, what)
 
@@ -19,13 +19,13 @@ def made(schedule, seconds, *, latency=None, late=None, optimizer=0.0, overhead=
     for step in range(steps):
         start = [time + late.get(rank, 0.0) for rank, time in enumerate(now)]
         met = max(start)
-        found = [StepRecord(time, 0.0, [], [Waited(AGREE[1], time, met, None, AGREE[0])], [], [], []) for time in start]
+        found = [StepRecord(time, 0.0, [], [Waited(AGREE[1], time, met, None, AGREE[0])], [], []) for time in start]
         now = [met + overhead] * schedule.ranks
         _run(schedule, found, now, lambda action, step=step: seconds(action, step), latency)
         met = max(now)
         for rank, record in enumerate(found):
             record.waits.append(Waited(NORM[1], now[rank], met, None, NORM[0]))
-            record.optimizer.append((now[rank], met + optimizer))
+            record.spans.append(Span("optimizer", now[rank], met + optimizer))
             records[rank].append(record._replace(end=met + optimizer))
             now[rank] = met + optimizer
     return [_on_clock(RankRecord(rank, rank, 0, ((0, 0), (1, 0)), row), clock) for rank, row in enumerate(records)]

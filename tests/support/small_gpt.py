@@ -19,13 +19,16 @@ def text(rows, seed=1):
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
-def build(schedule, rank, dtype="float64", attend=None, token_positions=None, device="cpu", kind=nn.Stage, **sizes):
+def build(
+    schedule, rank, dtype="float64", attend=None, token_positions=None, device="cpu", kind=nn.Stage, frozen=(), **sizes
+):
     """This rank's stages; `sizes` are those of the model that differ from MODEL."""
     model = GPT(**{**MODEL, **sizes})
     layers = model.build(attend or Local(causal=True), token_positions)
     parts = partition(model.costs(), schedule.stages)
     cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [kind(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
+    keys = dict(dtype=dtype, seed=3, device=device, **(dict(frozen=frozen) if frozen else {}))
+    return [kind(layers[start:stop], first=start, **keys) for start, stop in cuts]
 
 
 def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, **options):

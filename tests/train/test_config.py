@@ -14,7 +14,8 @@ from support import harness
 from mpipipe.errors import ConfigError
 from mpipipe.options import kinds_of, option_of
 from mpipipe.train import TrainConfig
-from mpipipe.train.options import INSTEAD
+from mpipipe.train.config import INSTEAD
+from mpipipe.train.progress import make_scaler
 
 KINDS, OTHER_NAMES = kinds_of(TrainConfig), TrainConfig.other_names
 TYPED = ("partition", "memory_limit", "metrics_to", "preempt_signals", "time_limit")  # texts that are parsed
@@ -118,6 +119,7 @@ REFUSED = [  # (keys, words of the error)
     ({"time_limit": "an hour"}, "time_limit: no length of time\n.*'an hour'"),
     ({"resume": "auto"}, "resume = auto without out"),
     ({"resume": "a", "init": "b"}, "resume and init are both given"),
+    ({"shard_optimizer": True, "survive": True}, "shard_optimizer and survive are both given"),
 ]  # fmt: skip
 
 
@@ -131,9 +133,8 @@ def test_wrong_types_and_values_out_of_range_are_refused_by_name(keys, match):
 def test_what_is_at_the_end_of_a_range_is_taken():
     assert TrainConfig(clip=math.inf).clip == math.inf
     assert TrainConfig().watchdog is None and TrainConfig(watchdog=0).watchdog == 0.0
-    assert TrainConfig(dtype="float16").scales_dynamically and TrainConfig(loss_scale=0).scales_dynamically
-    assert not TrainConfig(dtype="bfloat16").scales_dynamically
-    assert not TrainConfig(dtype="float16", loss_scale=1024).scales_dynamically
+    kinds = dict(dtype="float16"), dict(loss_scale=0), dict(dtype="bfloat16"), dict(dtype="float16", loss_scale=1024)
+    assert [make_scaler(TrainConfig(**keys)).dynamic for keys in kinds] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from support.launch import ROOT, Job, mpiexec
 from train.test_kills import outcome
 
 from mpipipe import checkpoint
-from mpipipe.train import setup
 
 TRAIN = """-m mpipipe train --steps 60 --log-every 5 --dim 16 --layers 2 --heads 2 --hidden 32 --seq-len 16 --batch 8
 --microbatches 2 --dropout 0.1 --sample-bytes 0 --eval-batches 1 --eval-every 20 --device cpu --data""".split()
@@ -102,13 +101,6 @@ main()
     job = launch(1, script, env={"SLURM_JOB_END_TIME": "1"})
     assert job.returncode not in (0, 75)
     assert "step  1/60" in job.stdout and checkpoint.newest(tmp_path / "run") is None
-
-
-def test_an_interrupt_says_where_and_other_exceptions_stay_what_they_are():
-    with pytest.raises(KeyboardInterrupt, match=r"^after step 3$"), setup.told(lambda: "after step 3"):
-        raise KeyboardInterrupt
-    with pytest.raises(ValueError, match=r"^wet$"), setup.told(lambda: "after step 3"):
-        raise ValueError("wet")
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import resource
 import pytest
 from support.text_plan import text_plan
 
-from mpipipe import Mesh, schedules
+from mpipipe import Mesh, planning, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
@@ -48,22 +48,21 @@ def test_absurd_sizes_are_refused_with_a_remedy_before_they_take_memory(comm, mp
 def test_a_model_that_just_fits_is_not_refused(monkeypatch):
     config = TrainConfig(dim=64, layers=2, heads=2, batch=4, microbatches=2, dtype="float64")
     task, plan = text_plan(config, 2)
-    task.outline = task.layers(None)
     problem = problem_of(config, task, 2, 1)
     sample, message = task.sample_bytes(plan.microbatch_rows, "float64")
-    counts = [memory.parameters_of([problem.layers[each] for each in plan.layers_of(rank)]) for rank in (0, 1)]
+    counts = [planning.parameters_of([problem.layers[each] for each in plan.layers_of(rank)]) for rank in (0, 1)]
     assert sum(counts) == task.model.parameters
     for rank, count in enumerate(counts):
         layers = len(plan.layers_of(rank))
         needed = 8 * count * 4 + 16 * 4 * 128 + layers * 2 * 128 * 64 * 8
         monkeypatch.setattr(memory, "machine_memory", lambda needed=needed: needed)
-        memory.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
+        planning.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
         monkeypatch.setattr(memory, "machine_memory", lambda needed=needed: needed - 1)
         with pytest.raises(ConfigError, match=f"pipeline rank {rank}") as caught:
-            memory.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
+            planning.check_training(problem, plan, rank, "cpu", sample=sample, message=message)
         assert f"{count:,} parameters" in caught.value.found and "adamw" in caught.value.found
         # on a GPU it is that which must hold the rest
-        memory.check_training(problem, plan, rank, "cuda", sample=sample, message=message)
+        planning.check_training(problem, plan, rank, "cuda", sample=sample, message=message)
 
 
 @pytest.mark.parametrize("options", [
@@ -73,7 +72,7 @@ def test_a_model_that_just_fits_is_not_refused(monkeypatch):
 def test_every_array_of_a_description_is_counted(options, monkeypatch):
     model = GPT(dim=16, layers=2, heads=2, seq=8, **options)
     plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 6)], rows=4)
-    assert memory.parameters_of(model.build(Local())) == model.parameters
+    assert planning.parameters_of(model.build(Local())) == model.parameters
     caches = 2 * 2 * model.kv_heads * model.head_dim * 100 * 4  # keys and values of both blocks in float32
 
     def build(room):

@@ -160,10 +160,10 @@ def test_a_rank_that_missed_the_end_of_an_agreement_makes_the_step_too(train, tm
 
 @has_ulfm
 def test_where_nobody_has_a_stage_all_leave_to_be_requeued(train, tmp_path):
-    job = train("lost", 2, [[1, 5, 7]], survive=True)
+    job = train("lost", 2, [[1, 9, 7]], survive=True)  # six steps after a checkpoint that is written meanwhile
     assert job.returncode == 75, job.stderr
     assert job.stderr.count("the newest checkpoint is") == 1
-    assert "step-00000003" in job.stderr
+    assert re.search("step-0000000[369]", job.stderr)
 
 
 @has_ulfm

@@ -105,12 +105,7 @@ def committed(*functions):
     """A barrier behind step 5, and a list of the steps that its optimizer makes."""
     made = []
     optimizer = SimpleNamespace(stages=(), steps=5, before_write=list(functions), step=lambda **_: made.append(1))
-    progress = SimpleNamespace(
-        optimizer=optimizer,
-        scaler=SimpleNamespace(scale=1.0, good=0, skipped=0),
-        pipeline=SimpleNamespace(steps_taken=5),
-        step=5,
-    )
+    progress = SimpleNamespace(optimizer=optimizer, scaler=SimpleNamespace(), scalars=(1.0, 0, 0, 5), step=5)
     return StepBarrier(progress, SimpleNamespace(), together=False), made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -14,11 +15,12 @@ from support.command_line import invoke
 
 from mpipipe import arrays, nn
 from mpipipe import train as train_room
+from mpipipe.checkpoint import open_tensors
 from mpipipe.cli import train as command
 from mpipipe.cli.plan import write
 from mpipipe.cli.train import load_config
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.job import inprocess
+from mpipipe.job import inprocess, settings
 from mpipipe.train import TaskFileConfig, load_task, run
 
 WAVES = """
@@ -160,6 +162,71 @@ def test_the_model_of_a_run_folder_predicts_the_same_on_a_gpu(gpu, waves, tmp_pa
     np.testing.assert_allclose(arrays.download(found), expected, rtol=1e-12, atol=1e-14)
 
 
+RENAMED = """
+    def state_name(self, name):
+        return name.replace("0.", "lift.").replace("2.", "project.")
+"""
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A command of one process runs, although mpiexec has started the tests."""
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
+
+
+@pytest.mark.parametrize("save_every", [0, 3])
+def test_the_weights_of_a_run_folder_are_exported_to_one_file_by_name(waves, alone, tmp_path, save_every, capsys):
+    run_folder, target = tmp_path / "run", tmp_path / "waves.safetensors"
+    train(load_config(str(waves), None, **dict(KEYS, save_every=save_every), out=str(run_folder)), 2)
+    if save_every:  # the newest checkpoint, with the state of an optimizer and a part for each rank
+        shutil.rmtree(run_folder / "weights")
+    done = invoke("convert", str(run_folder), str(target))
+    place = run_folder / ("checkpoints" if save_every else "weights") / "step-00000004"
+    assert done.code == 0, done.report
+    assert f"wrote 4 arrays of step 4 from {place} into {target}\n" in capsys.readouterr().out
+    expected = train_room.load(run_folder)[1].parameters
+    with open_tensors(target, "", "", "") as file:
+        assert list(file.arrays) == sorted(expected) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        for name, entry in file.arrays.items():
+            found = np.empty(entry.shape, entry.kind)
+            file.read_into(name, found)
+            assert found.dtype == expected[name].dtype and found.tobytes() == expected[name].tobytes()
+    before = target.read_bytes()
+    assert "it is there already" in invoke("convert", str(run_folder), str(target)).report
+    assert target.read_bytes() == before
+
+
+def test_a_task_names_its_weights_in_an_export(waves, alone, tmp_path):
+    waves.write_text(WAVES + RENAMED)
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
+    target = tmp_path / "waves.safetensors"
+    assert invoke("convert", str(tmp_path / "run"), str(target)).code == 0
+    with open_tensors(target, "", "", "") as file:
+        assert list(file.arrays) == ["lift.bias", "lift.weight", "project.bias", "project.weight"]
+
+
+def test_an_export_that_cannot_be_is_one_report_and_no_file(waves, alone, tmp_path):
+    waves.write_text(WAVES + RENAMED.replace("name.replace", "name[2:].replace"))
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "run")))
+    target = tmp_path / "waves.safetensors"
+    cases = [
+        ((tmp_path / "run", target), "Waves.state_name gives no name of its own to"),
+        ((tmp_path / "run", target, "--dtype", "float32"), "are for folders"),
+        ((tmp_path, target), "not that of a task in a file"),
+        ((tmp_path / "absent", target), "not that of a task in a file"),
+    ]
+    for words, text in cases:
+        ended = invoke("convert", *map(str, words))
+        assert ended.code and text in ended.report and not target.exists()
+    waves.write_text(WAVES)
+    train(load_config(str(waves), None, **KEYS, out=str(tmp_path / "again")))
+    absent = tmp_path / "absent" / "waves.safetensors"
+    assert "cannot be written" in invoke("convert", str(tmp_path / "again"), str(absent)).report
+    part = next((tmp_path / "again" / "weights").rglob("*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1] + b"\1")
+    assert "checksum" in invoke("convert", str(tmp_path / "again"), str(target)).report and not target.exists()
+
+
 def test_a_folder_that_has_no_task_in_a_file_is_not_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"not that of a task in a file(.|\n)*checkpoint.load"):
         train_room.load(tmp_path)
@@ -261,6 +328,18 @@ class Doubled(nn.Gelu):
         dx, pending = super().backward_input(dy, saved)
         return 2 * dx, pending
 """
+
+
+def test_a_new_training_says_what_it_has_not_looked_at(waves, tmp_path, capsys):
+    waves.write_text(WAVES.replace("nn.Gelu()", "Doubled()") + "\n    cost = ()\n" + DOUBLED)
+    config = TaskFileConfig(**KEYS, task=f"{waves}:Waves", out=str(tmp_path / "run"), resume="auto")
+    notes = [
+        "mpipipe: note: Waves has `cost`, which nothing here calls, and no `costs`",
+        "mpipipe: note: `train waves.py --check` compares the gradients of Doubled; a training does not",
+    ]
+    for steps, expected in ((4, notes), (6, [])):  # then it goes on
+        train(dataclasses.replace(config, steps=steps))
+        assert [line for line in capsys.readouterr().out.splitlines() if "note: " in line] == expected
 
 
 def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsys, monkeypatch):

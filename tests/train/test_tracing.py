@@ -14,7 +14,7 @@ from mpipipe.errors import ArgumentError, BackendError, ConfigError
 from mpipipe.job import inprocess
 from mpipipe.job.preemption import Preemption
 from mpipipe.language.models import GPT
-from mpipipe.train import tracing, train
+from mpipipe.train import train, trainer
 
 pytest.importorskip("otf2")
 
@@ -35,7 +35,7 @@ def summary(config):
 
 @pytest.mark.parametrize("steps, recorded", [(1, 1), (7, 4)])
 def test_the_steps_behind_the_first_one_are_recorded(small, capsys, monkeypatch, steps, recorded):
-    monkeypatch.setattr(tracing, "RECORDED", 4)
+    monkeypatch.setattr(trainer, "RECORDED", 4)
     config = small(steps=steps)
     plain = run(small(steps=steps, trace=None, out=config.out + "2"))
     assert run(config)[0].loss == plain[0].loss

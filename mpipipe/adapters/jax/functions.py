@@ -75,10 +75,8 @@ class Functions:
 
 def divided(leaves: Sequence[Any], floating: Sequence[bool]) -> tuple[list, list]:
     """Return (the floating ones, the others)."""
-    pairs = [*zip(leaves, floating)]
-    return [leaf for leaf, is_floating in pairs if is_floating], [
-        leaf for leaf, is_floating in pairs if not is_floating
-    ]
+    some, others = ([leaf for leaf, has in zip(leaves, floating) if has == wanted] for wanted in (True, False))
+    return some, others
 
 
 def joined(some: Sequence[Any], others: Sequence[Any], floating: Sequence[bool]) -> list:

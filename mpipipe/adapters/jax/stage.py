@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,30 +24,10 @@ from mpipipe.adapters.jax.functions import (
     put,
     waiting_for_jax,
 )
-from mpipipe.adapters.trees import (
-    Structures,
-    TreeStage,
-    flatten_parts,
-    gradient_leaves,
-    parts_of,
-    tree_of,
-    unflatten_parts,
-)
-from mpipipe.arrays import Array, Branches, Structure, Tree, flatten, unflatten
+from mpipipe.adapters.trees import KINDS, Structures, Tape, TreeStage, flatten_parts, one_dtype
+from mpipipe.arrays import Array, Structure, Tree, flatten, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position, kernels
-
-KINDS = ("float64", "float32", "float16", "bfloat16", "complex128", "complex64")
-
-
-class JaxSaved(NamedTuple):
-    """What the forward of a micro-batch leaves for its backward."""
-
-    pull: Any  # takes gradients of the floating outputs, and gives those of parameters and floating inputs
-    structures: Structures  # of the parts of the input
-    floating: tuple[bool, ...]  # which of their arrays take gradients
-    output: Structures  # the same of the output
-    differentiable: tuple[bool, ...]
 
 
 class JaxStage(TreeStage):
@@ -57,18 +37,10 @@ class JaxStage(TreeStage):
     with the memory of `parameters`.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        parameters: Any,
-        prefix: str = "",
-        seed: int = 0,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-    ):
+    def __init__(self, function: Callable[..., Any], parameters: Any, prefix: str = "", *common: Any):
         if not callable(function):
             raise ArgumentError("jax_stage", found=type(function).__name__, expected="a function (parameters, x) -> y")
-        super().__init__("jax_stage", seed, gives, takes)
+        super().__init__("jax_stage", *common)
         self.function = function
         self._tree, leaves = jax.tree_util.tree_structure(parameters), named_leaves(parameters, prefix)
         on_gpu = any(isinstance(leaf, jax.Array) and not is_on_host(leaf) for leaf in leaves.values())
@@ -84,16 +56,12 @@ class JaxStage(TreeStage):
             self._bind({name: np.asarray(leaf) for name, leaf in leaves.items()})
 
     def _bind(self, values: dict[str, np.ndarray]) -> None:
-        kinds = {value.dtype.name: name for name, value in values.items()}
-        if len(kinds) > 1 or not kinds.keys() <= {*KINDS}:
-            raise ArgumentError(
-                "the parameters of a function must have one dtype, since they lie in one array",
-                found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
-                expected=f"one of {', '.join(KINDS)}",
-                remedy="jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function",
-            )
+        kind = one_dtype(
+            {value.dtype.name: name for name, value in values.items()},
+            "function",
+            "jax.tree.map(lambda x: x.astype(dtype), parameters); constants belong into the function",
+        )
         shapes = {name: value.shape for name, value in values.items()}
-        kind = arrays.dtype(next(iter(kinds)))
         self.parameters, self.gradients = (FlatBuffer(shapes, kind, self.device) for _ in range(2))
         for name, value in values.items():
             arrays.copy_into(self.parameters[name], arrays.upload(value) if self.gpu is not None else value)
@@ -117,68 +85,48 @@ class JaxStage(TreeStage):
         if self._renews:
             self._read_parameters()
 
-    @waiting_for_jax()
-    def forward(self, x: Tree | Branches, position: Position | None = None) -> tuple[Tree | Branches, JaxSaved | None]:
-        """Compute the output of one micro-batch, and in a training step what its backward needs."""
-        position = Position() if position is None else position
-        leaves, structures = flatten_parts(parts_of(x, self.takes))
-        floating = tuple(arrays.is_floating(leaf.dtype) for leaf in leaves)
+    _computing = staticmethod(waiting_for_jax)
+
+    def _forward(
+        self, leaves: list[Array], structures: Structures, position: Position
+    ) -> tuple[list[Array], Structures, Tape | None]:
+        floating = tuple(not self.ends and arrays.is_floating(leaf.dtype) for leaf in leaves)
         key = structures, floating
         if key not in self._functions:
             self._functions[key] = Functions(self.function, self._tree, structures, floating, self.gives)
-        compiled = self._functions[key]
+        compiled, pull = self._functions[key], None
         some, others = divided([*map(put, leaves)], floating)
         words = self.key("jax", position)[:1].view(np.uint32)
         arguments = self._values, some, others, jax.random.wrap_key_data(words, impl="threefry2x32")
-        if not position.training:
+        if position.training:
+            found, pull, rest = compiled.with_gradients(*arguments)
+        else:
             found, rest = compiled.forward(*arguments)
-            return self._tree_of(found, rest)[0], None
-        found, pull, rest = compiled.with_gradients(*arguments)
-        y, output, differentiable = self._tree_of(found, rest)
-        return y, JaxSaved(pull, structures, floating, output, differentiable)
+        without, output = flatten_parts(rest, functions.flatten_output)
+        differentiable = tuple(leaf is None for leaf in without)
+        taken = self._results.take([*found, *(leaf for leaf in without if leaf is not None)])
+        y = joined(taken[: len(found)], taken[len(found) :], differentiable)
+        return y, output, Tape(pull, structures, floating, output, differentiable) if position.training else None
 
-    @waiting_for_jax()
-    def backward(self, dy: Tree | Branches, saved: JaxSaved) -> Tree | Branches:
-        """Add to the gradients of the parameters, and return the gradient of the input."""
-        weights, inputs = functions.both(saved.pull, self._floating(dy, saved))
+    def _backward(self, slopes: list[Array | None], saved: Tape) -> list[Array]:
+        weights, inputs = functions.both(saved.kept, [*map(put, slopes)])
         found = self._results.take([*weights, *inputs])
         self._add(found[: len(weights)])
-        return self._input_gradients(found[len(weights) :], saved)
+        return found[len(weights) :]
 
-    @waiting_for_jax()
-    def backward_input(self, dy: Tree | Branches, saved: JaxSaved) -> tuple[Tree | Branches, Any]:
-        """Return the gradient of the input, and what `backward_weight` needs."""
-        found, pending = of_inputs(saved.pull, self._floating(dy, saved))
-        return self._input_gradients(self._results.take(found), saved), pending
+    def _backward_input(self, slopes: list[Array | None], saved: Tape) -> tuple[list[Array], Any]:
+        found, pending = of_inputs(saved.kept, [*map(put, slopes)])
+        return self._results.take(found), pending
 
-    @waiting_for_jax()
-    def backward_weight(self, pending: Any) -> None:
-        """Add to the gradients of the parameters."""
+    def _backward_weight(self, pending: Any) -> None:
         if self.gradients is not None:
             self._add(self._results.take(of_parameters(pending)))
-
-    def _tree_of(self, found: list[JaxArray], rest: list) -> tuple[Tree | Branches, Structures, tuple[bool, ...]]:
-        """The output as arrays, the structures of its parts, and which of the arrays take gradients."""
-        leaves, structures = flatten_parts(rest, functions.flatten_output)
-        floating = tuple(leaf is None for leaf in leaves)
-        taken = self._results.take([*found, *(leaf for leaf in leaves if leaf is not None)])
-        parts = unflatten_parts(joined(taken[: len(found)], taken[len(found) :], floating), structures)
-        return tree_of(parts, self.gives), structures, floating
 
     def _add(self, found: Sequence[Array]) -> None:
         if self.gradients is not None:
             for total, part in zip(self.gradients.values(), found):
                 if total is not None:  # else frozen
                     kernels.of_array(total).accumulate(total, part)
-
-    def _floating(self, dy: Tree | Branches, saved: JaxSaved) -> list[JaxArray]:
-        """The gradients of the floating outputs, for JAX."""
-        leaves = gradient_leaves(dy, saved.output, self.gives)
-        return [*map(put, divided(leaves, saved.differentiable)[0])]
-
-    def _input_gradients(self, found: Sequence[Array], saved: JaxSaved) -> Tree | Branches:
-        leaves = joined(found, [None] * saved.floating.count(False), saved.floating)
-        return tree_of(unflatten_parts(leaves, saved.structures), self.takes)
 
 
 # -- A function as a layer of a stage, in whose buffers its parameters lie ---------------------------------------------
@@ -195,16 +143,15 @@ def declared_by(given: tuple[Any, Any]) -> dict[str, Parameter]:
             expected="real floating numbers",
             remedy="keep real and imaginary parts as a last axis of 2; constants belong into the function",
         )
-    return {name: Parameter(leaf.shape, partial(_as_drawn, leaf), decay=leaf.ndim > 1) for name, leaf in leaves.items()}
-
-
-def _as_drawn(leaf: np.ndarray, _generator: np.random.Generator, _shape: arrays.Shape) -> np.ndarray:
-    return leaf.astype(np.float64)
+    return {
+        name: Parameter(leaf.shape, lambda *_, leaf=leaf: leaf.astype(np.float64), decay=leaf.ndim > 1)
+        for name, leaf in leaves.items()
+    }
 
 
 def stage_on(given: tuple[Any, Any], values: Mapping[str, Array], gradients: Mapping[str, Any], seed: int) -> JaxStage:
     """Return a stage of (function, parameters) whose parameters are these arrays; one without a gradient is frozen."""
-    stage = JaxStage(given[0], (), seed=seed)
+    stage = JaxStage(given[0], (), "", seed)
     stage._tree = jax.tree_util.tree_structure(given[1])
     stage.parameters, stage.gradients = dict(values), dict(gradients)
     stage._read_parameters()
@@ -213,17 +160,10 @@ def stage_on(given: tuple[Any, Any], values: Mapping[str, Array], gradients: Map
 
 
 def counted(stage: JaxStage, x: Tree, position: Position) -> tuple[Any, dict[int, int]]:
-    """Return what the forward returns, and what JAX keeps for its backward: bytes by the address of the memory.
-
-    Parameters and the input are not among them.
-    """
+    """Return what the forward returns, and what JAX keeps for its backward: bytes by the address of the memory."""
     found = stage.forward(x, position)
-    kept = [] if found[1] is None else jax.tree.leaves(found[1].pull)
-    held = {each.unsafe_buffer_pointer(): each.nbytes for each in kept if isinstance(each, jax.Array)}
-    own = () if stage.parameters is None else stage.parameters.values()
-    for array in (*own, *flatten(x)[0]):
-        held.pop(arrays.address(array), None)
-    return found, held
+    kept = [] if found[1] is None else jax.tree.leaves(found[1].kept)
+    return found, {each.unsafe_buffer_pointer(): each.nbytes for each in kept if isinstance(each, jax.Array)}
 
 
 def named_leaves(parameters: Any, prefix: str = "") -> dict[str, Any]:
@@ -253,23 +193,14 @@ def of_inputs(pull: Any, dy: Any) -> Any:
     kept = _read(rest, jaxpr.outvars[: len(weights)])
     found = jax.core.eval_jaxpr(jaxpr.replace(eqns=first, outvars=[*wanted, *kept]), closed.consts, *dy)
     later = jaxpr.replace(constvars=[], invars=kept, eqns=rest, outvars=jaxpr.outvars[: len(weights)])
-    return found[: len(inputs)], Partial(_Later(later), *found[len(inputs) :])
+    # by this function JAX knows the second half again: there is one for each first half that was compiled
+    return found[: len(inputs)], Partial(lambda *values: jax.core.eval_jaxpr(later, [], *values), *found[len(inputs) :])
 
 
 @jax.jit
 def of_parameters(pending: Any) -> Any:
     """Return the gradients of the parameters, a list."""
     return pending()
-
-
-class _Later:
-    """The second half: an object of its own for each first half that was compiled, by which JAX knows it again."""
-
-    def __init__(self, jaxpr: Any):
-        self.jaxpr = jaxpr
-
-    def __call__(self, *values: Any) -> Any:
-        return jax.core.eval_jaxpr(self.jaxpr, [], *values)
 
 
 def _in_halves(operations: Sequence[Any], wanted: Sequence[Any]) -> tuple[list[Any], list[Any]]:

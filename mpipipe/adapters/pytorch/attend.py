@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mpipipe.adapters.pytorch.tensors import Tensor, array_of, on_stream, tensor_of
+from mpipipe.adapters.pytorch.tensors import Tensor, on_stream
+from mpipipe.arrays import array_of, tensor_of
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import ForwardAndBackward, as_attend
 

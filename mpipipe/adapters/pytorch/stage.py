@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from operator import setitem
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -19,9 +19,7 @@ from mpipipe.adapters.pytorch.attend import TorchAttend
 from mpipipe.adapters.pytorch.tensors import (
     ModuleBuffers,
     Tensor,
-    TorchGradients,
     TorchParameters,
-    array_of,
     check_module,
     device_of,
     flatten_output,
@@ -29,21 +27,9 @@ from mpipipe.adapters.pytorch.tensors import (
     is_differentiable,
     modules_for_hooks,
     on_stream,
-    tensor_of,
-    tensors_of,
 )
-from mpipipe.adapters.trees import (
-    Structures,
-    TreeStage,
-    applied,
-    flatten_parts,
-    gradient_leaves,
-    parts_of,
-    returned,
-    tree_of,
-    unflatten_parts,
-)
-from mpipipe.arrays import Array, Branches, Tree, flatten, unflatten
+from mpipipe.adapters.trees import Structures, Tape, TreeStage, applied, flatten_parts, returned, unflatten_parts
+from mpipipe.arrays import Array, Tree, array_of, flatten, tensor_of, unflatten
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer, Parameter, Position
 
@@ -59,17 +45,9 @@ class TorchStage(TreeStage):
     every millisecond at most, and while a `TorchAttend` within computes.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        prefix: str = "",
-        seed: int = 0,
-        gives: Sequence[str] = (),
-        takes: Sequence[str] = (),
-        storage: tuple[Mapping, Mapping] | None = None,
-    ):
+    def __init__(self, module: Any, prefix: str = "", *common: Any, storage: tuple[Mapping, Mapping] | None = None):
         check_module(module)
-        super().__init__("torch_stage", seed, gives, takes)
+        super().__init__("torch_stage", *common)
         self.module, self.prefix = module, prefix
         self.poll: Callable[[], object] | None = None
         self._polled = 0.0  # seconds of a clock
@@ -84,9 +62,10 @@ class TorchStage(TreeStage):
         self.device, self.gpu = places.pop()
         with on_stream(self.device):
             self._trained = TorchParameters(module, prefix, self.device, storage)
+        self.parameters = self._trained.values
         self._parameters = [piece.parameter for piece in self._trained.pieces]
         self._buffers = ModuleBuffers(module)
-        self._looked = False  # whether a graph has been looked at for tensors that nobody would sum up
+        self._looked = False  # whether a graph has been looked at for tensors whose gradients are summed nowhere
         for each in modules_for_hooks(module):
             each.register_forward_hook(self._move_messages)
         for each in module.modules():
@@ -94,69 +73,60 @@ class TorchStage(TreeStage):
                 each.attend.poll = self._poll
 
     @property
-    def parameters(self) -> FlatBuffer | None:
-        """The trainable parameters, or None."""
-        return self._trained.values
-
-    @property
-    def gradients(self) -> TorchGradients | None:
-        """Their gradients, or None."""
-        return self._trained.gradients
+    def gradients(self) -> FlatBuffer | None:
+        """Their gradients, with what `.grad` of each parameter holds, or None."""
+        return self._trained.adopted_gradients()
 
     def refresh(self) -> None:
         """Look whether the parameters are where they were. A pipeline does this at the start of each call."""
         self._trained.check()
 
-    def forward(
-        self, x: Tree | Branches, position: Position | None = None
-    ) -> tuple[Tree | Branches, TorchSaved | None]:
-        """Compute the output of one micro-batch, and in a training step what its backward needs."""
-        position = Position() if position is None else position
-        with on_stream(self.device), self._random(position), torch.set_grad_enabled(position.training):
+    def _computing(self) -> AbstractContextManager[Any]:
+        return on_stream(self.device)
+
+    def _forward(
+        self, leaves: list[Array], structures: Structures, position: Position
+    ) -> tuple[list[Array], Structures, Tape | None]:
+        with self._random(position), torch.set_grad_enabled(position.training):
             if self.module.training != position.training:
                 self.module.train(position.training)
-            leaves, structures = flatten_parts(parts_of(x, self.takes))
             inputs = [tensor_of(leaf) for leaf in leaves]
+            # the first time, too, where nobody asks: what refuses to be differentiated in part raises its error then
+            differentiates = position.training and not (self.ends and self._looked)
             for each in inputs:
-                each.requires_grad_(position.training and is_differentiable(each))
+                each.requires_grad_(differentiates and is_differentiable(each))
             with inputs_unchanged(inputs), self._buffers.unchanged():
                 output = applied(self.module, (), unflatten_parts(inputs, structures))
                 outputs, shapes = flatten_parts(returned(output, self.gives), flatten_output)
-            y = tree_of(unflatten_parts([array_of(each) for each in outputs], shapes), self.gives)
+            found = [array_of(each) for each in outputs]
         if not position.training:
-            return y, None
-        saved = TorchSaved(inputs, structures, outputs, shapes)
+            return found, shapes, None
+        taking, differentiable = ([each for each in some if each.requires_grad] for some in (inputs, outputs))
         if not self._looked:
-            self._look(saved)
-        return y, saved
+            self._look(taking, differentiable)
+        which = (tuple(each.requires_grad for each in some) for some in (inputs, outputs))
+        return found, shapes, Tape((taking, differentiable), structures, next(which), shapes, next(which))
 
-    def backward(self, dy: Tree | Branches, saved: TorchSaved) -> Tree | Branches:
-        """Add to the gradients of the parameters, and return the gradient of the input."""
-        with on_stream(self.device):
-            self._trained.check_gradients()
-            outputs, gradients = taking_part(saved, dy, self.gives)
-            inputs = saved.differentiable
-            if outputs:
-                with inputs_unchanged(gradients, *BACKWARD):
-                    torch.autograd.backward(outputs, gradients, inputs=[*inputs, *self._parameters])
-            return input_gradients(saved, [each.grad for each in inputs], self.takes)
-
-    def backward_input(self, dy: Tree | Branches, saved: TorchSaved) -> tuple[Tree | Branches, SplitBackward | None]:
-        """Return the gradient of the input, and what `backward_weight` needs."""
-        with on_stream(self.device):
-            outputs, gradients = taking_part(saved, dy, self.gives)
-            if not outputs:
-                return input_gradients(saved, [None for _ in saved.differentiable], self.takes), None
+    def _backward(self, slopes: list[Array | None], saved: Tape) -> list[Array]:
+        self._trained.check_gradients()
+        inputs, outputs, gradients = taking_part(slopes, saved)
+        if outputs:
             with inputs_unchanged(gradients, *BACKWARD):
-                split = SplitBackward(outputs, gradients, saved.differentiable, self._parameters)
-            return input_gradients(saved, split.input_gradients, self.takes), split
+                torch.autograd.backward(outputs, gradients, inputs=[*inputs, *self._parameters])
+        return input_gradients(inputs, [each.grad for each in inputs])
 
-    def backward_weight(self, pending: SplitBackward | None) -> None:
-        """Add to the gradients of the parameters."""
-        with on_stream(self.device):
-            self._trained.check_gradients()
-            if pending is not None:
-                pending.finish(self._parameters)
+    def _backward_input(self, slopes: list[Array | None], saved: Tape) -> tuple[list[Array], SplitBackward | None]:
+        inputs, outputs, gradients = taking_part(slopes, saved)
+        if not outputs:
+            return input_gradients(inputs, [None for _ in inputs]), None
+        with inputs_unchanged(gradients, *BACKWARD):
+            split = SplitBackward(outputs, gradients, inputs, self._parameters)
+        return input_gradients(inputs, split.input_gradients), split
+
+    def _backward_weight(self, pending: SplitBackward | None) -> None:
+        self._trained.check_gradients()
+        if pending is not None:
+            pending.finish(self._parameters)
 
     def state_dict(self) -> dict[str, Array]:
         """Return parameters and persistent buffers by the module's names, after the prefix: views where they can be."""
@@ -194,10 +164,9 @@ class TorchStage(TreeStage):
         if self.poll is not None:
             self.poll()
 
-    def _look(self, saved: TorchSaved) -> None:
-        """Raise ArgumentError if the output depends on a tensor whose gradient nobody would sum up or use."""
-        outputs = [each for each in saved.outputs if each.requires_grad]
-        strange = AutogradGraph(outputs, saved.differentiable, self._parameters).strange
+    def _look(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Raise ArgumentError if the output depends on a tensor whose gradient is summed and used nowhere."""
+        strange = AutogradGraph(outputs, inputs, self._parameters).strange
         if strange:
             raise ArgumentError(
                 "the output of a module depends on a tensor with a gradient that is none of its parameters",
@@ -223,14 +192,14 @@ def declared_by(module: Any) -> dict[str, Parameter]:
             remedy="run the module once first; keep real and imaginary parts as a last axis of 2",
         )
     return {
-        name: Parameter(tuple(each.shape), partial(_as_drawn, each), decay=each.ndim > 1, frozen=not each.requires_grad)
+        name: Parameter(
+            tuple(each.shape),
+            lambda *_, each=each: each.detach().double().cpu().numpy(),
+            decay=each.ndim > 1,
+            frozen=not each.requires_grad,
+        )
         for name, each in named.items()
     }
-
-
-def _as_drawn(parameter: Tensor, _generator: np.random.Generator, _shape: arrays.Shape) -> np.ndarray:
-    values: np.ndarray = parameter.detach().double().cpu().numpy()
-    return values
 
 
 def stage_on(module: Any, values: Mapping[str, Array], gradients: Mapping[str, Any], seed: int) -> TorchStage:
@@ -240,14 +209,11 @@ def stage_on(module: Any, values: Mapping[str, Array], gradients: Mapping[str, A
         module.to(value.device, value.dtype)
         parameter.data = value
         parameter.requires_grad_(gradients[name] is not None)
-    return TorchStage(module, seed=seed, storage=(values, gradients))
+    return TorchStage(module, "", seed, storage=(values, gradients))
 
 
 def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[int, int]]:
-    """Return what the forward returns, and what PyTorch keeps for its backward: bytes by the address of the memory.
-
-    Parameters and the input are not among them.
-    """
+    """Return what the forward returns, and what PyTorch keeps for its backward: bytes by the address of the memory."""
     held: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -257,8 +223,8 @@ def counted(stage: TorchStage, x: Tree, position: Position) -> tuple[Any, dict[i
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         found = stage.forward(x, position)
-    for address in (*(each.data_ptr() for each in stage.module.parameters()), *map(arrays.address, flatten(x)[0])):
-        held.pop(address, None)
+    for tensor in () if found[1] is None else chain(*found[1].kept):
+        note(tensor)
     return found, held
 
 
@@ -285,9 +251,9 @@ class TorchLoss:
     def __call__(self, output: Tree, target: Tree, factor: float = 1.0) -> tuple[Any, Tree]:
         """Return (value, gradient of the output times `factor`)."""
         with on_stream(arrays.device_of(flatten(output)[0][0])), torch.enable_grad():
-            outputs, structure = tensors_of(output)
+            (leaves, structure), (wanted, shape) = flatten(output), flatten(target)
+            outputs, targets = [*map(tensor_of, leaves)], [*map(tensor_of, wanted)]
             taking = [each.requires_grad_() for each in outputs if is_differentiable(each)]
-            targets, shape = tensors_of(target)
             with inputs_unchanged([*outputs, *targets], "a loss", "the output or the targets"):
                 value = self.function(unflatten(outputs, structure), unflatten(targets, shape))
             found = torch.autograd.grad(value, taking, torch.full_like(value, factor), allow_unused=True)
@@ -296,40 +262,20 @@ class TorchLoss:
             return value.item() if value.device.type == "cpu" else array_of(value), gradient
 
 
-# -- What a module was given and what it returned, from the forward of a micro-batch until its backward ---------------
+# -- The backward of a module ------------------------------------------------------------------------------------------
 
 
-class TorchSaved(NamedTuple):
-    """What the forward of a micro-batch leaves for its backward: tensors, and the structures of their parts."""
-
-    inputs: list[Tensor]  # those of a floating dtype take gradients
-    structures: Structures
-    outputs: list[Tensor]
-    output: Structures
-
-    @property
-    def differentiable(self) -> list[Tensor]:
-        """The inputs that take gradients."""
-        return [each for each in self.inputs if each.requires_grad]
+def taking_part(slopes: list[Array | None], saved: Tape) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the inputs that take gradients, the outputs that gradients flow back from, and those gradients."""
+    inputs, outputs = saved.kept
+    pairs = [(output, tensor_of(slope)) for output, slope in zip(outputs, slopes) if slope is not None]
+    return inputs, [output for output, _ in pairs], [slope for _, slope in pairs]
 
 
-def taking_part(saved: TorchSaved, dy: Tree | Branches, gives: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that gradients flow back from, and those gradients."""
-    leaves = gradient_leaves(dy, saved.output, gives)
-    pairs = [(output, leaf) for output, leaf in zip(saved.outputs, leaves) if leaf is not None and output.requires_grad]
-    return [output for output, _ in pairs], [tensor_of(leaf) for _, leaf in pairs]
-
-
-def input_gradients(saved: TorchSaved, gradients: Sequence[Tensor | None], takes: Sequence[str]) -> Tree | Branches:
-    """Return the input gradients: zeros for an input that no output depends on, None for integers."""
-    found = iter(gradients)
-    leaves: list[Array | None] = []
-    for each in saved.inputs:
-        gradient = next(found) if each.requires_grad else None
-        if each.requires_grad and gradient is None:
-            gradient = torch.zeros_like(each, memory_format=torch.contiguous_format)
-        leaves.append(None if gradient is None else array_of(gradient))
-    return tree_of(unflatten_parts(leaves, saved.structures), takes)
+def input_gradients(inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Array]:
+    """Return the input gradients as arrays: zeros for an input that no output depends on."""
+    pairs = zip(inputs, gradients)
+    return [array_of(torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g) for x, g in pairs]
 
 
 # -- The backward of a module in two halves: gradients of its inputs first, those of its parameters later -------------
@@ -354,14 +300,6 @@ def input_gradients(saved: TorchSaved, gradients: Sequence[Tensor | None], takes
 
 
 COMPILED_NODE = "CompiledFunctionBackward"  # node of a graph that torch.compile has made
-
-
-class BackwardPart(NamedTuple):
-    """Where a walk for the gradients of some parameters begins."""
-
-    edges: list[Any]  # tensors, or GradientEdges
-    gradients: list[Tensor]
-    parameters: list[int]  # by their numbers
 
 
 class AutogradGraph:
@@ -435,7 +373,8 @@ class SplitBackward:
     ):
         graph = AutogradGraph(outputs, inputs, parameters)
         self.input_gradients: Sequence[Tensor | None]
-        self._parts: list[BackwardPart] = []
+        # walks for the gradients of some parameters: tensors or GradientEdges to begin at, gradients, numbers of these
+        self._parts: list[tuple[list[Any], list[Tensor], list[int]]] = []
         self._found: list[Tensor | None] = []  # gradients of the parameters that are there already
         if not graph.divisible:
             found = torch.autograd.grad(outputs, [*inputs, *parameters], gradients, allow_unused=True)
@@ -457,7 +396,7 @@ class SplitBackward:
         self._parts += [_part(node, arrived[node], graph.branching[node]) for node in arrived]
         whole = sorted({*graph.shared, *graph.apart})
         if whole:
-            self._parts.append(BackwardPart(list(outputs), list(gradients), whole))
+            self._parts.append((list(outputs), list(gradients), whole))
 
     def finish(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients of the parameters to their `.grad`. A graph may be kept by others, so nothing is freed."""
@@ -475,7 +414,7 @@ def _add(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
             parameter.grad.add_(gradient)
 
 
-def _part(node: Any, gradients: tuple[Tensor | None, ...], numbers: list[int]) -> BackwardPart:
+def _part(node: Any, gradients: tuple[Tensor | None, ...], numbers: list[int]) -> tuple[Any, Any, list[int]]:
     """The walk through the branches of a node."""
     there = [(GradientEdge(node, place), each) for place, each in enumerate(gradients) if each is not None]
-    return BackwardPart([edge for edge, _ in there], [each for _, each in there], numbers)
+    return [edge for edge, _ in there], [each for _, each in there], numbers

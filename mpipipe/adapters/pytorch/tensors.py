@@ -1,9 +1,7 @@
-"""Arrays as PyTorch's tensors and back, without a copy: both see one memory, on the host and on a GPU.
+"""What a stage asks of a module of PyTorch and of its tensors: devices, trees, buffers, and parameters as flat arrays.
 
-On the host that is numpy's own bridge. bfloat16, which numpy does not know, crosses as int16 of the same bits. On a GPU
-it is DLPack between CuPy and PyTorch, and PyTorch works on CuPy's current stream, so all work is in one order. What is
-for GPUs here follows the documentation of both (PyTorch, "torch.utils.dlpack" and "torch.cuda.ExternalStream"; CuPy,
-"Interoperability", DLPack). It has never run: there is no emulated GPU for PyTorch.
+On a GPU PyTorch works on CuPy's current stream, so all work is in one order. That follows the documentation of both
+(PyTorch, "torch.cuda.ExternalStream"; CuPy, "Interoperability") and has never run: no emulated GPU is for PyTorch.
 """
 
 from __future__ import annotations
@@ -16,59 +14,17 @@ import numpy as np
 import torch
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, Structure, Tree, flatten
+from mpipipe.adapters.trees import one_dtype
+from mpipipe.arrays import Structure, flatten, tensor_of
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import FlatBuffer
 
 Tensor: TypeAlias = Any  # torch.Tensor: PyTorch may be missing where types are checked
-BFLOAT16 = arrays.dtype("bfloat16")
-FLOATING = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
-            torch.complex128: "complex128", torch.complex64: "complex64"}  # fmt: skip
-
-
-def tensor_of(array: Array) -> Tensor:
-    """Return a tensor on the memory of an array.
-
-    Host memory that numpy may not write to (a map of a file, opened for reading) is copied: PyTorch knows no tensors
-    that are read only, and a module that wrote to one would end the process.
-    """
-    bits = array.view(np.int16) if array.dtype == BFLOAT16 else array
-    found = torch.from_dlpack(bits) if arrays.is_device(array) else torch.from_numpy(_writable(bits))
-    return found.view(torch.bfloat16) if array.dtype == BFLOAT16 else found
-
-
-def _writable(array: np.ndarray) -> np.ndarray:
-    """The same memory, where its owner may write to it; else a copy."""
-    if array.flags.writeable:
-        return array
-    view = array.view()
-    try:
-        view.flags.writeable = True  # a batch is handed over as read-only views of the user's arrays
-    except ValueError:
-        return array.copy()
-    return view
 
 
 def is_differentiable(tensor: Tensor) -> bool:
     """Whether gradients exist for tensors of this dtype."""
     return bool(tensor.is_floating_point() or tensor.is_complex())
-
-
-def array_of(tensor: Tensor, contiguous: bool = True) -> Array:
-    """Return an array on the memory of a tensor, C-contiguous by default.
-
-    A tensor that is not contiguous is copied then. A conjugate or an imaginary part that PyTorch has not yet computed
-    is always.
-    """
-    if contiguous and not tensor.is_contiguous():
-        tensor = tensor.detach().contiguous()
-    half = tensor.dtype == torch.bfloat16
-    bits = tensor.detach().view(torch.int16) if half else tensor
-    if bits.is_cpu:
-        array = bits.numpy(force=True)  # all of it in one call
-    else:
-        array = arrays.cupy().from_dlpack(bits.detach().resolve_conj().resolve_neg())
-    return array.view(BFLOAT16) if half else array
 
 
 def on_stream(device: str) -> AbstractContextManager[Any]:
@@ -104,12 +60,6 @@ def flatten_output(output: Any) -> tuple[list[Tensor], Structure]:
             remedy="wrap the module in one whose forward returns tensors alone",
         )
     return leaves, structure
-
-
-def tensors_of(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """Return (tensors, structure) of a tree of arrays."""
-    leaves, structure = flatten(tree)
-    return [tensor_of(leaf) for leaf in leaves], structure
 
 
 # -- Modules that cannot be a stage, and what a module must not do in its forward -------------------------------------
@@ -231,35 +181,6 @@ class TrainedParameter(NamedTuple):
     gradient: Tensor  # what its `.grad` is, on the flat array of gradients
 
 
-class TorchGradients(Mapping[str, Array]):
-    """Gradients by name, with `flat` and `offsets`, as nn.FlatBuffer has them, in step with `.grad`."""
-
-    def __init__(self, buffer: FlatBuffer, parameters: TorchParameters):
-        self._buffer, self._parameters = buffer, parameters
-
-    @property
-    def flat(self) -> Array:
-        """The flat array, with what `.grad` of each parameter holds."""
-        self._parameters.check()
-        self._parameters.adopt_gradients()
-        return self._buffer.flat
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """Where each array starts in it."""
-        return self._buffer.offsets
-
-    def __getitem__(self, name: str) -> Array:
-        self._parameters.adopt_gradients()
-        return self._buffer[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._buffer)
-
-    def __len__(self) -> int:
-        return len(self._buffer)
-
-
 class TorchParameters:
     """The trainable parameters of a module, moved into one flat array `values`; None if nothing is trained.
 
@@ -269,23 +190,18 @@ class TorchParameters:
     def __init__(self, module: Any, prefix: str, device: str, storage: tuple[Mapping, Mapping] | None = None):
         trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self.values: FlatBuffer | None = None
-        self.gradients: TorchGradients | None = None
+        self.gradients: FlatBuffer | None = None
         self.pieces: list[TrainedParameter] = []
         if not trained:
             return
-        values: Mapping[str, Array]
-        gradients: Mapping[str, Array]
         if storage is None:
-            kind = arrays.dtype(_one_dtype(trained))
+            kind = _one_dtype(trained)
             shapes = {f"{prefix}{name}": tuple(each.shape) for name, each in trained.items()}
-            self.values = values = FlatBuffer(shapes, kind, device)
-            gradients = buffer = FlatBuffer(shapes, kind, device)
-            self.gradients = TorchGradients(buffer, self)
-        else:
-            values, gradients = storage
+            self.values, self.gradients = (FlatBuffer(shapes, kind, device) for _ in range(2))
+        both: Any = (self.values, self.gradients) if storage is None else storage
         with torch.no_grad():
             for name, parameter in trained.items():
-                value, gradient = (tensor_of(each[f"{prefix}{name}"]) for each in (values, gradients))
+                value, gradient = (tensor_of(each[f"{prefix}{name}"]) for each in both)
                 if storage is None:
                     value.copy_(parameter)
                 if storage is None and parameter.grad is not None:
@@ -295,8 +211,9 @@ class TorchParameters:
                 owned = module.get_submodule(owner)
                 self.pieces.append(TrainedParameter(name, owned, key, parameter, value.data_ptr(), gradient))
 
-    def adopt_gradients(self) -> None:
+    def adopted_gradients(self) -> FlatBuffer | None:
         """Let each `.grad` be a view of the flat array; one that was replaced is copied there, and None is zero."""
+        self.check()
         for piece in self.pieces:
             found = piece.parameter.grad
             if found is piece.gradient:
@@ -304,6 +221,7 @@ class TorchParameters:
             with torch.no_grad():
                 piece.gradient.zero_() if found is None else piece.gradient.copy_(found)
             piece.parameter.grad = piece.gradient
+        return self.gradients
 
     def check(self) -> None:
         """Raise ArgumentError if a parameter is no longer in the flat array."""
@@ -335,7 +253,7 @@ class TorchParameters:
                 )
 
 
-def _one_dtype(trained: Mapping[str, Tensor]) -> str:
+def _one_dtype(trained: Mapping[str, Tensor]) -> np.dtype:
     """The dtype of all parameters; raises ArgumentError if there are several, or none that arrays know."""
     uninitialised = [name for name, each in trained.items() if torch.nn.parameter.is_lazy(each)]
     if uninitialised:
@@ -344,12 +262,8 @@ def _one_dtype(trained: Mapping[str, Tensor]) -> str:
             found=uninitialised[0],
             remedy="run the module once before it becomes a stage",
         )
-    kinds = {each.dtype: name for name, each in trained.items()}
-    if len(kinds) > 1 or not kinds.keys() <= FLOATING.keys():
-        raise ArgumentError(
-            "the parameters of a module must have one dtype, since they lie in one array",
-            found=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
-            expected=f"one of {', '.join(FLOATING.values())}",
-            remedy="module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward",
-        )
-    return FLOATING[next(iter(kinds))]
+    return one_dtype(
+        {str(each.dtype).removeprefix("torch."): name for name, each in trained.items()},
+        "module",
+        "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward",
+    )

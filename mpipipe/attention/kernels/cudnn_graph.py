@@ -105,48 +105,39 @@ class GraphPlan(NamedTuple):
     workspace: int
 
 
-class PlanCounts(NamedTuple):
-    """Plans of this thread: how many were found ready, were built, and are kept now."""
-
-    hits: int
-    built: int
-    kept: int
-
-
-class _Store(threading.local):
-    """A thread's plans by device and request, oldest first, and its counts."""
+class _OfThread(threading.local):
+    """A thread's plans by device and request, oldest first, how many it found ready and built; and its handles."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
         self.plans: OrderedDict[tuple, GraphPlan | None] = OrderedDict()
         self.hits = self.built = 0
+        self.handles: dict[tuple, Any] = {}  # by library, device and stream
 
 
-_store = _Store()
+_mine = _OfThread()
 
 
-def counts() -> PlanCounts:
-    """Return the counts of this thread so far."""
-    return PlanCounts(_store.hits, _store.built, len(_store.plans))
+def counts() -> tuple[int, int, int]:
+    """Return how many plans this thread has found ready, has built, and keeps now."""
+    return _mine.hits, _mine.built, len(_mine.plans)
 
 
 def clear() -> None:
     """Drop this thread's plans, and start its counts from 0."""
-    _store.clear()
+    _mine.plans.clear()
+    _mine.hits = _mine.built = 0
 
 
 def plan(request: GraphRequest) -> GraphPlan | None:
     """The plan for a request on the current GPU; None if cuDNN refuses the request, with one warning."""
     cudnn = library()
     key = cudnn, arrays.cupy().cuda.runtime.getDevice(), request
-    plans = _store.plans
+    plans = _mine.plans
     if key in plans:
-        _store.hits += 1
+        _mine.hits += 1
         plans.move_to_end(key)
         return plans[key]
-    _store.built += 1
+    _mine.built += 1
     try:
         made: GraphPlan | None = make_plan(request)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
@@ -242,24 +233,14 @@ def prepare() -> str:
     return ""
 
 
-class _Handles(threading.local):
-    """A thread's handles by library, device and stream."""
-
-    def __init__(self) -> None:
-        self.made: dict[tuple, Any] = {}
-
-
-_handles = _Handles()
-
-
 def handle() -> Any:
     """CuDNN's handle for the current GPU, stream and thread."""
     key = library(), arrays.cupy().cuda.runtime.getDevice(), arrays.stream().ptr
-    if key not in _handles.made:
+    if key not in _mine.handles:
         made = library().create_handle()
         library().set_stream(handle=made, stream=key[2])
-        _handles.made[key] = made
-    return _handles.made[key]
+        _mine.handles[key] = made
+    return _mine.handles[key]
 
 
 # -- What cuDNN's attention does, and how it is asked -----------------------------------------------------------------
@@ -268,8 +249,7 @@ def handle() -> Any:
 DETERMINISTIC = "MPIPIPE_DETERMINISTIC"
 TILE = 128  # rows and columns of cuDNN's tiles
 WIDEST, WIDEST_MIXED = 256, 128  # head dimension; the second if values have another one than keys
-WIDEST_BACK = {9: 256}  # of backwards, by the major number of the compute capability
-WIDEST_BACK_ELSEWHERE = 128
+HOPPER, WIDEST_BACK, WIDEST_BACK_ELSEWHERE = 9, 256, 128  # of backwards, by the major number of the compute capability
 BLACKWELL, WIDE_ON_BLACKWELL = 10, (9, 23)  # the cuDNN from which its backward does dimension 256, and no other > 128
 OLDEST_CAPABILITY = 80
 WORD = 16  # bytes: rows begin at multiples of this
@@ -298,7 +278,7 @@ def widest_backward(capability: int) -> tuple[int, ...]:
     """
     major = capability // 10
     beyond = (256,) if major == BLACKWELL and installed().version >= WIDE_ON_BLACKWELL else ()
-    return WIDEST_BACK.get(major, WIDEST_BACK_ELSEWHERE), *beyond
+    return WIDEST_BACK if major == HOPPER else WIDEST_BACK_ELSEWHERE, *beyond
 
 
 def fits(x: DeviceArray) -> bool:
@@ -365,10 +345,9 @@ def available() -> CudnnVerdict:
 @lru_cache(maxsize=64)
 def _tried(_library: ModuleType, _device: int) -> CudnnVerdict:
     verdict = installed()
-    if arrays.compute_capability() < 80:
-        return CudnnVerdict(
-            False, f"{verdict.reason} computes attention on compute capability 8.0 and newer", verdict.version
-        )
+    if arrays.compute_capability() < OLDEST_CAPABILITY:
+        reason = f"{verdict.reason} computes attention on compute capability {OLDEST_CAPABILITY / 10} and newer"
+        return CudnnVerdict(False, reason, verdict.version)
     missing = ""
     try:
         missing = prepare()

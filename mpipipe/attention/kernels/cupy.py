@@ -42,73 +42,76 @@ def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
         return
     q, k, v = block.q, block.k, block.v
     problem = HeadProblems(q, k)
-    queries, keys, values = problem.rows_of(q), problem.keys_of(k), problem.keys_of(v)
+    queries, keys, values = map(problem.copied, (q, k, v))
     dtype = arrays.accumulator(q.dtype)
     row_count, key_count = problem.tile(slices, dtype.itemsize)
     scores, weights = _tile_pair(problem.count, row_count, key_count, q.dtype)
     sums = arrays.empty((problem.count, row_count, v.shape[3]), dtype, "cuda")
-    row_max, row_sum = (arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))
+    state = tuple(arrays.empty((problem.count, row_count), dtype, "cuda") for _ in range(2))  # maximum and sum of rows
     for part in slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
             rows = problem.rows(part, tile)
             count = rows.stop - rows.start
-            state = Rows(_front(sums, count), row_max, row_sum)
+            tile_sums = _front(sums, count)
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
-                columns = piece.stop - piece.start
+                columns, first = piece.stop - piece.start, piece is tile.pieces[0]
                 tile_scores, factors = _front(scores, count, columns), _front(weights, count, columns)
                 batched_gemm(queries[:, rows], keys[:, at], tile_scores, transpose_b=True)
-                place = TilePlace(part, tile.start, piece.start, problem)
-                first = piece is tile.pieces[0]
-                online_softmax(tile_scores, factors, state, place, block.scale, first, result.out.dtype)
-                batched_gemm(factors, values[:, at], state.sums, add=not first)
-            normalise(state, result, problem, part.q_start + tile.start, overwrite, q.dtype)
+                options = tile.start, piece.start, part.low, part.high, block.scale, first, result.out.dtype
+                _online_softmax((tile_scores, factors, tile_sums), state, (problem.group, *options))
+                batched_gemm(factors, values[:, at], tile_sums, add=not first)
+            place = problem.group, problem.kv_heads, part.q_start + tile.start
+            _normalise((tile_sums, *state, *result), (), (*place, overwrite, q.dtype))
             block.poll()
 
 
 def backward(block: KVBlock, dout: Array, result: OutLse, gradients: Gradients, overwrite: bool = False) -> None:
     """As `AttentionKernel.backward`."""
-    q, k, v = block.q, block.k, block.v
-    dtype = arrays.accumulator(q.dtype)
-    problem = HeadProblems(q, k)
-    sums = Gradients(problem.like_rows(q, dtype), problem.like_keys(k, dtype), problem.like_keys(v, dtype))
+    inputs = block.q, block.k, block.v
+    dtype = arrays.accumulator(block.q.dtype)
+    problem = HeadProblems(*inputs[:2])
+    sums = Gradients(*(problem.like(x, dtype) for x in inputs))
     for each in sums:
         arrays.set_zero(each)
     slices = [part for part in block.slices if result.out.size]
     if slices:
-        factors = Factors(
-            problem.rows_of(dout), problem.rows_of(q), problem.keys_of(k), problem.keys_of(v),
-            result.lse, dot(dout, result.out, dtype),
-        )  # fmt: skip
-        _backward_tiles(problem, factors, replace(block, slices=slices), sums)
-    for each, target, unfold in zip(sums, gradients, (problem.as_rows, problem.as_keys, problem.as_keys)):
-        shape, source_steps, target_steps = unfold(each, target)
+        delta = arrays.empty(result.lse.shape, dtype, "cuda")
+        _dot((dout, result.out), (delta,))
+        factors = tuple(map(problem.copied, (dout, *inputs)))
+        _backward_tiles(problem, factors, (result.lse, delta), replace(block, slices=slices), sums)
+    for each, target in zip(sums, gradients):
+        shape, source_steps, target_steps = problem.steps(each, target)
         strided_copy_views(each, source_steps, target, target_steps, shape, add=not overwrite)
 
 
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
-def _backward_tiles(problem: HeadProblems, factors: Factors, block: KVBlock, sums: Gradients) -> None:
-    dout, q, k, v, _, _ = factors
+def _backward_tiles(
+    problem: HeadProblems, factors: tuple[Array, ...], of_rows: tuple[Array, Array], block: KVBlock, sums: Gradients
+) -> None:
+    """Add to `sums`. `factors` are dout, q, k and v as problems; `of_rows` are lse and delta, (batch, heads, seq)."""
+    dout, q, k, v = factors
     dq, dk, dv = sums
+    lse, delta = of_rows
     row_count, key_count = problem.tile(block.slices, 2 * dq.itemsize)
-    pairs = [_tile_pair(problem.count, row_count, key_count, q.dtype) for _ in range(2)]
-    (scores, weights), (products, slopes) = pairs
+    memory = [_tile_pair(problem.count, row_count, key_count, q.dtype) for _ in range(2)]
     for part in block.slices:
         for tile in row_tiles(part, row_count // problem.group, key_count):
             rows = problem.rows(part, tile)
             for piece in tile.pieces:
                 at = slice(part.k_start + piece.start, part.k_start + piece.stop)
                 size = rows.stop - rows.start, piece.stop - piece.start
-                matrices = Matrices(*(_front(x, *size) for x in (scores, products, weights, slopes)))
-                batched_gemm(q[:, rows], k[:, at], matrices.scores, transpose_b=True)
-                batched_gemm(dout[:, rows], v[:, at], matrices.products, transpose_b=True)
-                place = TilePlace(part, tile.start, piece.start, problem)
-                softmax_backward(matrices, factors, place, block.scale)
-                batched_gemm(matrices.weights, dout[:, rows], dv[:, at], transpose_a=True, add=True)
-                batched_gemm(matrices.slopes, q[:, rows], dk[:, at], transpose_a=True, add=True, factor=block.scale)
-                batched_gemm(matrices.slopes, k[:, at], dq[:, rows], add=True, factor=block.scale)
+                (scores, weights), (products, slopes) = ((_front(x, *size) for x in pair) for pair in memory)
+                batched_gemm(q[:, rows], k[:, at], scores, transpose_b=True)
+                batched_gemm(dout[:, rows], v[:, at], products, transpose_b=True)
+                place = problem.seq, part.q_start, tile.start, piece.start, part.low, part.high
+                options = problem.group, problem.kv_heads, *place, block.scale
+                _softmax_backward((scores, products, weights, slopes, lse), (delta,), options)
+                batched_gemm(weights, dout[:, rows], dv[:, at], transpose_a=True, add=True)
+                batched_gemm(slopes, q[:, rows], dk[:, at], transpose_a=True, add=True, factor=block.scale)
+                batched_gemm(slopes, k[:, at], dq[:, rows], add=True, factor=block.scale)
             block.poll()
 
 
@@ -135,52 +138,14 @@ HELD = 4  # columns that one thread of the forward holds
 FAR = 1 << 30  # a bound that bounds nothing
 
 
-class TilePlace(NamedTuple):
-    """Where a tile of scores lies: its first query and key, counted from the first ones of its slice."""
+@Packed
+def _online_softmax(
+    scores: Array, weights: Array, sums: Array, _row_max: Array, _row_sum: Array, *facts: Any
+) -> Launch:
+    """Turn a tile of scores into weights of exp(score - row_max), and bring its rows to their new maximum.
 
-    part: Slice
-    query: int
-    key: int
-    problem: HeadProblems
-
-
-class Rows(NamedTuple):
-    """Result so far of the rows of a tile: (problems, rows, value_dim) and twice (problems, rows)."""
-
-    sums: Array
-    row_max: Array
-    row_sum: Array
-
-
-class Matrices(NamedTuple):
-    """Matrices of one tile of the backward, (problems, rows, columns)."""
-
-    scores: Array  # q k
-    products: Array  # dout v
-    weights: Array  # P
-    slopes: Array  # dS
-
-
-class Factors(NamedTuple):
-    """What the backward multiplies, laid out in problems, and two numbers for each row."""
-
-    dout: Array
-    q: Array
-    k: Array
-    v: Array
-    lse: Array  # as the caller has it
-    delta: Array  # sum of dout * out, (batch, heads, seq)
-
-
-def online_softmax(
-    scores: Array, weights: Array, state: Rows, place: TilePlace, scale: float, first: bool, out_dtype: np.dtype
-) -> None:
-    """Turn a tile of scores into weights of exp(score - row_max), and bring `state` to the new maximum of each row."""
-    facts = place.problem.group, place.query, place.key, place.part.low, place.part.high, scale, first, out_dtype
-    _softmax((scores, weights, state.sums), (state.row_max, state.row_sum), facts)
-
-
-def _pack_softmax(scores: Array, weights: Array, sums: Array, _row_max: Array, _row_sum: Array, *facts: Any) -> Launch:
+    (problems, rows, columns) twice, (problems, rows, value_dim) and twice (problems, rows): the rows' results so far.
+    """
     group, query, key, low, high, scale, first, out_dtype = facts
     count, rows, columns = scores.shape
     threads = -(-columns // (32 * HELD)) * 32
@@ -190,14 +155,9 @@ def _pack_softmax(scores: Array, weights: Array, sums: Array, _row_max: Array, _
     return Launch(kernel, (count * rows,), (threads,), numbers)
 
 
-def normalise(state: Rows, result: OutLse, problem: HeadProblems, start: int, overwrite: bool, dtype: np.dtype) -> None:
-    """Write the sums of some rows over their weights, or merge them into `result`."""
-    (sums, row_max, row_sum), (out, lse) = state, result
-    facts = problem.group, problem.kv_heads, start, overwrite, dtype
-    _normalise((sums, row_max, row_sum, out, lse), (), facts)
-
-
-def _pack_normalise(sums: Array, _max: Array, _sum: Array, out: Array, lse: Array, *facts: Any) -> Launch:
+@Packed
+def _normalise(sums: Array, _max: Array, _sum: Array, out: Array, lse: Array, *facts: Any) -> Launch:
+    """Write the sums of some rows over their weights, or merge them into the result (out, lse)."""
     group, kv_heads, start, overwrite, dtype = facts
     count, rows, width = sums.shape
     kernel = arrays.cuda_function(FORWARD, "normalise", T=dtype, O=out.dtype, N=HELD)
@@ -206,15 +166,9 @@ def _pack_normalise(sums: Array, _max: Array, _sum: Array, out: Array, lse: Arra
     return Launch(kernel, (count * rows,), (min(THREADS, -(-width // 32) * 32),), numbers)
 
 
-def dot(dout: Array, out: Array, dtype: np.dtype) -> Array:
-    """Return the sum of dout * out over each row, (batch, heads, seq)."""
-    batch, seq, heads, _ = out.shape
-    delta = arrays.empty((batch, heads, seq), dtype, "cuda")
-    _dot((dout, out), (delta,))
-    return delta
-
-
-def _pack_dot(dout: Array, out: Array, delta: Array) -> Launch:
+@Packed
+def _dot(dout: Array, out: Array, delta: Array) -> Launch:
+    """Set `delta` (batch, heads, seq) to the sum of dout * out over each row."""
     _, seq, heads, dim = out.shape
     rows = delta.size
     kernel = arrays.cuda_function(BACKWARD, "dot", T=out.dtype)
@@ -223,16 +177,11 @@ def _pack_dot(dout: Array, out: Array, delta: Array) -> Launch:
     return Launch(kernel, blocks_of(rows, THREADS // 32), (THREADS,), numbers)
 
 
-def softmax_backward(matrices: Matrices, factors: Factors, place: TilePlace, scale: float) -> None:
-    """Turn the scores of a tile, and dout v^T, into the weights and their gradients."""
-    part, query, key, problem = place
-    facts = problem.group, problem.kv_heads, problem.seq, part.q_start, query, key, part.low, part.high, scale
-    _softmax_backward((*matrices, factors.lse), (factors.delta,), facts)
-
-
-def _pack_softmax_backward(
+@Packed
+def _softmax_backward(
     scores: Array, _products: Array, weights: Array, _slopes: Array, lse: Array, _delta: Array, *facts: Any
 ) -> Launch:
+    """Turn the scores of a tile, and dout v^T, into the weights and their gradients, all (problems, rows, columns)."""
     *sizes, low, high, scale = facts
     count, rows, columns = scores.shape
     kernel = arrays.cuda_function(BACKWARD, "softmax_backward", T=weights.dtype)
@@ -244,10 +193,6 @@ def _pack_softmax_backward(
 def _bounds(low: int | None, high: int | None) -> tuple[int, int]:
     """Return the bounds of a slice as the kernels take them."""
     return -FAR if low is None else low, FAR if high is None else high
-
-
-_softmax, _normalise, _dot = Packed(_pack_softmax), Packed(_pack_normalise), Packed(_pack_dot)
-_softmax_backward = Packed(_pack_softmax_backward)
 
 
 # -- How the CuPy kernel cuts attention into problems, and slices into tiles ------------------------------------------
@@ -278,11 +223,11 @@ def row_tiles(part: Slice, queries: int, keys: int) -> Iterator[RowTile]:
 
 
 class HeadProblems:
-    """How (batch, seq, heads, dim) arrays become problems of rows."""
+    """How arrays (batch, seq, heads, dim) of queries or keys become problems, each of one batch entry and key head."""
 
     def __init__(self, q: Array, k: Array) -> None:
         self.batch, self.seq, heads, _ = q.shape
-        self.keys, self.kv_heads = k.shape[1:3]
+        self.kv_heads = k.shape[2]
         self.group = heads // self.kv_heads  # query heads to a key head
         self.count = self.batch * self.kv_heads  # number of problems
 
@@ -290,43 +235,25 @@ class HeadProblems:
         """Rows of the queries of a tile of a slice."""
         return slice((part.q_start + tile.start) * self.group, (part.q_start + tile.stop) * self.group)
 
-    def rows_of(self, x: Array) -> Array:
-        """(batch, seq, heads, dim) copied to (problems, seq * group, dim)."""
-        target = self.like_rows(x, x.dtype)
-        shape, target_steps, source_steps = self.as_rows(target, x)
+    def copied(self, x: Array) -> Array:
+        """Return an array as problems, (problems, rows, dim): seq * group rows of queries, seq of keys."""
+        target = self.like(x, x.dtype)
+        shape, target_steps, source_steps = self.steps(target, x)
         strided_copy_views(x, source_steps, target, target_steps, shape)
         return target
 
-    def keys_of(self, x: Array) -> Array:
-        """(batch, keys, kv_heads, dim) copied to (problems, keys, dim)."""
-        target = self.like_keys(x, x.dtype)
-        shape, target_steps, source_steps = self.as_keys(target, x)
-        strided_copy_views(x, source_steps, target, target_steps, shape)
-        return target
+    def like(self, x: Array, dtype: np.dtype) -> Array:
+        """Memory for an array as problems."""
+        _, seq, heads, dim = x.shape
+        return arrays.empty((self.count, seq * heads // self.kv_heads, dim), dtype, "cuda")
 
-    def like_rows(self, x: Array, dtype: np.dtype) -> Array:
-        """Memory (problems, seq * group, dim)."""
-        return arrays.empty((self.count, self.seq * self.group, x.shape[3]), dtype, "cuda")
-
-    def like_keys(self, x: Array, dtype: np.dtype) -> Array:
-        """Memory (problems, keys, dim)."""
-        return arrays.empty((self.count, self.keys, x.shape[3]), dtype, "cuda")
-
-    def as_rows(self, rows: Array, x: Array) -> tuple[Shape, Shape, Shape]:
-        """(shape, steps of `rows`, steps of x) over (batch, kv_heads, seq, group, dim)."""
-        per_row, dim = rows.shape[2], x.shape[3]
-        per_problem = self.seq * self.group * per_row
-        b, s, h, d = element_strides(x)
-        shape = self.batch, self.kv_heads, self.seq, self.group, dim
-        ours = self.kv_heads * per_problem, per_problem, self.group * per_row, per_row, 1
-        return shape, ours, (b, h * self.group, s, h, d)
-
-    def as_keys(self, rows: Array, x: Array) -> tuple[Shape, Shape, Shape]:
-        """(shape, steps of `rows`, steps of x) over (batch, kv_heads, keys, dim)."""
-        dim = x.shape[3]
-        b, s, h, d = element_strides(x)
-        ours = self.kv_heads * self.keys * dim, self.keys * dim, dim, 1
-        return (self.batch, self.kv_heads, self.keys, dim), ours, (b, h, s, d)
+    def steps(self, problems: Array, x: Array) -> tuple[Shape, Shape, Shape]:
+        """(shape, steps of `problems`, steps of x) over (batch, kv_heads, seq, group, dim)."""
+        _, rows, dim = problems.shape
+        (_, seq, heads, _), (b, s, h, d) = x.shape, element_strides(x)
+        group = heads // self.kv_heads
+        shape = self.batch, self.kv_heads, seq, group, dim
+        return shape, (self.kv_heads * rows * dim, rows * dim, group * dim, dim, 1), (b, h * group, s, h, d)
 
     def tile(self, slices: Sequence[Slice], bytes_per_score: int) -> tuple[int, int]:
         """(rows, columns) of a tile, in whole groups of rows: TILE_BYTES, or ROWS x ROWS of all problems if more."""

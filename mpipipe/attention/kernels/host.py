@@ -1,7 +1,8 @@
 """Exact attention on the host, in tiles that stay in cache.
 
 Each (batch entry, key head) is one problem. The query heads that share the key head are its rows, side by side: row
-i g + h is query i of head h of the group. So keys and values are never repeated.
+i g + h is query i of head h of the group. So keys and values are never repeated. Small problems are solved several at
+once, and the threads of the rank share what is left.
 
 Two things keep passes over the scores few:
 
@@ -20,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
-from itertools import product
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -30,6 +30,7 @@ from mpipipe.attention.bias import Bias, evaluated
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice
 from mpipipe.attention.merge import merge
+from mpipipe.processor import each, on_this_thread
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
@@ -56,8 +57,8 @@ def upcast_backward(backward: Callable[[KVBlock, np.ndarray, OutLse, Gradients],
         half = is_half(block.q.dtype)
         sums = Gradients(*map(float32_like, gradients)) if half else gradients
         if overwrite:
-            for each in sums:
-                each.fill(0)
+            for total in sums:
+                total.fill(0)
         if not half:
             return backward(block, dout, result, gradients)
         backward(_wide_block(block), upcast(dout), result._replace(out=upcast(result.out)), sums)
@@ -73,6 +74,9 @@ def _wide_block(block: KVBlock) -> KVBlock:
 
 ROWS = 128  # of one tile of scores
 KEYS = 512  # columns of one tile: a tile is 256 KiB of float32
+AT_ONCE = 1 << 18  # scores of small problems that are solved at once: fewer and longer calls of numpy
+LEAST = 4  # parts for threads, where there are so many problems
+SHARED = 1 << 16  # scores of a part at least: less is no work for another thread
 # Twice the bound may reach this: exp(-these), times values down to 1e-20, are still normal numbers.
 _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
@@ -84,114 +88,174 @@ class _Part(NamedTuple):
     bias: Callable[[np.ndarray, int], None] | None = None
 
 
-def _problems(block: KVBlock) -> Iterator[tuple[_Part, int, int, slice, slice, slice]]:
-    """Yield (part, batch entry, key head, its query heads, rows, keys) of each problem."""
+class _Problems(NamedTuple):
+    """The same slice of some batch entries and key heads."""
+
+    part: _Part
+    entries: slice
+    heads: slice  # of keys
+    group: int
+
+    def queries(self, x: np.ndarray) -> np.ndarray:
+        """X (batch, seq, heads, ...) as (entries, key heads, rows, group, ...); a view."""
+        own = slice(self.heads.start * self.group, self.heads.stop * self.group)
+        part = x[self.entries, self.part.slice.q_start : self.part.slice.q_stop, own]
+        count = self.heads.stop - self.heads.start
+        return part.reshape(*part.shape[:2], count, self.group, *part.shape[3:]).swapaxes(1, 2)
+
+    def keys(self, x: np.ndarray) -> np.ndarray:
+        """X (batch, keys, key heads, dim) as (entries, key heads, keys, 1, dim); a view."""
+        return x[self.entries, self.part.slice.k_start : self.part.slice.k_stop, self.heads].swapaxes(1, 2)[
+            :, :, :, None
+        ]
+
+
+def _each_problem(block: KVBlock, solve: Callable[[_Problems], object]) -> None:
+    """Solve all problems: those of one key head in their order, since they add to the same sums.
+
+    A bias is a function of the user's, which the calling thread alone calls.
+    """
     (batch, _, heads, _), kv_heads = block.q.shape, block.k.shape[2]
     group = heads // kv_heads
-    owners = [(b, h, slice(h * group, (h + 1) * group)) for b, h in product(range(batch), range(kv_heads))]
     if block.bias is None:
-        for b, h, own in owners:
+
+        def work(owners: tuple[slice, slice]) -> None:
             for part in block.slices:
-                yield _Part(part), b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+                solve(_Problems(_Part(part), *owners, group))
+
+        each(work, _owners(batch, kv_heads, _at_once(block, group)), block.poll)
         return
     for part in (short for whole in block.slices for short in _one_tile_each(whole, group)):
         bias = _SliceBias(block.bias, part, heads, block.q.dtype)  # the same for all of a batch
-        for b, h, own in owners:
-            biased = _Part(part, partial(bias.add, own))
-            yield biased, b, h, own, slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+        for entries, own in _owners(batch, kv_heads, 1):
+            biased = _Part(part, partial(bias.add, slice(own.start * group, own.stop * group)))
+            solve(_Problems(biased, entries, own, group))
+
+
+def _at_once(block: KVBlock, group: int) -> int:
+    """Return how many problems to solve at once."""
+    scores = max(((part.q_stop - part.q_start) * (part.k_stop - part.k_start) for part in block.slices), default=0)
+    problems, scores = block.k.shape[0] * block.k.shape[2], max(1, group * scores)
+    return max(1, min(AT_ONCE // scores, max(problems // LEAST, SHARED // scores)))
+
+
+def _owners(batch: int, kv_heads: int, at_once: int) -> list[tuple[slice, slice]]:
+    """Cut all (batch entry, key head) into (batch entries, key heads) with at most `at_once` of them."""
+    entries = max(1, at_once // kv_heads)
+    return [
+        (slice(b, min(b + entries, batch)), slice(h, min(h + at_once, kv_heads)))
+        for b in range(0, batch, entries)
+        for h in range(0, kv_heads, at_once)
+    ]
 
 
 @upcast_forward
 def forward(block: KVBlock, result: OutLse, overwrite: bool) -> None:
     """As `AttentionKernel.forward`."""
-    (q, k, v), (out, lse) = (block.q, block.k, block.v), result
-    for part, b, h, own, rows, keys in _problems(block):
-        arrays = q[b, rows, own], k[b, keys, h], v[b, keys, h]
-        head_out, head_lse = _forward_head(*arrays, block.scale, part, block.poll)
+    poll, by_rows = on_this_thread(block.poll), result.lse.swapaxes(1, 2)
+
+    def solve(problems: _Problems) -> None:
+        q, k, v = problems.queries(block.q), problems.keys(block.k), problems.keys(block.v)
+        some_out, some_lse = _forward_heads(q, k, v, block.scale, problems.part, poll)
+        out, lse = problems.queries(result.out), problems.queries(by_rows)
         if overwrite:
-            out[b, rows, own], lse[b, own, rows] = head_out, head_lse.T
+            out[...], lse[...] = some_out, some_lse
         else:
-            merge(out[b, rows, own], lse[b, own, rows].T, head_out, head_lse)
+            merge(out, lse, some_out, some_lse)
+
+    _each_problem(block, solve)
 
 
 @upcast_backward
 def backward(block: KVBlock, dout: np.ndarray, result: OutLse, gradients: Gradients) -> None:
     """As `AttentionKernel.backward`."""
-    (q, k, v), (out, lse), (dq, dk, dv) = (block.q, block.k, block.v), result, gradients
-    for part, b, h, own, rows, keys in _problems(block):
-        delta, row_lse = np.vecdot(dout[b, rows, own], out[b, rows, own]), lse[b, own, rows]
-        hidden = np.where(np.isneginf(row_lse), row_lse, -row_lse)  # a row that sees nothing has probabilities of 0
+    poll, by_rows = on_this_thread(block.poll), result.lse.swapaxes(1, 2)
+
+    def solve(problems: _Problems) -> None:
+        slopes, lse = problems.queries(dout), problems.queries(by_rows)
+        delta = np.vecdot(slopes, problems.queries(result.out))
+        hidden = np.where(np.isneginf(lse), lse, -lse)  # a row that sees nothing has probabilities of 0
         factors = (
-            _with_column(q[b, rows, own], block.scale, hidden.T),
-            _with_column(dout[b, rows, own], 1, -delta),
-            _with_column(k[b, keys, h, None], 1, 1),
-            _with_column(v[b, keys, h, None], 1, 1),
+            _with_column(problems.queries(block.q), block.scale, hidden),
+            _with_column(slopes, 1, -delta),
+            _with_column(problems.keys(block.k), 1, 1),
+            _with_column(problems.keys(block.v), 1, 1),
         )
-        head = Gradients(dq[b, rows, own], dk[b, keys, h], dv[b, keys, h])
-        _backward_head(factors, part, block.scale, head, block.poll)
+        dq, dk, dv = gradients
+        sums = Gradients(problems.queries(dq), problems.keys(dk), problems.keys(dv))
+        _backward_heads(factors, problems.part, block.scale, sums, poll)
+
+    _each_problem(block, solve)
 
 
 make_accumulator, block_gradients = partial(InPlaceAccumulator, forward), partial(gradients_from_zeros, backward)
 
 
-# queries, gradients of the output, keys and values of one key head, as rows with one more column
+# queries, gradients of the output, keys and values of some problems, as rows with one more column
 Factors: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Keys: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def _forward_head(
+def _forward_heads(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, part: _Part, poll: Callable[[], object]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One key head and slice: q (seq, group, dim), k and v (keys, dim).
+    """Some problems of one slice: q (entries, key heads, seq, group, dim), k and v (entries, key heads, keys, 1, dim).
 
-    Returns out (seq, group, value_dim) and lse (seq, group).
+    Returns out (entries, key heads, seq, group, value_dim) and lse (entries, key heads, seq, group).
     """
-    seq, group, dim = q.shape
-    width = v.shape[1]
+    group, dim, width = *q.shape[3:], v.shape[4]
     queries = _with_column(q, scale, 0)
-    row_max = np.sqrt(np.vecdot(queries[:, :dim], queries[:, :dim]))[:, None]
-    np.multiply(row_max, np.sqrt(np.vecdot(k, k).max()), out=row_max)  # a bound of the maximum
-    np.negative(row_max, out=queries[:, dim:])
-    acc, row_sum = np.empty((seq * group, width), q.dtype), np.empty((seq * group, 1), q.dtype)
-    keys = _with_column(k[:, None], 1, 1), np.ascontiguousarray(v), np.ones((KEYS, 1), k.dtype)
+    count, rows, _ = queries.shape
+    row_max = np.sqrt(np.vecdot(queries[..., :dim], queries[..., :dim]))[..., None]
+    # a bound of the maximum
+    np.multiply(row_max, np.sqrt(np.vecdot(k, k).max((2, 3))).reshape(count, 1, 1), out=row_max)
+    np.negative(row_max, out=queries[..., dim:])
+    acc, row_sum = np.empty((count, rows, width), q.dtype), np.empty((count, rows, 1), q.dtype)
+    values = np.ascontiguousarray(v).reshape(count, -1, width)
+    keys = _with_column(k, 1, 1), values, np.ones((KEYS, 1), k.dtype)
     attend = _bounded if part.bias is None and 2 * row_max.max() < _SAFE[q.dtype] else _online
-    for tile in _tiles(part, group, q.dtype):
+
+    def work(tile: _Tile) -> None:
         at = tile.rows
-        attend((queries[at], acc[at], row_sum[at], row_max[at]), keys, tile)
+        attend((queries[:, at], acc[:, at], row_sum[:, at], row_max[:, at]), keys, tile)
         poll()
-    if part.bias is not None:
+
+    tiles = list(_tiles(part, group, q.dtype))
+    if part.bias is None:
+        each(work, tiles, poll)  # shared where these are all the problems
+    else:
+        work(*tiles)
         row_sum[row_sum == 0] = 1  # all keys of a row had a bias of -inf
     np.divide(acc, row_sum, out=acc)
     np.log(row_sum, out=row_sum)
     np.add(row_sum, row_max, out=row_sum)
-    return acc.reshape(seq, group, width), row_sum.reshape(seq, group)
+    return acc.reshape(*q.shape[:4], width), row_sum.reshape(q.shape[:4])
 
 
-def _backward_head(
+def _backward_heads(
     factors: Factors, part: _Part, scale: float, gradients: Gradients, poll: Callable[[], object]
 ) -> None:
-    """One key head and slice: dq (seq, group, dim), dk (keys, dim), dv (keys, value_dim)."""
+    """Some problems of one slice, whose gradients are in the shapes of q, k and v in `_forward_heads`."""
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
-    seq, group, dim = dq.shape
-    dqueries = np.empty((seq * group, dim), dq.dtype)
-    dkeys, dvalues = np.zeros((len(dk), dim), dq.dtype), np.zeros((len(dv), dv.shape[1]), dq.dtype)
-    for tile in _tiles(part, group, dq.dtype):
+    count, rows, dim = *queries.shape[:2], dq.shape[4]
+    dqueries = np.empty((count, rows, dim), dq.dtype)
+    dkeys, dvalues = np.zeros((count, keys.shape[1], dim), dq.dtype), np.zeros_like(values[..., :-1], order="C")
+    for tile in _tiles(part, dq.shape[3], dq.dtype):
         at = tile.rows
-        _backward_tile((queries[at], slopes[at], keys, values), tile, Gradients(dqueries[at], dkeys, dvalues))
+        _backward_tile((queries[:, at], slopes[:, at], keys, values), tile, Gradients(dqueries[:, at], dkeys, dvalues))
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
-    np.add(dk, dkeys, out=dk)
-    np.add(dv, dvalues, out=dv)
+    np.add(dk, dkeys.reshape(dk.shape), out=dk)
+    np.add(dv, dvalues.reshape(dv.shape), out=dv)
 
 
 def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.ndarray:
-    """X (seq, group, dim) times `scale` as rows (seq * group, dim + 1) whose last column is `value`."""
-    seq, group, dim = x.shape
-    rows = np.empty((seq, group, dim + 1), x.dtype)
-    np.multiply(x, scale, out=rows[..., :dim])
-    rows[..., dim] = value
-    return rows.reshape(seq * group, dim + 1)
+    """X (entries, key heads, seq, group, dim) times `scale` as (problems, rows, dim + 1), the last column `value`."""
+    rows = np.empty((*x.shape[:4], x.shape[4] + 1), x.dtype)
+    np.multiply(x, scale, out=rows[..., :-1])
+    rows[..., -1] = value
+    return rows.reshape(x.shape[0] * x.shape[1], -1, rows.shape[4])
 
 
 @lru_cache(maxsize=64)
@@ -215,7 +279,7 @@ class _SliceBias:
     def add(self, own: slice, scores: np.ndarray, first: int) -> None:
         """Add to the scores (rows, keys from `first` on) of some heads."""
         if first not in self._pieces:
-            keys = self._keys[first : first + scores.shape[1]]
+            keys = self._keys[first : first + scores.shape[-1]]
             self._pieces[first] = evaluated(self._bias.function, self._heads, self._queries, keys, self._dtype)
         numbers = self._pieces[first][own].swapaxes(0, 1)
         rows = scores.reshape(numbers.shape)
@@ -262,12 +326,12 @@ class _Tile:
         """
         if self.bias is not None:
             self.bias(scores, first)
-        end = first + scores.shape[1]
+        end = first + scores.shape[-1]
         for column, corner in self.corners:
             low, high = max(first, column), min(end, column + corner.shape[1])
             if low < high:
-                part = scores[:, low - first : high - first]
-                np.add(part, corner[: len(part), low - column : high - column], out=part)
+                part = scores[..., low - first : high - first]
+                np.add(part, corner[: part.shape[1], low - column : high - column], out=part)
 
 
 def _tiles(part: _Part, group: int, dtype: np.dtype) -> Iterator[_Tile]:
@@ -285,15 +349,15 @@ def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
     """
     (queries, acc, row_sum, _), (keys, values, ones) = rows, block
     for at in tile.pieces():
-        scores = np.matmul(queries, keys[at].T)
+        scores = np.matmul(queries, keys[:, at].swapaxes(1, 2))
         tile.add_to(scores, at.start)
         np.exp(scores, out=scores)
         if at.start == tile.first:
-            np.matmul(scores, values[at], out=acc)
-            np.matmul(scores, ones[: scores.shape[1]], out=row_sum)
+            np.matmul(scores, values[:, at], out=acc)
+            np.matmul(scores, ones[: scores.shape[2]], out=row_sum)
         else:
-            np.add(acc, np.matmul(scores, values[at]), out=acc)
-            np.add(row_sum, np.matmul(scores, ones[: scores.shape[1]]), out=row_sum)
+            np.add(acc, np.matmul(scores, values[:, at]), out=acc)
+            np.add(row_sum, np.matmul(scores, ones[: scores.shape[2]]), out=row_sum)
 
 
 def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
@@ -301,33 +365,32 @@ def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
     (queries, acc, row_sum, row_max), (keys, values, ones) = rows, block
     acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
     for at in tile.pieces():
-        scores = np.matmul(queries[:, :-1], keys[at, :-1].T)
+        scores = np.matmul(queries[..., :-1], keys[:, at, :-1].swapaxes(1, 2))
         tile.add_to(scores, at.start)
-        high = np.maximum(row_max, scores.max(1, keepdims=True))
+        high = np.maximum(row_max, scores.max(2, keepdims=True))
         safe_max = np.where(np.isneginf(high), 0, high)  # a row may have seen no key up to here
         np.subtract(scores, safe_max, out=scores)
         np.exp(scores, out=scores)
         rescale = np.exp(row_max - safe_max)
         np.multiply(acc, rescale, out=acc)
         np.multiply(row_sum, rescale, out=row_sum)
-        np.add(acc, np.matmul(scores, values[at]), out=acc)
-        np.add(row_sum, np.matmul(scores, ones[: scores.shape[1]]), out=row_sum)
+        np.add(acc, np.matmul(scores, values[:, at]), out=acc)
+        np.add(row_sum, np.matmul(scores, ones[: scores.shape[2]]), out=row_sum)
         row_max[...] = high
 
 
 def _backward_tile(factors: Factors, tile: _Tile, sums: Gradients) -> None:
     """Set dq to dS k, and add to dk and dv."""
     (queries, gradients, keys, values), (dqueries, dkeys, dvalues) = factors, sums
-    dim, width = dqueries.shape[1], dvalues.shape[1]
     for at in tile.pieces():
-        weights = np.matmul(queries, keys[at].T)
+        weights = np.matmul(queries, keys[:, at].swapaxes(1, 2))
         tile.add_to(weights, at.start)
         np.exp(weights, out=weights)
-        slopes = np.matmul(gradients, values[at].T)
+        slopes = np.matmul(gradients, values[:, at].swapaxes(1, 2))
         np.multiply(slopes, weights, out=slopes)
-        dvalues[at] += np.matmul(weights.T, gradients[:, :width])
-        dkeys[at] += np.matmul(slopes.T, queries[:, :dim])
+        dvalues[:, at] += np.matmul(weights.swapaxes(1, 2), gradients[..., :-1])
+        dkeys[:, at] += np.matmul(slopes.swapaxes(1, 2), queries[..., :-1])
         if at.start == tile.first:
-            np.matmul(slopes, keys[at, :dim], out=dqueries)
+            np.matmul(slopes, keys[:, at, :-1], out=dqueries)
         else:
-            np.add(dqueries, np.matmul(slopes, keys[at, :dim]), out=dqueries)
+            np.add(dqueries, np.matmul(slopes, keys[:, at, :-1]), out=dqueries)

@@ -5,7 +5,8 @@ PyTorch's kernel knows two masks and one head size, so some work stays with the 
 than keys.
 
 One call takes one slice of one batch entry, for as many key heads as make up some milliseconds of work; then it polls.
-Query heads that share a key head see it through a stride of 0. The caller decides how many threads PyTorch uses
+Query heads that share a key head see it through a stride of 0. PyTorch uses as many threads as the rank, where this
+number is known when this module is imported; it computes while the pool of the rank waits. Else the caller decides
 (torch.set_num_threads): one, if there is a rank for each core.
 """
 
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mpipipe.arrays import share_threads
 from mpipipe.attention.kernels import host
 from mpipipe.attention.kernels.host import upcast_backward, upcast_forward
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
@@ -29,6 +31,7 @@ COPY_ROWS = 1024  # with more queries, keys and values are first laid out head b
 PAIRS = 1 << 22  # of queries and keys in one call, unless a single key head has more
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+share_threads()
 
 
 @upcast_forward

@@ -37,7 +37,7 @@ def measure_memory(
     target = arrays.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: arrays.copy_into(target, source), repeats) / 1e9
     yield Row(f"copy on the device, {rows * width} elements", copied, "GB/s")
-    calls = [*_layers(rows, width, dtype), *_loss(rows // 8 or 1, vocab, dtype), *_optimizer(parameters)]
+    calls = [*_layers(rows, width, dtype), *_loss_and_optimizer(rows // 8 or 1, vocab, parameters, dtype)]
     for name, call, nbytes in calls:
         yield Row(name, nbytes / seconds(call, repeats) / 1e9, "GB/s", "copy", copied, "near 1")
 
@@ -61,18 +61,13 @@ def _layers(rows: int, width: int, dtype: str) -> Iterator[Kernel]:
     yield f"cast, {shape} to {wide.dtype.name}", lambda: kernels.cast(x, wide), one + wide.nbytes
 
 
-def _loss(rows: int, vocab: int, dtype: str) -> Iterator[Kernel]:
-    """Yield the kernel of the loss."""
+def _loss_and_optimizer(rows: int, vocab: int, count: int, dtype: str) -> Iterator[Kernel]:
+    """Yield the kernels of the loss, of the optimizer and of clipping."""
     kernels = nn.kernels.of("cuda")
     logits = normal((rows, vocab), dtype, 3)
     ids = arrays.upload(np.random.default_rng(0).integers(0, vocab, rows))
     nbytes = 2 * logits.nbytes  # read once, if a row stays on the chip, and the gradient written
     yield f"softmax_cross_entropy, {dtype} {rows} x {vocab}", lambda: kernels.softmax_cross_entropy(logits, ids), nbytes
-
-
-def _optimizer(count: int) -> Iterator[Kernel]:
-    """Yield the kernels of the optimizer and of clipping."""
-    kernels = nn.kernels.of("cuda")
     p, g, m, v = (normal((count,), "float32", seed) for seed in range(4))
     arrays.set_zero(v)
     numbers = nn.kernels.AdamWNumbers(0.9, 0.95, 1e-8, 1e-6, correction1=1.0, correction2=1.0, shrink=1.0)
@@ -82,8 +77,7 @@ def _optimizer(count: int) -> Iterator[Kernel]:
     name = f"adamw with a copy in {copy.dtype.name}, float32 {count}"
     yield name, lambda: kernels.adamw(p, g, m, v, numbers, update), 7 * p.nbytes + copy.nbytes
     yield f"accumulate (sum of tied gradients), float32 {count}", lambda: kernels.accumulate(m, g), 3 * p.nbytes
-    pieces = [(0, count)]
-    yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, pieces), g.nbytes
+    yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, [(0, count)]), g.nbytes
 
 
 # -- Matrix products of a GPT's layers: cublasLt's fastest proposal next to cuBLAS's own choice ------------------------

@@ -28,7 +28,7 @@ class Job:
     scheduler : str
         One of SCHEDULERS.
     nodes, ranks_per_node, threads : int
-        The size of the job; threads are cores of each rank, and threads of its matrix products.
+        The size of the job; threads are cores of each rank, and the threads that it computes with.
     gpus : bool
         Whether each rank has a GPU.
     time : str

@@ -99,8 +99,10 @@ def _launcher(job: Job) -> list[str]:
     if job.scheduler == "slurm":
         gpus = ["--gpu-bind=none"] if job.gpus else []
         plugin = f"--mpi={PLUGIN[job.mpi]}"
-        # a rank that fails must take the others along: else they may wait for it until time is over
-        return ["srun", "--kill-on-bad-exit=1", "--wait=30", '--cpus-per-task="$threads"', *gpus, plugin]
+        # a rank that fails must take the others along: else they may wait for it until time is over. srun has not
+        # inherited --cpus-per-task from the job since SLURM 22.05
+        placed = ['--cpus-per-task="$threads"', "--cpu-bind=cores"]
+        return ["srun", "--kill-on-bad-exit=1", "--wait=30", *placed, *gpus, plugin]
     if job.scheduler == "flux":
         gpus = ["--gpus-per-task=1"] if job.gpus else []
         placed = ["-o", "cpu-affinity=per-task", "-o", "exit-on-error"]

@@ -109,8 +109,7 @@ def close_together(channels: Sequence[Channel], wait: Callable[[NcclTask[None]],
 # -- Calls of NCCL that keep the host until other ranks come, made on a thread ----------------------------------------
 #
 # The rank itself waits in the one loop (wait.py), where it learns of failures and can give up. The thread then stays
-# inside NCCL for as long as the process lives, and keeps nobody: it is a daemon. CuPy lets go of Python's lock in
-# there.
+# inside NCCL for as long as the process lives, and keeps no other: it is a daemon. CuPy lets go of Python's lock there.
 
 
 Result = TypeVar("Result")
@@ -129,7 +128,6 @@ class NcclTask(ThreadTask[Result]):
         super().__init__(work, f"mpipipe {what}")
 
     def Test(self) -> bool:
-        """Return whether the function has ended; never waits."""
         return self.ended
 
     def value(self) -> Result:
@@ -242,7 +240,7 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
         (rank, reason), alike = refusals[0], len(refusals) == len(everyone) and len({why for _, why in refusals}) == 1
         return NcclChoice(False, False, reason if alike else f"on rank {rank}: {reason}")
     if len(everyone) == 1:
-        return NcclChoice(False, False, "one rank has nobody to talk to")
+        return NcclChoice(False, False, "one rank has no other to talk to")
     reason = f"each of the {len(everyone)} ranks has a GPU of its own and NCCL {everyone[0].version}"
     direct = next((facts.direct for facts in everyone if facts.direct), "")
     if direct and not asked:

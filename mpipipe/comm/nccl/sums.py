@@ -19,8 +19,8 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.nccl.channel import Channel, NcclTask, close_together, open_channel
-from mpipipe.job import RankGroup, keep_forever, register_progress, unregister_progress
+from mpipipe.comm.nccl.channel import NcclTask, close_together, open_channel
+from mpipipe.job import Condition, RankGroup, keep_forever, register_progress, unregister_progress
 
 BUCKET_BYTES = 32 << 20
 
@@ -55,7 +55,6 @@ class NcclSums:
         return new
 
     def progress(self) -> None:
-        """Let the sums advance; never waits."""
         self.channel.check()
         if self.task is not None and self.task.Test():
             assert self.starting is not None  # it is set with the task
@@ -69,7 +68,6 @@ class NcclSums:
             unregister_progress(self)
 
     def _put(self, new: NcclSum, start: int, stop: int) -> None:
-        """Put a bucket on the stream."""
         part = new.flat[start:stop]
         key = _type_of(part)[0], part.size
         put = partial(self.channel.put, partial(_add, part), [new.ready])
@@ -98,17 +96,14 @@ class NcclSum:
         self.sums, self.flat, self.ready, self.left = sums, flat, arrays.record(), 0
 
     def Test(self) -> bool:
-        """Whether the sum is there; lets all sums of the group advance."""
         if self.left:
             self.sums.progress()
         return not self.left
 
     def progress(self) -> None:
-        """Let the sum advance; the current stream waits for nothing."""
         self.sums.progress()
 
     def Cancel(self) -> None:
-        """Give up all sums of the group after a failure."""
         self.sums.abort()
 
 
@@ -164,9 +159,14 @@ class NcclRow:
 
         Raises where a rank has failed. Then `keeping` is kept for ever: the device may still touch its memory.
         """
+
+        def ended() -> bool:
+            self.channel.check()  # finds failures of NCCL meanwhile
+            return is_done()
+
         try:
             with self.failing():
-                self.group.wait(_AfterRow(self.channel, is_done), self.what, everyone=True)
+                self.group.wait(Condition(ended), self.what, everyone=True)
         except BaseException:
             keep_forever(keeping)
             self.abort()
@@ -180,14 +180,3 @@ class NcclRow:
     def close(self) -> None:
         """Free the communicator; collective, and only when no row is under way."""
         close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
-
-
-class _AfterRow:
-    """A request that is complete once `is_done()`; finds failures of NCCL meanwhile."""
-
-    def __init__(self, channel: Channel, is_done: Callable[[], bool]) -> None:
-        self.channel, self.is_done = channel, is_done
-
-    def Test(self) -> bool:
-        self.channel.check()
-        return self.is_done()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection
 
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.device import DirectTransport
+from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport, Transport
 from mpipipe.comm.transport.nccl import NcclTransport, Pair
@@ -27,9 +27,8 @@ def make_transport(
 ) -> Transport:
     """Return the transport for arrays on this rank's device, "cpu" or "cuda"; collective. Ranks may differ.
 
-    `comm`, `channels` and `synchronous` are as for HostTransport. `group`, in which the ranks agree, is by default that
-    of `comm`; `verdict` is what gpu_aware.detect said, asked by default where a rank computes on a GPU. `pairs` are
-    (from, to) of ranks that exchange messages by NCCL, the same on all ranks; empty if they have not chosen NCCL.
+    The ranks agree in `group`, by default in that of `comm`. `verdict` is what gpu_aware.detect said, asked by default
+    where a rank computes on a GPU. `pairs` are (from, to) of ranks that exchange messages by NCCL, the same on all.
     """
     group = group_of(comm) if group is None else group
     everyone = group.gather("making a transport", (device, verdict))
@@ -44,6 +43,6 @@ def make_transport(
         )
     if device == "cpu":
         return HostTransport(comm, channels, synchronous, PIECE_BYTES if verdict.direct else CHUNK_BYTES, typed=False)
-    kind = DirectTransport if verdict.direct else StagedTransport
+    kind = DeviceTransport if verdict.direct else StagedTransport
     transport = kind(comm, channels, synchronous)
     return NcclTransport(group, pairs, transport) if pairs else transport

@@ -31,10 +31,9 @@ Name: TypeAlias = tuple[int, int, int]  # peer, channel, tag
 
 
 class DeviceTransport(Transport):
-    """What the direct and the staged transport have in common.
+    """Messages whose addresses in device memory go to a GPU-aware MPI.
 
-    `_outgoing` and `_incoming` make the message of an array: once the event `ready` is done, or at once for a host
-    array (None).
+    Those of device arrays are of the classes `outgoing` and `incoming`, which start once the event `ready` is done.
     """
 
     piece_bytes = PIECE_BYTES
@@ -42,6 +41,8 @@ class DeviceTransport(Transport):
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         self.host = HostTransport(comm, channels, synchronous, self.piece_bytes, typed=False)
         self.channels = self.host.channels
+        self.outgoing: type[DeviceMessage] = WholeMessage
+        self.incoming: type[DeviceMessage] = WholeMessage
         self.sends: list[DeviceMessage] = []  # messages under way, in the order of the calls
         self.receives: list[DeviceMessage] = []
         # id -> (event, array); the array is held so that its id stays its own
@@ -58,25 +59,22 @@ class DeviceTransport(Transport):
     def isend(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
         check_sendable(array)
         ready = arrays.record() if arrays.is_device(array) else None
-        return self._begin(self.sends, self._outgoing(array, (peer, channel, tag), ready))
+        return self._begin(self.sends, self.outgoing, (peer, channel, tag), array, ready)
 
     def irecv(self, array: Array, peer: int, channel: int, tag: int) -> DeviceMessage:
         check_sendable(array)
         ready = self.free_event(array) if arrays.is_device(array) else None
-        return self._begin(self.receives, self._incoming(array, (peer, channel, tag), ready))
+        return self._begin(self.receives, self.incoming, (peer, channel, tag), array, ready)
 
     def free_event(self, array: DeviceArray) -> Event:
         """The event after the last work that reads a buffer, which may be overwritten then."""
         return self.retired.pop(id(array))[0] if id(array) in self.retired else arrays.record()
 
-    def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
-        return WholeMessage(self, self.sends, name, array, ready)
-
-    def _incoming(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
-        return WholeMessage(self, self.receives, name, array, ready)
-
-    def _begin(self, messages: list[DeviceMessage], message: DeviceMessage) -> DeviceMessage:
+    def _begin(
+        self, messages: list[DeviceMessage], kind: type[DeviceMessage], name: Name, array: Array, ready: Event | None
+    ) -> DeviceMessage:
         register_progress(self)  # for the thread that uses it now
+        message = (WholeMessage if ready is None else kind)(self, messages, name, array, ready)
         messages.append(message)
         _advance(messages)
         return message
@@ -100,10 +98,6 @@ class DeviceTransport(Transport):
         self.drop_buffers()
         self.host.close()
         self.channels = []
-
-
-class DirectTransport(DeviceTransport):
-    """Messages whose addresses in device memory go to a GPU-aware MPI."""
 
 
 def _advance(messages: list[DeviceMessage]) -> None:

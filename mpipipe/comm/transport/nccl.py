@@ -16,11 +16,11 @@ A kernel of NCCL waits for its other end, and holds its place meanwhile. Everyth
 where the GPU maps several streams to one queue of its hardware, everything after it there. So nothing is assumed of
 streams but that what was issued first may have to end first. The rules:
 
-1. All messages of a call, of all ranks, have one order (Plan.order_keys). A message stands where the action that makes
-   it ends: in the schedule's simulation or, for large schedules, by a formula. Sums over replicas stand in the order as
-   well. All buckets of a stage stand where the action ends that completes its gradients, one after the other in an
-   order on which the replicas have agreed. Each rank issues its sends, receives and buckets in that order: receives
-   that come before a send or a bucket are issued before it (Mailbox.start_before).
+1. All messages of a call, of all ranks, have one order (ActionPlan.order_keys). A message stands where the action that
+   makes it ends: in the schedule's simulation or, for large schedules, by a formula. Sums over replicas stand in the
+   order as well, all buckets of a stage where the action ends that completes its gradients, in an order on which the
+   replicas have agreed. Each rank issues its sends, receives and buckets in that order: receives that come before a
+   send or a bucket are issued before it (Mailbox.start_before).
 2. What an operation waits for on its own device was issued before it: producers, the last readers of a buffer.
 3. The host waits for the device only for messages that it has taken before, in the one loop of wait.py.
 4. NCCL's kernels that can wait at once take less than half of a GPU (nccl/channel.py).
@@ -40,17 +40,15 @@ and computations that wait for such messages only (rule 2); so these end too, ev
 of m run, since there is room (rule 4), and m ends. The same holds for a bucket of a sum, whose ranks are more than two.
 Where replicas are joined by sums, the order of each pipeline is the same, for they have the same schedule.
 
-A bucket may be issued while its action goes on (pipeline/gradient_sums.py). Nothing above changes: all messages that
-the action needs come before its end, so they have been issued; what else the bucket waits for on its device, the
-layers that have ended, was issued too (rule 2); and what is left of the action waits, in a single queue, for buckets
-that were issued before it. Whether the message of the same action comes before or after a bucket does not matter to
-the order: it belongs to one pipeline, and its receiver has nothing else at this moment.
+A bucket may be issued while its action goes on (pipeline/gradient_sums.py). Nothing above changes: the messages that
+the action needs, and the layers that have ended, were issued before it (rule 2), and what is left of the action waits
+for buckets that were issued before. The message of the same action may come before or after a bucket: it belongs to one
+pipeline, and its receiver has nothing else at this moment.
 
 Layers may exchange messages of their own by MPI within an action, as rings of attention do, also between the ranks of
-a sum. Then the order goes on within the action: on each of these ranks a bucket comes after all messages of the layers
-that have ended before it, and before those of the layers to come. So a message of a layer stands on its sender's device
-after no bucket but those of layers that have ended there. A receiver that waits for it is in the same layer, so these
-layers have ended there as well. Hence both have issued the same buckets before, and these end.
+a sum. On each of these ranks a bucket comes after all messages of the layers that have ended, and before those of the
+layers to come. A receiver that waits for a message is in the same layer as its sender. Hence both have issued the same
+buckets before, and these end.
 
 Messages of one ordered pair of ranks meet in the order in which each side issues them, as NCCL promises for a
 communicator of their own. Their sizes agree: both ends have them from an earlier call, and a stage whose output differs

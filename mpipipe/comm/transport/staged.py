@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, DeviceArray, Event
+from mpipipe.arrays import DeviceArray, Event
 from mpipipe.comm.transport.device import DeviceMessage, DeviceTransport, Name
 from mpipipe.comm.transport.host import CHUNK_BYTES
 from mpipipe.job import Communicator, Request, own
@@ -38,21 +38,12 @@ class StagedTransport(DeviceTransport):
 
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         super().__init__(comm, channels, synchronous)
+        self.outgoing, self.incoming = _Outgoing, _Incoming
         self.outward, self.inward = arrays.side_stream(), arrays.side_stream()
         self.out_pool, self.in_pool = PinnedPool(RING * self.piece_bytes), PinnedPool(RING * self.piece_bytes)
         # chunks on their way out to the host, and in to the device
         self.copied: deque[tuple[Event, _Outgoing, np.ndarray, int]] = deque()  # event, message, buffer, bytes
         self.returned: deque[tuple[Event, _Incoming, np.ndarray]] = deque()  # event, message, buffer
-
-    def _outgoing(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
-        return (
-            super()._outgoing(array, name, None) if ready is None else _Outgoing(self, self.sends, name, array, ready)
-        )
-
-    def _incoming(self, array: Array, name: Name, ready: Event | None) -> DeviceMessage:
-        if ready is None:
-            return super()._incoming(array, name, None)
-        return _Incoming(self, self.receives, name, array, ready)
 
     def progress(self) -> bool:
         while self.copied and arrays.is_done(self.copied[0][0]):
@@ -205,5 +196,4 @@ class PinnedPool:
         self.free[buffer.size].append(buffer)
 
     def drop_buffers(self) -> None:
-        """Free the buffers that nobody uses."""
         self.free.clear()

@@ -36,7 +36,7 @@ from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator, Request
 from mpipipe.job.wait import LongWait
 
-HOST_BYTES = 40
+PLACE_BYTES = 64
 POSTED = 16  # receives for questions on COMM_WORLD: more than arrive between two looks
 QUESTION_BYTES = 512
 BELOW = 4711  # the largest tag itself is one that a program may use
@@ -107,14 +107,12 @@ class WatchChannel:
                 request.Test()
 
     def send(self, peers: Iterable[int], kind: WatchKind, probe: tuple[int, int], content: Any = None) -> None:
-        """Start sending to ranks of this communicator."""
         data = np.frombuffer(pickle.dumps((kind, probe, content)), np.uint8)
         self._sending = [request for request in self._sending if not request.Test()]
         tag = self.tag if kind in (WatchKind.QUIET, WatchKind.DUMP) else self.questions
         self._sending += [own(self.comm.Isend(data, peer, tag)) for peer in peers]
 
     def read(self) -> list[WatchMessage]:
-        """Return all messages that have arrived."""
         arrived, status = [], self._status
         while self._posted and self._posted[0][0].Test(status):
             _, buffer = self._posted.popleft()
@@ -143,17 +141,12 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
     """Return the channel of the ranks of `comm`, on a duplicate; collective."""
     private = communicators.duplicate(comm)
     private.Set_name("mpipipe watchdog")
-    row, table = np.zeros(24 + HOST_BYTES, np.uint8), np.empty((comm.size, 24 + HOST_BYTES), np.uint8)
-    row[:24].view(np.int64)[:] = os.getpid(), threads_allowed(), offer_stacks()
-    host = np.frombuffer(socket.gethostname().encode()[:HOST_BYTES], np.uint8)
-    row[24 : 24 + host.size] = host
+    row, table = np.zeros(PLACE_BYTES, np.uint8), np.empty((comm.size, PLACE_BYTES), np.uint8)
+    mine = f"{os.getpid()} {threads_allowed():d} {offer_stacks()} {socket.gethostname()}".encode()[:PLACE_BYTES]
+    row[: len(mine)] = np.frombuffer(mine, np.uint8)
     wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
-    places = []
-    for line in table:
-        pid, answers, descriptor = line[:24].view(np.int64).tolist()
-        name = line[24:].tobytes().rstrip(b"\0").decode("utf-8", "replace")
-        places.append(RankPlace(name, pid, bool(answers), descriptor))
-    return WatchChannel(private, members, places)
+    places = [line.tobytes().rstrip(b"\0").decode("utf-8", "replace").split(" ", 3) for line in table]
+    return WatchChannel(private, members, [RankPlace(host, int(pid), t == "1", int(d)) for pid, t, d, host in places])
 
 
 def world_channel(world: MpiCommunicator) -> WatchChannel:
@@ -204,10 +197,7 @@ def make_dump(
     neighbours: Mapping[int, Seen] | None = None,
     watcher: int | None = None,
 ) -> Dump:
-    """Describe this rank, which has seen no progress for `quiet` seconds, and what it has seen of its `neighbours`.
-
-    `watcher` is the watchdog's own thread, which is left out.
-    """
+    """Describe this rank, `quiet` seconds without progress, and its `neighbours`; the thread `watcher` is left out."""
     snapshots = _patiently(lambda: tuple(thing.snapshot() for thing in context.inspectables))
     waits = _patiently(lambda: tuple(_waits_of(long_wait) for long_wait in tuple(context.long_waits)))
     busy = next((snapshot.thread for snapshot in snapshots if snapshot.doing), context.thread)

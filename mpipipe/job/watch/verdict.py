@@ -62,7 +62,7 @@ def judge(dumps: Mapping[int, Dump], unresponsive: Sequence[Unresponsive] = ()) 
         _compare_message(dump, dumps, culprits, lost)
     blamed, wanted = {each.rank for each in culprits}, _reachable(blockers)
     for rank, dump in dumps.items():
-        if rank not in blamed and (_waits_for_nobody(dump) or (rank in wanted and not dump.waits)):
+        if rank not in blamed and (_waits_alone(dump) or (rank in wanted and not dump.waits)):
             culprits.append(Culprit(rank, _occupation(dump)))
     if not culprits:
         culprits = lost or [
@@ -85,7 +85,7 @@ def _blockers(dump: Dump, dumps: Mapping[int, Dump]) -> set[int]:
     return blocking
 
 
-def _waits_for_nobody(dump: Dump) -> bool:
+def _waits_alone(dump: Dump) -> bool:
     """Return whether a rank waits, and for no other rank: for a disk, say."""
     return bool(dump.waits) and not any(wait.peers for wait in dump.waits)
 
@@ -170,15 +170,14 @@ def _occupation(dump: Dump) -> str:
     place = f", at {dump.where}" if dump.where else ""
     if dump.ended:
         return f"{_named(dump)} has come to the end of its program"
-    if _waits_for_nobody(dump):
+    if _waits_alone(dump):
         wait = dump.waits[0]
         return f"{_named(dump)} has waited {wait.seconds:.0f} s for {wait.text}, and for no other rank"
     busy = sorted((snapshot for snapshot in dump.snapshots if snapshot.doing), key=lambda each: not each.computes)
     if busy and busy[0].computes:
         return f"{_named(dump)} has been computing for {dump.quiet:.0f} s: {busy[0].doing}{place}"
-    return (
-        f"{_named(dump)} has been {f'in {busy[0].doing}' if busy else 'busy elsewhere'} for {dump.quiet:.0f} s{place}"
-    )
+    what = f"in {busy[0].doing}" if busy else "busy elsewhere"
+    return f"{_named(dump)} has been {what} for {dump.quiet:.0f} s{place}"
 
 
 def _waiting(dumps: Mapping[int, Dump]) -> list[str]:

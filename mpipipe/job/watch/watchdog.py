@@ -115,7 +115,6 @@ class Watchdog:
         }
 
     def add(self, channel: WatchChannel) -> None:
-        """Watch over the ranks of one more channel."""
         with self._lock:
             self._channels.append(channel)
             if self._world is not None and channel.size == self._world.size:
@@ -143,7 +142,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; MPI is about to be finalized."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
@@ -259,9 +257,7 @@ class Watchdog:
         answers: Mapping[int, Any] = probe.dumps if probe.ordered else probe.quiet
         if len(answers) < len(probe.others) and probe.waited < self.window:
             return
-        least = min(
-            [dump.quiet for dump in probe.dumps.values()] if probe.ordered else probe.quiet.values(), default=inf
-        )
+        least = min(each.quiet if probe.ordered else each for each in answers.values()) if answers else inf
         if least < self.limit:  # a rank has made progress: no hang, and the others learn when to ask again
             self._probe, self._again = None, self.quiet + self.limit - least
             probe.channel.send(probe.others, WatchKind.MOVES, probe.name, self.limit - least)

@@ -9,7 +9,7 @@ tokenize.py             text to a file of tokens, with text_chunks and tokenizer
 """
 
 from mpipipe.language.data.file_bytes import glance
-from mpipipe.language.data.listing import DataListing, UserSource, find, find_files
+from mpipipe.language.data.listing import DataListing, find, find_files
 from mpipipe.language.data.source import Array, Source, Tokens
 from mpipipe.language.data.text_chunks import TextReader as TextReader
 from mpipipe.language.data.text_chunks import chunks_of as chunks_of
@@ -20,4 +20,4 @@ from mpipipe.language.data.tokenize import share_threads as share_threads
 from mpipipe.language.data.tokenize import tokenize as tokenize
 from mpipipe.language.data.tokenizer import open_tokenizer as open_tokenizer
 
-__all__ = ["Array", "DataListing", "Source", "Tokens", "UserSource", "find", "find_files", "glance"]
+__all__ = ["Array", "DataListing", "Source", "Tokens", "find", "find_files", "glance"]

@@ -91,26 +91,6 @@ class DataListing:
         ]
 
 
-class UserSource:
-    """A source of the user's own, with what a training asks of a `DataListing`; there are no files to look at."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.vocab, self.fingerprint = source, source.vocab, source.fingerprint
-        self.unit, self.tokenizer, self.files = source.unit, source.tokenizer, list[tuple[Path, int]]()
-
-    def open(self, seq_len: int) -> Source:
-        """Return the source. Raises DataError as `DataListing.open` does."""
-        for name, tokens in (("training", self.source.train), ("validation", self.source.validation)):
-            if len(tokens) <= seq_len:
-                raise DataError(
-                    f"the source has too few tokens for {name}",
-                    found=len(tokens),
-                    expected=f"at least {seq_len + 1} for sequences of {seq_len}",
-                    remedy="give more data, or a shorter seq_len",
-                )
-        return self.source
-
-
 def find(paths: Sequence[str | Path], vocab: int | None = None) -> DataListing:
     """Look at the data: what kind they are, and how much. No paths stand for the source of the standard library."""
     forget_files()
@@ -211,20 +191,13 @@ def _by_documents(file: TokenFile) -> list[TokenPart]:
 
 def find_files(path: Path) -> list[tuple[Path, int]]:
     """List (file, bytes) of a file, or of the text files below a folder, sorted by path; hidden and empty ones not."""
-    try:
-        if files.is_folder(path):
+    with files.reading("data", path, DataError, expected=f"{files.REGULAR}, or a folder", remedy=REMEDY):
+        folder = files.is_folder(path)
+        if folder:
             listed = [(file, size) for file, size in _walk(path) if size and not _is_binary(file)]
-            binary = False
         else:
             listed = [(path, files.check_regular(path).st_size)]
-            binary = _is_binary(path)
-    except OSError as error:
-        raise DataError(
-            f"data cannot be read: {error.strerror}",
-            found=str(error.filename),
-            expected=f"{files.REGULAR}, or a folder",
-            remedy=REMEDY,
-        ) from error
+        binary = not folder and _is_binary(path)
     if binary:
         raise DataError(
             "a binary file without a header that is known",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from pathlib import Path
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,13 +15,7 @@ from mpipipe.errors import DataError
 
 
 class Tokens(Protocol):
-    """Tokens one after the other; any part is read by position.
-
-    Attributes
-    ----------
-    nbytes : int or None
-        Bytes of the text that they stand for; None if that is not known.
-    """
+    """Tokens one after the other; any part is read by position."""
 
     @property
     def nbytes(self) -> int | None:
@@ -29,32 +24,10 @@ class Tokens(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Read some tokens.
-
-        Parameters
-        ----------
-        start, count : int
-            Position of the first, and how many.
-
-        Returns
-        -------
-        numpy.ndarray
-            (count,), integers of any dtype.
-        """
+        """Return `count` tokens from the position `start` on: (count,), integers of any dtype."""
 
     def starts(self, start: int, stop: int) -> np.ndarray | None:
-        """Find the documents that begin in a part.
-
-        Parameters
-        ----------
-        start, stop : int
-            The part: positions start ... stop - 1.
-
-        Returns
-        -------
-        numpy.ndarray or None
-            Positions of their first tokens, int64, rising; None if nothing is known of documents.
-        """
+        """Return at which positions from start to stop - 1 documents begin: int64, rising; None if not known."""
 
 
 @dataclass(frozen=True)
@@ -90,27 +63,30 @@ class Source:
     fingerprint: str
     unit: str = "tokens"
     tokenizer: str | None = None
+    files: ClassVar[Sequence[tuple[Path, int]]] = ()  # to look at
+
+    def open(self, seq_len: int) -> Source:
+        """Return the source itself. Raises DataError for fewer tokens than a sequence and one more."""
+        for name, tokens in (("training", self.train), ("validation", self.validation)):
+            if len(tokens) <= seq_len:
+                raise DataError(
+                    f"the source has too few tokens for {name}",
+                    found=len(tokens),
+                    expected=f"at least {seq_len + 1} for sequences of {seq_len}",
+                    remedy="give more data, or a shorter seq_len",
+                )
+        return self
 
     @classmethod
     def of_arrays(cls, train: ArrayLike, validation: ArrayLike, vocab: int) -> Source:
-        """Make a source of two arrays of token ids.
+        """Make a source of two arrays of token ids; its fingerprint is a hash of all of them.
 
         Parameters
         ----------
         train, validation : array_like
-            One axis of integers, at least 0 and below `vocab`.
+            One axis of integers, at least 0 and below `vocab`; DataError is raised for others.
         vocab : int
             Number of token ids.
-
-        Returns
-        -------
-        Source
-            Whose fingerprint is a hash of all tokens.
-
-        Raises
-        ------
-        DataError
-            For another kind of array, or a token id out of range.
         """
         parts: list[Array] = []
         content = blake2b(digest_size=16)
@@ -130,21 +106,11 @@ class Array(Tokens):
     Parameters
     ----------
     array : array_like
-        One axis of integers.
+        One axis of integers; DataError is raised for others.
     documents : sequence of int, optional
         Positions at which documents begin, rising.
     nbytes : int, optional
         Bytes of the text that the tokens stand for.
-
-    Attributes
-    ----------
-    array : numpy.ndarray
-        The tokens.
-
-    Raises
-    ------
-    DataError
-        For another kind of array.
     """
 
     def __init__(self, array: ArrayLike, documents: Sequence[int] | None = None, nbytes: int | None = None) -> None:

@@ -23,6 +23,7 @@ from mpipipe.language.data.tokenizer import Tokenizer, library_errors
 CHUNK = 1 << 17  # bytes between the places where cuts are looked for
 SEARCHED = 1 << 15  # bytes after such a place
 TRIED = 8  # cuts that the tokenizer is asked about there
+BLOCK = 1 << 20  # bytes that are read together to count lines
 CONTEXT = 500  # bytes on each side that it sees then
 MOST = 1 << 25  # bytes of a chunk
 LINES = (".jsonl", ".ndjson")  # names of files of JSON lines
@@ -157,15 +158,11 @@ def _text_of(line: bytes, path: Path, place: int) -> tuple[str, int]:
         return text, len(text.encode())
     except (ValueError, KeyError, RecursionError) as error:  # a text with half a character is a ValueError, too
         reason = "it has no text" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        blocks = (read_bytes(path, start, min(BLOCK, place - start)) for start in range(0, place, BLOCK))
+        number = 1 + sum(block.count(b"\n") for block in blocks)
         raise DataError(
             "a line is no JSON object with a text",
-            found=f"{reason[:200]}, line {_line_number(path, place)} of {path}",
+            found=f"{reason[:200]}, line {number} of {path}",
             expected='a line like {"text": "..."}',
             remedy="mend the line, or leave it out",
         ) from error
-
-
-def _line_number(path: Path, place: int) -> int:
-    """Return the number, from 1, of the line that begins at a place."""
-    block = 1 << 20
-    return 1 + sum(read_bytes(path, start, min(block, place - start)).count(b"\n") for start in range(0, place, block))

@@ -17,7 +17,7 @@ import json
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -186,7 +186,7 @@ class FileTokens(Tokens):
 # -- Formats ----------------------------------------------------------------------------------------------------------
 
 
-NPY_MAGIC, OLD_MAGIC = b"\x93NUMPY", b"MPITOKEN"  # the latter of a format that `mpipipe tokenize` wrote once
+NPY_MAGIC = b"\x93NUMPY"
 NPY_HEADER_BYTES = 1 << 16  # read for a header; NumPy takes 10 000 by default
 FACTS, DOCUMENTS = ".json", ".documents"  # ends of the names of the files beside a file of tokens
 MOST_FACTS = 1 << 20  # bytes of the first
@@ -203,11 +203,6 @@ class TokenFacts:
     nbytes: int
     tokenizer: str
     index: str
-
-    def as_json(self) -> bytes:
-        """The content of the file, with a checksum of its own."""
-        facts = asdict(self)
-        return (json.dumps({**facts, "checksum": checksum_of(facts)}, indent=1) + "\n").encode()
 
 
 def beside(path: Path, end: str) -> Path:
@@ -226,7 +221,7 @@ def is_token_file(path: Path) -> bool:
         begin = read_bytes(path, 0, min(8, files.check_regular(path).st_size))
     except OSError:
         begin = b""
-    return megatron_pair(path) is not None or begin.startswith((NPY_MAGIC, OLD_MAGIC))
+    return megatron_pair(path) is not None or begin.startswith(NPY_MAGIC)
 
 
 class OpenedTokens(NamedTuple):
@@ -243,13 +238,6 @@ def open_tokens(path: Path) -> OpenedTokens:
     pair = megatron_pair(path)
     if pair is not None:
         return OpenedTokens(*_open_megatron(pair), None, pair)
-    if read_bytes(path, 0, min(8, size_of(path))) == OLD_MAGIC:
-        raise DataError(
-            "a file of tokens in the format of an earlier version",
-            found=str(path),
-            expected=f"a .npy file with {path.name}{FACTS} beside it",
-            remedy="tokenize the text again: python -m mpipipe tokenize --tokenizer DIR TEXT --out FILE",
-        )
     if any(files.exists(beside(path, end)) for end in (FACTS, DOCUMENTS)):  # a copy may lack one of them
         facts, documents = _open_facts(path)
         ids, _ = _open_npy(path, axes=1, exact=True)

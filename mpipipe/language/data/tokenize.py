@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict
 from hashlib import blake2b
 from itertools import chain, islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mpipipe import files
+from mpipipe.checkpoint import write_facts
 from mpipipe.errors import ConfigError, DataError, StorageError
 from mpipipe.even_split import consecutive_bins
 from mpipipe.job import Communicator, RankGroup, fair_share, group_of, own_cores, parse_cores
@@ -101,11 +103,7 @@ def tokenize(
         with group.raise_together("tokenize: the parts"):
             shard.flush()
         counts = group.gather("tokenize: the parts", shard.counts)
-        facts = None
-        with group.raise_together("tokenize: the file of tokens"):
-            if group.rank == 0:
-                facts = join_shards(path, counts, encoder.tokenizer)
-        facts = group.broadcast("tokenize: the header", facts)
+        facts = group.from_one("tokenize: the file of tokens", lambda: join_shards(path, counts, encoder.tokenizer))
     return Tokenized(facts, path, len(entries), perf_counter() - start)
 
 
@@ -169,12 +167,12 @@ def batches_of(chunks: Sequence[TextChunk]) -> list[list[TextChunk]]:
 
 def list_texts(texts: Sequence[str], group: RankGroup) -> list[tuple[Path, int]]:
     """Return (file, bytes) of all texts, as rank 0 sees them; collective."""
-    entries: list[tuple[Path, int]] = []
-    with group.raise_together("tokenize: listing the texts"):
-        if group.rank == 0:
-            forget_files()
-            entries = [entry for text in texts for entry in find_files(Path(text).absolute())]
-    return group.broadcast("tokenize: the list of texts", entries)
+
+    def find() -> list[tuple[Path, int]]:
+        forget_files()
+        return [entry for text in texts for entry in find_files(Path(text).absolute())]
+
+    return group.from_one("tokenize: the list of texts", find)
 
 
 def share_threads(group: RankGroup) -> None:
@@ -280,7 +278,7 @@ def join_shards(out: Path, counts: Sequence[Sequence[BatchCounts]], tokenizer: T
             facts = TokenFacts(
                 tokenizer.vocab, tokenizer.end, tokens, documents, nbytes, tokenizer.hash, index.hexdigest()
             )
-            files.write_whole(others[1], facts.as_json())
+            write_facts(others[1], asdict(facts))
     except BaseException:
         for path in others:
             with suppress(OSError):

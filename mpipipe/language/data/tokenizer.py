@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mpipipe import files
-from mpipipe.errors import BackendError, DataError
-from mpipipe.text import how_to_install
+from mpipipe.errors import DataError
+from mpipipe.text import optional_library
 
 NAME = "tokenizer.json"
 MOST_BYTES = 1 << 26  # of it
@@ -53,14 +53,7 @@ class Tokenizer:
 def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     """Open the tokenizer in a folder, or a tokenizer.json; `end` ends a text in place of what the folder names."""
     path = path_of(folder)
-    try:
-        from tokenizers import Tokenizer as Library
-    except ImportError as error:
-        raise BackendError(
-            f"the library tokenizers cannot be imported: {error}",
-            expected="it, to read a tokenizer.json",
-            remedy=how_to_install("tokens"),
-        ) from error
+    tokenizers = optional_library("tokenizers", "read a tokenizer.json", "tokens")
     try:
         text = files.read_text(path, MOST_BYTES)
     except OSError as error:
@@ -70,7 +63,7 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     except UnicodeDecodeError as error:
         raise DataError(f"the tokenizer cannot be read: {error}", found=str(path), remedy=REMEDY) from error
     with library_errors(path, "the tokenizer cannot be read"):
-        library = Library.from_str(text)
+        library = tokenizers.Tokenizer.from_str(text)
         library.no_truncation()
         library.no_padding()
         vocab = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -147,10 +140,8 @@ def _end_of_text(library: Any, path: Path, named: str | None, vocab: int) -> int
 
 def _facts(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; nothing if there is none."""
-    try:
-        facts = json.loads(files.read_text(path, MOST_SMALL))
-    except FileNotFoundError:
+    if not files.exists(path):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"a file beside the tokenizer cannot be read: {error}", found=str(path)) from error
+    with files.reading("a file beside the tokenizer", path, DataError, also=(ValueError, RecursionError)):
+        facts = json.loads(files.read_text(path, MOST_SMALL))
     return facts if isinstance(facts, dict) else {}

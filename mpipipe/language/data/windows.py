@@ -18,8 +18,6 @@ import numpy as np
 from mpipipe.language.data.source import Tokens
 from mpipipe.nn import random_key
 
-ORDERS = ("random", "epoch")
-
 
 def training_starts(
     length: int, *, seed: int, step: int, batch: int, rows: slice, seq_len: int, order: str = "random"
@@ -59,9 +57,9 @@ def segments(text: Tokens, starts: Iterable[int], seq_len: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def generator(seed: int, purpose: str, step: int) -> np.random.Generator:
+def generator(seed: int, purpose: str, step: int, turn: int = 0) -> np.random.Generator:
     """Return the random numbers for one purpose in one step. They are counter-based: none depends on earlier ones."""
-    return np.random.Generator(np.random.Philox(key=random_key(purpose, seed), counter=[0, 0, 0, step]))
+    return np.random.Generator(np.random.Philox(key=random_key(purpose, seed), counter=[0, 0, turn, step]))
 
 
 # -- A permutation of 0 ... count - 1, of which any place is computed by itself, without memory for the others --------

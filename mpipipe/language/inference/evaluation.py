@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +32,12 @@ from mpipipe.language.data.source import out_of_range
 from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
-from mpipipe.language.inference.generation import forward_plan, open_pipeline
+from mpipipe.language.inference.generation import forward_plan
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.model_folder import ModelFolder
-from mpipipe.language.shard import TextShard
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
+from mpipipe.train import Shard
 
 TOKENS = 4096  # of a micro-batch, by default
 
@@ -67,10 +68,15 @@ def perplexity(loss: float) -> float:
 
 
 class WindowLosses(nn.HeadCrossEntropy):
-    """The loss of an evaluation: it notes the loss of each window, with the product of the head in tiles."""
+    """The loss of an evaluation: it notes the loss of each window, with the product of the head in tiles.
 
-    def __init__(self, stage: nn.Stage) -> None:
-        super().__init__(stage)
+    With `slices` of the head the output is the losses themselves.
+    """
+
+    def __init__(self, stage: nn.Stage, slices: bool = False) -> None:
+        self.stage, self.mean_of = stage, nn.mean_of_losses if slices else super().__call__
+        if not slices:
+            super().__init__(stage)
         self._noted: list[tuple[int, int, Any]] = []  # (document, tokens, mean loss), in order
         self._losses: dict[int, list[LossSum]] = defaultdict(list)
 
@@ -86,7 +92,7 @@ class WindowLosses(nn.HeadCrossEntropy):
         return 0.0, None
 
     def _note(self, document: int, output: Array, ids: Array) -> None:
-        value, _ = super().__call__(output, ids)
+        value, _ = self.mean_of(output, ids)
         self._noted.append((document, ids.size, value))
 
     def settle(self) -> None:
@@ -112,14 +118,13 @@ class Evaluator:
     """A pipeline that evaluates `rows` windows in each micro-batch; `losses` is None but after the last stage."""
 
     def __init__(
-        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: TextShard, *, rows: int, vocab: int
+        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: Shard, *, rows: int, model: GPT
     ) -> None:
         self.pipeline, self.losses, self.mesh, self.shard = pipeline, losses, mesh, shard
-        self.vocab = vocab
+        self.vocab, self.labels = model.vocab, model.head_slices > 1
         placement = pipeline.schedule.placement
         self.first, self.last = mesh.pipe.rank == placement[0], mesh.pipe.rank == placement[-1]
         self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
-        self.positions = shard.layout.positions(shard.rank)
 
     def run(self, tokens: Tokens, windows: Windows) -> Iterator[int]:
         """Evaluate all windows, the same on every rank; yield how many have been done after each call; collective."""
@@ -129,7 +134,8 @@ class Evaluator:
             own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
             with group.raise_together("evaluate: reading the data"):
                 inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
-            self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
+            given = arrays.Branches(inputs, labels=targets["ids"]) if self.labels else inputs
+            self.pipeline.evaluate(given if self.first else None, targets if self.last else None)
             with group.raise_together("evaluate: the losses"):
                 if self.losses is not None:
                     self.losses.settle()
@@ -147,7 +153,7 @@ class Evaluator:
                 place = int(outside[0])
                 raise out_of_range(int(row[place]), self.vocab, window.start + place, "the data")
         counts = np.zeros(len(read), np.int64)
-        counts[: len(own)] = np.searchsorted(self.positions, [window.rows for window in own])
+        counts[: len(own)] = np.searchsorted(self.shard.positions(length), [window.rows for window in own])
         documents = np.zeros(len(read), np.int64)
         documents[: len(own)] = [window.document for window in own]
         cut = self.shard.part
@@ -172,9 +178,10 @@ def _total(sums: Collection[LossSum]) -> LossSum:
     return LossSum(sum(losses.tokens for losses in sums), math.fsum(losses.nats for losses in sums))
 
 
+@contextmanager
 def build_evaluator(
     folder: ModelFolder, mesh: Mesh, length: int, *, layout: str, rows: int | None, dtype: str, device: str
-) -> AbstractContextManager[Evaluator]:
+) -> Iterator[Evaluator]:
     """Build the evaluator of a model for windows of `length` tokens; collective.
 
     A micro-batch has `rows` windows, by default as many as have about `TOKENS` tokens. Raises ConfigError, on every
@@ -191,14 +198,18 @@ def build_evaluator(
             )
         plan = forward_plan(model, mesh.pipe.size, rows or max(1, TOKENS // length))
     with group.raise_together("evaluate: the shards of windows"):
-        shard = TextShard(mesh.seq, layout, length)
+        shard = Shard(mesh.seq, layout)
+        attend, positions = shard.attend(length, causal=True), None if mesh.seq.size == 1 else shard.positions(length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, model.build(shard.attention, shard.rotary), dtype, 0, device)
-        losses = WindowLosses(stages[-1]) if mesh.pipe.rank == plan.schedule.placement[-1] else None
+        layers, slices = model.build(attend, positions, labels=True), model.head_slices > 1
+        plan = plan.with_names(layers)
+        stages = plan.stages(mesh.pipe.rank, layers, dtype, 0, device)
+        losses = WindowLosses(stages[-1], slices) if mesh.pipe.rank == plan.schedule.placement[-1] else None
     folder.load(stages, mesh)
     pipeline = Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
-    return open_pipeline(pipeline, Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, vocab=model.vocab))
+    with pipeline:
+        yield Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, model=model)
 
 
 # -- The data of an evaluation: tokens as they are, or text as the tokens of the model --------------------------------
@@ -210,13 +221,12 @@ def open_tokens(folder: ModelFolder, paths: Sequence[str], mesh: Mesh) -> tuple[
     Files of tokens are read by position. Text is tokenized by all ranks together; each then has all tokens in memory.
     """
     group = group_of(mesh.comm)
-    listing, tokenizer = None, None
     with group.raise_together("evaluate: the data"):
-        if mesh.rank == 0:
-            if not paths:
-                raise ConfigError("there is nothing to evaluate on", expected="files with --data")
-            listing = find([Path(path).absolute() for path in paths], folder.model.vocab)
-    listing = group.broadcast("evaluate: the list of data", listing)
+        if not paths:
+            raise ConfigError("there is nothing to evaluate on", expected="files with --data")
+    listing = group.from_one(
+        "evaluate: the list of data", lambda: find([Path(path).absolute() for path in paths], folder.model.vocab)
+    )
     with group.raise_together("evaluate: the tokenizer"):
         tokenizer, first = folder.tokenizer(), listing.files[0][0]
         if listing.unit == "bytes" and tokenizer is None and folder.model.vocab != 256:

@@ -34,8 +34,8 @@ class Bytes:
         return list(text.encode(errors="surrogateescape"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes, with a replacement character for what is no UTF-8."""
-        return bytes(tokens).decode(errors="replace")
+        """Return the text of bytes, with a replacement character for what is no UTF-8; a model may have more ids."""
+        return bytes(token for token in tokens if token < self.vocab).decode(errors="replace")
 
 
 FolderTokenizer: TypeAlias = Tokenizer | Bytes

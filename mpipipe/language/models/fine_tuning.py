@@ -8,24 +8,18 @@ from pathlib import Path
 from typing import Any, cast
 
 from mpipipe import nn
-from mpipipe.attention import Local
 from mpipipe.checkpoint import standing_folder
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import Communicator, group_of
 from mpipipe.language.config import FROM_FOLDER, ModelOptions, TrainConfig
 from mpipipe.language.models import huggingface, model_folder
-from mpipipe.language.models.gpt import GPT, Model, declared_in
-from mpipipe.language.models.huggingface.adapter import (
-    AdapterFolder,
-    adapter_parts,
-    is_adapter_folder,
-    open_adapter,
-    read_adapter,
-)
+from mpipipe.language.models.gpt import GPT, Model
+from mpipipe.language.models.huggingface import adapter
 from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.weights import own_arrays
-from mpipipe.nn import Parameter, announce_write, frozen_names, is_adapter, is_frozen
+from mpipipe.nn import announce_write, is_adapter
+from mpipipe.planning import layers_with
 from mpipipe.train import shared_path
 
 INSIDE = "adapter"  # the folder in which a training leaves its adapters
@@ -38,45 +32,27 @@ class FineTuning:
 
     freeze: tuple[str, ...] = ()
     lora: nn.LoRA | None = None
-    start: AdapterFolder | None = None
+    start: adapter.AdapterFolder | None = None
 
     def layers(self, layers: Sequence[nn.Layer]) -> list[nn.Layer]:
         """Return the layers of a model, with adapters where there are to be any."""
         return list(layers) if self.lora is None else self.lora.apply(layers)
 
-    def trained(self, model: Model) -> dict[str, Parameter]:
-        """Return the parameters that are trained. Raises ConfigError if there are none or a pattern fits no name."""
-        declared = declared_in(self.layers(model.build(Local())))
-        names = [name for name in declared if self.lora is None or is_adapter(name)]  # all else is frozen anyway
-        for pattern in self.freeze:
-            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
-                raise ConfigError(
-                    "a pattern of freeze fits no parameter" + ("" if self.lora is None else " of an adapter"),
-                    found=pattern,
-                    expected=f"one that fits names such as {', '.join(names[:4])}",
-                    remedy="docs/finetuning.md has the names",
-                )
-        frozen = frozen_names(declared, self.freeze)
-        if len(frozen) == len(declared):
-            raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")
-        return {name: parameter for name, parameter in declared.items() if name not in frozen}
-
-    def costs(self, model: Model) -> list[float]:
-        """Return the costs of a model's layers, for the cut into stages.
+    def costs(self, model: Model, trained: Iterable[str]) -> list[float]:
+        """Return the costs of a model's layers, for the cut into stages, where the parameters `trained` are.
 
         A layer that is trained costs its forward and two products as large; one that is not, or that has adapters, one
         of these; and one below everything that is trained its forward alone.
         """
-        trained = self.trained(model)
-        whole = layers_of(name for name in trained if not is_adapter(name))
-        lowest = min(layers_of(trained))
+        whole = layers_with(name for name in trained if not is_adapter(name))
+        lowest = min(layers_with(trained))
         products = [3 if place in whole else 1 if place < lowest else 2 for place, _ in enumerate(model.costs())]
         return [cost if count == 3 else cost * count / 3 for cost, count in zip(model.costs(), products)]
 
     def check(self, model: Model, origin: huggingface.Origin) -> None:
         """Raise ConfigError, before a training begins, where its adapters could not be written."""
         if self.lora is not None:
-            adapter_parts(self.lora, expressed(cast(GPT, model), origin.family)[0], cast(GPT, model))
+            adapter.adapter_parts(self.lora, expressed(cast(GPT, model), origin.family)[0], cast(GPT, model))
 
     def load(self, stages: Sequence[nn.Stage], model: Model, origin: huggingface.Origin, mesh: Mesh) -> None:
         """Set the adapters of this rank to those to begin with, if there are any; collective."""
@@ -85,14 +61,9 @@ class FineTuning:
         with group_of(mesh.comm).raise_together("loading the adapter"):
             family, _ = expressed(cast(GPT, model), origin.family)
             announce_write(*stages)
-            read_adapter(self.start, family, cast(GPT, model), own_arrays(stages))
+            adapter.read_adapter(self.start, family, cast(GPT, model), own_arrays(stages))
             for stage in stages:
                 stage.sync_compute()
-
-
-def layers_of(names: Iterable[str]) -> set[int]:
-    """Return the places in the model of the layers of these parameters."""
-    return {int(name.partition(".")[0]) for name in names}
 
 
 def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
@@ -100,18 +71,15 @@ def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
     freeze, text = config.freeze, config.lora
     if text is None:
         return FineTuning(freeze)
-    group, found = group_of(comm), None
-    path = shared_path(comm, text)
-    with group.raise_together("train: the adapters"):
-        if comm.rank == 0:
-            folder = standing_folder(Path(path))
-            if is_adapter_folder(folder):
-                start = open_adapter(folder)
-                found = FineTuning(freeze, start.lora, start)
-            else:
-                found = FineTuning(freeze, parse_lora(text))
-    tuning: FineTuning = group.broadcast("train: the adapters", found)
-    return tuning
+    folder = Path(shared_path(comm, text))
+
+    def find() -> FineTuning:
+        if not adapter.is_adapter_folder(standing_folder(folder)):
+            return FineTuning(freeze, parse_lora(text))
+        start = adapter.open_adapter(standing_folder(folder))
+        return FineTuning(freeze, start.lora, start)
+
+    return group_of(comm).from_one("train: the adapters", find)
 
 
 def parse_lora(text: str) -> nn.LoRA:
@@ -127,7 +95,7 @@ def parse_lora(text: str) -> nn.LoRA:
 # -- The model that a training begins from (--from) -------------------------------------------------------------------
 
 
-MAY_DIFFER = ("seq", "dropout", "max_positions")  # lengths and dropout are a training's own
+MAY_DIFFER = ("seq", "dropout", "max_positions", "head_slices")  # which are a training's own
 
 
 @dataclass(frozen=True)
@@ -146,12 +114,9 @@ def find_pretrained(config: TrainConfig, comm: Communicator) -> tuple[TrainConfi
     """Open the folder to begin from, if there is one, and return the configuration with the sizes in it; collective."""
     if config.from_ is None:
         return config, None
-    folder, origin = model_folder.open_on_all(comm, config.from_), None
-    with group_of(comm).raise_together("train: the model to begin from"):
-        if comm.rank == 0:
-            origin = huggingface.Origin.of(folder.path)
-    origin = group_of(comm).broadcast("train: the model to begin from", origin)
-    with group_of(comm).raise_together("train: the model to begin from"):
+    folder, call = model_folder.open_on_all(comm, config.from_), "train: the model to begin from"
+    origin = group_of(comm).from_one(call, lambda: huggingface.Origin.of(folder.path))
+    with group_of(comm).raise_together(call):
         model = folder.model
         defaults = {entry.name: entry.default for entry in fields(config)}
         for name in FROM_FOLDER:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,22 +23,13 @@ import numpy as np
 from mpipipe import arrays, checkpoint, files, nn
 from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Local
-from mpipipe.checkpoint import (
-    NAMES,
-    PARAMETERS,
-    check_same_folder,
-    folder_identity,
-    read_arrays,
-    replacing,
-    standing_folder,
-)
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.even_split import consecutive_bins
 from mpipipe.job import Communicator, group_of
 from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
 from mpipipe.language.models import huggingface, weights
-from mpipipe.language.models.gpt import GPT, declared_in
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import writing
 from mpipipe.language.models.huggingface.adapter import (
     ADAPTER_CONFIG,
@@ -51,6 +42,7 @@ from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
 from mpipipe.nn import announce_write, is_adapter
+from mpipipe.planning import declared
 from mpipipe.train import shared_path
 
 INSIDE = "huggingface"  # the folder in which a training leaves one
@@ -101,7 +93,19 @@ class ModelFolder(ABC):
                 stage.sync_compute()
         with group.raise_together("loading the model: whether it is one"):
             if group.rank == 0:  # which has opened the folder
-                check_same_folder(self.path, self.inode)
+                checkpoint.check_same_folder(self.path, self.inode)
+
+    def with_slices(self, count: int) -> ModelFolder:
+        """Return the folder of the same model with its head in `count` slices; raises ConfigError if it has others."""
+        there = self.model.head_slices
+        if there != count:
+            raise ConfigError(
+                "the weights to begin with have their head in other slices",
+                found=f"head_slices = {there} in {self.path}",
+                expected=f"{count}, as the configuration has it",
+                remedy=f"give head_slices = {there}, or `mpipipe convert` them into a folder of Hugging Face",
+            )
+        return self
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -143,12 +147,12 @@ class WeightsFolder(TrainingFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        places = (standing_folder(path), standing_folder(weights.folder_of(path)))
+        places = (checkpoint.standing_folder(path), checkpoint.standing_folder(weights.folder_of(path)))
         return next((place for place in places if files.exists(place / weights.DESCRIPTION)), None)
 
     @classmethod
     def open(cls, folder: Path) -> WeightsFolder:
-        inode, found = folder_identity(folder), weights.describe(folder)
+        inode, found = checkpoint.folder_identity(folder), weights.describe(folder)
         return cls(folder, found.dtype, inode, found.model)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
@@ -170,7 +174,7 @@ class CheckpointFolder(TrainingFolder):
         saved = checkpoint.read(folder)
         sizes = saved.state.get("model")
         entries = {name: entry for content in saved.files.values() for name, entry in content.arrays.items()}
-        kept = [entry for name, entry in entries.items() if name.startswith(f"{PARAMETERS}/")]
+        kept = [entry for name, entry in entries.items() if name.startswith(f"{checkpoint.PARAMETERS}/")]
         if not isinstance(sizes, dict) or not kept:
             raise ConfigError(
                 "the checkpoint is not one of `mpipipe train`",
@@ -185,11 +189,11 @@ class CheckpointFolder(TrainingFolder):
                 expected="a plain model",
                 remedy="let the training end: it leaves the model with its adapters merged; or go on with --resume",
             )
-        return cls(folder, NAMES[kept[0].dtype], None, sizes)
+        return cls(folder, checkpoint.NAMES[kept[0].dtype], None, sizes)
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         saved = checkpoint.read(self.path)
-        read_arrays(saved, {f"{PARAMETERS}/{name}": array for name, array in parameters.items()})
+        checkpoint.read_arrays(saved, {f"{checkpoint.PARAMETERS}/{name}": array for name, array in parameters.items()})
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
         checkpoint.load(self.path, mesh, stages)  # which compares the names of all ranks, too
@@ -205,12 +209,12 @@ class HuggingFaceFolder(ModelFolder):
     @classmethod
     def find(cls, path: Path) -> Path | None:
         names = (CONFIG, SINGLE, INDEX, *PICKLES)  # tensors without a config.json, too
-        places = (standing_folder(path), standing_folder(path / INSIDE))
+        places = (checkpoint.standing_folder(path), checkpoint.standing_folder(path / INSIDE))
         return next((place for place in places if any(files.exists(place / name) for name in names)), None)
 
     @classmethod
     def open(cls, folder: Path) -> HuggingFaceFolder:
-        inode, opened = folder_identity(folder), huggingface.open_folder(folder)
+        inode, opened = checkpoint.folder_identity(folder), huggingface.open_folder(folder)
         stored = opened.config.get("dtype") or opened.config.get("torch_dtype")
         # float32 holds bfloat16 and float16 as they are
         return cls(folder, "float64" if stored == "float64" else "float32", inode, opened)
@@ -218,6 +222,9 @@ class HuggingFaceFolder(ModelFolder):
     @property
     def model(self) -> GPT:
         return self.folder.model
+
+    def with_slices(self, count: int) -> ModelFolder:
+        return replace(self, folder=replace(self.folder, model=replace(self.model, head_slices=count)))
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         huggingface.read(self.folder, parameters)
@@ -233,7 +240,7 @@ class AdaptedFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return standing_folder(path) if is_adapter_folder(standing_folder(path)) else None
+        return checkpoint.standing_folder(path) if is_adapter_folder(checkpoint.standing_folder(path)) else None
 
     @classmethod
     def open(cls, folder: Path) -> AdaptedFolder:
@@ -254,6 +261,9 @@ class AdaptedFolder(ModelFolder):
     @property
     def model(self) -> GPT:
         return self.base.model
+
+    def with_slices(self, count: int) -> ModelFolder:
+        return replace(self, base=self.base.with_slices(count))
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         self.base.read(parameters)
@@ -282,12 +292,8 @@ def open_model(path: str | Path) -> ModelFolder:
 
 def open_on_all(comm: Communicator, path: str) -> ModelFolder:
     """Return on every rank the model that rank 0 finds at `path`, seen from its working folder; collective."""
-    group, absolute = group_of(comm), shared_path(comm, path)
-    folder: ModelFolder | None = None
-    with group.raise_together("opening the model"):
-        if comm.rank == 0:
-            folder = open_model(absolute)
-    return group.broadcast("opening the model", folder)
+    absolute = shared_path(comm, path)
+    return group_of(comm).from_one("opening the model", lambda: open_model(absolute))
 
 
 # -- A folder turned into one of another kind, by one process and without MPI: layer groups one after the other --------
@@ -309,7 +315,10 @@ def convert(source: str | Path, target: str | Path, dtype: str | None = None, mo
     groups = groups_of(model, most, arrays.dtype(kind).itemsize)
     if ours:
         what = f"weights in {kind}"
-        with replacing(target, None, writing.explained, replaces=False) as unnamed, writing.explained(target):
+        with (
+            checkpoint.replacing(target, None, writing.explained, replaces=False) as unnamed,
+            writing.explained(target),
+        ):
             sums: dict[str, str] = {}
             for number, shapes in enumerate(groups):
                 sums.update(weights.write_stage(unnamed, number, read_group(folder, kind, shapes)))
@@ -331,7 +340,9 @@ def read_group(folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]) -> 
 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of the parameters, in groups of whole layers of at most `most` bytes."""
-    layers = [declared_in([top], place) for place, top in enumerate(model.build(Local()))]
+    layers = [declared([top], place) for place, top in enumerate(model.build(Local()))]
+    first = len(layers) - model.head_slices
+    layers[first:] = [{name: entry for layer in layers[first:] for name, entry in layer.items()}]  # one tensor
     sized = ((layer, sum(entry.size for entry in layer.values()) * itemsize) for layer in layers)
     return [
         {name: entry.shape for layer in group for name, entry in layer.items()}

@@ -22,13 +22,13 @@ import numpy as np
 
 from mpipipe import arrays, files, nn
 from mpipipe.arrays import Array
-from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_tensors
+from mpipipe.checkpoint import TensorFile, checksum_of, open_tensors, replacing, write_facts, write_tensors
 from mpipipe.comm import Mesh
-from mpipipe.errors import ArgumentError, NonFiniteError
+from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import Model
-from mpipipe.language.models.huggingface.folder import Origin, count_not_finite
-from mpipipe.nn import FlatBuffer, announce_write
+from mpipipe.language.models.huggingface.folder import Origin, check_finite
+from mpipipe.nn import announce_write
 from mpipipe.schedules import Schedule
 
 DESCRIPTION = "model.json"
@@ -36,6 +36,7 @@ MOST_BYTES = 64 << 20  # of it
 OURS = re.compile(r"(stage-\d+\.safetensors|model\.json)(\.partial)?")
 FLOATS = ("float32", "float64")  # in which parameters are kept
 REMEDY = "build the model with the sizes and dtype of model.json"
+TRAIN_AGAIN = "train again, with a lower learning rate or clipped gradients"
 COPY_AGAIN = "copy the weights again from where they are whole, or train again"
 
 
@@ -109,9 +110,7 @@ def _keep_others(folder: Path, partial: Path) -> None:
 
 def write_description(folder: Path, description: WeightsDescription) -> None:
     """Write model.json, when all other files are there. Raises OSError."""
-    facts = asdict(description)
-    facts["checksum"] = checksum_of(facts)
-    files.write_whole(folder / DESCRIPTION, (json.dumps(facts, indent=1) + "\n").encode())
+    write_facts(folder / DESCRIPTION, asdict(description))
 
 
 def describe(folder: str | Path) -> WeightsDescription:
@@ -162,27 +161,24 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
     """
     folder = Path(folder)
     description = describe(folder)
-    places: dict[str, Path] = {}
+    left, there = dict(parameters), 0
     for number in range(description.stages):
         with _opened(folder / file_of(number)) as file:
-            places.update(dict.fromkeys(file.arrays, file.path))
-    for name, array in parameters.items():
-        if name not in places:
-            raise ArgumentError(
-                f"the weights have no parameter {name}",
-                found=f"{len(places)} others in {folder}",
-                expected=f"{array.dtype.name}{list(array.shape)}",
-                remedy=REMEDY,
-            )
-    for path in dict.fromkeys(places[name] for name in parameters):  # one at a time: an error names the file it is of
-        with _opened(path) as file:
-            for name, array in parameters.items():
-                if places[name] == path:
-                    values = _read_one(file, name, array, description.checksums)
-                    if arrays.is_device(array):
-                        arrays.upload(values, out=array)
-                    else:
-                        array[...] = values
+            there += len(file.arrays)
+            for name in [name for name in left if name in file.arrays]:
+                array = left.pop(name)
+                values = _read_one(file, name, array, description.checksums)
+                if arrays.is_device(array):
+                    arrays.upload(values, out=array)
+                else:
+                    array[...] = values
+    for name, array in left.items():
+        raise ArgumentError(
+            f"the weights have no parameter {name}",
+            found=f"{there} others in {folder}",
+            expected=f"{array.dtype.name}{list(array.shape)}",
+            remedy=REMEDY,
+        )
 
 
 def _opened(path: Path) -> AbstractContextManager[TensorFile]:
@@ -208,29 +204,14 @@ def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str
             expected=f"{expected}, as in {DESCRIPTION}",
             remedy=COPY_AGAIN,
         )
-    if count := count_not_finite(values):
-        raise NonFiniteError(
-            f"parameter {name} is not finite",
-            found=f"{count} of {values.size} values are NaN or infinite in {file.path}",
-            expected="finite numbers",
-            remedy="train again, with a lower learning rate or clipped gradients",
-        )
+    check_finite(values, f"parameter {name}", file.path, TRAIN_AGAIN)
     return values.astype(like.dtype, copy=False)
-
-
-def on_host(parameters: FlatBuffer) -> dict[str, np.ndarray]:
-    """Return host arrays by name; from a GPU in one copy of the whole buffer, and one of each array outside of it."""
-    flat, starts = arrays.download(parameters.flat), parameters.offsets
-    return {
-        name: flat[starts[name] :][: like.size].reshape(like.shape) if name in starts else arrays.download(like)
-        for name, like in parameters.items()
-    }
 
 
 def copy(trained: Sequence[nn.Stage], stages: Sequence[nn.Stage]) -> None:
     """Set the parameters of `stages`, which are on the host, to those of others with the same layers on this rank."""
     for source in trained:
-        for name, values in on_host(source.parameters).items():
+        for name, values in zip(source.parameters, arrays.download_all(list(source.parameters.values()))):
             places = [stage for stage in stages if name in stage.parameters]
             places[0].parameters[name][...] = values
 

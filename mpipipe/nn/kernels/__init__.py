@@ -1,21 +1,38 @@
-"""The arithmetic of layers, losses and optimizers: `interface` states the functions, and three modules hold them.
+"""The arithmetic of layers, losses and optimizers: `interface` states the functions, and four modules hold them.
 
 host.any_dtype        numpy arrays of every dtype
 host.full_precision   numpy arrays of float32 and float64, without a look at the dtype in each call
+torch_cpu             numpy arrays of halves by PyTorch, where the processor multiplies them faster than float32
 cuda                  cupy arrays, by CUDA C++ next to it and cuBLAS
 """
 
 from __future__ import annotations
 
+import os
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, cast
+
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe import arrays, processor
 from mpipipe.arrays import Array
+from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.nn.kernels import cuda
 from mpipipe.nn.kernels.host import any_dtype, full_precision
 from mpipipe.nn.kernels.interface import AdamWNumbers, Kernels, Update
 
-__all__ = ["AdamWNumbers", "Kernels", "Update", "of", "of_array"]
+if TYPE_CHECKING:
+    from mpipipe.nn.kernels import torch_cpu
+
+    TORCH_CPU: Kernels = torch_cpu
+
+__all__ = ["AdamWNumbers", "Kernels", "Update", "describe", "multiplies", "of", "of_array"]
+
+VARIABLE = "MPIPIPE_HALVES"
+# what a processor has that multiplies halves faster than float32 and sums in float32, as /proc/cpuinfo calls it
+INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16", "bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 
 
 # mypy compares each module with the interface here
@@ -25,14 +42,61 @@ CUDA: Kernels = cuda
 
 
 def of(device: str, dtype: np.dtype | None = None) -> Kernels:
-    """Return the kernels for arrays of `dtype`, or of any dtype, on "cpu" or "cuda"."""
+    """Return the kernels for arrays of `dtype`, or of any dtype, on "cpu" or "cuda".
+
+    Raises ArgumentError or BackendError where MPIPIPE_HALVES asks for what there is not.
+    """
     if device == "cuda":
         return CUDA
-    return ANY_DTYPE if dtype is None or arrays.is_half(dtype) else FULL_PRECISION
+    if dtype is None:
+        return ANY_DTYPE
+    return _of_halves(dtype, os.environ.get(VARIABLE, "")) if arrays.is_half(dtype) else FULL_PRECISION
 
 
 def of_array(array: Array) -> Kernels:
     """Return the kernels for the device and dtype of an array; raise ArgumentError for anything but an array."""
     if isinstance(array, np.ndarray):
-        return ANY_DTYPE if array.itemsize == 2 else FULL_PRECISION
+        return of("cpu", array.dtype) if array.itemsize == 2 else FULL_PRECISION
     return of(arrays.device_of(array))
+
+
+@lru_cache
+def _of_halves(dtype: np.dtype, asked: str) -> Kernels:
+    if asked not in ("", "numpy", "torch"):
+        raise ArgumentError(f"environment variable {VARIABLE}", found=repr(asked), expected="numpy or torch")
+    if asked == "numpy" or not (asked or (_instructions(dtype) and find_spec("torch"))):
+        return ANY_DTYPE
+    try:
+        return cast(Kernels, import_module("mpipipe.nn.kernels.torch_cpu"))
+    except ImportError as error:
+        raise BackendError(
+            f"products of {dtype.name} are to be PyTorch's, which cannot be imported",
+            found=error,
+            remedy=f"pip install torch, or set {VARIABLE}=numpy",
+        ) from None
+
+
+def _instructions(dtype: np.dtype) -> str:
+    """Return the name of what this processor multiplies such halves by, empty if there is no such thing."""
+    return next((name for name in INSTRUCTIONS[dtype.name] if name in processor.features()), "")
+
+
+def multiplies(name: str) -> bool:
+    """Return whether halves of this name are multiplied as such on the host, and not as float32."""
+    return of("cpu", arrays.dtype(name)) is not ANY_DTYPE
+
+
+def describe() -> str:
+    """Say for each kind of halves what computes with them on the host."""
+    return "\n".join(map(_described, map(arrays.dtype, INSTRUCTIONS)))
+
+
+def _described(dtype: np.dtype) -> str:
+    asked, found = os.environ.get(VARIABLE, ""), _instructions(dtype)
+    if asked:
+        return f"{dtype.name} by {asked}: {VARIABLE} says so"
+    if not found:
+        return f"{dtype.name} by numpy, in float32: this processor has no instructions for it"
+    if not find_spec("torch"):
+        return f"{dtype.name} by numpy, in float32: PyTorch is not installed, and could use {found}"
+    return f"{dtype.name} by torch: this processor has {found}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,6 +21,7 @@ class Attend(Protocol):
     """
 
     poll: Callable[[], object]
+    slice_rows: Sequence[int] | None = None  # here of each slice of a sequence, for an object that attends to slices
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let `backward_into` call a `backward` that a class redefines without it."""
@@ -53,69 +54,43 @@ class Attend(Protocol):
         return self.backward(dout, saved)
 
     def positions(self, rows: int) -> np.ndarray | None:
-        """Return the positions of the next rows in the whole sequence.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-
-        Returns
-        -------
-        numpy.ndarray or None
-            (rows,), integers; None for 0 ... rows - 1.
-        """
+        """Return the positions of the next rows in the whole sequence, (rows,) integers; None for 0 ... rows - 1."""
         return None
 
     def advance(self, rows: int) -> None:
-        """Count rows as done, without their keys and values; called by a layer that asks for positions alone.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-        """
+        """Count rows as done, without their keys and values; called by a layer that asks for positions alone."""
         return None
 
     def check_positions(self, positions: np.ndarray) -> None:
-        """Compare the positions of a layer with those of the rows here; a layer calls it before each forward.
+        """Raise ArgumentError where the positions of a layer are not those of the rows here, as far as known.
 
         Parameters
         ----------
         positions : numpy.ndarray
-            (rows,), integers.
-
-        Raises
-        ------
-        ArgumentError
-            They are known to be others.
+            (rows,), integers. A layer calls this before each forward.
         """
         return None
 
     def begin(self, position: Position) -> None:
-        """Note what the next forward is; called by the layer before each.
-
-        Parameters
-        ----------
-        position : Position
-            Step and micro-batch.
-        """
+        """Note step and micro-batch of the next forward, or of a backward; called by the layer before each."""
         return None
+
+    def for_layer(self) -> Attend:
+        """Return what one layer attends with: this object or, if it has a state, another one with its own."""
+        return self
 
     def with_window(self, window: int) -> Attend:
         """Return what attends as this object does, but with another window; the same object for the same window.
 
-        Parameters
-        ----------
-        window : int
-            A query sees itself and the window - 1 positions before it.
-
-        Returns
-        -------
-        Attend
-            The object; ArgumentError is raised where there is none.
+        A query sees itself and the window - 1 positions before it. Raises ArgumentError where there is no such object.
         """
-        raise _windowless_error(self, window)
+        raise ArgumentError(
+            f"{type(getattr(self, 'inner', self)).__name__} cannot be given a window for each layer",
+            found=f"window {window}",
+            expected="an object that has with_window, such as attention.Local or attention.Ring",
+            remedy="give the model a function that makes one for each layer, such as "
+            "lambda window=None: attention.Cached(capacity, window=window)",
+        )
 
 
 class ForwardAndBackward(Protocol):
@@ -132,23 +107,20 @@ class AttendAdapter(Attend):
     """An object with forward and backward, and perhaps positions, advance, begin, with_window or poll."""
 
     def __init__(self, inner: ForwardAndBackward) -> None:
-        self.inner: Any = inner
-        for name in ("positions", "advance", "begin"):
+        self.inner = inner
+        for name in ("positions", "advance", "begin", "for_layer"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        result: tuple[Array, Any] = self.inner.forward(q, k, v)
-        return result
+        return self.inner.forward(q, k, v)
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
-        gradients: tuple[Array, Array, Array] = self.inner.backward(dout, saved)
-        return gradients
+        return self.inner.backward(dout, saved)
 
     def with_window(self, window: int) -> Attend:
-        if not hasattr(self.inner, "with_window"):
-            raise _windowless_error(self.inner, window)
-        return as_attend(self.inner.with_window(window))
+        make = getattr(self.inner, "with_window", super().with_window)
+        return as_attend(make(window))
 
     @property
     def poll(self) -> Callable[[], object]:
@@ -169,13 +141,3 @@ def why_unrecordable(attend: ForwardAndBackward) -> str:
     """Return why CUDA graphs cannot record a layer that attends with this object, or ""."""
     kind = type(attend)
     return "" if vars(kind).get("recordable", False) else f"{kind.__name__} does not say that it can be recorded"
-
-
-def _windowless_error(attend: ForwardAndBackward, window: int) -> ArgumentError:
-    return ArgumentError(
-        f"{type(attend).__name__} cannot be given a window for each layer",
-        found=f"window {window}",
-        expected="an object that has with_window, such as attention.Local or attention.Ring",
-        remedy="give the model a function that makes one for each layer, such as "
-        "lambda window=None: attention.Cached(capacity, window=window)",
-    )

@@ -76,9 +76,10 @@ class Conv(Layer):
     width : tuple of int
         Points of a window along each axis of space: one, two or three numbers.
     stride : int
-        Points of x from one window to the next.
+        Points of x from one window to the next; a divisor of the points of a periodic axis.
     groups : int
-        Number of groups that channels are divided into, in order; a group of y sees its group of x alone.
+        Number of groups that channels are divided into, in order, a divisor of `inputs` and `outputs`; a group of y
+        sees its group of x alone.
     padding : {"same", "periodic", "valid"}, or a tuple with one for each axis
         What lies beyond the edges: ``("same", "periodic")`` is a grid of latitudes and longitudes.
     bias : bool
@@ -86,25 +87,12 @@ class Conv(Layer):
     gain : float
         The weight starts normal with standard deviation gain / sqrt(terms of a sum), as in LeCun et al., "Efficient
         backprop" (1998). With 2**0.5 it is that of He et al., "Delving deep into rectifiers" (2015).
-
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer, the groups do not divide the channels, a window is wider than a field without
-        zeros around it, or the stride does not divide a periodic axis.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.Conv(3, 8, (3, 3), padding="periodic")])
-    >>> stage.forward(np.ones((2, 16, 32, 3), np.float32))[0].shape
-    (2, 16, 32, 8)
     """
 
     takes_integers = False
     recordable = True
     freezes_parts = True
+    ends = False
 
     weight: np.ndarray
     bias: np.ndarray | None = None
@@ -164,7 +152,9 @@ class Conv(Layer):
         shape = _Shape(self.width, self.before, self.stride, self._sizes(x))
         return self._correlate(x, self._by_group(self.weight), shape), x
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        if self.ends:
+            return None, (dy, saved)
         # dx[i] = sum over k of W[k]^T dy[(i + before - k) / stride], where that is a whole number: for all i of one
         # remainder by the stride it is a convolution of dy with every stride-th k, turned round
         step, space, weight = self.stride, saved.shape[1:-1], self._by_group(self.weight)

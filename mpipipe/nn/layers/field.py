@@ -26,24 +26,11 @@ class GroupNorm(Layer):
     Parameters
     ----------
     groups : int
-        Number of groups that the channels are divided into, in order.
+        Number of groups that the channels are divided into, in order; it divides `channels`.
     channels : int
         Size of the last axis; the parameters `gain` and `bias` are (channels,), of ones and zeros at the start.
     eps : float
         Keeps the root away from 0.
-
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer, or the groups do not divide the channels.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.GroupNorm(2, 4)])
-    >>> stage.forward(np.ones((1, 8, 8, 4), np.float32))[0].shape
-    (1, 8, 8, 4)
     """
 
     takes_integers = False
@@ -159,11 +146,6 @@ class Downsample(_Sampling):
     factor : tuple of int
         Points of a box along each axis of space; they divide its length.
 
-    Raises
-    ------
-    ArgumentError
-        A factor is not a positive integer, or does not divide the points of its axis.
-
     Examples
     --------
     >>> import numpy as np
@@ -194,11 +176,6 @@ class Upsample(_Sampling):
     ----------
     factor : tuple of int
         Points that a point becomes along each axis of space.
-
-    Raises
-    ------
-    ArgumentError
-        A factor is not a positive integer.
 
     Examples
     --------
@@ -232,11 +209,6 @@ class Patches(Layer):
     back : bool
         Whether the layer makes a field of a sequence.
 
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer, or the input has another shape.
-
     Examples
     --------
     >>> import numpy as np
@@ -250,6 +222,7 @@ class Patches(Layer):
 
     takes_integers = False
     recordable = True
+    ends = False
 
     def __init__(self, size: tuple[int, ...], grid: tuple[int, ...], back: bool = False):
         check_axes("size", size)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
@@ -21,15 +23,19 @@ class Position(NamedTuple):
     Parameters
     ----------
     step, microbatch, replica : int
-        Numbers of the training step, of the micro-batch in it, and of the replica.
+        Numbers of the training step, of the micro-batch in it (or of the unit, where sequences come in slices), and of
+        the replica.
     training : bool
         Whether this is a training step: otherwise `Dropout` is the identity.
+    keeps : bool
+        Whether a backward of this micro-batch follows on its stage, for which slices of a sequence are kept.
     """
 
     step: int = 0
     microbatch: int = 0
     replica: int = 0
     training: bool = True
+    keeps: bool = True
 
 
 class StageOfLayer(Protocol):
@@ -39,6 +45,7 @@ class StageOfLayer(Protocol):
     headless: bool
     poll: Callable[[], object] | None
     device: str
+    dtype: np.dtype
     seed: int
     kernels: Kernels
     tables: RopeTables
@@ -92,12 +99,7 @@ class Differentiable(ABC):
 
     @abstractmethod
     def forward(self, x: Array) -> tuple[Array, Any]:
-        """Compute the output of one micro-batch.
-
-        Parameters
-        ----------
-        x : array
-            The input, of the stage's dtype and device, or integers.
+        """Compute the output of one micro-batch, from an input of the stage's dtype and device, or of integers.
 
         Returns
         -------
@@ -109,12 +111,7 @@ class Differentiable(ABC):
 
     @abstractmethod
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
-        """Compute the gradient of the input of one micro-batch.
-
-        Parameters
-        ----------
-        dy, saved : array, object
-            Gradient of the output, and what `forward` saved.
+        """Compute the gradient of the input of one micro-batch, from that of the output and what `forward` saved.
 
         Returns
         -------
@@ -125,21 +122,10 @@ class Differentiable(ABC):
         """
 
     def backward_weight(self, pending: Any) -> None:  # noqa: B027  # most layers have no parameters
-        """Add this micro-batch's part to the gradients of the parameters.
-
-        Parameters
-        ----------
-        pending : object
-            What `backward_input` returned.
-        """
+        """Add this micro-batch's part to the gradients of the parameters, from what `backward_input` returned."""
 
     def backward(self, dy: Array, saved: Any) -> Any:
         """Do `backward_input` and `backward_weight` at once.
-
-        Parameters
-        ----------
-        dy, saved : array, object
-            As for `backward_input`.
 
         Returns
         -------
@@ -190,6 +176,14 @@ class Layer(Differentiable):
     recordable : bool
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
         and never lets the host wait for the device. Subclasses do not inherit it either.
+    mixes_positions : bool
+        Whether y at a position, along axis 1, depends on x at others, and the layer needs whole sequences for that. A
+        class says False where positions stand for themselves; subclasses do not inherit that.
+    has_backward : bool
+        False in a stage whose backwards end before they come to this layer, set by the stage.
+    ends : bool
+        Whether nobody asks for the gradient of its input, so that dx may be None. Set by the stage of a first layer
+        whose own class has the attribute; without parameters such a layer then has no backward at all.
 
     Examples
     --------
@@ -223,30 +217,16 @@ class Layer(Differentiable):
     recordable = False
     freezes_parts = False
     frozen = False
+    mixes_positions = True
+    has_backward = True
+    ends = False
 
     def upload(self, x: Array) -> Array:
-        """Bring an input on the host to the device of the stage; asked of the first layer.
-
-        Parameters
-        ----------
-        x : array
-            An input that `forward` takes.
-
-        Returns
-        -------
-        array
-            The same on the device.
-        """
+        """Bring an input of `forward` from the host to the device of the stage; asked of the first layer."""
         return x if arrays.is_device(x) or self.stage.device == "cpu" else arrays.upload(x)
 
     def unrecordable(self) -> str:
-        """Return why CUDA graphs cannot record this layer, where its class says that they can.
-
-        Returns
-        -------
-        str
-            A reason in words, or "" where there is none.
-        """
+        """Return why CUDA graphs cannot record this layer, where its class says that they can; "" if they can."""
         return ""
 
     def projections(self) -> dict[str, Projection]:
@@ -267,18 +247,7 @@ class Layer(Differentiable):
         """
 
     def bind(self, stage: StageOfLayer, name: str) -> None:
-        """Become part of a stage, which calls this.
-
-        Parameters
-        ----------
-        stage, name : Stage, str
-            The stage, and the name of the layer in the model.
-
-        Raises
-        ------
-        ArgumentError
-            The layer belongs to a stage already.
-        """
+        """Become part of a stage, of one alone, which calls this with the name of the layer in the model."""
         if self.stage is not None:
             raise ArgumentError(
                 f"layer {name} ({type(self).__name__}) already belongs to a stage, as {self.name}",
@@ -291,12 +260,7 @@ class Layer(Differentiable):
         self.bound()
 
     def walk(self, name: str) -> Iterator[tuple[str, Layer]]:
-        """Iterate over this layer and all within it.
-
-        Parameters
-        ----------
-        name : str
-            The name of this layer.
+        """Iterate over this layer, of this name, and all within it.
 
         Yields
         ------

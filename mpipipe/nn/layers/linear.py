@@ -38,7 +38,9 @@ class Linear(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = False
     freezes_parts = True
+    ends = False
 
     weight: np.ndarray
     bias: np.ndarray | None = None
@@ -62,7 +64,9 @@ class Linear(Layer):
             check_features(self, x, self.inputs)
         return self.stage.kernels.linear(x, self.weight, self.bias), x
 
-    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        if self.ends:
+            return None, (rows(dy), saved)
         if dy.ndim != 2:
             shape, dy = (*dy.shape[:-1], self.inputs), dy.reshape(-1, self.outputs)
             return self.stage.kernels.linear_backward_input(dy, self.weight).reshape(shape), (dy, saved)
@@ -138,6 +142,7 @@ class FeedForward(_TwoProducts):
     """
 
     recordable = True
+    mixes_positions = False
     freezes_parts = True
 
     up: np.ndarray
@@ -175,6 +180,7 @@ class SwiGLU(_TwoProducts):
     """
 
     recordable = True
+    mixes_positions = False
     freezes_parts = True
 
     gate_up: np.ndarray
@@ -203,6 +209,7 @@ class Gelu(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = False
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         return self.stage.kernels.gelu(x), x

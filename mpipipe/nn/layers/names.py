@@ -12,9 +12,9 @@ goes back to that, finds them again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from keyword import iskeyword
 from typing import Any
 
@@ -25,6 +25,7 @@ from mpipipe.arrays import Array, Branches, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive
+from mpipipe.nn.kernels.host import ELEMENTS, blocks
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.layers.linear import Linear
@@ -123,7 +124,7 @@ class NamedChain(Sequential):
         super().__init__(layers)
         self.takes, self.given, self.unclaimed = names_of(layers)
         self.comes_in, self.goes_out = self.takes, self.unclaimed
-        self.gradients: dict[str, Tree] = {}  # of the backward under way
+        self.gradients: dict[str, Tree] | None = None  # of the backward under way
 
     def hand_on(self, names: Collection[str]) -> None:
         """Give these names to later stages."""
@@ -139,10 +140,14 @@ class NamedChain(Sequential):
                 expected=", ".join(sorted(self.comes_in)) or "no names",
                 remedy="mpipipe.Branches(x, name=...) with each of them, and no other",
             )
-        position = PositionOfNames(*self.stage.position)
+        before = self.stage.position
+        position = PositionOfNames(*before)
         position.values = values = dict(handed)
         self.stage.position = position
-        y, saved = super().forward(main)
+        try:
+            y, saved = super().forward(main)
+        finally:
+            self.stage.position = before  # a backward finds no values of another micro-batch
         missing = [name for name in self.goes_out if name not in values]
         if missing:
             raise ArgumentError(f"a layer gives {missing[0]!r} by its attribute `gives`, and its forward did not")
@@ -157,6 +162,16 @@ class NamedChain(Sequential):
         kept, handed = saved
         return self._with_gradients(super().backward(self._begin(dy), kept), handed)
 
+    def gradients_for(self, name: str, names: Collection[str], which: str) -> dict[str, Tree]:
+        """Return the gradients of the backward under way; raises ArgumentError outside of one, and for other names."""
+        if self.gradients is None or name not in names:
+            raise ArgumentError(
+                f"a layer asks for the gradient of {name!r}, or adds to it",
+                found="no backward_input under way" if self.gradients is None else f"a name that is not in `{which}`",
+                expected=f"a call in backward_input, for a name of {', '.join(names) or 'which there is none'}",
+            )
+        return self.gradients
+
     def _begin(self, dy: Any) -> Tree:
         main, skips = (dy.main, dy.skips) if type(dy) is Branches else (dy, {})
         self.gradients = dict(skips)
@@ -164,7 +179,7 @@ class NamedChain(Sequential):
 
     def _with_gradients(self, dx: Any, handed: dict[str, Tree]) -> Any:
         """Return the gradient of the input with those of what the stage was handed; None where backwards end early."""
-        found, self.gradients = self.gradients, {}
+        found, self.gradients = self.gradients or {}, None
         if not handed:
             return dx
         return Branches(
@@ -202,6 +217,8 @@ class Keep(Layer):
     (2, 7)
     """
 
+    mixes_positions = False
+
     def __init__(self, name: str):
         self.gives = (checked_name(name),)
 
@@ -222,15 +239,13 @@ class Join(Layer):
         What `Keep` or another layer has given, or what the inputs have besides the main array (mpipipe.Branches).
     axis : int or None
         The axis along which both are put together, by default the last one; not 0, the rows. None adds them.
-
-    Raises
-    ------
-    ArgumentError
-        The name is no identifier, or the axis is 0; in a forward where the shapes or dtypes do not fit.
     """
+
+    mixes_positions = True
 
     def __init__(self, name: str, axis: int | None = -1):
         self.takes, self.axis = (checked_name(name),), axis
+        self.mixes_positions = axis not in (None, -1)
         if axis == 0 or isinstance(axis, bool) or not (axis is None or isinstance(axis, int)):
             raise ArgumentError("axis of Join", found=repr(axis), expected="an axis after the first one, or None")
 
@@ -238,51 +253,50 @@ class Join(Layer):
         other: Any = self.stage.taken(self.takes[0])
         axis = x.ndim if self.axis is None else self.axis % x.ndim  # the first of those that may differ
         fits = arrays.is_array(other) and other.ndim == x.ndim and other.dtype == x.dtype
-        if not axis or not fits or _without(axis, x.shape) != _without(axis, other.shape):
+        fits = fits and all(one == two for place, (one, two) in enumerate(zip(x.shape, other.shape)) if place != axis)
+        if not axis or not fits:
             raise ArgumentError(
                 f"layer {self.name} (Join): what it takes as {self.takes[0]!r} does not fit its input",
-                found=f"{other.dtype}{list(other.shape)}" if arrays.is_array(other) else type(other).__name__,
+                found=_described(other),
                 expected=f"{x.dtype}{list(x.shape)}" + ("" if self.axis is None else f", but for axis {self.axis}"),
             )
         if self.axis is None:
             return self.stage.kernels.add(x, other), None
-        size, copy = x.shape[axis], self.stage.kernels.copy
+        size = x.shape[axis]
         y = arrays.empty((*x.shape[:axis], size + other.shape[axis], *x.shape[axis + 1 :]), x.dtype, self.stage.device)
-        whole = _three_axes(y, axis)
-        copy(_three_axes(x, axis), whole[:, :size])
-        copy(_three_axes(other, axis), whole[:, size:])
+        for part, target in zip((x, other), _cut(y, axis, size)):
+            self.stage.kernels.copy(part, target)
         return y, size
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        if saved is None:
-            dx = dother = dy
-        else:
-            axis = (self.axis or 0) % dy.ndim
-            dx, dother = (self._part(dy, axis, part) for part in (slice(saved), slice(saved, None)))
-        self.stage.add_gradient(self.takes[0], dother)
-        return dx, None
-
-    def _part(self, dy: Array, axis: int, part: slice) -> Array:
-        source = _three_axes(dy, axis)[:, part]
-        target = arrays.empty(source.shape, dy.dtype, self.stage.device)
-        self.stage.kernels.copy(source, target)
-        return target.reshape(*dy.shape[:axis], -1, *dy.shape[axis + 1 :])
+        parts = [dy, dy]
+        if saved is not None:
+            for place, part in enumerate(_cut(dy, (self.axis or 0) % dy.ndim, saved)):
+                parts[place] = arrays.empty(part.shape, dy.dtype, self.stage.device)
+                self.stage.kernels.copy(part, parts[place])
+        self.stage.add_gradient(self.takes[0], parts[1])
+        return parts[0], None
 
 
-def _without(axis: int, shape: arrays.Shape) -> arrays.Shape:
-    return shape[:axis] + shape[axis + 1 :]
+def _described(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if arrays.is_array(value) else type(value).__name__
 
 
-def _three_axes(x: Array, axis: int) -> Array:
-    """Return the array with all axes before this one as one, and all after it."""
-    return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], -1)
+def _cut(x: Array, axis: int, size: int) -> tuple[Array, Array]:
+    """Return views of the first `size` places along an axis, and of the others."""
+    before = (slice(None),) * axis
+    first, rest = (*before, slice(size)), (*before, slice(size, None))
+    return x[first], x[rest]
 
 
 class AdaptiveNorm(Layer):
     """y = (1 + scale) * (x - mean) / sqrt(variance + eps) + shift, where scale and shift depend on a named condition.
 
     The norm is over the last axis. Scale and shift are linear in the condition of a row, the same at all its positions.
-    It is 0 at the start. Peebles and Xie, "Scalable diffusion models with transformers" (2023), section 3.2.
+    The parameters are those of a `Linear`: `modulation.weight` (2 size, condition_size), of zeros at the start, and
+    `modulation.bias`, whose first half, 1 + scale without a condition, starts with ones.
+
+    Peebles and Xie, "Scalable diffusion models with transformers" (2023), section 3.2.
 
     Parameters
     ----------
@@ -292,16 +306,6 @@ class AdaptiveNorm(Layer):
         The name of the condition.
     eps : float
         As for `LayerNorm`.
-
-    Raises
-    ------
-    ArgumentError
-        In a forward, where x or the condition has another shape, or the condition is no array of the dtype of x.
-
-    Notes
-    -----
-    The parameters are those of a `Linear`, `modulation.weight` (2 size, condition_size), of zeros, and
-    `modulation.bias`, whose first half, 1 + scale without a condition, starts with ones.
     """
 
     takes_integers = False
@@ -324,38 +328,73 @@ class AdaptiveNorm(Layer):
         if not arrays.is_array(condition) or condition.shape != shape or condition.dtype != x.dtype:
             raise ArgumentError(
                 f"layer {self.name} (AdaptiveNorm): what it takes as {self.takes[0]!r} is no condition of its rows",
-                found=f"{condition.dtype}{list(condition.shape)}"
-                if arrays.is_array(condition)
-                else type(condition).__name__,
+                found=_described(condition),
                 expected=f"{x.dtype}{list(shape)}",
             )
-        (both, of_linear), points, saved = self.modulation.forward(condition), x.reshape(len(x), -1, self.size), []
-        y = arrays.empty(points.shape, x.dtype, self.stage.device)
-        for row in range(len(x)):
-            gain, shift = both[row, : self.size], both[row, self.size :]
-            _, normal, scale = self.stage.kernels.layer_norm(points[row], gain, shift, self.eps)
-            self.stage.kernels.copy(normal, y[row])
-            saved.append(scale)
-        return y.reshape(x.shape), (points, both, saved, of_linear)
+        (both, of_linear), points, scales = self.modulation.forward(condition), x.reshape(len(x), -1, self.size), []
+        y, kernels = arrays.empty(points.shape, x.dtype, self.stage.device), self.stage.kernels
+        if self.stage.device == "cpu" and 2 * points[:1].size <= ELEMENTS:  # several rows at once
+            for at in blocks(len(x), points[:1].size):
+                y[at] = _modulated(points[at], both[at], self.eps)
+        else:
+            for row in range(len(x)):
+                gain, shift = both[row, : self.size], both[row, self.size :]
+                _, normal, scale = kernels.layer_norm(points[row], gain, shift, self.eps)
+                kernels.copy(normal, y[row])
+                scales.append(scale)
+        return y.reshape(x.shape), (points, both, scales, of_linear)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        (points, both, scales, of_linear), device = saved, self.stage.device
+        (points, both, scales, of_linear), device, kernels = saved, self.stage.device, self.stage.kernels
         dpoints, dx = dy.reshape(points.shape), arrays.empty(points.shape, dy.dtype, device)
         total = arrays.zeros((len(dx), 2, self.size), arrays.accumulator(dy.dtype), device)
-        for row, scale in enumerate(scales):
-            gain = both[row, : self.size]
-            result, *parts = self.stage.kernels.layer_norm_backward(dpoints[row], points[row], scale, gain)
-            self.stage.kernels.copy(result, dx[row])
-            for half, part in enumerate(parts):
-                self.stage.kernels.add_parts(part, total[row, half])
+        if not scales:
+            for at in blocks(len(dx), points[:1].size):
+                dx[at], total[at] = _modulated_backward(dpoints[at], points[at], both[at], self.eps)
+        else:
+            for row, scale in enumerate(scales):
+                parts = dpoints[row], points[row], scale, both[row, : self.size]
+                result, *sums = kernels.layer_norm_backward(*parts)
+                kernels.copy(result, dx[row])
+                for half, part in enumerate(sums):
+                    kernels.add_parts(part, total[row, half])
         dboth = arrays.empty(both.shape, dy.dtype, device)
-        self.stage.kernels.cast(total.reshape(both.shape), dboth)
+        kernels.cast(total.reshape(both.shape), dboth)
         dcondition, pending = self.modulation.backward_input(dboth, of_linear)
         self.stage.add_gradient(self.takes[0], dcondition)
         return dx.reshape(dy.shape), pending
 
     def backward_weight(self, pending: Any) -> None:
         self.modulation.backward_weight(pending)
+
+
+@partial(arrays.upcast_halves, returned=(0,))
+def _modulated(x: np.ndarray, both: np.ndarray, eps: float) -> np.ndarray:
+    """Return gain * normal + shift for x (rows, points, size) and (gain, shift) of each row (rows, 2 size)."""
+    gain, shift = np.split(both[:, None], 2, axis=-1)
+    y, _ = _normalised(x, eps)
+    return np.add(np.multiply(y, gain, out=y), shift, out=y)
+
+
+@partial(arrays.upcast_halves, returned=(0,))
+def _modulated_backward(dy: np.ndarray, x: np.ndarray, both: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return dx, and the gradients (rows, 2, size) of gain and shift; the formula of dx is that of `LayerNorm`."""
+    (normal, scale), gain = _normalised(x, eps), both[:, None, : x.shape[2]]
+    dx = np.multiply(dy, normal)
+    total = np.stack([np.add.reduce(dx, 1), np.add.reduce(dy, 1)], 1)
+    turned, shifted = (np.matmul(each, gain.swapaxes(1, 2)) / x.shape[2] for each in (dx, dy))
+    np.multiply(normal, turned, out=normal)
+    np.multiply(dy, gain, out=dx)
+    np.subtract(dx, normal, out=dx)
+    np.subtract(dx, shifted, out=dx)
+    return np.multiply(dx, scale, out=dx), total
+
+
+def _normalised(x: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return (x - mean) * scale over the last axis, and scale = 1 / sqrt(variance + eps)."""
+    normal = x - np.add.reduce(x, -1, keepdims=True) / x.shape[-1]
+    scale = 1 / np.sqrt(np.vecdot(normal, normal)[..., None] / x.shape[-1] + eps)
+    return np.multiply(normal, scale, out=normal), scale
 
 
 def _ones_and_zeros(_generator: np.random.Generator, shape: arrays.Shape) -> np.ndarray:

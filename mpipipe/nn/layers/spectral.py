@@ -32,22 +32,10 @@ class SpectralConv(Layer):
     inputs, outputs : int
         Channels of x and of y.
     modes : tuple of int
-        Frequencies to keep along each axis of space: one, two or three numbers.
+        Frequencies to keep along each axis of space: one, two or three numbers. An axis has at least 2 m points, or
+        2 m - 2 on the last.
     gain : float
         The parts of the weight start normal with standard deviation gain / sqrt(2 * inputs).
-
-    Raises
-    ------
-    ArgumentError
-        A size is not a positive integer, or an axis has too few points for its frequencies.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import nn
-    >>> stage = nn.Stage([nn.SpectralConv(3, 8, (4, 4))])
-    >>> stage.forward(np.ones((2, 16, 32, 3), np.float32))[0].shape
-    (2, 16, 32, 8)
     """
 
     takes_integers = False

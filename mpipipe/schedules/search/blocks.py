@@ -5,8 +5,7 @@
 
 An order of all actions follows from few numbers, a time for each task: each rank runs its actions by time. A change of
 one number is a change of the whole middle, which moves of single actions never find. V-Half and V-Min are such blocks,
-made by hand for equal costs (Qi et al. 2024, arXiv:2405.15362). Two searches complement each other: `BlockSearch` runs
-no order on paper, and so tries many more blocks; `ReplayedBlockSearch` finds some where memory is tight.
+made by hand for equal costs (Qi et al. 2024, arXiv:2405.15362). The search runs no order on paper, and so tries many.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from random import Random
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.schedules.search.anneal import Share, anneal
-from mpipipe.schedules.search.problem import NEVER, OrderProblem, Orders
+from mpipipe.schedules.search.problem import OrderProblem, Orders
 
 SLACK = (0.0, 0.01, 0.03, 0.06, 0.1, 0.16, 0.25)  # shares by which a period is longer than the shortest
 HOT, COLD = 0.15, 0.004  # of the busiest rank's time: how much worse a step may be, first and last
@@ -36,20 +35,12 @@ class RepeatedBlock(NamedTuple):
 
 def orders_of(problem: OrderProblem, block: RepeatedBlock) -> Orders:
     """Return the orders of all ranks that follow from a block."""
-    return [_order(problem, rank, block) for rank in range(len(problem.own))]
-
-
-def _order(problem: OrderProblem, rank: int, block: RepeatedBlock) -> list[int]:
     starts, period = block
-    count = range(problem.microbatches)
-    return [
-        task for _, task in sorted((starts[task] + k * period, task) for task in problem.tasks[rank] for k in count)
-    ]
-
-
-def _part(share: Share, number: int, count: int) -> Share:
-    """Divide a budget evenly: return the share of part `number`."""
-    return lambda: share() * count - number
+    orders = []
+    for tasks in problem.tasks:
+        runs = sorted((starts[task] + k * period, task) for task in tasks for k in range(problem.microbatches))
+        orders.append([task for _, task in runs])
+    return orders
 
 
 class BlockSearch:
@@ -74,7 +65,8 @@ class BlockSearch:
         """
         tries = [(self.shortest * (1 + slack), packed) for slack in SLACK for packed in (True, False)]
         for number, (period, packed) in enumerate(tries):
-            starts = self._fit(period, self.packed(period) if packed else self.alone, _part(share, number, len(tries)))
+            begin = self.packed(period) if packed else self.alone
+            starts = self._fit(period, begin, lambda: share() * len(tries) - number)  # noqa: B023
             if starts is not None:
                 return RepeatedBlock(starts, period)
         return None
@@ -166,71 +158,3 @@ class BlockSearch:
         for task in self.chain:  # none comes before what it waits for
             new[task] = max(new[task], problem.earliest(task, new))
         return new
-
-
-REPLAYED_HOT, REPLAYED_COLD = 0.6, 0.02  # of the busiest rank's time: how much slower a step may be, first and last
-REPLAYED_ABOVE = 0.7  # of that time: what an activation above the limit counts
-STRETCH = 0.05  # share of changes that are of the period
-LONG = 1e3  # busy times that a standstill counts
-APART = 1e-6  # busy times between a task and the one that it waits for
-
-State: TypeAlias = "tuple[RepeatedBlock, Orders, float]"  # and what counts against them
-
-
-class ReplayedBlockSearch:
-    """The search for a block of any period by the time that its orders take.
-
-    What holds more than the limit of memory, or makes ranks wait for each other, counts as slower; the search may pass
-    through it.
-    """
-
-    def __init__(self, problem: OrderProblem, random: Random) -> None:
-        self.problem, self.random, self.busy = problem, random, problem.busy or 1.0
-        self.chain = problem.chain()
-
-    def search(self, share: Share) -> RepeatedBlock | None:
-        """Return the block of the fastest orders within the limit, None where all were above it."""
-        block = RepeatedBlock(self.problem.alone(), self.busy)
-        orders = orders_of(self.problem, block)
-        first, hot, cold = self._energy(orders), self.busy * REPLAYED_HOT, self.busy * REPLAYED_COLD
-        best, least = None, NEVER
-        begin = block, orders, first
-        for (taken, found, _), energy in anneal(begin, first, self._changed, share, self.random, hot, cold):
-            if energy < least and self.problem.fits(found):
-                best, least = taken, energy
-        return best
-
-    def _energy(self, orders: Orders) -> float:
-        problem = self.problem
-        makespan, ends = problem.replay(orders)
-        if makespan == NEVER:  # less far from a schedule the more could run
-            ran = sum(map(len, ends)) / (len(ends) * problem.microbatches)
-            return LONG * self.busy * (2 - ran)
-        above = sum(max(0, problem.peak(order) - problem.limit) for order in orders)
-        return makespan + REPLAYED_ABOVE * self.busy * above
-
-    def _changed(self, state: State) -> tuple[State, float]:
-        block, orders, energy = state
-        new, rank_of = self._changed_block(block), self.problem.rank
-        moved = {rank_of[task] for task, pair in enumerate(zip(block.starts, new.starts)) if pair[0] != pair[1]}
-        every = new.period != block.period
-        trial = [
-            _order(self.problem, rank, new) if every or rank in moved else order for rank, order in enumerate(orders)
-        ]
-        if trial != orders:
-            energy = self._energy(trial)
-        return (new, trial, energy), energy
-
-    def _changed_block(self, block: RepeatedBlock) -> RepeatedBlock:
-        draw, starts = self.random, list(block.starts)
-        if draw.random() < STRETCH:
-            return RepeatedBlock(starts, max(self.busy, block.period * (1 + draw.gauss(0, 0.02))))
-        place = draw.randrange(len(self.chain))
-        shift = draw.gauss(0, 1) * self.busy * draw.choice((0.1, 0.3, 1.0))
-        for task in self.chain[place:] if draw.random() < SUFFIX else (self.chain[place],):
-            starts[task] += shift
-        for task in self.chain:  # none comes before what it waits for
-            before = self.problem.waits_for[task]
-            if before >= 0:
-                starts[task] = max(starts[task], starts[before] + APART * self.busy)
-        return RepeatedBlock(starts, block.period)

@@ -13,7 +13,7 @@ from mpipipe import Mesh, arrays, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError, DataError, NonFiniteError
 from mpipipe.language.data import Array
-from mpipipe.language.inference.evaluation import Windows, build_evaluator, perplexity
+from mpipipe.language.inference.evaluation import Windows, build_evaluator, open_tokens, perplexity
 from mpipipe.language.models import GPT, weights
 from mpipipe.language.models.model_folder import open_on_all
 
@@ -121,6 +121,22 @@ def test_windows_follow_each_other():
         Windows.of(data, 99, False)
     with pytest.raises(DataError, match="too short"):
         Windows.of(Array([1, 2], [0, 1]), 5, True)
+
+
+def test_data_are_looked_for_in_the_working_folder_of_rank_0_alone(comm, mpi_tmp_path, monkeypatch):
+    model_folder(comm, mpi_tmp_path)
+    own = mpi_tmp_path / f"own-{comm.rank}"
+    own.mkdir()
+    monkeypatch.chdir(own)
+    if comm.rank == 0:
+        np.save("tokens.npy", TOKENS)
+    else:
+        own.rmdir()
+    found = open_on_all(comm, str(mpi_tmp_path))
+    with Mesh(comm, pipe=comm.size) as mesh:
+        tokens, unit = open_tokens(found, ["tokens.npy"], mesh)
+    assert unit == "tokens"
+    np.testing.assert_array_equal(tokens.read(0, len(tokens)), TOKENS)
 
 
 def test_a_window_longer_than_the_model_allows_is_refused(comm, mpi_tmp_path):

@@ -26,8 +26,9 @@ from mpipipe.language.inference.generation import (
     draw,
     forward_plan,
     generator,
-    readable,
+    shown,
 )
+from mpipipe.language.inference.prompts import Bytes
 from mpipipe.language.models import GPT
 from mpipipe.planning.layer_plan import LayerPlan
 
@@ -93,7 +94,7 @@ def _by_whole_forwards(prompts, sampling, count, model):
         tokens = list(prompt)
         for position in range(count):
             logits = stage.forward(np.array([tokens]))[0][0, -1]
-            tokens.append(draw(logits, sampling, generator(sampling.seed, number, position)))
+            tokens.append(draw(logits, sampling, generator(sampling.seed, "sample", position, number)))
             if tokens[-1] in sampling.stop:
                 break
         found[number] = tokens[len(prompt) :]
@@ -118,6 +119,17 @@ def test_a_batch_gets_the_answers_of_whole_forwards(comm, pipe, seq, slots, micr
     assert found == by_whole_forwards(prompts, sampling)
     assert ended == dict.fromkeys(range(len(prompts)), "count")
     assert len(set(comm.allgather(repr(found)))) == 1
+
+
+@pytest.mark.parametrize(("pipe", "slots", "tied"), [(1, 7, False), (2, 3, True), (2, 7, False), (4, 2, False)])
+def test_slices_of_the_head_give_the_logits_of_each_answer(comm, pipe, slots, tied):
+    """On several ranks messages have room for all slots; what is no answer's is dropped."""
+    if comm.size % pipe:
+        pytest.skip(f"needs a multiple of {pipe} ranks")
+    model, prompts = replace(MODEL, vocab=41, head_slices=5, tied=tied), prompts_of(LENGTHS)
+    with Mesh(comm, pipe=pipe) as mesh:
+        found, _ = decoded(mesh, prompts, Sampling(0), slots, 3, model=model)
+    assert found == by_whole_forwards(prompts, Sampling(0), model=model)
 
 
 @pytest.mark.long
@@ -266,7 +278,7 @@ def test_a_text_longer_than_learned_positions_is_refused_at_once(comm):
     plan = forward_plan(model, comm.size)
     with Mesh(comm, pipe=comm.size) as mesh:
         with pytest.raises(ConfigError, match="learned positions") as caught:
-            build_decoder(model, plan, mesh, "float64", 22, fill)
+            build_decoder(model, plan, mesh, "float64", 22, fill).__enter__()
         assert "at most 21" in caught.value.expected
         with build_decoder(model, plan, mesh, "float64", 21, fill) as decoder:
             assert len(list(answers(decoder, [[1] * 18], 3, Sampling(0)))) == 3
@@ -278,9 +290,9 @@ def test_parameters_that_cannot_be_had_on_one_rank_are_reported_on_all(comm):
             raise ArgumentError("not there")
 
     with Mesh(comm, pipe=comm.size) as mesh, pytest.raises(ArgumentError, match="not there"):
-        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse)
+        build_decoder(MODEL, forward_plan(MODEL, comm.size), mesh, "float32", 8, refuse).__enter__()
 
 
 def test_generated_bytes_cannot_harm_a_terminal():
-    assert readable(b"a\tb\n\x1b[2J\r\x07\xff") == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffd"
-    assert readable("gr\u00fc\u00df".encode()) == "gr\u00fc\u00df"
+    assert shown(Bytes().decode(b"a\tb\n\x1b[2J\r\x07\xff")) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffd"
+    assert shown(Bytes().decode("gr\u00fc\u00df".encode())) == "gr\u00fc\u00df"

@@ -77,7 +77,7 @@ def test_the_last_index_can_be_drawn_and_none_beyond_it():
 
 
 def test_random_numbers_follow_from_seed_prompt_and_position_alone():
-    places = [(seed, prompt, position) for seed in (0, 1) for prompt in (0, 1, 2**40) for position in (0, 1)]
+    places = [(seed, "sample", position, prompt) for seed in (0, 1) for prompt in (0, 1, 2**40) for position in (0, 1)]
     numbers = [generator(*place).random() for place in places]
     assert len(set(numbers)) == len(numbers)
     assert numbers == [generator(*place).random() for place in reversed(places)][::-1]

@@ -19,7 +19,7 @@ from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning, parse_lora
 from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.nn.loss import TILE_BYTES
-from mpipipe.planning.problem import layers_with
+from mpipipe.planning.problem import declared, layers_with
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.survival import _arrays_of
 
@@ -140,11 +140,12 @@ def test_the_schedule_has_nothing_for_what_is_frozen():
 def test_frozen_layers_count_less_in_the_cut_into_stages():
     model = GPT(dim=16, layers=2, heads=2, seq=8)
     whole = model.costs()
-    assert FineTuning().costs(model) == whole
+    assert FineTuning().costs(model, declared(model.build(Local()))) == whole
     counts = [1, 1, 1, 3, 2, 3]
     expected = [cost * count / 3 for cost, count in zip(whole, counts)]
-    assert FineTuning(freeze=("*", "!3.*", "!5.0.gain")).costs(model) == expected
-    assert FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"])).costs(model)[1:] == [cost * 2 / 3 for cost in whole[1:]]
+    assert FineTuning(freeze=("*", "!3.*", "!5.0.gain")).costs(model, ["3.layer.1.down", "5.0.gain"]) == expected
+    adapted = FineTuning(lora=nn.LoRA(1, 1.0, ["q_proj"]))
+    assert adapted.costs(model, ["1.layer.1.q_proj.lora_A"])[1:] == [cost * 2 / 3 for cost in whole[1:]]
 
 
 def test_the_loss_in_tiles_trains_as_the_whole_one_does(comm, run, monkeypatch):

@@ -24,7 +24,8 @@ from mpipipe.attention import Local
 from mpipipe.checkpoint import TensorFile
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.language.data import find
-from mpipipe.language.inference.generation import build_decoder, readable
+from mpipipe.language.inference.generation import build_decoder, shown
+from mpipipe.language.inference.prompts import Bytes
 from mpipipe.language.models import GPT, weights
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.train import TrainConfig, train
@@ -85,7 +86,7 @@ def test_a_training_leaves_the_weights_whose_loss_and_sample_it_reports(comm, mp
             model, plan, alone, kept, 52, lambda own: weights.load(weights.folder_of(out), own)
         ) as decoding:
             answer = generate(decoding, prompt, 20, temperature=config.temperature, seed=config.seed)
-    assert (readable(prompt + answer) in printed) == (comm.rank == 0)
+    assert (shown(Bytes().decode(prompt + answer)) in printed) == (comm.rank == 0)
 
 
 def test_the_description_makes_the_same_model_again(comm, mpi_tmp_path):

@@ -2,6 +2,7 @@
 
 from mpipipe.language.models.huggingface.folder import Folder, Origin, open_folder
 from mpipipe.language.models.huggingface.reading import read
-from mpipipe.language.models.huggingface.writing import config_of, save
+from mpipipe.language.models.huggingface.writing import config_of as config_of
+from mpipipe.language.models.huggingface.writing import save
 
-__all__ = ["Folder", "Origin", "config_of", "open_folder", "read", "save"]
+__all__ = ["Folder", "Origin", "open_folder", "read", "save"]

@@ -8,29 +8,29 @@ as in `names`. Options of adapter_config.json that change the result are refused
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays, files, nn
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Local
-from mpipipe.checkpoint import Planned, TensorFile, header_of, replacing
+from mpipipe.checkpoint import Planned, header_of, replacing
 from mpipipe.comm import Mesh
-from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
+from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import group_of
-from mpipipe.language.models.gpt import GPT, declared_in, layers_in
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, Origin, count_not_finite, opened
-from mpipipe.language.models.huggingface.names import parts_of
+from mpipipe.language.models.huggingface.folder import Origin, opened
+from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
-from mpipipe.language.models.huggingface.reading import FLOATS
-from mpipipe.language.models.huggingface.writing import METADATA, explained
+from mpipipe.language.models.huggingface.reading import FLOATS, host_for, read_part
+from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_jointly
 from mpipipe.nn import LORA_A, LORA_B
+from mpipipe.planning import declared
 from mpipipe.text import counted
 
 ADAPTER_CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -48,21 +48,6 @@ NONE = (
 OFF = ("ensure_weight_tying", "lora_bias", "use_dora", "use_qalora", "use_rslora")
 EMPTY = ("alpha_pattern", "loftq_config", "rank_pattern")
 REMEDY = "take the adapter that was made for this model, or the model that it was made for"
-
-
-class AdapterPart(NamedTuple):
-    """One of PEFT's tensors, by its name, and our parameter of the same shape; `turned` if rows are, as in `names`."""
-
-    theirs: str
-    ours: str
-    shape: tuple[int, int]
-    turned: bool
-
-    def view(self, array: np.ndarray, model: GPT) -> np.ndarray:
-        """Return our array in the order of theirs, without a copy; with more axes than theirs where rows are turned."""
-        if not self.turned:
-            return array
-        return array.reshape(-1, model.head_dim // 2, 2, array.shape[1]).swapaxes(1, 2)
 
 
 @dataclass(frozen=True)
@@ -91,12 +76,9 @@ def open_adapter(path: Path) -> AdapterFolder:
         raise options.error("target_modules", "a list of names of modules, such as q_proj")
     options.only("bias", "none")
     options.only("init_lora_weights", True, False, "gaussian", None)  # others change the matrices of the model
-    for key in NONE:
-        options.only(key, None)
-    for key in OFF:
-        options.only(key, False)
-    for key in EMPTY:
-        options.only(key, {}, None)
+    for keys, allowed in ((NONE, [None]), (OFF, [False]), (EMPTY, [{}, None])):
+        for key in keys:
+            options.only(key, *allowed)
     options.ignore(WITHOUT_EFFECT)
     options.finish("LoRA")
     return AdapterFolder(path, nn.LoRA(rank, alpha, sorted(targets)))
@@ -122,10 +104,13 @@ def config_of(lora: nn.LoRA, family: Family, base: str | None) -> dict[str, Any]
     }
 
 
-def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart]:
-    """Return all tensors of an adapter of this model. Raises ConfigError for a target that the family does not have."""
-    declared, missing = declared_in(lora.apply(model.build(Local()))), set(lora.targets)
-    found: list[AdapterPart] = []
+def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> dict[Part, Shape]:
+    """Return PEFT's tensors of an adapter of this model, each with its shape, which is that of our parameter.
+
+    Raises ConfigError for a target that the family does not have.
+    """
+    parameters, missing = declared(lora.apply(model.build(Local()))), set(lora.targets)
+    found: dict[Part, Shape] = {}
     for theirs, matrix, tensor in parts_of(family.table, model):
         module, _, kind = theirs.rpartition(".")
         target = module.rpartition(".")[2]
@@ -133,8 +118,9 @@ def adapter_parts(lora: nn.LoRA, family: Family, model: GPT) -> list[AdapterPart
             missing.discard(target)
             ours = f"{matrix.rpartition('.')[0]}.{target}"
             for name, turned in ((LORA_A, False), (LORA_B, tensor.form == "turned")):
-                rows, columns = declared[f"{ours}.{name}"].shape
-                found.append(AdapterPart(f"{PREFIX}{module}.{name}.weight", f"{ours}.{name}", (rows, columns), turned))
+                stored = f"{PREFIX}{module}.{name}.weight"
+                same = Tensor(stored, tensor.place, name, form="turned" if turned else "plain")
+                found[Part(stored, f"{ours}.{name}", same)] = parameters[f"{ours}.{name}"].shape
     if missing:
         raise ConfigError(
             f"{family.architecture} has no module {sorted(missing)[0]}",
@@ -158,37 +144,21 @@ def read_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters: 
                 "its config",
                 remedy=REMEDY,
             )
-        for part in parts:
+        for part, shape in parts.items():
             stored = file.arrays.get(part.theirs)
-            if stored is None or stored.shape != part.shape or stored.kind.name not in FLOATS:
+            if stored is None or stored.shape != shape or stored.kind.name not in FLOATS:
                 raise ArgumentError(
                     f"the tensor {part.theirs} of an adapter does not fit the model",
                     found=f"{stored or 'none'} in {file.path}",
-                    expected=f"{' or '.join(FLOATS)}, {list(part.shape)}",
+                    expected=f"{' or '.join(FLOATS)}, {list(shape)}",
                     remedy=REMEDY,
                 )
             if part.ours in parameters:
-                _set(parameters[part.ours], part, file, model)
-
-
-def _set(target: Array, part: AdapterPart, file: TensorFile, model: GPT) -> None:
-    values = np.empty(part.shape, file.arrays[part.theirs].kind)
-    file.read_into(part.theirs, values)
-    wide = values.astype(target.dtype)
-    if count := count_not_finite(wide):
-        raise NonFiniteError(
-            f"the tensor {part.theirs} of an adapter is not finite",
-            found=f"{count} of {wide.size} values are NaN or infinite in {file.path}",
-            expected="finite numbers",
-            remedy=COPY_AGAIN,
-        )
-    ours = np.empty_like(wide)
-    rows = part.view(ours, model)
-    rows[...] = wide.reshape(rows.shape)
-    if arrays.is_device(target):
-        arrays.upload(ours, out=target)
-    else:
-        target[...] = ours
+                target = parameters[part.ours]
+                host = host_for(target)
+                read_part(file, part.theirs, part.tensor, [host], model)
+                if host is not target:
+                    arrays.upload(host, out=target)
 
 
 def save_adapter(
@@ -204,43 +174,23 @@ def save_adapter(
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
         dtype = next(array.dtype for array in parameters.values())
-        planned = {part.theirs: _planned(part, parameters, dtype, model) for part in parts}
+        planned = {
+            part.theirs: Planned(
+                dtype,
+                shape,
+                lambda part=part: converted(part, parameters[part.ours], dtype, model),  # type: ignore[misc]
+            )
+            for part, shape in parts.items()
+        }
         header, entries = header_of(planned, METADATA)
     with replacing(target, group, explained) as partial:
-        path = partial / TENSORS
-        with group.raise_together("saving an adapter: its file"), explained(target):
-            if mesh.rank == 0:
-                path.write_bytes(header)
-        with group.raise_together("saving an adapter: the tensors"), explained(target):
-            if mesh.replicas.rank == 0:
-                own = [part for part in parts if part.ours in parameters]
-                _write(path, {part.ours: (planned[part.theirs], entries[part.theirs].start) for part in own})
+        own = [part.theirs for part in parts if part.ours in parameters] if mesh.replicas.rank == 0 else []
+        write_jointly(partial / TENSORS, header, mesh, {entries[name].start: planned[name].make for name in own})
         with group.raise_together("saving an adapter: its description"), explained(target):
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)
                 facts = config_of(lora, family, base)
                 files.write_whole(partial / ADAPTER_CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
-
-
-def _planned(part: AdapterPart, parameters: Mapping[str, Array], dtype: np.dtype, model: GPT) -> Planned:
-    def make() -> np.ndarray:
-        array = parameters[part.ours]
-        return np.ascontiguousarray(part.view(arrays.download(array) if arrays.is_device(array) else array, model))
-
-    return Planned(dtype, part.shape, make)
-
-
-def _write(path: Path, tensors: Mapping[str, tuple[Planned, int]]) -> None:
-    """Write tensors at their places. Raises OSError and NonFiniteError."""
-    with path.open("r+b") as file:
-        for name, (planned, start) in tensors.items():
-            values = planned.make()
-            if count_not_finite(values):
-                raise NonFiniteError(f"parameter {name} is not finite", found=str(path), expected="finite numbers")
-            file.seek(start)
-            file.write(values.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 # -- An adapter added to the matrices of the model that it was made for -----------------------------------------------
@@ -250,13 +200,14 @@ def merge_adapter(folder: AdapterFolder, family: Family, model: GPT, parameters:
     """Add (alpha / rank) B A to the matrices among these parameters, on the host or on a GPU."""
     projections = {
         f"{name}.{target}": (f"{name}.{place.key}", place)
-        for name, layer in layers_in(model.build(Local()))
+        for number, top in enumerate(model.build(Local()))
+        for name, layer in top.walk(str(number))
         for target, place in layer.projections().items()
         if target in folder.lora.targets and f"{name}.{place.key}" in parameters
     }
     values = {
-        part.ours: np.empty(part.shape, parameters[projections[owner][0]].dtype)
-        for part in adapter_parts(folder.lora, family, model)
+        part.ours: np.empty(shape, parameters[projections[owner][0]].dtype)
+        for part, shape in adapter_parts(folder.lora, family, model).items()
         if (owner := part.ours.rpartition(".")[0]) in projections
     }
     read_adapter(folder, family, model, values)

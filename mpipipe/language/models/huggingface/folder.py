@@ -17,7 +17,7 @@ import numpy as np
 
 from mpipipe import files
 from mpipipe.checkpoint import TensorFile, open_tensors
-from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import families
 from mpipipe.language.models.huggingface.families import FAMILIES, Family, read_config
@@ -61,23 +61,10 @@ class Folder:
 
 
 def open_folder(path: str | Path) -> Folder:
-    """Open a folder: read its description and the names of its tensors, but no tensor.
+    """Open a folder: read its config.json and the names in its files of tensors, but no tensor.
 
-    Parameters
-    ----------
-    path : str or Path
-        The folder, with config.json and files of the safetensors format.
-
-    Returns
-    -------
-    Folder
-        With the description of the model.
-
-    Raises
-    ------
-    ConfigError, ArgumentError
-        For an option of config.json that is not supported, and for a file or tensor that is missing, damaged or
-        unknown.
+    Raises ConfigError for an option of config.json that is not supported, and ArgumentError for a file or tensor that
+    is missing, damaged or unknown.
     """
     folder = Path(path)
     config = read_json(folder / CONFIG, "a model folder has a config.json beside its tensors; " + COPY_AGAIN)
@@ -183,6 +170,17 @@ def count_not_finite(values: np.ndarray) -> int:
     return int(np.count_nonzero(~np.isfinite(values)))
 
 
+def check_finite(values: np.ndarray, what: str, place: Path, remedy: str) -> None:
+    """Raise NonFiniteError unless all values are finite; `place` has them, or is to get them."""
+    if count := count_not_finite(values):
+        raise NonFiniteError(
+            f"{what} is not finite",
+            found=f"{count} of {values.size} values are NaN or infinite in {place}",
+            expected="finite numbers",
+            remedy=remedy,
+        )
+
+
 # -- Where a model comes from: what belongs to a model folder besides the parameters goes along when the model is
 # written
 #
@@ -214,23 +212,7 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Origin:
-        """Look into a folder, of Hugging Face or of this package.
-
-        Parameters
-        ----------
-        path : Path
-            The folder.
-
-        Returns
-        -------
-        Origin
-            With the config.json there, if there is one.
-
-        Raises
-        ------
-        ConfigError
-            A config.json that is none.
-        """
+        """Look into a folder, of Hugging Face or of this package. Raises ConfigError for a config.json that is none."""
         for name in (CONFIG, KEPT_CONFIG):
             if (path / name).exists():
                 return cls(path, read_json(path / name, "remove it, if the model was not made from a model folder"))
@@ -249,17 +231,7 @@ class Origin:
     def copy(self, target: Path, keep_config: bool = False) -> None:
         """Copy what belongs to the model into a folder: the files of its tokenizer, and settings of generation.
 
-        Parameters
-        ----------
-        target : Path
-            The folder.
-        keep_config : bool
-            Whether config.json is copied too, under a name of its own.
-
-        Raises
-        ------
-        OSError
-            A file cannot be read or written.
+        To keep config.json is to copy it too, under a name of its own. Raises OSError.
         """
         if self.path is None:
             return

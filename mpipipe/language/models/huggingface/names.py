@@ -15,12 +15,13 @@ Ours are neighbours (2j, 2j + 1). So row (half, j) of a head is our row (j, half
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe.even_split import even_split
 from mpipipe.language.models.gpt import GPT
 
 EMBEDDING, POSITIONS, ATTENTION_NORM, ATTENTION, FEED_NORM, FEED, LAST_NORM, HEAD = range(8)
@@ -29,14 +30,20 @@ FIRST = (EMBEDDING, POSITIONS)
 
 @dataclass(frozen=True)
 class Tensor:
-    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`; and which models."""
+    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`; which flag has it.
+
+    Of a slice of the head, or of an embedding that is tied with slices: its first row among theirs, and how many these
+    are.
+    """
 
     theirs: str
     place: int
     ours: str
     rows: str = "all"
     form: str = "plain"
-    when: Callable[[GPT], bool] = lambda model: True
+    when: str = ""
+    first: int = 0
+    total: int = 0
 
 
 class Part(NamedTuple):
@@ -47,34 +54,29 @@ class Part(NamedTuple):
     tensor: Tensor
 
 
-def _attention(prefix: str, name: str, ours: str, **more: Any) -> list[Tensor]:
-    """Return the lines for the three projections, whose weights or biases are rows of one array of ours."""
-    forms = {"q": "turned", "k": "turned", "v": "plain"}
-    return [
-        Tensor(f"{prefix}.{part}_proj.{name}", ATTENTION, ours, rows=part, form=form, **more)
-        for part, form in forms.items()
-    ]
-
-
 _BLOCK = "model.layers.{i}"
 LLAMA = (
     Tensor("model.embed_tokens.weight", EMBEDDING, "weight"),
     Tensor(f"{_BLOCK}.input_layernorm.weight", ATTENTION_NORM, "gain"),
-    *_attention(f"{_BLOCK}.self_attn", "weight", "qkv"),
-    *_attention(f"{_BLOCK}.self_attn", "bias", "qkv_bias", when=lambda model: model.qkv_bias),
-    Tensor(f"{_BLOCK}.self_attn.q_norm.weight", ATTENTION, "q_norm", form="turned", when=lambda model: model.qk_norm),
-    Tensor(f"{_BLOCK}.self_attn.k_norm.weight", ATTENTION, "k_norm", form="turned", when=lambda model: model.qk_norm),
+    Tensor(f"{_BLOCK}.self_attn.q_proj.weight", ATTENTION, "qkv", rows="q", form="turned"),
+    Tensor(f"{_BLOCK}.self_attn.k_proj.weight", ATTENTION, "qkv", rows="k", form="turned"),
+    Tensor(f"{_BLOCK}.self_attn.v_proj.weight", ATTENTION, "qkv", rows="v"),
+    Tensor(f"{_BLOCK}.self_attn.q_proj.bias", ATTENTION, "qkv_bias", rows="q", form="turned", when="qkv_bias"),
+    Tensor(f"{_BLOCK}.self_attn.k_proj.bias", ATTENTION, "qkv_bias", rows="k", form="turned", when="qkv_bias"),
+    Tensor(f"{_BLOCK}.self_attn.v_proj.bias", ATTENTION, "qkv_bias", rows="v", when="qkv_bias"),
+    Tensor(f"{_BLOCK}.self_attn.q_norm.weight", ATTENTION, "q_norm", form="turned", when="qk_norm"),
+    Tensor(f"{_BLOCK}.self_attn.k_norm.weight", ATTENTION, "k_norm", form="turned", when="qk_norm"),
     Tensor(f"{_BLOCK}.self_attn.o_proj.weight", ATTENTION, "out"),
-    Tensor(f"{_BLOCK}.self_attn.o_proj.bias", ATTENTION, "out_bias", when=lambda model: model.out_bias),
+    Tensor(f"{_BLOCK}.self_attn.o_proj.bias", ATTENTION, "out_bias", when="out_bias"),
     Tensor(f"{_BLOCK}.post_attention_layernorm.weight", FEED_NORM, "gain"),
     Tensor(f"{_BLOCK}.mlp.gate_proj.weight", FEED, "gate_up", rows="gate"),
     Tensor(f"{_BLOCK}.mlp.up_proj.weight", FEED, "gate_up", rows="up"),
     Tensor(f"{_BLOCK}.mlp.down_proj.weight", FEED, "down"),
-    Tensor(f"{_BLOCK}.mlp.gate_proj.bias", FEED, "gate_up_bias", rows="gate", when=lambda m: m.feed_forward_bias),
-    Tensor(f"{_BLOCK}.mlp.up_proj.bias", FEED, "gate_up_bias", rows="up", when=lambda m: m.feed_forward_bias),
-    Tensor(f"{_BLOCK}.mlp.down_proj.bias", FEED, "down_bias", when=lambda model: model.feed_forward_bias),
+    Tensor(f"{_BLOCK}.mlp.gate_proj.bias", FEED, "gate_up_bias", rows="gate", when="feed_forward_bias"),
+    Tensor(f"{_BLOCK}.mlp.up_proj.bias", FEED, "gate_up_bias", rows="up", when="feed_forward_bias"),
+    Tensor(f"{_BLOCK}.mlp.down_proj.bias", FEED, "down_bias", when="feed_forward_bias"),
     Tensor("model.norm.weight", LAST_NORM, "gain"),
-    Tensor("lm_head.weight", HEAD, "weight", when=lambda model: not model.tied),
+    Tensor("lm_head.weight", HEAD, "weight"),
 )
 
 _H = "transformer.h.{i}"
@@ -95,22 +97,30 @@ GPT2 = (
     Tensor(f"{_H}.mlp.c_proj.bias", FEED, "down_bias"),
     Tensor("transformer.ln_f.weight", LAST_NORM, "gain"),
     Tensor("transformer.ln_f.bias", LAST_NORM, "bias"),
-    Tensor("lm_head.weight", HEAD, "weight", when=lambda model: not model.tied),
+    Tensor("lm_head.weight", HEAD, "weight"),
 )
 
 
 def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
-    """Yield each of the tensors that a folder of this model has, in the order of its layers."""
-    for tensor in table:
-        if "{i}" not in tensor.theirs and tensor.place in FIRST and tensor.when(model):
-            yield _part(tensor, model, 0)
+    """Yield each of the tensors that a folder of this model has, in the order of its layers.
+
+    A head that is the embedding is not stored.
+    """
+    stored = [t for t in table if (not t.when or getattr(model, t.when)) and not (t.place == HEAD and model.tied)]
+    yield from (part for tensor in stored if tensor.place in FIRST for part in _parts(tensor, model))
     for block in range(model.layers):
-        for tensor in table:
-            if "{i}" in tensor.theirs and tensor.when(model):
-                yield _part(tensor, model, block)
-    for tensor in table:
-        if "{i}" not in tensor.theirs and tensor.place not in FIRST and tensor.when(model):
-            yield _part(tensor, model, 0)
+        yield from (_part(tensor, model, block) for tensor in stored if "{i}" in tensor.theirs)
+    yield from (part for tensor in stored if tensor.place in (LAST_NORM, HEAD) for part in _parts(tensor, model))
+
+
+def _parts(tensor: Tensor, model: GPT) -> Iterator[Part]:
+    """Yield the parts of a tensor that is in no block: one, or those of the slices of the head."""
+    names = {EMBEDDING: embeddings_of(model), HEAD: heads_of(model)}.get(tensor.place, [])
+    if len(names) < 2:
+        yield _part(tensor, model, 0)
+        return
+    for ours, rows in zip(names, even_split(model.vocab, len(names))):
+        yield Part(tensor.theirs, ours, replace(tensor, first=rows.start, total=model.vocab))
 
 
 def _part(tensor: Tensor, model: GPT, block: int) -> Part:
@@ -132,14 +142,21 @@ def _layer(place: int, block: int, model: GPT) -> str:
     }[place]
 
 
-def head_of(model: GPT) -> str:
-    """Return the name of our parameter of the head."""
-    return f"{_layer(HEAD, 0, model)}.weight"
+def heads_of(model: GPT) -> list[str]:
+    """Return the names of our parameters of the head: of its slices, if it has some."""
+    first = 2 * model.layers + 1
+    return [f"{_layer(HEAD, 0, model)}.weight", *(f"{first + k}.weight" for k in range(1, model.head_slices))]
+
+
+def embeddings_of(model: GPT) -> list[str]:
+    """Return the names of our parameters of the embedding, which has the slices of a tied head."""
+    name, count = f"{_layer(EMBEDDING, 0, model)}.weight", model.head_slices if model.tied else 1
+    return [name] if count == 1 else [f"{name}_{k}" for k in range(count)]
 
 
 def tied_to(name: str, model: GPT) -> str:
     """Return the parameter under which the table has this one: where head and embedding are one, the embedding's."""
-    return f"{_layer(EMBEDDING, 0, model)}.weight" if model.tied and name == head_of(model) else name
+    return dict(zip(heads_of(model), embeddings_of(model))).get(name, name) if model.tied else name
 
 
 def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:
@@ -155,6 +172,8 @@ def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:
 
 def shape_of(tensor: Tensor, ours: tuple[int, ...], model: GPT) -> tuple[int, ...]:
     """Return the shape of their tensor, for a parameter of ours with that shape."""
+    if tensor.total:
+        return (tensor.total, *ours[1:])
     first, stop = _rows(tensor.rows, model, ours[0])
     shape = (stop - first, *ours[1:])
     return shape[::-1] if tensor.form == "transposed" else shape

@@ -50,7 +50,8 @@ class Options:
             remedy=REMEDY,
         )
 
-    def _take(self, key: str, default: Any) -> Any:
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return whatever an option has; `default` if it is missing, and not required."""
         if key not in self.values and default is REQUIRED:
             raise self.error(key, "a value", "is missing")
         self.left.pop(key, None)
@@ -58,41 +59,35 @@ class Options:
 
     def count(self, key: str, default: Any = REQUIRED) -> Any:
         """Return an integer of at least 1; `default` where the option is missing or, unless required, null."""
-        value = self._take(key, default)
-        if value is None and default is not REQUIRED:
+        value = self.take(key, default)
+        if value is default or (value is None and default is not REQUIRED):
             return default
-        if value is not default and (type(value) is not int or not 1 <= value < 2**62):
+        if type(value) is not int or not 1 <= value < 2**62:
             raise self.error(key, "an integer of at least 1")
         return value
 
     def number(self, key: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
         """Return a finite number greater than `above`; `default` where the option is missing or null."""
-        value = self._take(key, default)
-        if value is None and default is not REQUIRED:
+        value = self.take(key, default)
+        if value is default or (value is None and default is not REQUIRED):
             return default
-        if value is not default:
-            if type(value) not in (int, float) or not math.isfinite(value) or not value > above:
-                raise self.error(key, f"a number above {above:g}")
-            value = float(value)
-        return value
+        if type(value) not in (int, float) or not math.isfinite(value) or not value > above:
+            raise self.error(key, f"a number above {above:g}")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
-        value = self._take(key, default)
+        value = self.take(key, default)
         if type(value) is not bool:
             raise self.error(key, "true or false")
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
         """Refuse any value but these; the option may be missing."""
-        value = self._take(key, allowed[0])
+        value = self.take(key, allowed[0])
         if not any(type(value) is type(other) and value == other for other in allowed):
             words = " or ".join(json.dumps(other) for other in allowed)
             raise self.error(key, words, "has a value that changes the result and that is not supported")
-
-    def take(self, key: str) -> Any:
-        """Return whatever an option has; None if it is missing."""
-        return self._take(key, None)
 
     def ignore(self, keys: Iterable[str]) -> None:
         """Pass over options without effect."""
@@ -100,6 +95,6 @@ class Options:
             self.left.pop(key, None)
 
     def finish(self, known_as: str) -> None:
-        """Refuse the first option that nobody has asked for."""
+        """Refuse the first option that was not asked for."""
         for key in self.left:
             raise self.error(key, f"an option of {known_as} that is known here", "is not known")

@@ -10,9 +10,11 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorEntry, TensorFile
-from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, count_not_finite, opened
-from mpipipe.language.models.huggingface.names import Part, head_of, parts_of, shape_of, tied_to, view
+from mpipipe.errors import ArgumentError
+from mpipipe.even_split import even_split
+from mpipipe.language.models.gpt import GPT
+from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, check_finite, opened
+from mpipipe.language.models.huggingface.names import Tensor, heads_of, parts_of, shape_of, tied_to, view
 
 PIECE_BYTES = 1 << 20  # of a tensor that are read at once: they are still in the cache when they are converted
 LINE_BYTES = 64  # of a cache
@@ -20,7 +22,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
-    """Set parameters of a model from the tensors that they are made of.
+    """Set parameters of a model from the tensors that they are made of; return how many bytes were read.
 
     Parameters
     ----------
@@ -29,80 +31,56 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
     parameters : mapping of str to array
         Arrays by their names in the model, such as `Stage.parameters`, on the host or on a GPU, of any dtype.
 
-    Returns
-    -------
-    int
-        Number of bytes of the files that were read.
-
     Raises
     ------
     ArgumentError, NonFiniteError
         For a tensor of another shape or dtype, a damaged file, and an unknown parameter; for NaN and infinity.
     """
-    targets = _Targets(folder, parameters)
-    wanted = [part for part in parts_of(folder.family.table, folder.model) if part.ours in targets.names]
-    targets.expect(wanted)
+    names: dict[str, list[str]] = {}  # by the name that the table has: an embedding may be a head, too
+    for name in parameters:
+        names.setdefault(tied_to(name, folder.model), []).append(name)
+    wanted = [part for part in parts_of(folder.family.table, folder.model) if part.ours in names]
+    left = Counter(part.ours for part in wanted)  # tensors of each that have not been read
+    missing = sorted(set(names) - set(left))
+    if missing:
+        raise ArgumentError(
+            f"{folder.family.architecture} has no tensor for the parameter {missing[0]}",
+            found=f"{len(missing)} such parameters",
+            expected="parameters of models.GPT as config.json describes it",
+            remedy="build the model from the description in the folder",
+        )
     done = 0
+    on_host: dict[str, list[np.ndarray]] = {}  # what is being read; an array of a GPU is uploaded when it is whole
     for place in dict.fromkeys(folder.places[part.theirs][0] for part in wanted):
         with opened(folder.path / place) as file:
             for part in wanted:
-                if folder.places[part.theirs][0] == place:
-                    _read_part(folder, file, part, targets.arrays_of(part))
-                    targets.has_read(part)
+                if folder.places[part.theirs][0] != place:
+                    continue
+                targets = [parameters[name] for name in names[part.ours]]
+                if part.ours not in on_host:
+                    on_host[part.ours] = list(map(host_for, targets))
+                read_part(file, folder.places[part.theirs][1], part.tensor, on_host[part.ours], folder.model)
+                left[part.ours] -= 1
+                for target, host in zip(targets, on_host.pop(part.ours)) if not left[part.ours] else ():
+                    if host is not target:
+                        arrays.upload(host, out=target)
             done += file.bytes_read
-    head = head_of(folder.model)
-    if folder.spare_head is not None and head in parameters:
-        done += _compare_head(folder, arrays.download(parameters[head]))
+    heads = heads_of(folder.model)
+    for head, rows in zip(heads, even_split(folder.model.vocab, len(heads))):
+        if folder.spare_head is not None and head in parameters:
+            done += _compare_head(folder, arrays.download(parameters[head]), rows.start)
     return done
 
 
-class _Targets:
-    """The arrays to be set. One on a GPU is set on the host first, and uploaded when all its tensors have been read."""
-
-    def __init__(self, folder: Folder, parameters: Mapping[str, Array]) -> None:
-        self.folder, self.parameters = folder, parameters
-        self.names: dict[str, list[str]] = {}  # by the name that the table has: an embedding may be a head, too
-        for name in parameters:
-            self.names.setdefault(tied_to(name, folder.model), []).append(name)
-        self.left: Counter[str] = Counter()  # tensors of each that have not been read
-        self.on_host: dict[str, np.ndarray] = {}
-
-    def expect(self, wanted: Sequence[Part]) -> None:
-        """Note which tensors will be read. Raises ArgumentError if an array has none."""
-        self.left = Counter(part.ours for part in wanted)
-        missing = sorted(set(self.names) - set(self.left))
-        if missing:
-            raise ArgumentError(
-                f"{self.folder.family.architecture} has no tensor for the parameter {missing[0]}",
-                found=f"{len(missing)} such parameters",
-                expected="parameters of models.GPT as config.json describes it",
-                remedy="build the model from the description in the folder",
-            )
-
-    def arrays_of(self, part: Part) -> list[np.ndarray]:
-        """Return the host arrays that a tensor is a part of."""
-        return [self._host(name) for name in self.names[part.ours]]
-
-    def _host(self, name: str) -> np.ndarray:
-        array = self.parameters[name]
-        if not arrays.is_device(array):
-            return array
-        if name not in self.on_host:
-            self.on_host[name] = np.empty(array.shape, array.dtype)
-        return self.on_host[name]
-
-    def has_read(self, part: Part) -> None:
-        """Note that a tensor has been read; upload an array that is complete."""
-        self.left[part.ours] -= 1
-        for name in self.names[part.ours] if not self.left[part.ours] else ():
-            if name in self.on_host:
-                arrays.upload(self.on_host.pop(name), out=self.parameters[name])
+def host_for(target: Array) -> np.ndarray:
+    """Return the array itself on the host; for one of a GPU a new one, to be uploaded when it is set."""
+    return np.empty(target.shape, target.dtype) if arrays.is_device(target) else target
 
 
-def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarray]) -> None:
-    name = folder.places[part.theirs][1]
+def read_part(file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.ndarray], model: GPT) -> None:
+    """Set what the tensor of this name is of host arrays of ours. Raises ArgumentError and NonFiniteError."""
     entry = _entry(file, name)
-    expected = shape_of(part.tensor, ours[0].shape, folder.model)
+    expected = shape_of(tensor, ours[0].shape, model)
     if entry.kind.name not in FLOATS or entry.shape != expected:
         raise ArgumentError(
             f"the tensor {name} does not fit the model",
@@ -110,17 +88,11 @@ def _read_part(folder: Folder, file: TensorFile, part: Part, ours: list[np.ndarr
             expected=f"{' or '.join(FLOATS)}, {list(expected)}",
             remedy=NOT_THESE,
         )
-    views = [view(part.tensor, array, folder.model) for array in ours]
-    for first, stop, piece in _pieces(file, name, views[0].shape):
-        if count := count_not_finite(piece):
-            raise NonFiniteError(
-                f"the tensor {name} is not finite",
-                found=f"{count} values that are NaN or infinite in {file.path}",
-                expected="finite numbers",
-                remedy=COPY_AGAIN,
-            )
+    views = [view(tensor, array, model) for array in ours]
+    for first, stop, piece in _pieces(file, name, views[0].shape, tensor.first, tensor.total):
+        check_finite(piece, f"the tensor {name}", file.path, COPY_AGAIN)
         for each in views:
-            _set(each[first:stop], piece, part.tensor.form)
+            _set(each[first:stop], piece, tensor.form)
 
 
 def _set(target: np.ndarray, piece: np.ndarray, form: str) -> None:
@@ -141,29 +113,38 @@ def _entry(file: TensorFile, name: str) -> TensorEntry:
     return file.arrays[name]
 
 
-def _pieces(file: TensorFile, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (start, stop, values) along the first axis; halves as float32. A piece is gone when the next one comes."""
+def _pieces(
+    file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, total: int = 0
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield (start, stop, values) along the first axis; halves as float32. A piece is gone when the next one comes.
+
+    `shape` is that of the tensor, or of its rows from `skip` on, of `total` in all.
+    """
     entry = file.arrays[name]
-    row = max(1, entry.nbytes // max(1, shape[0]))
+    row = max(1, entry.nbytes // max(1, total or shape[0]))
     step = max(1, PIECE_BYTES // row)
     buffer = np.empty((min(step, shape[0]), *shape[1:]), entry.kind)
     wide = np.empty(buffer.shape, np.float32) if arrays.is_half(entry.kind) else buffer
     for first in range(0, shape[0], step):
         stop = min(first + step, shape[0])
-        file.read_into(name, buffer[: stop - first], first * row)
+        file.read_into(name, buffer[: stop - first], (skip + first) * row)
         if wide is not buffer:
             wide[: stop - first] = buffer[: stop - first]
         yield first, stop, wide[: stop - first]
 
 
-def _compare_head(folder: Folder, embedding: np.ndarray) -> int:
-    """Raise ArgumentError unless a head that is stored next to a tied embedding is the same; return the bytes read."""
+def _compare_head(folder: Folder, embedding: np.ndarray, start: int) -> int:
+    """Raise ArgumentError unless a head that is stored next to a tied embedding is the same; return the bytes read.
+
+    `embedding` are the rows from `start` on.
+    """
     assert folder.spare_head is not None
     place, name = folder.spare_head
     with opened(folder.path / place) as file:
-        same = _entry(file, name).shape == embedding.shape and all(
+        shape = folder.model.vocab, *embedding.shape[1:]
+        same = _entry(file, name).shape == shape and all(
             np.array_equal(embedding[first:stop], piece.astype(embedding.dtype))
-            for first, stop, piece in _pieces(file, name, embedding.shape)
+            for first, stop, piece in _pieces(file, name, embedding.shape, start, shape[0])
         )
         if not same:
             raise ArgumentError(

@@ -6,7 +6,10 @@ import numpy as np
 
 from mpipipe.arrays import upcast, upcast_halves
 from mpipipe.nn.kernels.host import blocks, full_precision
+from mpipipe.nn.kernels.host.flat import summed
 from mpipipe.nn.kernels.host.full_precision import cross_entropy_block
+from mpipipe.nn.kernels.host.running_lse import running_lse as running_lse
+from mpipipe.nn.kernels.host.running_lse import running_lse_backward as running_lse_backward
 
 # `returned`: the results that are activations, and rounded; all others are sums, statistics or parameters' gradients
 linear = upcast_halves(full_precision.linear, returned=(0,))
@@ -100,9 +103,11 @@ def softmax_cross_entropy(
     if logits.dtype.itemsize != 2:
         return full_precision.softmax_cross_entropy(logits, ids, factor, out)
     gradient = np.empty_like(logits) if out is None else out
-    total = 0.0
-    for rows in blocks(*logits.shape):
+
+    def term(rows: slice) -> float:
         part = upcast(logits[rows])
-        total += cross_entropy_block(part, ids[rows], len(logits) / factor, part)
+        value = cross_entropy_block(part, ids[rows], len(logits) / factor, part)
         cast(part, gradient[rows])
-    return total / len(logits), gradient
+        return value
+
+    return summed(blocks(*logits.shape), term) / len(logits), gradient

@@ -162,7 +162,8 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path, value):
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 2] = value
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(
-        NonFiniteError, match=r"the tensor model\.layers\.1\.self_attn\.k_proj\.weight is not finite\s+found: 1 values"
+        NonFiniteError,
+        match=r"the tensor model\.layers\.1\.self_attn\.k_proj\.weight is not finite\s+found: 1 of 128 values",
     ):
         stage_of(folder)
 

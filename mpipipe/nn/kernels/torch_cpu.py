@@ -1,0 +1,112 @@
+"""Kernels for bfloat16 and float16 on the host by PyTorch, which shares the memory of the arrays.
+
+Its oneDNN multiplies halves by the instructions that some processors have for it, sums in float32 and rounds once. The
+gradient of a weight is the product of one micro-batch, rounded once, added in float32: its error is 2^-9 of that
+product in bfloat16, as PyTorch's own. Gelu reads and writes halves in one pass. All other functions, and all of other
+dtypes, are those of `host.any_dtype`; what these round, PyTorch rounds here, to the same bits in less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from mpipipe import arrays
+from mpipipe.arrays import array_of, share_threads, tensor_of
+from mpipipe.nn.kernels.host import any_dtype
+
+share_threads()
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _of_halves(function: Callable[P, R]) -> Callable[P, R]:
+    """Compute by this function what is of halves, and by that of `any_dtype` with its name all else."""
+    other: Callable[P, R] = getattr(any_dtype, function.__name__)
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        values: tuple[Any, ...] = args
+        return (function if values[0].itemsize == 2 else other)(*args, **kwargs)
+
+    return run
+
+
+@_of_halves
+def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """As `Kernels.linear`."""
+    of_bias = None if bias is None else tensor_of(bias)
+    return array_of(torch.nn.functional.linear(tensor_of(x), tensor_of(weight), of_bias))
+
+
+@_of_halves
+def linear_backward_input(dy: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """As `Kernels.linear_backward_input`."""
+    return array_of(torch.mm(tensor_of(dy), tensor_of(weight)))
+
+
+@_of_halves
+def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add: bool = True) -> None:
+    """As `Kernels.linear_backward_weight`; the product is rounded once."""
+    product, total = torch.mm(tensor_of(dy).t(), tensor_of(x)), tensor_of(grad)
+    if add:
+        total.add_(product)
+    else:
+        total.copy_(product)
+
+
+@_of_halves
+def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """As `Kernels.add`."""
+    return array_of(torch.add(tensor_of(x), tensor_of(y)))
+
+
+@_of_halves
+def gelu(x: np.ndarray) -> np.ndarray:
+    """As `Kernels.gelu`."""
+    return array_of(torch.nn.functional.gelu(tensor_of(x), approximate="tanh"))
+
+
+@_of_halves
+def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """As `Kernels.gelu_backward`."""
+    return array_of(torch.ops.aten.gelu_backward(tensor_of(dy), tensor_of(x), approximate="tanh"))
+
+
+products = any_dtype.products
+sum_rows = any_dtype.sum_rows
+add_parts = any_dtype.add_parts
+accumulate = any_dtype.accumulate
+scale = any_dtype.scale
+cast = any_dtype.cast
+copy = any_dtype.copy
+swiglu = any_dtype.swiglu
+swiglu_backward = any_dtype.swiglu_backward
+rms_norm = any_dtype.rms_norm
+rms_norm_backward = any_dtype.rms_norm_backward
+layer_norm = any_dtype.layer_norm
+layer_norm_backward = any_dtype.layer_norm_backward
+rope_table = any_dtype.rope_table
+apply_rope = any_dtype.apply_rope
+embed = any_dtype.embed
+embed_backward = any_dtype.embed_backward
+dropout = any_dtype.dropout
+dropout_backward = any_dtype.dropout_backward
+mean_squared_error = any_dtype.mean_squared_error
+softmax_cross_entropy = any_dtype.softmax_cross_entropy
+running_lse = any_dtype.running_lse
+running_lse_backward = any_dtype.running_lse_backward
+adamw = any_dtype.adamw
+sgd = any_dtype.sgd
+sums_of_squares = any_dtype.sums_of_squares
+
+
+def _round(target: np.ndarray, values: np.ndarray) -> None:
+    tensor_of(target).copy_(tensor_of(values))
+
+
+arrays.faster_rounding.update({arrays.dtype(name): _round for name in arrays.HALVES})

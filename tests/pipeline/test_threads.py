@@ -1,0 +1,164 @@
+"""Trainings have the same bits for any number of threads, and the pool is at work in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.pieces import SMALL, new_pool, set_sizes
+
+from mpipipe import Pipeline, attention, nn, optim, processor, schedules
+from mpipipe.attention import Layout, Local, Ring
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse, host
+from mpipipe.attention.mask import Slice
+from mpipipe.language.models import GPT
+
+SIZES = dict(vocab=40, dim=48, layers=1, heads=4, kv_heads=2, hidden=64, seq=32, tied=True)
+GPT2 = dict(SIZES, kv_heads=4, norm="layer", positions="learned", feed_forward="gelu", feed_forward_bias=True)
+LONGER = [(GPT2, "float32"), (SIZES, "float64"), (GPT2, "float64"), (SIZES, "bfloat16"), (GPT2, "bfloat16")]
+STEPS = 20
+
+
+def trained(comm, layers, dtype, text):
+    """The bytes of all parameters after some steps with clipping."""
+    stage = nn.Stage(layers, dtype, seed=1)
+    optimizer = optim.AdamW([stage], lr=1e-2)
+    alone = comm.Split(comm.rank)
+    with Pipeline([stage], schedules.gpipe(1, 2), alone, loss=nn.softmax_cross_entropy) as pipeline:
+        for _ in range(STEPS):
+            pipeline.step(*text)
+            optim.clip_by_global_norm([stage], 1.0)
+            optimizer.step()
+    alone.Free()
+    return {name: array.tobytes() for name, array in stage.parameters.items()}
+
+
+def for_all_threads(monkeypatch, train):
+    """Compare what `train` returns with 1, 2, 3 and 4 threads."""
+    set_sizes(monkeypatch, SMALL)
+    calls = []
+    run = processor._Pool.run
+    monkeypatch.setattr(processor._Pool, "run", lambda *args: (calls.append(args), run(*args))[1])
+    new_pool(monkeypatch, 1)
+    expected = train()
+    assert not calls
+    for threads in (2, 3, 4):
+        pool = new_pool(monkeypatch, threads)
+        assert train() == expected
+        assert len(calls) > 100 and len(pool.wakes) == threads - 1
+        calls.clear()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [(SIZES, "float32"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONGER)]
+)
+def test_a_gpt(comm, monkeypatch, sizes, dtype):
+    text = np.random.default_rng(0).integers(0, 40, (2, 4, sizes["seq"]))
+    model = GPT(**sizes, dropout=0.1)
+    for_all_threads(monkeypatch, lambda: trained(comm, model.build(Local(causal=True)), dtype, text))
+
+
+def test_low_rank_adapters(comm, monkeypatch):
+    text = np.random.default_rng(1).integers(0, 40, (2, 4, SIZES["seq"]))
+    adapters = nn.LoRA(8, 16.0, ["q_proj", "v_proj", "up_proj", "down_proj"])
+    for_all_threads(
+        monkeypatch, lambda: trained(comm, adapters.apply(GPT(**SIZES).build(Local(causal=True))), "float32", text)
+    )
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_ring(comm, monkeypatch, group):
+    """Forward and backward of attention whose sequence lies on all ranks."""
+    layout = Layout("zigzag", comm.size, 96)
+    random = np.random.default_rng(2)
+    q, k, v, dout = (
+        layout.shard(random.standard_normal((2, 96, heads, 8)).astype(np.float32), comm.rank)
+        for heads in (4, 4 // group, 4 // group, 4)
+    )
+
+    def run():
+        ring = Ring(comm, layout=layout)
+        out, saved = ring.forward(q, k, v)
+        return [array.tobytes() for array in (out, *ring.backward(dout, saved))]
+
+    set_sizes(monkeypatch, SMALL)
+    new_pool(monkeypatch, 1)
+    expected = run()
+    for threads in (2, 3, 4):
+        new_pool(monkeypatch, threads)
+        assert run() == expected
+    for slices in (Local(causal=True), Local(causal=True, window=20), attention.Local()):
+        new_pool(monkeypatch, 1)
+        out, saved = slices.forward(q, k, v)
+        first = [array.tobytes() for array in (out, *slices.backward(dout, saved))]
+        new_pool(monkeypatch, 3)
+        out, saved = slices.forward(q, k, v)
+        assert [array.tobytes() for array in (out, *slices.backward(dout, saved))] == first
+
+
+def test_slices_that_share_keys_add_in_their_order(monkeypatch):
+    """The first has most of the work, so that another thread would be done with the second before."""
+    random = np.random.default_rng(3)
+    q, k, v, dout = (random.standard_normal((2, 96, 4, 8)).astype(np.float32) for _ in range(4))
+    slices = [Slice(start, stop, 0, 96, None, None) for start, stop in ((0, 80), (80, 88), (88, 96))]
+    block = KVBlock(q, k, v, 0.3, slices)
+
+    def run():
+        result = OutLse(np.zeros_like(q), np.full((2, 4, 96), -np.inf, np.float32))
+        host.forward(block, result, False)
+        gradients = Gradients(*(np.zeros_like(x) for x in (q, k, v)))
+        host.backward(block, dout, result, gradients)
+        return [array.tobytes() for array in (*result, *gradients)]
+
+    set_sizes(monkeypatch, SMALL)
+    new_pool(monkeypatch, 1)
+    expected = run()
+    new_pool(monkeypatch, 4)
+    assert all(run() == expected for _ in range(10))
+
+
+JOB = """
+import os, signal, threading, time
+import numpy as np
+import mpipipe
+from mpipipe import Pipeline, nn, processor, schedules
+from mpipipe.nn.kernels import host
+
+comm = mpipipe.world()
+host.ELEMENTS = 1 << 12
+stage = nn.Stage([nn.Linear(256, 256), nn.Gelu(), nn.LayerNorm(256)])
+x = np.ones((256, 256), np.float32)
+threads = set()
+
+def fail():
+    while len(threads) < 2:
+        time.sleep(0.01)
+    if {case!r} == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        failing.append(True)
+
+failing = []
+help_ = processor._Job.help
+
+def help(job):
+    threads.add(threading.get_ident())
+    if failing:
+        job.errors.append(ValueError("in a piece"))
+    help_(job)
+
+processor._Job.help = help
+if comm.rank == 1:
+    threads.add(threading.get_ident())
+    threading.Thread(target=fail, daemon=True).start()
+with Pipeline([stage], schedules.one_f_one_b(2, 4), comm, loss=nn.mean_squared_error) as pipeline:
+    while True:
+        pipeline.step(x if comm.rank == 0 else None, x if comm.rank else None)
+"""
+
+
+@pytest.mark.parametrize(("case", "words"), [("interrupt", "KeyboardInterrupt"), ("error", "ValueError: in a piece")])
+def test_a_job_ends_while_the_pools_of_its_ranks_are_at_work(launch, tmp_path, case, words):
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(case=case))
+    job = launch(2, ["-m", "mpipipe", "run", str(script)], env={"MPIPIPE_THREADS": "2"})
+    assert job.returncode != 0 and words in job.stderr and "rank 1" in job.stderr, job.stderr

@@ -1,0 +1,171 @@
+"""Gradients of the inputs that nobody asks for: they are not computed, and all others have the bits they had."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import dense
+
+from mpipipe import Branches, Pipeline, nn
+from mpipipe.errors import ArgumentError, MismatchError
+from mpipipe.schedules import gpipe, one_f_one_b, with_skips, zero_bubble_h1
+
+DIM, ROWS = 6, 4
+
+
+def placed(comm, inputs, targets):
+    return inputs if comm.rank == 0 else None, targets if comm.rank == comm.size - 1 else None
+
+
+class Derived(nn.Linear):
+    """A class of the user's own, which reads the gradient of its input."""
+
+    def backward_input(self, dy, saved):
+        dx, pending = super().backward_input(dy, saved)
+        return dx * 2, pending
+
+
+LAYERS = {
+    "linear": (lambda: [nn.Linear(DIM, DIM), nn.Gelu()], (ROWS, DIM)),
+    "rows": (lambda: [nn.Linear(DIM, DIM), nn.Gelu()], (ROWS, 3, DIM)),
+    "derived": (lambda: [Derived(DIM, DIM), nn.Gelu()], (ROWS, DIM)),
+    "convolution": (lambda: [nn.Conv(3, DIM, (3, 3)), nn.Gelu()], (ROWS, 5, 5, 3)),
+    "strided": (lambda: [nn.Conv(3, DIM, (2, 2), stride=2), nn.Gelu()], (ROWS, 6, 6, 3)),
+    "patches": (lambda: [nn.Patches((2, 2), (2, 3)), nn.Linear(4, DIM), nn.Gelu()], (ROWS, 4, 6, 1)),
+    "frozen below": (lambda: [nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)], (ROWS, DIM)),
+    "kept": (lambda: [nn.Linear(DIM, DIM), nn.Keep("arm"), nn.Linear(DIM, DIM), nn.Join("arm", None)], (ROWS, DIM)),
+    "side": (lambda: [nn.Linear(DIM, DIM), nn.AdaptiveNorm(DIM, 2, "time")], (ROWS, DIM)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("make_schedule", [one_f_one_b, zero_bubble_h1])
+def test_gradients_of_parameters_have_the_bits_that_they_have_beside_those_of_the_inputs(comm, make_schedule, name):
+    make, shape = LAYERS[name]
+    random = np.random.default_rng(0)
+    x, time = random.normal(size=shape), random.normal(size=(ROWS, 2))
+    inputs = Branches(x, time=time) if name == "side" else x
+    results, gradients = [], []
+    for asked in (True, False):
+        frozen = ["0.*"] if name == "frozen below" else []
+        first = nn.Stage(make(), "float64", seed=1, frozen=frozen)
+        target = np.zeros_like(first.forward(inputs)[0])
+        stage = first if comm.rank == 0 else nn.Stage([nn.Linear(DIM, DIM)], "float64", seed=2)
+        given = placed(comm, inputs, target)
+        options = dict(loss=nn.mean_squared_error, input_grads=asked)
+        with Pipeline([stage], make_schedule(comm.size, 2), comm, **options) as pipeline:
+            results.append(pipeline.step(*given))
+        gradients.append(stage.gradients.flat.copy())
+    assert results[0].losses == results[1].losses
+    assert gradients[0].any()
+    np.testing.assert_array_equal(*gradients)
+    assert (results[0].input_grads is None) == (comm.rank > 0)
+    with pytest.raises(ArgumentError, match="not computed") as caught:
+        _ = results[1].input_grads
+    assert "input_grads=True" in caught.value.remedy
+    assert "loss=" in repr(results[1])
+
+
+@pytest.mark.parametrize("name", ["linear", "convolution", "patches"])
+def test_the_first_product_and_what_is_below_it_are_left_out(comm, monkeypatch, name):
+    make, shape = LAYERS[name]
+    stage = nn.Stage(make(), "float64")
+    products, moves = [], []
+    backward, move = stage.kernels.linear_backward_input, nn.Patches._move
+    monkeypatch.setattr(stage.kernels, "linear_backward_input", lambda *a: products.append(a) or backward(*a))
+    monkeypatch.setattr(nn.Patches, "_move", lambda *a: moves.append(a) or move(*a))
+    counts = []
+    for ends in (False, True, False):
+        stage.end_backward(ends)
+        y, saved = stage.forward(np.ones(shape))
+        products.clear(), moves.clear()
+        dx = stage.backward(np.ones_like(y), saved)
+        assert (dx is None) == ends
+        counts.append((len(products) > 0, len(moves)))
+    moved = int(name == "patches")
+    assert counts == [(True, moved), (False, 0), (True, moved)]
+
+
+def test_pipelines_that_share_a_stage_do_not_disturb_each_other(comm):
+    stage = nn.Stage([nn.Linear(DIM, DIM)], "float64")
+    x = np.ones((ROWS, DIM))
+    given = placed(comm, x, 0 * x)
+    with (
+        Pipeline([stage], one_f_one_b(comm.size, 2), comm, nn.mean_squared_error) as asks,
+        Pipeline([stage], one_f_one_b(comm.size, 2), comm, nn.mean_squared_error, input_grads=False) as other,
+    ):
+        before = asks.step(*given)
+        other.step(*given)
+        after = asks.step(*given)
+    if comm.rank == 0:
+        np.testing.assert_array_equal(before.input_grads, after.input_grads)
+        assert all(part.any() for part in after.input_grads)
+
+
+def test_launched_steps_and_outside_gradients(comm):
+    x = np.ones((ROWS, DIM))
+    for asked in (True, False):
+        stage = nn.Stage([nn.Linear(DIM, DIM)], "float64")
+        with Pipeline([stage], gpipe(comm.size, 2), comm, nn.mean_squared_error, input_grads=asked) as pipeline:
+            pending = pipeline.launch(*placed(comm, x, 0 * x))
+            y = pipeline.forward_train(x if comm.rank == 0 else None)
+            found = pipeline.backward(None if y is None else y / y.size)
+        assert (found is not None) == (asked and comm.rank == 0)
+        if asked:
+            assert (pending.wait().input_grads is not None) == (comm.rank == 0)
+            expected = stage.gradients.flat.copy()
+        else:
+            with pytest.raises(ArgumentError, match="not computed"):
+                _ = pending.wait().input_grads
+            np.testing.assert_array_equal(stage.gradients.flat, expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_skip_that_leads_from_the_input_trains_what_it_did(comm):
+    class First:
+        """Gives its input over a skip; may leave out its gradient."""
+
+        ends = False
+
+        def forward(self, x):
+            return Branches(2 * x, far=x), None
+
+        def backward(self, dy, saved):
+            asked.append((self.ends, dy.skips["far"].any()))
+            return None if self.ends else 2 * dy.main + dy.skips["far"]
+
+    class Last(dense.Identity):
+        def forward(self, x):
+            return x.main + x.skips["far"], None
+
+        def backward(self, dy, saved):
+            return Branches(dy, far=dy)
+
+    x, last, asked = np.ones((ROWS, DIM)), comm.size - 1, []
+    schedule = with_skips(one_f_one_b(comm.size, 2), {"far": (0, last)})
+    stage = First() if comm.rank == 0 else Last() if comm.rank == last else dense.Identity()
+    for ask in (True, False):
+        with Pipeline([stage], schedule, comm, nn.mean_squared_error, input_grads=ask) as pipeline:
+            result = pipeline.step(*placed(comm, x, 0 * x))
+        if ask and comm.rank == 0:
+            np.testing.assert_allclose(np.concatenate(result.input_grads), 18 * x / x.size)
+    if comm.rank == 0:
+        assert asked == [(False, True)] * 2 + [(True, True)] * 2
+        assert not stage.ends, "the pipeline is closed"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree_raise(comm):
+    with pytest.raises(MismatchError, match="different pipelines") as caught:
+        Pipeline([dense.Identity()], one_f_one_b(comm.size, 2), comm, input_grads=comm.rank == 0)
+    assert "input_grads" in str(caught.value)
+
+
+def test_an_attribute_of_a_users_own_that_is_no_bool_stays(comm):
+    class Rod(dense.Identity):
+        ends = (0.0, 1.0)
+
+    stage = Rod()
+    with Pipeline([stage], one_f_one_b(comm.size, 2), comm, nn.mean_squared_error, input_grads=False) as pipeline:
+        pipeline.step(*placed(comm, np.ones((ROWS, DIM)), np.zeros((ROWS, DIM))))
+    assert stage.ends == (0.0, 1.0)
