@@ -344,7 +344,7 @@ class TextTask(Task):
             with group_of(mesh.comm).raise_together("train: the weights to begin with"):
                 if folder.kind == "huggingface":  # which says more than shapes
                     fine_tuning.check_same_model(folder, self.model)
-            folder = folder.with_slices(self.slices) if self.slices > 1 else folder
+                folder = folder.with_slices(self.slices) if isinstance(self.model, GPT) else folder
             folder.load(without_adapters(stages, merged=False), mesh)
         elif base is not None:
             base.folder.with_slices(self.slices).load(without_adapters(stages, merged=False), mesh)

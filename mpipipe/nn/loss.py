@@ -126,7 +126,8 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     output : array
         Losses (...), not empty, of a floating dtype, on the host or a GPU.
     target : array of integers
-        The labels that the slices have taken, (...). They say how many losses there are, and are not looked at.
+        The labels that the slices have taken, (...); values are not compared. On the host a negative one is refused:
+        no loss is left out.
     factor : float
         As for `mean_squared_error`.
 
@@ -150,6 +151,14 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
             found=f"output {output.shape}, target {target.shape}",
             expected="equal shapes, not empty",
             remedy="build the head of nn.HeadSlice(..., labels=True), or take nn.softmax_cross_entropy for logits",
+        )
+    if target.dtype.kind not in "iu" or (not arrays.is_device(target) and target.min() < 0):
+        raise ArgumentError(
+            "mean_of_losses counts all losses, and some targets are no labels",
+            found=f"targets of {target.dtype}, from {target.min()} on",
+            expected="the integers that the slices have taken",
+            remedy="to leave positions out, give a loss of your own: it returns the mean of the others, its gradient, "
+            "and how many they are as a weight",
         )
     device = arrays.device_of(output)
     gradient = arrays.empty(output.shape, output.dtype, device)

@@ -83,7 +83,8 @@ class FlatOptimizer:
             for number in range(len(self._updated)):
                 self._step_of(number, rate, scale)
             return
-        shards.begin(self.steps, self._updated)
+        at = scale if isinstance(scale, float) else None  # else it is on the GPU
+        shards.begin(self._updated, steps=self.steps, lr=float(rate), weight_decay=self.weight_decay, scale=at)
         with shards.group.failing("a step of a sharded optimizer"):
             announce_write(self, *self._updated)
             self.steps += 1

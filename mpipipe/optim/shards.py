@@ -28,6 +28,9 @@ from mpipipe.stages import StageAdapter
 
 Range: TypeAlias = tuple[int, int]
 
+DIFFER = "the replicas of an optimizer differ"
+SAMPLE = 256  # elements
+
 
 def shares_of(size: int, replicas: int) -> list[Range]:
     """Cut a flat buffer into a share for each replica; each begins at the edge of a block of 64 elements."""
@@ -52,7 +55,7 @@ class Shards:
             "optim: the parameters that replicas share",
             (("parameters of the stages", str(facts)),),
             error=error,
-            message="the replicas of an optimizer differ",
+            message=DIFFER,
             remedy="give it the ranks with the same stages, such as mesh.replicas",
         )
         self.ranges = [shares_of(stage.parameters.flat.size, self.group.size) for stage in stages]
@@ -62,8 +65,12 @@ class Shards:
         """Return this replica's share of the stage of this number."""
         return self.ranges[number][self.group.rank]
 
-    def begin(self, steps: int, stages: Sequence[StageAdapter]) -> None:
-        """Find that all replicas make this step, with the parameters that there were; collective."""
+    def begin(self, stages: Sequence[StageAdapter], **numbers: Any) -> None:
+        """Find that all replicas make this step, from equal parameters, gradients and numbers; collective.
+
+        Replicas that differ would have equal parameters after it, each share from another replica. So nothing later
+        finds them. Of parameters and gradients a sample is compared.
+        """
         now, error = _flats(stages), None
         if now != self.flats:
             error = ArgumentError(
@@ -72,7 +79,16 @@ class Shards:
                 expected=", ".join(self.flats),
                 remedy="build the pipeline first, and then the optimizer: it lets tied parameters share storage",
             )
-        self.group.agree("optim: a step over the replicas", (("steps of the optimizer", steps),), error=error)
+        for name in ("parameters", "gradients"):
+            numbers[f"sum of a sample of the {name}"] = sum(_sample(getattr(stage, name).flat) for stage in stages)
+        self.group.agree(
+            "optim: a step over the replicas",
+            tuple(numbers.items()),
+            error=error,
+            message=DIFFER,
+            remedy="give Pipeline the same replicas, which sums gradients over them, and change parameters, gradients "
+            "and learning rates on all of them alike",
+        )
 
     def give(self, number: int, stage: StageAdapter) -> None:
         """Begin to give this replica's share of the parameters to the others, and to get theirs."""
@@ -105,6 +121,12 @@ class Shards:
 
 def _flats(stages: Sequence[StageAdapter]) -> list[str]:
     return [f"{stage.parameters.flat.dtype.name}[{stage.parameters.flat.size}]" for stage in stages]
+
+
+def _sample(flat: Array) -> float:
+    """Return the sum of some elements, the same ones on all replicas: NaN for any NaN, whose bits MPI may change."""
+    values: list[float] = arrays.download(flat[:: -(-flat.size // SAMPLE) or 1].copy()).tolist()
+    return sum(values)
 
 
 @dataclass(frozen=True)

@@ -198,12 +198,41 @@ def test_an_optimizer_that_is_older_than_the_pipeline_is_refused_where_that_ties
         assert optimizer.steps == 0
 
 
+def set_steps(stages, optimizer):
+    optimizer.steps = 7
+
+
+def write(stages, optimizer):
+    stages[1].parameters.flat[...] = 0
+
+
+def keep_gradients(stages, optimizer):
+    fill(stages, 1)
+
+
+def set_rate(stages, optimizer):
+    optimizer.lr = 0.2
+
+
 @pytest.mark.mpi(min_size=2)
-def test_replicas_that_make_other_steps_are_told(comm):
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (set_steps, "steps"),
+        (set_rate, "lr 0.2"),
+        (write, "sample of the parameters"),
+        (keep_gradients, "sample of the gradients"),
+    ],
+)
+def test_replicas_that_differ_before_a_step_are_told(comm, change, named):
+    """After it they would not: each share would come from another replica."""
     stages = made()
     optimizer = optim.AdamW(stages, 0.1, replicas=comm)
-    optimizer.steps = comm.rank
-    with pytest.raises(MismatchError, match="steps of the optimizer"):
+    fill(stages)
+    optimizer.step()
+    if comm.rank == 1:
+        change(stages, optimizer)
+    with pytest.raises(MismatchError, match=rf"{named}(.|\n)*Pipeline"):
         optimizer.step()
 
 
