@@ -273,14 +273,17 @@ class RingAgreement:
         self.plans: dict[tuple, RingPlan] = {}  # by what they are made of, at most KEPT_PLANS
         self.settle: Callable[[], object] = lambda: None  # ends calls of other threads that are due before
 
-    def agree_on_options(self, options: RingOptions, error: Exception | None = None) -> RingOptions:
-        """Check the options of a ring, and that all ranks have the same; `error`: why this rank has none."""
+    def agree_on_options(
+        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = lambda options: options
+    ) -> RingOptions:
+        """Change and check the options of a ring, and check that all ranks have the same."""
+        error: Exception | None = None
         facts: tuple = ()
         try:
-            options = options.checked(self.group.size)
+            options = change(options).checked(self.group.size)
             facts = tuple(options._asdict().items())
         except Exception as caught:
-            error = error or caught
+            error = caught
         self.group.agree("construction of a Ring", facts, error=error, remedy=REMEDY)
         return options
 

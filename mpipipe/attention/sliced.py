@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,13 +31,12 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse
 from mpipipe.attention.kernels.interface import attend_once, check_arrays
 from mpipipe.attention.layout import checked_lengths
 from mpipipe.attention.local import Local, as_one_sequence, by_rows, documents_of_rows, like, writable_as_one
 from mpipipe.attention.ring import Ring
 from mpipipe.attention.ring_plan import (
-    RingAgreement,
     RingOptions,
     RingPlan,
     RingShapes,
@@ -145,23 +144,14 @@ class Sliced(Attend):
                 remedy="slices=1 for models that attend otherwise",
             )
         self.inner, self._ring = inner, inner if isinstance(inner, Ring) else None
+        rank, size, with_slices = 0, 1, partial(_with_slices, lengths=lengths)
         if isinstance(inner, Ring):
-            options, rank, size = inner.options._replace(bias=inner.bias), inner.group.rank, inner.group.size
+            rank, size, options = inner.group.rank, inner.group.size, inner.options._replace(bias=inner.bias)
+            options = inner.agreement.agree_on_options(options, with_slices)
         else:
             given = inner.causal, "contiguous", inner.window, inner.segments, inner.scale, None, "overlap", inner.bias
-            options, rank, size = RingOptions(*given), 0, 1
-        try:
-            options, error = _with_slices(options, lengths), None
-        except ArgumentError as caught:
-            error = caught
-        if self._ring is not None:
-            options = self._ring.agreement.agree_on_options(options, error)
-        elif error is not None:
-            raise error
-        else:
-            options = options.checked(1)
+            options = with_slices(RingOptions(*given)).checked(1)
         self.lengths, self.seq_len = options.slice_lengths or (), sum(options.slice_lengths or ())
-        self._agreement: _Alone | RingAgreement = _Alone() if self._ring is None else self._ring.agreement
         self.layout = options.whole(size, self.seq_len)
         parts = [self.layout.part(part, part + 1) for part in range(len(self.lengths))]
         self._positions = [part.positions(rank) for part in parts]
@@ -242,10 +232,20 @@ class Sliced(Attend):
         try:
             sequence, part = self._append(q, k, v)
             keys, values = self._seen(sequence.kept, part, self._rank)
-            options, digest = self._options_for(part, segments, q)
+            options, digest = self._options[part], self._digests[part]
+            if segments is not None:
+                options = options._replace(segments=None, rows=documents_of_rows(segments, q.shape[0]))
+                digest = options.digest
         except Exception as caught:  # every rank of a ring raises it
             error = caught
-        plan, kernel, call = self._agreement.agree_on_forward(options, digest, q, keys, values, error=error)
+        if self._ring is not None:
+            agreed = self._ring.agreement.agree_on_forward(options, digest, q, keys, values, error=error)
+        elif error is None:
+            plan = _plan_alone(options, shapes_of(q, keys, values), q.shape[1], keys.shape[1])
+            agreed = plan, kernels.chosen(q, keys, values, options.bias), 0
+        else:
+            raise error
+        plan, kernel, call = agreed
         assert sequence is not None and self._now is not None  # else the agreement has raised
         plan = plan._replace(function=self.inner.bias)
         scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
@@ -277,7 +277,8 @@ class Sliced(Attend):
 
     def backward_into(self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
         sequence, part, plan, call, scale, q, out, lse = saved
-        dout, error = like(dout, out), None
+        dout = like(dout, out)
+        error = misfit(dout, described(out))
         if part != sequence.due:
             error = ArgumentError(
                 "backwards of slices are out of order",
@@ -287,7 +288,10 @@ class Sliced(Attend):
                 else "no backward, since that of slice 0 has been",
                 remedy="run the backwards of a sequence once each, in falling order of its slices",
             )
-        self._agreement.agree_on_backward(call, dout, described(out), error=error)
+        if self._ring is not None:
+            self._ring.agreement.agree_on_backward(call, dout, described(out), error=error)
+        elif error is not None:
+            raise error
         device, dtype = arrays.device_of(q), arrays.accumulator(q.dtype)
         if not sequence.sums:
             sequence.sums = [_rows_like(x, x.shape[1], dtype) for x in sequence.kept]
@@ -327,11 +331,8 @@ class Sliced(Attend):
     def _unit(self) -> tuple[int, int]:
         """The numbers of the sequence and of the slice that come next."""
         if self._now is None:
-            raise ArgumentError(
-                "Sliced attends to a slice without having been told which",
-                expected="begin(nn.Position(microbatch=unit)) before each forward",
-                remedy="attend with nn.SelfAttention, which calls it",
-            )
+            remedy = "call begin(nn.Position(microbatch=unit)) before each forward, as nn.SelfAttention does"
+            raise ArgumentError("Sliced attends to a slice without having been told which", remedy=remedy)
         return divmod(self._now.microbatch, len(self.lengths))
 
     def _append(self, q: Array, k: Array, v: Array) -> tuple[_SlicedSequence, int]:
@@ -368,13 +369,6 @@ class Sliced(Attend):
         """The rows that the queries of a slice may see, of arrays along all rows of a rank."""
         starts = self._starts[rank]
         return [x[:, starts[self._first_seen[part]] : starts[part + 1]] for x in both]
-
-    def _options_for(self, part: int, segments: np.ndarray | None, q: Array) -> tuple[RingOptions, str]:
-        """The options of the forward of a slice, and their digest."""
-        if segments is None:
-            return self._options[part], self._digests[part]
-        options = self._options[part]._replace(segments=None, rows=documents_of_rows(segments, q.shape[0]))
-        return options, options.digest
 
     # In the last step of a ring a rank has the block of another one, with which its backward begins. The rows of each
     # slice are taken from there as they come, and packed again with those before them.
@@ -435,23 +429,6 @@ def _rows_like(x: Array, rows: int, dtype: np.dtype) -> Array:
     """Memory for some rows like those of x (batch, rows, heads, dim), in which the rows of a head lie together."""
     batch, _, heads, dim = x.shape
     return arrays.empty((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)
-
-
-class _Alone:
-    """What `RingAgreement` does, for one rank that has no other to agree with."""
-
-    def agree_on_forward(
-        self, options: RingOptions, digest: str, q: Array, k: Array, v: Array, *, error: Exception | None
-    ) -> tuple[RingPlan, AttentionKernel, int]:
-        if error is not None:
-            raise error
-        plan = _plan_alone(options, shapes_of(q, k, v), q.shape[1], k.shape[1])
-        return plan, kernels.chosen(q, k, v, options.bias), 0
-
-    def agree_on_backward(self, call: int, dout: Array, out: str, *, error: Exception | None) -> None:
-        error = error or misfit(dout, out)
-        if error is not None:
-            raise error
 
 
 @lru_cache(maxsize=64)

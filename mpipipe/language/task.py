@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.attention import Local
+from mpipipe.attention import Local, slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup, group_of, runtime
@@ -202,12 +202,19 @@ class TextTask(Task):
         attend = shard.attend(length, causal=True)
         if self.packing is not None:
             attend = PackedAttend(attend, self.packing)
-        positions = None if shard.comm.size == 1 else shard.positions(length)
+        positions = None if shard.comm.size == 1 or shard.cut else shard.positions(length)
         labels = {"labels": True} if self.slices > 1 else {}
         return self.tuning.layers(self.model.build(attend, positions, **labels))
 
     def costs(self) -> Sequence[float]:
         return self.tuning.costs(self.model, self.trained())
+
+    def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
+        """Return lengths of slices that take equal times, and equal shards of each where there is room for them."""
+        seq, windows = self.config.seq, getattr(self.model, "windows", None) or (None,)
+        unit = 2 * seq if 1 < seq <= length // (2 * slices) else 1
+        window = None if None in windows else max(windows)
+        return slice_lengths(length, slices, getattr(self.model, "dim", self.config.dim), window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:
         pieces, layers = len(self.model.costs()), asdict(self.model).get("layers")
@@ -325,7 +332,7 @@ class TextTask(Task):
         """Return the loss after a stage: with its head, in tiles, where the logits of all rows are large."""
         if self.slices > 1:
             return nn.mean_of_losses
-        tiles = worth_tiles(stage, rows * self._length(shard))
+        tiles = worth_tiles(stage, rows * max(shard.slice_lengths or [self._length(shard)]))
         return nn.HeadCrossEntropy(stage) if tiles else nn.softmax_cross_entropy
 
     def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
@@ -439,7 +446,9 @@ class TextTask(Task):
         count = config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
-        alone = replace(plan, schedule=plan.schedule.forward_only_part(1))
+        forward = plan.schedule.forward_only_part(1)  # of whole sequences: that of the first slice
+        orders = [tuple(action for action in order if action.microbatch == 0) for order in forward.orders]
+        alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
             answer = continued(decoding, prompt, count, self.vocab, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"

@@ -115,7 +115,7 @@ class Stage(Differentiable):
                 raise ArgumentError(
                     f"layers[{place}] is not a layer", found=type(layer).__name__, expected="an instance of nn.Layer"
                 )
-        named = any(True for _ in names_within(self.layers))
+        named = any([*names_within(layer)] for layer in self.layers)
         self._chain: Sequential = NamedChain(self.layers) if named else Sequential(self.layers)
         self._chain.stage = self
         declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
@@ -249,10 +249,11 @@ class Stage(Differentiable):
     def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
         self._chain.on_layer_done = done
 
-    def end_backward(self, ends: bool) -> None:
+    def end_backward(self, ends: bool, runs_again: bool = False) -> None:
         """Let backwards end with the lowest layer that is trained, where the gradient of the input is not asked for.
 
-        From then on they return None for that gradient. Integers have none.
+        From then on they return None for that gradient. Integers have none. Where forwards are to run again, all layers
+        keep what they keep for a backward.
         """
         ends = ends or self.first_layer.uploads_integers
         knowing = [layer for layer in self.layers if "ends" in vars(type(layer))]  # no class derived from such a one
@@ -264,7 +265,7 @@ class Stage(Differentiable):
             layer.ends = ends and layer is self.layers[lowest]
         for place, whole in enumerate(self.layers):
             for _, layer in whole.walk(""):
-                layer.has_backward = place >= lowest
+                layer.has_backward = runs_again or place >= lowest
 
     def unsliceable(self, rows: Sequence[int] | None = None) -> list[str]:
         """Return the names of layers that cannot take a sequence in slices, along axis 1, such as "3 (Conv)".
@@ -417,8 +418,7 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
         skips = {name: accepted_input(stage, tree, named=True) for name, tree in x.skips.items()}
         return arrays.Branches(accepted_input(stage, x.main), **skips)
     if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
-        leaves, structure = arrays.flatten(x)
-        return arrays.unflatten([accepted_input(stage, leaf, named, part=True) for leaf in leaves], structure)
+        return arrays.mapped(lambda leaf: accepted_input(stage, leaf, named, part=True), x)
     device = arrays.device_of(x)
     x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":

@@ -33,8 +33,8 @@ from mpipipe.pipeline.pending import PendingStep, PipelineState
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.units import Slicing, split_as
-from mpipipe.schedules import Schedule, before_backwards
-from mpipipe.text import units
+from mpipipe.schedules import Schedule, before_backwards, recomputed_on
+from mpipipe.text import name_slice, units
 from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")
@@ -90,7 +90,9 @@ class Engine:
         )
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(stages, numbers):
-            stage.attach(number, poll, ends=number == schedule.trained_from and (number > 0 or not input_grads))
+            ends = number == schedule.trained_from and (number > 0 or not input_grads)
+            runs_again = recompute or any(again == number for again, _ in recomputed_on(schedule, rank))
+            stage.attach(number, poll, ends, runs_again)
             if checks is not None:
                 stage.computes = CheckedStage(stage, checks)
             elif device == "cuda" and settings.graphs():
@@ -271,13 +273,14 @@ class Engine:
         check_place("gradients", gradients, self.executor.rank == root, f"rank {root}, which holds the last stage")
         outputs = [state.outputs[unit] for unit in range(len(state.outputs))]
         parts = split_as(gradients, self.slicing.whole(outputs)) if outputs else []
-        for m, (gradient, y) in enumerate(zip(self.slicing.cut_as(parts, outputs), outputs)):
+        for unit, (gradient, y) in enumerate(zip(self.slicing.cut_as(parts, outputs), outputs)):
             try:
                 if self.checks is not None and scale == 1:
                     self.checks.finite(gradient, "doutput", "a gradient that backward was given is not finite")
-                state.loss_gradients[m] = Loss.scaled(gradient, scale, y)
+                state.loss_gradients[unit] = Loss.scaled(gradient, scale, y)
             except MpipipeError as error:
-                error.microbatch = m // self.slicing.count
+                error.microbatch = state.inputs.positions[unit].microbatch
+                name_slice(error)
                 raise
 
     def backward(self, gradients: Any, scale: Any, accumulate: bool) -> list | None:

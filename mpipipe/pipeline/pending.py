@@ -22,7 +22,8 @@ class StepResult:
     loss : float
         Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its weight, or its rows.
     losses : list of float
-        Loss of each micro-batch of this pipeline, in order; on every rank. NaN where the weight is 0.
+        Loss of each micro-batch of this pipeline, in order, the mean of its slices where it has some; on every rank.
+        NaN where the weight is 0.
     found : list or None, or False
         What `input_grads` is; False where that was not computed.
     """

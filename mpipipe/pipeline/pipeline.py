@@ -262,7 +262,7 @@ class Pipeline:
 
     @property
     def peak_activations(self) -> int:
-        """Most (stage, micro-batch) activations held at once in the last training step, as `simulate` counts."""
+        """Most activations of a unit in a stage held at once in the last training step, as `simulate` counts."""
         return self.engine.peak
 
     @property

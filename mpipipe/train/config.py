@@ -66,6 +66,9 @@ class ParallelOptions:
     microbatches: int | None = option(
         None, "micro-batches of a step in each replica; default: 4 per rank, or those of FILE.csv", least=1
     )
+    slices: int = option(
+        1, "parts of each sequence that go through the pipeline one after the other, for causal models", least=1
+    )
     partition: tuple[int, ...] | None = option(
         None,
         "layers of each stage, such as 3,2,2,3; default: stages with an even share of the operations",

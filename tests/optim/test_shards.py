@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support.small_gpt import build, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.comm import allreduce
+from mpipipe.comm.nccl import sums
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.optim.shards import shares_of
@@ -78,12 +80,20 @@ def test_steps_have_the_bits_of_an_optimizer_without_shares(comm, name, dtype):
     steps_alike(comm, name, dtype)
 
 
+@pytest.mark.parametrize("nccl", ["off", "on"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["AdamW in groups", "SGD with momentum"])
-def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype):
+def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype, nccl):
     monkeypatch.setattr(allreduce, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 4000)
+    monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+    started = []
+    monkeypatch.setattr(sums.NcclSums, "start", lambda *a, start=sums.NcclSums.start: started.append(a) or start(*a))
     with own_gpus(comm.rank):
-        steps_alike(comm, name, dtype, "cuda", count=4)
+        replicas = comm.Dup()
+        steps_alike(replicas, name, dtype, "cuda", count=4)
+        replicas.Free()
+    assert len(started) == (12 if nccl == "on" and comm.size > 1 else 0)
 
 
 def test_threads_of_one_process_are_replicas_as_well():
@@ -167,6 +177,39 @@ def test_frozen_parameters_stay(comm):
         *whole, _ = trained(mesh, one_f_one_b(1, 2), 2, False, "float32", frozen=("*", "!2.*"))
         *cut, _ = trained(mesh, one_f_one_b(1, 2), 2, True, "float32", frozen=("*", "!2.*"))
     assert cut == whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_compute_with_the_adapters_that_all_replicas_have_stepped(comm, dtype):
+    outputs = []
+    for replicas in (None, comm):
+        layers = nn.LoRA(4, 8.0, ["linear"]).apply([nn.Linear(50, 40), nn.Linear(40, 30)])
+        stage = nn.Stage(layers, dtype, seed=4)
+        stage.optimizer_writes_compute()
+        optimizer = optim.AdamW([stage], 0.1, replicas=replicas)
+        for step in range(3):
+            fill([stage], step)
+            optimizer.step()
+        stage.refresh()
+        outputs.append([stage.forward(np.ones((2, 50), stage.dtype))[0].tobytes(), state(optimizer)])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("kind", ["float64", "complex64"])
+def test_a_stage_of_ones_own_may_have_any_flat_buffers(comm, kind):
+    ends = []
+    for replicas in (None, comm):
+        stage = SimpleNamespace()
+        for key in ("parameters", "gradients"):
+            buffer = nn.FlatBuffer({"w": (50, 30), "c": (7,)}, kind)
+            buffer.flat[...] = np.random.default_rng(len(key)).standard_normal(buffer.flat.size)
+            setattr(stage, key, buffer)
+        stage.gradients.flat[...] *= 1 if kind == "float64" else 1j
+        optimizer = optim.AdamW([stage], 0.1, groups=GROUPS, replicas=replicas)
+        optimizer.step(scale=0.5)
+        optimizer.step()
+        ends.append((stage.parameters.flat.tobytes(), state(optimizer)))
+    assert ends[0] == ends[1]
 
 
 # -- what is refused, on all replicas

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import dense
+from support.random_schedules import runnable_schedules
 
 from mpipipe import Pipeline, nn
+from mpipipe.adapters import ForeignLayer
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, StageError
 from mpipipe.job import inprocess
-from mpipipe.schedules import before_backwards, by_name, gpipe
+from mpipipe.schedules import before_backwards, by_name, gpipe, names
 
 WIDTH, POSITIONS, ROWS = 3, 11, 5
 
@@ -134,6 +139,8 @@ def test_results_are_those_of_whole_sequences(name, ranks, chunks, slices, lengt
                 near(np.concatenate(result.input_grads), dx)
         if "gpipe" in name:
             near(pipeline.evaluate(*mine), expected)
+            one = [None if array is None else array[:1] for array in mine]  # fewer rows than micro-batches
+            near(pipeline.evaluate(*one), whole(schedule.stages, inputs[:1], targets[:1])[0])
             found = pipeline.forward(mine[0])
             assert (found is None) == (mine[1] is None)
             if found is not None:
@@ -272,6 +279,13 @@ def test_check_mode_watches_slices_and_errors_name_them():
         assert (caught.value.microbatch, caught.value.slice) == (1, 1)
 
 
+def test_modules_and_functions_of_others_say_themselves_whether_they_mix_positions():
+    layer = ForeignLayer.__new__(ForeignLayer)
+    alone = SimpleNamespace(mixes_positions=False)
+    for layer.given, mixes in ((alone, False), ((alone, {}), False), (SimpleNamespace(), True), ((len, {}), True)):
+        assert layer.mixes_positions is mixes
+
+
 def loss_of(**attributes):
     def loss(output, target):
         return dense.mean_squared(output, target)
@@ -336,3 +350,29 @@ def test_ranks_with_other_lengths_are_refused():
             Pipeline([Running(comm.rank, 2)], schedule, comm, loss=squared, slice_lengths=(5, 6)[:: 1 - 2 * comm.rank])
 
     inprocess.run(2, job)
+
+
+@pytest.mark.parametrize("name, chunks", [(name, chunks) for chunks in (1, 2) for name in names(chunks)])
+def test_every_generator_cuts_orders_that_give_the_gradients_of_whole_sequences(name, chunks):
+    gives_those_of_whole_sequences(by_name(name, ranks=2, chunks=chunks, microbatches=2, slices=3))
+
+
+@settings(max_examples=25)
+@given(schedule=st.integers(2, 4).flatmap(runnable_schedules))
+def test_any_legal_order_gives_them(schedule):
+    gives_those_of_whole_sequences(schedule)
+
+
+def gives_those_of_whole_sequences(schedule):
+    inputs, targets = data()
+    expected, gradients, dx, _ = whole(schedule.stages, inputs, targets)
+
+    def body(pipeline, *mine):
+        result = pipeline.step(*mine)
+        near(result.loss, expected)
+        for stage in pipeline.stages:
+            near(stage.gradients.flat, gradients[stage.number])
+        if mine[0] is not None:
+            near(np.concatenate(result.input_grads), dx)
+
+    run(schedule, body)

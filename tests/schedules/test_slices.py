@@ -394,16 +394,22 @@ def test_a_search_with_recomputation_keeps_limit_and_sequences():
         assert max(schedules.peak_memory(found, 1, 0.1)) <= 3 * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("slices, limit", [(2, 2), (2, 4), (3, 6.5), (8, 8), (8, 30)])
+def test_zero_bubble_2p_keeps_its_limit(slices, limit):
+    for costs in (Costs(), Costs(1, [1, 2, 1], 0.5, 0.25)):
+        made = by_name("zero_bubble_2p", ranks=3, microbatches=3, slices=slices, costs=costs, memory_limit=limit)
+        assert slices <= max(simulate(made, costs).peak_activations) <= limit
+
+
 def test_a_limit_below_one_sequence_is_refused():
-    for use in (schedules.search, schedules.search_with_recompute):
-        if use is schedules.search:
-            with pytest.raises(ArgumentError, match="no schedule keeps this memory limit") as refusal:
-                use(2, 2, memory_limit=2, slices=3, seconds=1)
-            assert "at least 3" in str(refusal.value)
-    with pytest.raises(ArgumentError, match="memory limit"):
-        schedules.zero_bubble_2p(2, 2, memory_limit=2, slices=3)
-    with pytest.raises(ArgumentError, match="at least 3"):
-        schedules.lower_bound(schedules.one_f_one_b(2, 2, slices=3), memory_limit=2)
+    for use in (
+        lambda: schedules.search(2, 2, memory_limit=2, slices=3, seconds=1),
+        lambda: schedules.zero_bubble_2p(2, 2, memory_limit=2, slices=3),
+        lambda: schedules.lower_bound(schedules.one_f_one_b(2, 2, slices=3), memory_limit=2),
+    ):
+        with pytest.raises(ArgumentError, match="no schedule keeps this memory limit") as refusal:
+            use()
+        assert "at least 3" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

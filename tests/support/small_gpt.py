@@ -11,6 +11,15 @@ from mpipipe.schedules import partition
 from support import dense
 
 MODEL = dict(vocab=32, dim=16, layers=5, heads=4, kv_heads=2, hidden=24, seq=12)
+CUTS = [  # schedule, ranks, chunks
+    ("gpipe", 1, 1), ("one_f_one_b", 1, 1), ("zero_bubble_h1", 1, 1), ("interleaved_1f1b", 1, 2), ("looped_bfs", 1, 3),
+    ("gpipe", 2, 1), ("one_f_one_b", 2, 1), ("zero_bubble_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2),
+    ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3), ("interleaved_zero_bubble", 2, 2), ("zero_bubble_2p", 2, 1),
+    ("zero_bubble_v", 2, 2), ("dualpipe_v", 2, 2), ("v_half", 2, 2), ("v_min", 2, 2),
+    ("gpipe", 4, 1), ("one_f_one_b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2),
+    ("interleaved_1f1b", 4, 3), ("looped_bfs", 4, 3), ("interleaved_zero_bubble", 4, 3), ("zero_bubble_2p", 4, 1),
+    ("zero_bubble_v", 4, 2), ("dualpipe_v", 4, 2), ("v_half", 4, 2), ("v_min", 4, 2),
+]  # fmt: skip
 
 
 def text(rows, seed=1):
@@ -31,11 +40,11 @@ def build(
     return [kind(layers[start:stop], first=start, **keys) for start, stop in cuts]
 
 
-def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, **options):
+def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, slice_lengths=None, **options):
     """({name: gradient} of this rank's stages after the last step, on the host; the loss)."""
     stages = build(schedule, comm.rank, **options)
-    mine = dense.placed(schedule, comm.rank, *text(rows))
-    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+    mine, how = dense.placed(schedule, comm.rank, *text(rows)), dict(recompute=recompute, slice_lengths=slice_lengths)
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, **how) as pipeline:
         for _ in range(steps):
             result = pipeline.step(*mine, scale=scale)
     return {name: arrays.download(stage.gradients[name]) for stage in stages for name in stage.gradients}, result.loss
