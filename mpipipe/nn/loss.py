@@ -18,6 +18,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
 from mpipipe.nn.layers.embedding import Head
+from mpipipe.nn.layers.head_slices import tile_rows
 from mpipipe.nn.layers.layer import leaf
 from mpipipe.nn.stage import Stage
 
@@ -194,14 +195,6 @@ def _check_side(output: Array, target: Array) -> None:
 #
 # The other price is the order: dW is computed in the forward of the last stage. A schedule that splits backwards cannot
 # put it off into its W: there the loss would have to keep dlogits, which is what tiles avoid, or compute logits again.
-
-
-TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of logits; see the costs above
-
-
-def tile_rows(vocab: int, itemsize: int, device: str) -> int:
-    """Return how many rows of logits make a tile of about `TILE_BYTES`, at least 1."""
-    return max(1, TILE_BYTES[device] // (vocab * itemsize))
 
 
 def worth_tiles(stage: Stage, count: int) -> bool:

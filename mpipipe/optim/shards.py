@@ -12,9 +12,10 @@ the parameters is updated by one replica and copied to the others. So all have t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -69,11 +70,12 @@ class Shards:
         """Return this replica's share of the stage of this number."""
         return self.ranges[number][self.group.rank]
 
-    def begin(self, stages: Sequence[StageAdapter], **numbers: Any) -> None:
-        """Find that all replicas make this step, from equal parameters, gradients and numbers; collective.
+    @contextmanager
+    def step(self, stages: Sequence[StageAdapter], **numbers: Any) -> Iterator[None]:
+        """Within this context replicas make a step, from equal parameters, gradients and numbers; collective.
 
-        Replicas that differ would have equal parameters after it, each share from another replica. So nothing later
-        finds them. Of parameters and gradients a sample is compared.
+        Replicas that differ would have equal parameters after it, each share from another replica, and nothing later
+        would find that. So a sample of parameters and gradients is compared before.
         """
         now, error = _flats(stages), None
         if now != self.flats:
@@ -93,6 +95,9 @@ class Shards:
             remedy="give Pipeline the same replicas, which sums gradients over them, and change parameters, gradients "
             "and learning rates on all of them alike",
         )
+        with self.group.failing("a step of a sharded optimizer"):
+            yield
+            self._end()
 
     def give(self, number: int, stage: StageAdapter) -> None:
         """Begin to give this replica's share of the parameters to the others, and to get theirs."""
@@ -110,7 +115,7 @@ class Shards:
     def _others(self, ranges: list[Range]) -> list[Range]:
         return [*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]]
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Wait for the parameters of all replicas, and round what is new to the copy in a half dtype, if any."""
         underway, self._underway = self._underway, []
         try:

@@ -35,6 +35,11 @@ TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of logits that are computed
 KEPT_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}  # of all logits of a micro-batch, up to which slices keep theirs
 
 
+def tile_rows(vocab: int, itemsize: int, device: str) -> int:
+    """Return how many rows of logits make a tile of about `TILE_BYTES`, at least 1; nn/loss.py has its costs."""
+    return max(1, TILE_BYTES[device] // (vocab * itemsize))
+
+
 class HeadSlice(Layer):
     """Slice `number` of a head that is cut into `of` slices of the vocabulary; all of them follow each other.
 
@@ -205,7 +210,7 @@ class HeadSlice(Layer):
 
     def _tiles(self, count: int) -> Sequence[slice]:
         """Return rows whose logits are computed at a time."""
-        step = max(1, TILE_BYTES[self.stage.device] // (len(self.weight) * self.weight.dtype.itemsize))
+        step = tile_rows(len(self.weight), self.weight.dtype.itemsize, self.stage.device)
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
