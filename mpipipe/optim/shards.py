@@ -12,7 +12,8 @@ the parameters is updated by one replica and copied to the others. So all have t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -94,20 +95,28 @@ class Shards:
     def _others(self, ranges: list[Range]) -> list[Range]:
         return [*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]]
 
-    def end(self) -> None:
+    @contextmanager
+    def giving(self) -> Iterator[None]:
+        """Within, shares are updated and given. At the end all parameters are here; an error ends it everywhere."""
+        with self.group.failing("a step of a sharded optimizer"):
+            try:
+                yield
+                self._wait()
+            except BaseException:
+                for pending, _, _ in self._underway:
+                    pending.Cancel()
+                raise
+            finally:
+                self._underway = []
+
+    def _wait(self) -> None:
         """Wait for the parameters of all replicas, and round what is new to the copy in a half dtype, if any."""
-        underway, self._underway = self._underway, []
-        try:
-            for pending, stage, ranges in underway:
-                self.group.wait(pending, "the parameters of the other replicas", everyone=True)
-                flat, copy = stage.parameters.flat, stage.kept_copy
-                if copy is not None:
-                    for start, stop in self._others(ranges):
-                        stage.kernels.cast(flat[start:stop], copy[start:stop])
-        except BaseException:
-            for pending, _, _ in underway:
-                pending.Cancel()
-            raise
+        for pending, stage, ranges in self._underway:
+            self.group.wait(pending, "the parameters of the other replicas", everyone=True)
+            flat, copy = stage.parameters.flat, stage.kept_copy
+            if copy is not None:
+                for start, stop in self._others(ranges):
+                    stage.kernels.cast(flat[start:stop], copy[start:stop])
 
     def shard(self, number: int, start: int, like: Array, state: Array) -> StateShard:
         """Return this replica's part of the state of one parameter, which starts here in the flat one of its stage."""
