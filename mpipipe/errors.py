@@ -16,8 +16,8 @@ class MpipipeError(Exception):
         What went wrong, in one sentence.
     rank : int or str, optional
         Where: the rank in the communicator that was handed in, or several as in "0-3, 7" or "all 12".
-    stage, microbatch : int, optional
-        Where: the logical stage, and the micro-batch.
+    stage, microbatch, slice : int, optional
+        Where: the logical stage, the micro-batch, and the slice of its sequences.
     found, expected : object, optional
         Both sides of a disagreement.
     remedy : str, optional
@@ -47,12 +47,13 @@ class MpipipeError(Exception):
         rank: int | str | None = None,
         stage: int | None = None,
         microbatch: int | None = None,
+        slice: int | None = None,
         found: object = None,
         expected: object = None,
         remedy: str | None = None,
     ):
         self.message = message
-        self.rank, self.stage, self.microbatch = rank, stage, microbatch
+        self.rank, self.stage, self.microbatch, self.slice = rank, stage, microbatch, slice
         self.found, self.expected, self.remedy = found, expected, remedy
         self.reported_elsewhere = False
         self.agreed: frozenset[int] = frozenset()
@@ -63,7 +64,7 @@ class MpipipeError(Exception):
         return partial(type(self), self.message, **fields), ()
 
     def __str__(self) -> str:
-        names = (("stage", self.stage), ("micro-batch", self.microbatch))
+        names = (("stage", self.stage), ("micro-batch", self.microbatch), ("slice", self.slice))
         parts = [] if self.rank is None else [_named(str(self.rank))]
         place = ", ".join([*parts, *(f"{name} {value}" for name, value in names if value is not None)])
         lines = [f"{place}: {self.message}" if place else self.message]
@@ -152,7 +153,7 @@ class LaunchError(BackendError):
     """The processes were not started as one MPI job."""
 
 
-_FIELDS = ("rank", "stage", "microbatch", "found", "expected", "remedy")
+_FIELDS = ("rank", "stage", "microbatch", "slice", "found", "expected", "remedy")
 
 
 def _named(ranks: str) -> str:

@@ -46,7 +46,7 @@ class StageAdapter:
         self._asked: tuple[Any, bool] = None, False  # a forward, and whether it takes a position
         self._storage: tuple[Any, list[dict]] = None, []  # of gradients and tied parameters, as the pipeline found them
         self._poll: Callable[[], object] | None = None
-        self._ends = False  # whether the gradient of its input is not asked for
+        self._ends = self._runs_again = False  # whether the gradient of its input is not asked for; whether it has R's
         self._has_layers_alone = self.is_model and not getattr(given, "takes_branches", False)
         self._gives: tuple[str, ...] = ()  # what a stage of layers hands on over skips
 
@@ -199,6 +199,22 @@ class StageAdapter:
                 "backward of your own, and list it in inner_stages; give torch_stage and jax_stage their names",
             )
 
+    def check_slices(self, number: int, lengths: Sequence[int] | None) -> None:
+        """Raise ArgumentError where a stage may mix positions in another way than from slice to slice."""
+        layers = [name for model in self.models for name in model.unsliceable(lengths)]
+        if not self.is_model and not getattr(self.given, "slices", False):
+            layers.append(f"{self.name}, which does not say that it takes slices")
+        if layers:
+            raise ArgumentError(
+                "a schedule has slices, and a stage cannot take the slices of a sequence one after the other",
+                stage=number,
+                found=f"layer {', '.join(layers)}" if self.is_model else ", ".join(layers),
+                expected="layers for which positions are alike, and nn.SelfAttention with attention.Sliced"
+                + (f" of lengths {', '.join(map(str, lengths))}" if lengths else ""),
+                remedy="attend with attention.Sliced(attention.Local(), lengths); set slices = True in a stage of your "
+                "own that treats each position by itself; or take a schedule without slices",
+            )
+
     @property
     def input_names(self) -> set[str] | None:
         """The names that inputs of this stage, the first one, must have; None where that is not known."""
@@ -228,9 +244,12 @@ class StageAdapter:
         flats += [part for part in parts if not any(arrays.shares_memory(part, flat) for flat in flats)]
         return [flat for flat in flats if flat.size]
 
-    def attach(self, number: int, poll: Callable[[], object], ends: bool) -> None:
-        """Give the stage its number and the poll of its layers. `ends`: the gradient of its input is not asked for."""
-        self._ends = ends
+    def attach(self, number: int, poll: Callable[[], object], ends: bool, runs_again: bool = False) -> None:
+        """Give the stage its number and the poll of its layers. `ends`: the gradient of its input is not asked for.
+
+        `runs_again`: forwards are run again before their backwards.
+        """
+        self._ends, self._runs_again = ends, runs_again
         if self._has_layers_alone:
             self.given.hand_on(self._gives)
         self.number, self._poll = number, poll
@@ -272,7 +291,7 @@ class StageAdapter:
 
     def _end_backward(self, ends: bool) -> None:
         if type(self.given) is nn.Stage:
-            self.given.end_backward(ends)
+            self.given.end_backward(ends, self._runs_again)
         elif isinstance(getattr(self.given, "ends", None), bool):  # anything else is the user's own
             self.given.ends = ends
 

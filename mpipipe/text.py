@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from mpipipe.errors import BackendError
+from mpipipe.errors import BackendError, MpipipeError
 
 BYTES = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))  # with their powers of two
 
@@ -16,6 +16,38 @@ def counted(count: int, noun: str) -> str:
     """Return a count with its noun in the singular or plural, such as "1 rank", "4 cores" or "2 micro-batches"."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending}"
+
+
+class Unit(int):
+    """The number of a unit of a schedule with slices, shown as its `place`: its micro-batch and the slice of that."""
+
+    place = 0, 0
+
+    def __str__(self) -> str:
+        return "{}, slice {}".format(*self.place)
+
+
+def units(count: int, slices: int) -> Sequence[int]:
+    """Return the numbers from 0 to `count` - 1, as units of a schedule with slices.
+
+    Examples
+    --------
+    >>> from mpipipe.text import units
+    >>> [f"micro-batch {unit}" for unit in units(4, slices=2)][-1]
+    'micro-batch 1, slice 1'
+    """
+    if slices == 1:
+        return range(count)
+    numbers = [*map(Unit, range(count))]
+    for number in numbers:
+        number.place = divmod(number, slices)
+    return numbers
+
+
+def name_slice(error: MpipipeError) -> None:
+    """Let an error that says a unit say its micro-batch and slice."""
+    if isinstance(error.microbatch, Unit):
+        error.microbatch, error.slice = error.microbatch.place
 
 
 def shown_bytes(count: float) -> str:

@@ -30,7 +30,7 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
         with seeded(seed, place):
             given = given()
     if isinstance(given, nn.Layer):
-        names = {*nn.names_within([given])}
+        names = {*nn.names_within(given)}
         if {*names_of_entry(entry)} != names:
             raise ArgumentError(
                 f"layers[{place}] is made by a function, and takes or gives names, which each rank must know",
@@ -66,7 +66,7 @@ def names_of_entry(given: Any) -> Iterator[tuple[str, bool]]:
         yield from ((name, False) for name in given.takes)
         yield from ((name, True) for name in given.gives)
     elif isinstance(given, nn.Layer):
-        yield from nn.names_within([given])
+        yield from nn.names_within(given)
 
 
 def is_module(given: Any) -> bool:

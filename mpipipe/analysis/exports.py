@@ -131,12 +131,14 @@ def events(
         for number, (step, parts) in enumerate(zip(record.steps, steps)):
             for piece in parts:
                 place = (record.rank, MEASURED, zero)
-                found.append(_span(piece.name, piece.part, (piece.start, piece.end), place, step=number))
+                name = piece.name if piece.action is None else predicted.schedule.cell(piece.action)
+                found.append(_span(name, piece.part, (piece.start, piece.end), place, step=number))
             first = min((start for _, start, _ in step.actions), default=step.start)
             origin = first - predicted.starts[record.position][0]
             for action, start, end in predicted.spans[record.position]:
                 place = (record.rank, PREDICTED, zero)
-                found.append(_span(str(action), action.op, (origin + start, origin + end), place, step=number))
+                name = predicted.schedule.cell(action)
+                found.append(_span(name, action.op, (origin + start, origin + end), place, step=number))
     return found + list(_arrows(records, zero))
 
 

@@ -81,7 +81,8 @@ class Recording:
         after = clock_offset(self._group, self._comm, self._recorder.now)
         replicas = engine.partners.replicas
         planned = engine.training_plan.steps if engine.executor.clock.waits else None
-        steps = steps_of(self._recorder, None if replicas is None else replicas.key, planned)
+        key = None if replicas is None else replicas.key
+        steps = steps_of(self._recorder, key, planned, self._schedule.slices)
         clock = (before.at, before.ahead), (after.at, after.ahead)
         skips = [(edge, *ends) for edge, ends in enumerate(engine.schedule.skip_ends, engine.schedule.stages)]
         record = RankRecord(self._group.rank, self.pipeline.rank, engine.partners.replica, clock, steps, skips)
@@ -151,7 +152,7 @@ def recording(
 
 
 def steps_of(
-    recorder: Recorder, sums: tuple[int, ...] | None, planned: Sequence[PlannedAction] | None = None
+    recorder: Recorder, sums: tuple[int, ...] | None, planned: Sequence[PlannedAction] | None = None, slices: int = 1
 ) -> list[StepRecord]:
     """Put what a recorder has noted in order, step by step; `sums` is the key of the replicas, whose waits are sums.
 
@@ -161,7 +162,9 @@ def steps_of(
     """
     found = []
     for step in recorder.steps:
-        inside = [(action_of(span.name), span) for span in recorder.spans if step.start <= span.start <= step.end]
+        inside = [
+            (action_of(span.name, slices), span) for span in recorder.spans if step.start <= span.start <= step.end
+        ]
         actions = [(action, span.start, span.end) for action, span in inside if action is not None]
         waits = [_waited(wait, sums) for wait in recorder.waits if step.start <= wait.start <= step.end]
         sent = [each for each in recorder.sent if step.start <= each.time <= step.end]

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from mpipipe.schedules import Action
 from mpipipe.trace import Sent, Span
 
-ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)")
+ACTION = re.compile(r"([0-9]+)([A-Z])([0-9]+)(?:\.([0-9]+))?")
 Message: TypeAlias = tuple[int, int, int]
 SkipEdge: TypeAlias = tuple[int, int, int]  # number of the edge, and the stages that it joins
 
@@ -79,10 +79,10 @@ class RankRecord(NamedTuple):
     skips: Sequence[SkipEdge] = ()  # the skips of the schedule
 
 
-def action_of(text: str) -> Action | None:
-    """The action whose text form this is."""
+def action_of(text: str, slices: int = 1) -> Action | None:
+    """The action whose text form this is, in a schedule that cuts sequences into `slices`."""
     match = ACTION.fullmatch(text)
-    return None if match is None else Action(int(match[1]), match[2], int(match[3]))
+    return None if match is None else Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
 
 
 def taken_by(action: Action, skips: Sequence[SkipEdge] = ()) -> list[Message]:

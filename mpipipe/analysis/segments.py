@@ -205,8 +205,13 @@ def durations(records: Sequence[RankRecord]) -> Durations:
     return found
 
 
-def measured_costs(records: Sequence[RankRecord], stages: int) -> Costs:
+def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) -> Costs:
     """Return the mean costs of each stage, and of each edge the median time of messages that were waited for."""
+    of_slices = [0.0] * slices
+    for record in records:
+        for step in record.steps:
+            for action, start, end in step.actions:
+                of_slices[action.microbatch % slices] += end - start
     means = {kind: fmean(seconds) for kind, seconds in durations(records).items()}
     each = range(stages)
     return Costs(
@@ -214,6 +219,7 @@ def measured_costs(records: Sequence[RankRecord], stages: int) -> Costs:
         input_grad=[means.get(("I", stage), means.get(("B", stage), 0.0)) for stage in each],
         weight_grad=[means.get(("W", stage), 0.0) for stage in each],
         transfer=_transfers(records, stages),
+        slices=of_slices if slices > 1 and min(of_slices) > 0 else None,
     )
 
 
@@ -240,7 +246,7 @@ def of_mean_stages(costs: Costs, stages: int) -> Costs:
         return fmean(counted) if counted else 0.0
 
     names = ("forward", "input_grad", "weight_grad")
-    return Costs(**{name: mean(costs.per_stage(name, stages)) for name in names}, transfer=0.0)
+    return Costs(**{name: mean(costs.per_stage(name, stages)) for name in names}, transfer=0.0, slices=costs.slices)
 
 
 def idle_times(schedule: Schedule, costs: Costs) -> Mapping[str, list[float]]:
@@ -257,5 +263,5 @@ def idle_times(schedule: Schedule, costs: Costs) -> Mapping[str, list[float]]:
 
 
 def _idle(timeline: Timeline) -> list[float]:
-    busy = [sum(timeline.durations[action.op][action.stage] for action in order) for order in timeline.schedule.orders]
+    busy = [sum(map(timeline.duration, order)) for order in timeline.schedule.orders]
     return [timeline.makespan - seconds for seconds in busy]

@@ -73,7 +73,7 @@ class Trace:
             )
         self.schedule = schedule
         self.records = on_one_clock([record._replace(steps=record.steps[:steps]) for record in records])
-        self.costs: Costs = measured_costs(self.records, schedule.stages)
+        self.costs: Costs = measured_costs(self.records, schedule.stages, schedule.slices)
         self._pieces = segments(self.records)
         self._parts = parts_of_steps(self.records, self._pieces, schedule, self.costs)
 

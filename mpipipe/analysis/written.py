@@ -12,7 +12,7 @@ from typing import Any
 from mpipipe import files
 from mpipipe.analysis.records import action_of
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import Action, Costs, Schedule, check, from_csv, with_skips
+from mpipipe.schedules import TIMES, Action, Costs, Schedule, check, from_csv, with_skips
 
 SUMMARY, EVENTS = "summary.json", "trace.json"
 MOST_BYTES = 1 << 30  # of a file
@@ -112,8 +112,9 @@ def read_trace(folder: str | Path) -> WrittenTrace:
         schedule = with_skips(named, summary.get("skips", {}))
         check(schedule)
         costs = Costs(**summary["costs"])
-        for name in asdict(costs):
+        for name in TIMES:
             costs.per_stage(name, schedule.stages)
+        costs.per_slice(schedule.slices)
         parts = {int(rank): _seconds(of_rank) for rank, of_rank in summary["parts"].items()}
         of_steps = {int(rank): [_seconds(each) for each in steps] for rank, steps in summary["parts_of_steps"].items()}
         places = {int(rank): (int(replica), int(place)) for rank, (replica, place) in summary["places"].items()}
@@ -121,7 +122,9 @@ def read_trace(folder: str | Path) -> WrittenTrace:
         if not parts or not set(parts) == set(of_steps) == set(places) or len(counts) != 1 or 0 in counts:
             raise ValueError("ranks or steps are missing")
         place = folder / EVENTS
-        return WrittenTrace(schedule, costs, parts, of_steps, places, _actions(events, places, counts.pop()))
+        return WrittenTrace(
+            schedule, costs, parts, of_steps, places, _actions(events, places, counts.pop(), schedule.slices)
+        )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise ArgumentError(
             f"the folder holds no trace: {type(error).__name__}: {error}",
@@ -141,13 +144,13 @@ def _seconds(parts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _actions(
-    events: Sequence[Mapping[str, Any]], places: Mapping[int, object], steps: int
+    events: Sequence[Mapping[str, Any]], places: Mapping[int, object], steps: int, slices: int
 ) -> dict[int, list[list[Span]]]:
     """Take the measured actions out of the events for Perfetto."""
     found: dict[int, list[list[Span]]] = {rank: [[] for _ in range(steps)] for rank in places}
     for event in events:
         if event["ph"] == "X" and event["tid"] == 0 and event["cat"] == "compute":
-            action = action_of(event["name"])
+            action = action_of(event["name"], slices)
             if action is not None:
                 start, lasted = float(event["ts"]) / MICRO, float(event["dur"]) / MICRO
                 found[event["pid"]][event["args"]["step"]].append((action, start, start + lasted))

@@ -38,15 +38,15 @@ from mpipipe.arrays.dtypes import device_of, dtype, is_array, is_device, is_floa
 from mpipipe.arrays.dtypes import strip_subclass
 from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph
 from mpipipe.arrays.half_precision import faster_rounding, float32_like, round_into, upcast, upcast_halves
-from mpipipe.arrays.memory import ALIGNMENT, Shortage, address, aligned_empty, concatenate, copy, copy_into, empty
+from mpipipe.arrays.memory import ALIGNMENT, Shortage, address, aligned_empty, copy, copy_into, empty
 from mpipipe.arrays.memory import empty_like, memory_shortage, set_zero, shares_memory, zeros, zeros_like
 from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
 from mpipipe.arrays.products import batched_gemm, gemm, graphs_refused, products_by
 from mpipipe.arrays.streams import annotated, is_done, own_stream, record, seconds_between, side_stream, stream
 from mpipipe.arrays.streams import wait_for
-from mpipipe.arrays.strided import THREADS, blocks_of, cast, copied, element_strides, fill, strided_copy
-from mpipipe.arrays.strided import in_c_order, strided_copy_views
+from mpipipe.arrays.strided import THREADS, blocks_of, cast, concatenate, copied, element_strides, fill
+from mpipipe.arrays.strided import in_c_order, strided_copy, strided_copy_views
 from mpipipe.arrays.torch_memory import array_of, share_threads, tensor_of
 from mpipipe.arrays.transfer import Download, copy_to_device, copy_to_host, download, download_all, host_pieces, pinned
 from mpipipe.arrays.transfer import upload
-from mpipipe.arrays.trees import Branches, Forked, Structure, flatten, named_leaves, read_only, unflatten
+from mpipipe.arrays.trees import Branches, Forked, Structure, flatten, mapped, named_leaves, read_only, unflatten

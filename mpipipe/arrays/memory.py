@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,18 +85,6 @@ def copy(array: Array) -> Array:
     new = empty_like(array)
     copy_into(new, array)
     return new
-
-
-def concatenate(parts: Sequence[Array]) -> Array:
-    """Put at least one array together along axis 0: C-contiguous arrays of one dtype on one device."""
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
-    whole = empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype, "cuda")
-    start = 0
-    for part in parts:
-        copy_into(whole[start : start + part.shape[0]], part)
-        start += part.shape[0]
-    return whole
 
 
 def address(array: Array) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,6 +111,23 @@ def copied(x: DeviceArray, dtype: DTypeLike | None = None) -> DeviceArray:
     new = empty(x.shape, x.dtype if dtype is None else dtype, "cuda")
     strided_copy(x, new)
     return new
+
+
+def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
+    """Put at least one array together along axis 0 or 1: C-contiguous arrays of one dtype on one device."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, axis)
+    shape = [*parts[0].shape]
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    whole, start = empty(tuple(shape), parts[0].dtype, "cuda"), 0
+    for part in parts:
+        stop = start + part.shape[axis]
+        if axis:
+            strided_copy(part, whole[:, start:stop])
+        else:
+            copy_into(whole[start:stop], part)
+        start = stop
+    return whole
 
 
 def in_c_order(tree: Tree) -> Tree:

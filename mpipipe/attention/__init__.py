@@ -3,6 +3,7 @@
 local                 over a sequence that lies wholly on this rank
 ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is the algorithm
 ulysses               the same by all-to-all over heads
+sliced                over a sequence that comes in slices, one after the other
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
 layout  mask          who holds which positions; parts of shards that see each other
 bias                  what is added to scores
@@ -21,11 +22,13 @@ from mpipipe.attention.cache import Cached, KVCache
 from mpipipe.attention.cache import Piece as Piece
 from mpipipe.attention.cache import Pieces as Pieces
 from mpipipe.attention.cache import SlotCache as SlotCache
+from mpipipe.attention.cost import slice_lengths
 from mpipipe.attention.decode import decode_attention
 from mpipipe.attention.layout import Layout, RingStep, RingTable
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
 from mpipipe.attention.ring_plan import RingSaved as RingSaved
+from mpipipe.attention.sliced import Sliced
 from mpipipe.attention.ulysses import Ulysses
 
 __all__ = [
@@ -36,9 +39,11 @@ __all__ = [
     "Ring",
     "RingStep",
     "RingTable",
+    "Sliced",
     "Ulysses",
     "alibi",
     "decode_attention",
     "ring_attention",
     "ring_attention_backward",
+    "slice_lengths",
 ]

@@ -7,9 +7,13 @@ sequence, g the number of query heads to a key head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from mpipipe.attention.layout import Layout
+from mpipipe.errors import ArgumentError
 
 BACKWARD_WORK = 2.5  # matrix products of the backward over those of the forward: five against two
 
@@ -99,6 +103,68 @@ def attention_flops(pairs: float, heads: int, head_dim: int) -> float:
     Causal attention has S^2 / 2 pairs, as the literature counts. A backward has BACKWARD_WORK times as many operations.
     """
     return 4 * pairs * heads * head_dim
+
+
+def slice_lengths(
+    seq_len: int,
+    slices: int,
+    width: float = 0.0,
+    parameters: float | None = None,
+    window: int | None = None,
+    unit: int = 1,
+) -> tuple[int, ...]:
+    """Cut a causal sequence into slices that take equal time, in a forward and a backward together.
+
+    A position at t sees t + 1 keys, so later slices are shorter. Beside attention it has 2 operations for each entry of
+    a matrix, and twice as many in the backward: a slice of positions a ... b - 1 costs, in operations,
+
+        6 parameters (b - a) + 14 width sum over t = a ... b - 1 of min(t + 1, window)
+
+    (Sun et al., "Seq1F1B", 2024, arXiv:2406.03488).
+
+    Parameters
+    ----------
+    seq_len, slices : int
+        Positions, and number of slices, n.
+    width : float
+        heads head_dim: of one layer, or of all that attend. 0: all slices are of the same length.
+    parameters : float, optional
+        Entries of the matrices that a position is multiplied with, of the same layers; by default 12 width^2, those of
+        a GPT's layer.
+    window : int, optional
+        As for `Local`.
+    unit : int
+        Lengths are multiples of it, but for a rest in the last one: 2 N lets zigzag shards of N ranks be equal.
+
+    Returns
+    -------
+    tuple of int
+        n lengths of at least `unit`, none longer than the one before it but for that rest; seq_len in all.
+
+    Examples
+    --------
+    >>> from mpipipe.attention import slice_lengths
+    >>> slice_lengths(4096, 4), slice_lengths(4096, 4, width=256)
+    ((1024, 1024, 1024, 1024), (1620, 1002, 795, 679))
+    """
+    least = min(slices, unit, 1 if window is None else window)
+    if least < 1 or slices * unit > seq_len or min(width, parameters or 0) < 0:
+        raise ArgumentError(
+            "a sequence cannot be cut into these slices",
+            found=f"{seq_len=}, {slices=}, {unit=}, {window=}, {width=}, {parameters=}",
+            expected="at least `unit` positions for each slice, and no negative number",
+            remedy="fewer slices, or a longer sequence",
+        )
+    rest = 12 * width**2 if parameters is None else parameters
+    ends = unit * np.arange(seq_len // unit + 1, dtype=np.float64)  # where slices may end
+    full = np.minimum(ends, window or seq_len)
+    pairs = full * (full + 1) / 2 + (ends - full) * full
+    costs = 6 * rest * ends + 4 * (1 + BACKWARD_WORK) * width * pairs if rest or width else ends
+    cuts = [int(np.abs(costs - costs[-1] * part / slices).argmin()) for part in range(slices + 1)]
+    for part in range(1, slices):  # at least one unit for each
+        cuts[part] = min(max(cuts[part], cuts[part - 1] + 1), len(ends) - 1 - slices + part)
+    *lengths, last = sorted((unit * (stop - start) for start, stop in pairwise(cuts)), reverse=True)
+    return *lengths, last + seq_len % unit
 
 
 class RingCost(NamedTuple):

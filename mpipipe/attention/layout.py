@@ -34,6 +34,9 @@ class Layout:
         "contiguous", "zigzag" or "striped", see the picture above.
     ranks, seq_len : int
         Size of the ring, N, and length of the whole sequence.
+    slice_lengths : sequence of int, optional
+        Lengths of the slices in which the sequence comes, see `Sliced`: each slice is cut into shards as a sequence of
+        its own, and a rank holds its shards of all slices one after the other.
 
     Examples
     --------
@@ -50,18 +53,31 @@ class Layout:
     True
     """
 
-    def __init__(self, kind: str, ranks: int, seq_len: int) -> None:
+    _first = 0  # position of the first row of all, in the whole sequence
+
+    def __init__(self, kind: str, ranks: int, seq_len: int, slice_lengths: Sequence[int] | None = None) -> None:
         if kind not in KINDS:
             raise ArgumentError("unknown layout", found=repr(kind), expected=" or ".join(KINDS))
         for name, value, least in (("ranks", ranks, 1), ("seq_len", seq_len, 0)):
             if not isinstance(value, (int, np.integer)) or value < least:
                 raise ArgumentError(f"layout: {name}", found=repr(value), expected=f"an integer of at least {least}")
         self.kind, self.ranks, self.seq_len = kind, int(ranks), int(seq_len)
+        self.slice_lengths = None if slice_lengths is None else checked_lengths(slice_lengths, self.seq_len)
+
+    def part(self, first: int, stop: int) -> Layout:
+        """Return the layout of slices first ... stop - 1, whose positions are those in the whole sequence."""
+        assert self.slice_lengths is not None
+        lengths = self.slice_lengths[first:stop]
+        part = Layout(self.kind, self.ranks, sum(lengths), lengths)
+        part._first = self._first + sum(self.slice_lengths[:first])
+        return part
 
     @cached_property
     def _ranges(self) -> list[list[PositionRange]]:
         """The position ranges of each rank, in the order of its rows."""
         ranks = range(self.ranks)
+        if self.slice_lengths is not None:
+            return self._ranges_of_slices(self.slice_lengths)
         if self.kind == "striped":
             counts = [len(range(rank, self.seq_len, self.ranks)) for rank in ranks]
             return [[PositionRange(0, count, rank, self.ranks)] for rank, count in zip(ranks, counts)]
@@ -72,6 +88,17 @@ class Layout:
             return [[first] for first in firsts]
         lasts = [parts[chunks - 1 - rank] for rank in ranks]
         return [[one, PositionRange(one.rows, len(last), last.start, 1)] for one, last in zip(firsts, lasts)]
+
+    def _ranges_of_slices(self, lengths: Sequence[int]) -> list[list[PositionRange]]:
+        """The ranges of each rank in all slices."""
+        ranges: list[list[PositionRange]] = [[] for _ in range(self.ranks)]
+        first = self._first
+        for length in lengths:
+            for own, more in zip(ranges, Layout(self.kind, self.ranks, length)._ranges):
+                rows = sum(part.rows for part in own)
+                own += [PositionRange(rows + start, count, first + at, stride) for start, count, at, stride in more]
+            first += length
+        return ranges
 
     def length(self, rank: int) -> int:
         """Return the number of positions that a rank holds."""
@@ -246,6 +273,20 @@ class Layout:
             of_all = "full" if pairs == most else "causal" if [part.kind for part in slices] == [CAUSAL] else "part"
             table.append(RingStep(*hop, of_all if pairs else "none", pairs))
         return table
+
+
+def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple[int, ...]:
+    """Return the lengths of slices; raises ArgumentError unless they are positive and add up to `seq_len`, if given."""
+    numbers = tuple(lengths)
+    integers = all(isinstance(length, (int, np.integer)) and length > 0 for length in numbers)
+    if not numbers or not integers or seq_len not in (None, sum(numbers)):
+        raise ArgumentError(
+            "lengths of the slices of a sequence",
+            found=f"{list(numbers)}" + (f", {sum(numbers)} in all" if integers else ""),
+            expected="integers of at least 1" + ("" if seq_len is None else f" that add up to {seq_len}"),
+            remedy="attention.slice_lengths(seq_len, slices, ...), with no more slices than positions",
+        )
+    return tuple(map(int, numbers))
 
 
 # -- The steps of a ring: one table, which `Ring` executes ------------------------------------------------------------

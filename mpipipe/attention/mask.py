@@ -93,16 +93,25 @@ def mask_slices(
 
 
 def _joined(slices: list[Slice]) -> list[Slice]:
-    """Join unmasked slices one below the other on the same keys: fewer and larger products."""
-    joined: list[Slice] = []
+    """Join unmasked slices: those one below the other on the same keys, then those side by side of the same queries.
+
+    Products are fewer and larger then.
+    """
+    below: list[Slice] = []
     for part in sorted(slices, key=lambda part: (part.k_start, part.q_start)):
-        above = joined[-1] if joined else None
-        same_keys = above is not None and (above.k_start, above.k_stop) == (part.k_start, part.k_stop)
-        if above is not None and same_keys and above.kind == part.kind == FULL and above.q_stop == part.q_start:
-            joined[-1] = above._replace(q_stop=part.q_stop)
+        last = below[-1] if below else part
+        if last.kind == part.kind == FULL and (*last[2:4], last.q_stop) == (*part[2:4], part.q_start):
+            below[-1] = last._replace(q_stop=part.q_stop)
         else:
-            joined.append(part)
-    return joined
+            below.append(part)
+    beside: list[Slice] = []
+    for part in sorted(below, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
+        last = beside[-1] if beside else part
+        if last.kind == part.kind == FULL and (*last[:2], last.k_stop) == (*part[:2], part.k_start):
+            beside[-1] = last._replace(k_stop=part.k_stop)
+        else:
+            beside.append(part)
+    return sorted(beside, key=lambda part: (part.k_start, part.q_start))
 
 
 def covers_once(ranges: Sequence[tuple[int, int]], length: int) -> bool:

@@ -105,7 +105,7 @@ class Ring(Attend):
         self._digest = self.options.digest
         self.seq_len = length = self.options.seq_len
         rank, size = self.group.rank, self.group.size
-        self._positions = None if length is None else Layout(self.options.layout, size, length).positions(rank)
+        self._positions = None if length is None else self.options.whole(size, length).positions(rank)
         self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
         self._others: dict[int, Ring] = {}  # by their windows
         self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
@@ -187,7 +187,7 @@ class Ring(Attend):
                 run = self._run(saved.plan, kernel)
                 gradients = run.backward(block, dout, result, saved.message)
                 self.bytes_sent += run.bytes_sent
-            return Gradients(*(by_rows(x, batch) for x in gradients))
+            return Gradients(*(by_rows(arrays.cast(x, dout.dtype), batch) for x in gradients))
 
     def _options_for(self, segments: np.ndarray | None, q: Array) -> tuple[RingOptions, str, Exception | None]:
         """The options of a forward, their digest, and why this rank cannot take these segments."""

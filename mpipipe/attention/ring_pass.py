@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mpipipe import arrays
-from mpipipe.arrays import Array, cast
+from mpipipe.arrays import Array
 from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse
 from mpipipe.attention.layout import ring_hops
 from mpipipe.attention.ring_plan import RingPlan
@@ -63,7 +63,7 @@ class RingPass:
         return accumulator.end(), message
 
     def backward(self, own: KVBlock, dout: Array, result: OutLse, message: Array) -> Gradients:
-        """Return the gradients of the arrays of `own`, this rank's block.
+        """Return the gradients of the arrays of `own`, this rank's block, as sums, in the dtype in which they travel.
 
         `message` is what the forward returned. From the second step on it also has gradients, before keys and values.
         """
@@ -86,8 +86,7 @@ class RingPass:
             for sums, part in zip(packing.unpack_gradients(incoming, owner), parts):
                 arrays.strided_copy(part, sums, add=step > 0)
             message, behind = incoming, split
-        dk, dv = packing.unpack_gradients(message, rank)
-        return Gradients(*(cast(x, packing.dtype) for x in (dq, dk, dv)))
+        return Gradients(dq, *packing.unpack_gradients(message, rank))
 
     def _start(self, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
         self.bytes_sent += outgoing.nbytes

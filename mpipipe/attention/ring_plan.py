@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,11 +39,13 @@ class RingOptions(NamedTuple):
     seq_len: int | None
     rotation: str
     bias: Any = None  # when checked, its name
+    slice_lengths: tuple[int, ...] | None = None  # those of the Layout
     rows: tuple[tuple[int, ...], ...] | None = None  # in one forward, offsets of the documents of each row
+    part: int | None = None  # in one forward, the slice whose queries see its keys and those of earlier slices
 
     def checked(self, ranks: int) -> RingOptions:
         """The options as the user gave them, in plain types; raises ArgumentError for one without sense."""
-        causal, layout, window, segments, scale, seq_len, rotation, bias, _ = cast("tuple[Any, ...]", self)
+        causal, layout, window, segments, scale, seq_len, rotation, bias, lengths, *_ = cast("tuple[Any, ...]", self)
         if isinstance(layout, Layout):
             given = ranks, layout.seq_len if seq_len is None else seq_len
             if given != (layout.ranks, layout.seq_len):
@@ -50,6 +55,7 @@ class RingOptions(NamedTuple):
                     expected=f"{counted(ranks, 'rank')}, as in the communicator, and seq_len {given[1]}",
                     remedy="give Ring the Layout that cuts its data, and no seq_len",
                 )
+            lengths = layout.slice_lengths or lengths
             seq_len, layout = layout.seq_len, layout.kind
         check_window(causal, window)
         check_scale(scale)
@@ -62,7 +68,12 @@ class RingOptions(NamedTuple):
                 raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
         window, seq_len = (None if value is None else int(value) for value in (window, seq_len))
         scale = None if scale is None else float(scale)
-        return RingOptions(bool(causal), layout, window, segments, scale, seq_len, rotation, bias=name_of(bias))
+        options = RingOptions(bool(causal), layout, window, segments, scale, seq_len, rotation, bias=name_of(bias))
+        return options._replace(slice_lengths=lengths)
+
+    def whole(self, ranks: int, seq_len: int) -> Layout:
+        """The layout of a sequence of this length on the ranks."""
+        return Layout(self.layout, ranks, seq_len, self.slice_lengths)
 
     @property
     def digest(self) -> str:
@@ -80,6 +91,12 @@ class RingShapes(NamedTuple):
     value_dim: int
     dtype: str
     device: str
+
+
+def shapes_of(q: Array, k: Array, v: Array) -> RingShapes:
+    """The shapes of arrays of a rank."""
+    sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    return RingShapes(*sizes, q.dtype.name, arrays.device_of(q))
 
 
 @dataclass(frozen=True)
@@ -169,16 +186,22 @@ class RingSaved(NamedTuple):
 def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[int], keys: list[int]) -> RingPlan:
     """The plan of a rank, from the numbers of rows and keys of all ranks; raises ArgumentError if they do not fit."""
     size = len(rows)
-    queries = _layout(options.layout, rows, "queries", options.seq_len)
-    others = queries if keys == rows else _layout(options.layout, keys, "keys")
-    whole = document_offsets(options.segments, queries.seq_len)
+    if options.part is None:
+        queries = _layout(options, rows, "queries", options.seq_len)
+        others = queries if keys == rows else _layout(options._replace(slice_lengths=None), keys, "keys")
+    else:
+        pairs, steps = slice_layouts(options._replace(segments=None, rows=None, part=None), size)
+        queries, others = pairs[options.part]
+    seq_len = sum(options.slice_lengths or rows)
+    whole = document_offsets(options.segments, seq_len)
     documents = [whole] if options.rows is None else [list(offsets) for offsets in options.rows]
-    if (documents[0] is not None or options.rows is not None) and others is not queries:
+    if (documents[0] is not None or options.rows is not None) and others is not queries and options.part is None:
         raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {rows}, keys {keys}")
-    if options.rows is not None and any(offsets[-1] != queries.seq_len for offsets in options.rows):
-        raise ArgumentError("segments of another sequence", found=options.rows[0][-1], expected=queries.seq_len)
+    if options.rows is not None and any(offsets[-1] != seq_len for offsets in options.rows):
+        raise ArgumentError("segments of another sequence", found=options.rows[0][-1], expected=seq_len)
     views = [(options.causal, options.window, each, None if others is queries else others) for each in documents]
-    steps = max(queries.steps(*view) for view in views)
+    if options.part is None:
+        steps = max(queries.steps(*view) for view in views)
     slices: tuple[list[Slice], ...] = tuple([] for _ in range(steps))
     for parts, (*_, owner) in zip(slices, ring_hops(rank, size, steps)):
         for number, view in enumerate(views):
@@ -193,20 +216,42 @@ def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[in
     return RingPlan(steps, slices, overwrite, message, queries, others, rank)
 
 
-def _layout(kind: str, rows: list[int], name: str, seq_len: int | None = None) -> Layout:
+def _layout(options: RingOptions, rows: list[int], name: str, seq_len: int | None = None) -> Layout:
     """The layout with these numbers of rows."""
-    layout = Layout(kind, len(rows), sum(rows))
-    expected = [layout.length(rank) for rank in range(len(rows))]
-    if rows != expected or seq_len not in (None, sum(rows)):
-        total = sum(rows) if seq_len is None else seq_len
-        wanted = Layout(kind, len(rows), total)
+    layout = options.whole(len(rows), sum(rows) if seq_len is None else seq_len)
+    expected = [layout.length(rank) for rank in range(layout.ranks)]
+    if rows != expected:
         raise ArgumentError(
             f"the shards of {name} do not cover the sequence",
             found=f"{rows} rows on the ranks",
-            expected=f"{[wanted.length(r) for r in range(len(rows))]}, the {kind} shards of {total} positions",
+            expected=f"{expected}, the {layout.kind} shards of {layout.seq_len} positions",
             remedy="cut the sequence with attention.Layout(...).shard",
         )
     return layout
+
+
+# -- Slices of a sequence: the queries of one see the keys of its own and of earlier ones (see sliced.py) --------------
+
+
+def first_seen(lengths: Sequence[int], part: int, window: int | None) -> int:
+    """Return the first slice of whose keys the queries of a slice see some."""
+    ends = list(accumulate(lengths))
+    return 0 if window is None else bisect_right(ends, max(0, ends[part] - lengths[part] - window + 1))
+
+
+@lru_cache(maxsize=64)
+def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, Layout]], int]:
+    """Return the layouts of the queries of each slice and of the keys that they may see, and the number of ring steps.
+
+    It is the same for all slices, so that the last step of each has the keys of one rank.
+    """
+    lengths, window = options.slice_lengths or (), options.window
+    whole = options.whole(ranks, sum(lengths))
+    pairs = [
+        (whole.part(part, part + 1), whole.part(first_seen(lengths, part, window), part + 1))
+        for part in range(len(lengths))
+    ]
+    return pairs, max(queries.steps(True, window, None, keys) for queries, keys in pairs)
 
 
 # -- The ranks of a ring agree on what they do: one small all-gather before each forward and each backward ------------
@@ -228,12 +273,14 @@ class RingAgreement:
         self.plans: dict[tuple, RingPlan] = {}  # by what they are made of, at most KEPT_PLANS
         self.settle: Callable[[], object] = lambda: None  # ends calls of other threads that are due before
 
-    def agree_on_options(self, options: RingOptions) -> RingOptions:
-        """Check the options of a ring, and that all ranks have the same."""
+    def agree_on_options(
+        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = lambda options: options
+    ) -> RingOptions:
+        """Change and check the options of a ring, and check that all ranks have the same."""
         error: Exception | None = None
         facts: tuple = ()
         try:
-            options = options.checked(self.group.size)
+            options = change(options).checked(self.group.size)
             facts = tuple(options._asdict().items())
         except Exception as caught:
             error = caught
@@ -256,8 +303,7 @@ class RingAgreement:
         try:
             check_arrays(q, k, v)
             kernel = kernels.chosen(q, k, v, options.bias)  # a rank without it must not leave the others waiting
-            sizes = q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-            shapes = RingShapes(*sizes, q.dtype.name, arrays.device_of(q))
+            shapes = shapes_of(q, k, v)
             facts, lengths = (*zip(shapes._fields, shapes), ("options", digest)), (q.shape[1], k.shape[1])
         except Exception as caught:
             error = error or caught
@@ -278,14 +324,10 @@ class RingAgreement:
                 raise_on_all(0, found, self.group)
         return self.plans[key]
 
-    def agree_on_backward(self, call: int, dout: Array, out: str) -> None:
+    def agree_on_backward(self, call: int, dout: Array, out: str, *, error: Exception | None = None) -> None:
         """Check that all ranks begin the backward of the same forward, with gradients of outputs so `described`."""
         self.settle()
-        error = None
-        if described(dout) != out:
-            error = ArgumentError(
-                "the gradient of the output does not fit the output", found=described(dout), expected=out
-            )
+        error = error or misfit(dout, out)
         ballot = Ballot("backward", (), error, None, REMEDY, number=call, where=" of a ring")
         ballot.cast(self.group)
         ballot.decide()
@@ -293,6 +335,13 @@ class RingAgreement:
     def close(self) -> None:
         """Drop the plans."""
         self.plans.clear()
+
+
+def misfit(dout: Array, out: str) -> ArgumentError | None:
+    """Return an error where the gradient of an output is not as the output is `described`."""
+    if described(dout) == out:
+        return None
+    return ArgumentError("the gradient of the output does not fit the output", found=described(dout), expected=out)
 
 
 def described(x: Any) -> str:

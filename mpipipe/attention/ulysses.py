@@ -102,9 +102,7 @@ class Ulysses(Ring):
             raise_on_all(0, problem, self.group)
         with self.group.failing("the forward of Ulysses"):
             self._check_expected(plan, segments)
-            layouts = [plan.layout] * 2
-            if options.rows is None:
-                layouts[1] = Layout(options.layout, size, sum(plan.message.lengths))  # keys may be another sequence
+            layouts = [plan.layout, plan.keys]  # which may be another sequence
             parts = heads_of_ranks(heads, kv_heads, size)
             of_q, of_kv = (self._moves(*each) for each in zip(layouts, parts))
             queries, keys = ((layout.seq_len, len(part[self.group.rank])) for layout, part in zip(layouts, parts))

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from mpipipe import Pipeline, nn, processor, schedules
-from mpipipe.attention import Local
+from mpipipe.attention import Local, Sliced, slice_lengths
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.cli import Operand, show
 from mpipipe.comm import Mesh
@@ -58,8 +58,9 @@ def step(
     seq_len: int = 256,
     microbatches: int = 8,
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
+    slices: Annotated[int, Option("of one sequence, as long as those of all micro-batches")] = 8,
 ) -> None:
-    """A GPT's step against its simulation (mpiexec -n 2 python -m mpipipe bench train)."""
+    """A GPT's step against its simulation, and in slices (mpiexec -n 2 python -m mpipipe bench train)."""
     comm, tokens = runtime.world(), microbatches * rows * seq_len
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     for name, chunks in (("one_f_one_b", 1), ("interleaved_1f1b", 2)):
@@ -72,6 +73,15 @@ def step(
             seconds / predicted,
             "at most 1.05",
         )
+    long = replace(model, seq=tokens // rows)
+    whole, cut = (_measure(comm, long, schedules.one_f_one_b(comm.size, 1, slices=n), 1, repeats) for n in (1, slices))
+    report(
+        comm,
+        f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, {counted(comm.size, 'rank')}",
+        f"{cut[0]:.3f} s a step, simulated {cut[1]:.3f} s, whole {whole[0]:.3f} s",
+        whole[0] / cut[0],
+        f"at least 1.7 on 2 ranks: {2 * slices / (slices + 1):.2f} without any cost of slices",
+    )
     if find_spec("torch"):
         beside_torch(comm, model, rows, repeats)
 
@@ -103,7 +113,9 @@ def _measure(
     comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, repeats: int
 ) -> tuple[float, float]:
     """Return the median seconds of a step on the slowest rank, and of its simulation with this run's stages."""
-    cuts, layers = schedules.partition(model.costs(), schedule.stages), model.build(Local(causal=True))
+    lengths = slice_lengths(model.seq, schedule.slices, model.dim) if schedule.slices > 1 else None
+    attend = Local(causal=True) if lengths is None else Sliced(Local(causal=True), lengths)
+    cuts, layers = schedules.partition(model.costs(), schedule.stages), model.build(attend)
     own = [cuts[number] for number in schedule.stages_of(comm.rank)]
     stages = [nn.Stage(layers[start:stop], first=start) for start, stop in own]
     tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
@@ -111,7 +123,7 @@ def _measure(
     targets = tokens[1] if schedule.placement[-1] == comm.rank else None
     times: list[float] = []
     group = group_of(comm)
-    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths) as pipeline:
         for turn in range(WARMUP + repeats):
             if turn == WARMUP:
                 pipeline.engine.executor.clock.settle()

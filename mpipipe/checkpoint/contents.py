@@ -11,7 +11,8 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint.tensor_files import check_storable
 from mpipipe.errors import ArgumentError
-from mpipipe.optim import duplicate_name_error
+from mpipipe.job import Communicator, world_ranks
+from mpipipe.optim import StateShard, duplicate_name_error
 from mpipipe.stages import StageAdapter
 
 PARAMETERS = "parameters"
@@ -23,17 +24,17 @@ class Optimizer(Protocol):
 
     steps: int
 
-    def named_state(self) -> dict[str, dict[str, Array]]:
-        """Return {kind: {name of a parameter: array}}, to be set in place."""
+    def named_state(self) -> dict[str, dict[str, Any]]:
+        """Return {kind: {name of a parameter: array or StateShard}}, to be set in place."""
 
 
-def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str, Array]:
-    """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...
+def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return all arrays of this rank as "parameters/0.weight", "first/0.weight", ...; StateShards stay what they are.
 
     Complex ones are pairs of real ones, (..., 2). Raises ArgumentError for two of one name, and for arrays that cannot
     be stored.
     """
-    contents: dict[str, Array] = {}
+    contents: dict[str, Any] = {}
     for stage in StageAdapter.of(stages):
         for name, array in stage.contents.items():
             if f"{PARAMETERS}/{name}" in contents:
@@ -42,21 +43,46 @@ def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str,
     for kind, states in {} if optimizer is None else optimizer.named_state().items():
         contents.update({f"{kind}/{name}": array for name, array in states.items()})
     for name, array in contents.items():
+        if isinstance(array, StateShard):
+            continue
         if array.flags.c_contiguous:
             contents[name] = arrays.as_reals(array)
         check_storable(name, contents[name])
     return contents
 
 
-def shares(contents: Mapping[str, Array], writers: int) -> list[dict[str, Array]]:
+def shares(contents: Mapping[str, Any], writers: int) -> list[dict[str, Any]]:
     """Deal arrays to writers for about equal bytes: each to the one that has fewest, the largest first."""
-    dealt: list[dict[str, Array]] = [{} for _ in range(writers)]
+    dealt: list[dict[str, Any]] = [{} for _ in range(writers)]
     heap = [(0, writer) for writer in range(writers)]
     for name, array in sorted(contents.items(), key=lambda entry: -entry[1].nbytes):
         size, writer = heapq.heappop(heap)
         dealt[writer][name] = array
         heapq.heappush(heap, (size + array.nbytes, writer))
     return dealt
+
+
+def share_of(contents: Mapping[str, Any], replicas: Communicator) -> dict[str, Array]:
+    """Return the arrays that this replica writes; collective over the replicas where there are StateShards."""
+    dealt = shares(contents, replicas.size)
+    for writer, share in enumerate(dealt):
+        for name, array in share.items():
+            if isinstance(array, StateShard):
+                whole = array.whole()
+                share[name] = whole if writer == replicas.rank else None
+    return dealt[replicas.rank]
+
+
+def check_shards(contents: Mapping[str, Any], replicas: Communicator) -> None:
+    """Raise ArgumentError where an optimizer is sharded over other ranks than these."""
+    members = next((array.group.members for array in contents.values() if isinstance(array, StateShard)), None)
+    if members is not None and members != world_ranks(replicas):
+        raise ArgumentError(
+            "the optimizer is sharded over other ranks than the replicas of the mesh",
+            found=f"ranks {', '.join(map(str, members))} of the job",
+            expected=f"ranks {', '.join(map(str, world_ranks(replicas)))}",
+            remedy="give the optimizer replicas=mesh.replicas",
+        )
 
 
 def state_of(state: Mapping[str, Any] | None) -> dict[str, Any]:

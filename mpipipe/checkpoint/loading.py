@@ -11,13 +11,14 @@ import numpy as np
 from mpipipe import arrays, files
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
-from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, contents_of
+from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, check_shards, contents_of
 from mpipipe.checkpoint.folders import COPY_AGAIN, MANIFEST, Checkpoint
 from mpipipe.checkpoint.tensor_files import DTYPES, open_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError
 from mpipipe.job import group_of
 from mpipipe.nn import announce_write
+from mpipipe.optim import StateShard
 from mpipipe.stages import StageAdapter
 
 OTHER_MODEL = "build the model with the sizes and the dtype that it had when the checkpoint was saved"
@@ -48,20 +49,30 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     """
     group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
     with group.raise_together("checkpoint.load: the arrays to set"):
+        held = contents_of(adapters, optimizer)
+        check_shards(held, mesh.replicas)
+        shards = {name: array for name, array in held.items() if isinstance(array, StateShard)}
         # a new array where a stage hands out what must not be written to
         wanted = {
             name: array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
-            for name, array in contents_of(adapters, optimizer).items()
+            for name, array in held.items()
+            if name not in shards
         }
     saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
-    own = list(wanted) if mesh.replicas.rank == 0 else []
+    own = list(held) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
     with group.raise_together("checkpoint.load: the arrays"), folders.offering(saved.path):
         _check_names(saved, names, kinds, optimizer)
         writers: list[Any] = [each for each in (*adapters, optimizer) if hasattr(each, "before_write")]
         announce_write(*writers)  # a save that still reads these arrays finishes first
         read_arrays(saved, wanted)
+        for kind in sorted(kinds):
+            here = {name: shard for name, shard in shards.items() if name.startswith(f"{kind}/") and shard.part.size}
+            whole = {name: np.empty(shard.shape, shard.dtype) for name, shard in here.items()}
+            read_arrays(saved, whole)
+            for name, shard in here.items():
+                shard.take(whole[name])
         if optimizer is not None:
             optimizer.steps = saved.optimizer_steps or 0
         for stage in adapters:

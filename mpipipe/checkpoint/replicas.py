@@ -22,6 +22,7 @@ from mpipipe.checkpoint.tensor_files import PIECE_BYTES
 from mpipipe.comm import Mesh
 from mpipipe.errors import ReplicaError
 from mpipipe.job import group_of, raise_on_all, rank_list
+from mpipipe.optim import StateShard
 from mpipipe.stages import StageAdapter
 
 WHAT = "checkpoint.check_replicas"
@@ -67,7 +68,7 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
     Parameters
     ----------
     mesh, stages, optimizer : see `save`
-        The ranks of `mesh.replicas` must have the same.
+        The ranks of `mesh.replicas` must have the same, but for the state of a sharded optimizer: each has a share.
 
     Raises
     ------
@@ -122,7 +123,8 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
 
 def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Hashes:
-    contents, hashes = contents_of(stages, optimizer), {}
+    everything, hashes = contents_of(stages, optimizer), {}
+    contents = {name: array for name, array in everything.items() if not isinstance(array, StateShard)}
     known: dict[tuple[int, str, Shape], str] = {}  # a tied parameter is one array for all its places on a rank
     for name, array in contents.items():
         place = arrays.address(array), array.dtype.name, array.shape

@@ -6,7 +6,8 @@
     rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | save | step 9
     thread                |read, write .........................:| fsync, rename |
 
-Parameters and moments change in an optimizer's step alone, so nothing is copied. An optimizer that comes before its own
+Parameters and moments change in an optimizer's step alone, so nothing is copied; but for moments that are sharded over
+replicas: `save` puts together those that this rank writes, on the host. An optimizer that comes before its own
 rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
 far all ranks are, and lets rank 0 write the manifest once all files have their names. While the arrays of one
 checkpoint are on their way, the manifest of the one before may be written; no more is in flight.
@@ -20,7 +21,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mpipipe.arrays import Array
 from mpipipe.checkpoint import contents, folders, owner
 from mpipipe.checkpoint.contents import Optimizer
 from mpipipe.checkpoint.save_task import ENDED, FAILED, SaveTask, logger, wait_for_given_up
@@ -102,13 +102,14 @@ class Saver:
         group.agree("checkpoint.save", (("step", step), ("steps of the optimizer", steps)))
         with group.raise_together("checkpoint.save: what is to be saved"):
             held, plain = contents.contents_of(self.stages, self.optimizer), contents.state_of(state)
+            contents.check_shards(held, self.mesh.replicas)
             if type(step) is not int or step < 0:
                 raise ArgumentError("step", found=repr(step), expected="an integer of at least 0")
         self._compare_names(held)
         if not self._owners:
             self._owners.append(owner.share_folder(self.root, group, folders.explained))
         path = group.from_one("checkpoint.save: its folder", lambda: folders.open_folder(self.root.absolute(), step))
-        share = contents.shares(held, self.mesh.replicas.size)[self.mesh.replicas.rank]
+        share = contents.share_of(held, self.mesh.replicas)
         version = str(sys.modules["mpipipe"].__version__)  # the package itself: above this room, so no import
         saved = folders.Checkpoint(path, step, plain, steps, version, {})
         self._saving = SaveTask(saved, self.mesh.rank, share, self.keep, beforehand)
@@ -116,7 +117,7 @@ class Saver:
             self.wait_until_read()
         return path
 
-    def _compare_names(self, held: Mapping[str, Array]) -> None:
+    def _compare_names(self, held: Mapping[str, Any]) -> None:
         """Raise ArgumentError on all ranks where ranks with different stages have an array of one name; collective."""
         if self._compared:
             return

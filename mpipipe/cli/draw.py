@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from mpipipe import files, pictures, schedules
 from mpipipe.analysis import number_in, read_trace
-from mpipipe.cli.flags import numbers, one_or_more, parameters_of
-from mpipipe.cli.output import check_one_process, refusing, show
+from mpipipe.cli.flags import numbers, parameters_of
+from mpipipe.cli.output import refusing, show
+from mpipipe.cli.simulate import costs_of, given_of, refuse
 from mpipipe.errors import ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import Costs, Timeline, from_file, is_path
@@ -43,23 +44,17 @@ def _of_schedule(
     ranks: Annotated[int | None, Option("P, ranks of the pipeline")] = None,
     microbatches: Annotated[int | None, Option("M, micro-batches of a step")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
+    slices: Annotated[int | None, Option("n, slices of each sequence; default: 1")] = None,
     forward: Annotated[str, Option("time of F in a stage, or a,b,... with one for each stage")] = "1",
     input_grad: Annotated[str, Option("time of I, likewise; B takes I and W")] = "1",
     weight_grad: Annotated[str, Option("time of W, likewise")] = "1",
     transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
 ) -> None:
     def simulated() -> Timeline:
-        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-        costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
-        named = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
-        sizes = {name: count for name, count in named.items() if count is not None}
+        costs = costs_of(forward, input_grad, weight_grad, transfer)
+        sizes = given_of(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
         if is_path(schedule):
-            if sizes:
-                raise ConfigError(
-                    f"--{next(iter(sizes))} does not go with a file, whose order says it",
-                    found=f"--schedule {schedule}",
-                    remedy="leave it out",
-                )
+            refuse("a file, whose order says it", sizes)
             return schedules.simulate(from_file(schedule), costs)
         if ranks is None or microbatches is None:
             raise ConfigError(
@@ -137,21 +132,15 @@ def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: i
     ]
     costs, stages = recorded.costs, recorded.schedule.stages
     names = ("forward", "input_grad", "weight_grad", "transfer")
-    times = ([MILLISECONDS * time for time in costs.per_stage(name, stages)] for name in names)
-    pictures.draw_timeline(schedules.simulate(recorded.schedule, Costs(*times)), out, measured, unit="ms")
+    times = {name: [MILLISECONDS * time for time in costs.per_stage(name, stages)] for name in names}
+    predicted = schedules.simulate(recorded.schedule, Costs(**times, slices=costs.slices))
+    pictures.draw_timeline(predicted, out, measured, unit="ms")
 
 
 def _drawn(out: str, work: Callable[[], object]) -> None:
     """Do the work in one process, and say where the picture is."""
-    with refusing():
-        check_one_process("draw")
-        if files.exists(out):
-            raise ConfigError(
-                "there is a file or folder of this name already",
-                found=out,
-                expected="a new file",
-                remedy="choose another one with --out, or move the old one away",
-            )
+    with refusing("draw"):
+        files.check_new("the picture", out)
         pictures.check_can_draw(out)
         work()
     show(f"mpipipe: drawn into {out}\n")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mpipipe import files, schedules
-from mpipipe.cli.flags import one_or_more
-from mpipipe.cli.output import check_one_process, refusing, show
+from mpipipe.cli.flags import numbers
+from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import (
@@ -36,6 +36,7 @@ def simulate(
     ranks: Annotated[int | None, Option("P; default: 4")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     microbatches: Annotated[int | None, Option("M; default: 16")] = None,
+    slices: Annotated[int | None, Option("n, slices of each sequence, whose times the costs are; default: 1")] = None,
     forward: Cost = "1",
     input_grad: Cost = "1",
     weight_grad: Cost = "1",
@@ -54,8 +55,7 @@ def simulate(
     It runs in one process, without MPI. Without --memory-limit a schedule is compared with schedules that need no more
     memory than it does. Of a very large schedule only the part that repeats is simulated.
     """
-    with refusing():
-        check_one_process("simulate")
+    with refusing("simulate"):
         if (schedule is None) == (csv is None):
             raise ConfigError(
                 "what to simulate is not clear",
@@ -66,15 +66,14 @@ def simulate(
         source, name = "--csv", schedule or ""
         if is_path(name):
             source, csv = f"--schedule {name}", Path(name)
-        given = _given(ranks=ranks, chunks=chunks, microbatches=microbatches)
-        search = _given(seconds=seconds, seed=seed)
+        given = given_of(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+        search = given_of(seconds=seconds, seed=seed)
         if csv is not None:
-            _refuse(f"{source}, whose order says it", given)
+            refuse(f"{source}, whose order says it", given)
         if name != "search":
-            _refuse("anything but --schedule search", search)
-        sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, **given}
-        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-        costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
+            refuse("anything but --schedule search", search)
+        sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **given}
+        costs = costs_of(forward, input_grad, weight_grad, transfer)
         links = _links(transfer_model, message_bytes, costs)
         large = csv is None and math.prod(sizes.values()) > WHOLE
         _check(name, sizes, large, memory_limit, recompute, out)
@@ -108,11 +107,19 @@ def simulate(
     show("".join(f"{line}\n" for line in lines))
 
 
-def _given(**options: float | None) -> dict[str, Any]:
+def given_of(**options: float | None) -> dict[str, Any]:
+    """Return the options that are given."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _refuse(beside: str, given: dict[str, Any]) -> None:
+def costs_of(*texts: str) -> Costs:
+    """Read costs, each as one number for all stages, or one for each of them."""
+    options = ("forward", "input-grad", "weight-grad", "transfer")
+    found = (numbers(option, text) for option, text in zip(options, texts))
+    return Costs(*(each[0] if len(each) == 1 else each for each in found))
+
+
+def refuse(beside: str, given: dict[str, Any]) -> None:
     """Raise ConfigError if one of these options is given."""
     if given:
         found = ", ".join(f"--{name} {value}" for name, value in given.items())
@@ -155,21 +162,18 @@ def _check(
             found=f"--schedule {name}, without a limit of its own",
             expected="a schedule, or --schedule search with --memory-limit",
         )
-    if out is not None and (files.exists(out) or not files.is_folder(out.parent) or name == "all"):
-        raise ConfigError(
-            "no order can be written there",
-            found=str(out),
-            expected="a new file in a folder that exists, for one schedule",
-        )
+    if out is not None:
+        files.check_new("the order", out)
+        refuse("--schedule all", {"out": out} if name == "all" else {})
     if large and (name == "search" or memory_limit is not None or recompute or out is not None):
         raise ConfigError(
             "a schedule of this size is never made as a whole",
-            found=" x ".join(f"{count} {name}" for name, count in sizes.items()),
+            found=" x ".join(f"{count} {name}" for name, count in sizes.items() if name != "slices" or count > 1),
             expected=f"at most {WHOLE:,} forwards for search, --memory-limit, --recompute and --out",
         )
 
 
-def _placement(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+def _placement(name: str, ranks: int, chunks: int, **sizes: int) -> tuple[int, ...]:
     """Say where stages lie, so that hops can have their times."""
     if name == "search" and chunks > 1:
         raise ConfigError(
@@ -194,12 +198,15 @@ WHOLE = 1 << 21  # most forwards of a schedule that is simulated as a whole: it 
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
 
 
-def _facts(name: str, counts: tuple[int, int, int], found: Timeline | Repetition, activations: str) -> Iterator[str]:
-    sizes = ", ".join(map(counted, counts, ("rank", "stage", "micro-batch")))
-    yield f"schedule    {name}: {sizes}"
+def _facts(sizes: str, found: Timeline | Repetition, activations: str, slices: int) -> Iterator[str]:
+    yield f"schedule    {sizes}"
     yield f"makespan    {found.makespan:.6g}"
     yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
-    yield f"activations {activations}, in chunks, at most"
+    yield f"activations {activations}, in chunks{' of slices' if slices > 1 else ''}, at most"
+
+
+def _sizes(name: str, ranks: int, stages: int, batch: str) -> str:
+    return f"{name}: {counted(ranks, 'rank')}, {counted(stages, 'stage')}, {batch}"
 
 
 def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[str]:
@@ -207,7 +214,9 @@ def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[s
     limit = memory_limit if memory_limit is not None else max(found.peak_activations) or None
     share, _, bound = schedules.gap(made, costs, limit)
     held = " ".join(map(str, found.peak_activations))
-    yield from _facts(made.name, (made.ranks, made.stages, made.microbatches), found, f"{held} on each rank")
+    yield from _facts(
+        _sizes(made.name, made.ranks, made.stages, made.batch), found, f"{held} on each rank", made.slices
+    )
     if made.recomputed:
         room = " that runs as many forwards again"
     else:
@@ -234,8 +243,9 @@ def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit
 
 
 def _repeated(name: str, sizes: dict[str, int], simulated: Callable[[str], Repetition]) -> Iterator[str]:
-    found, (ranks, chunks, microbatches) = simulated(name), sizes.values()
-    yield from _facts(name, (ranks, ranks * chunks, microbatches), found, f"{found.peak_activations} on a rank")
+    found, (ranks, chunks, microbatches, slices) = simulated(name), sizes.values()
+    text = _sizes(name, ranks, ranks * chunks, Schedule(name, (), microbatches, (), slices=slices).batch)
+    yield from _facts(text, found, f"{found.peak_activations} on a rank", slices)
     largest = "{}, {}".format(*map(counted, found.sizes[-1], ("rank", "micro-batch")))
     yield f"simulated   {len(found.sizes)} sizes to {largest}, and the rest repeats"
 

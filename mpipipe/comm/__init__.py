@@ -16,7 +16,7 @@ from mpipipe.faces import lazy_face
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from mpipipe.comm.allreduce import AllReduce
+    from mpipipe.comm.allreduce import AllGather, AllReduce
     from mpipipe.comm.describe import thread_level
     from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
     from mpipipe.comm.mesh import Mesh, select_device

@@ -1,4 +1,4 @@
-"""Sums over replicas: non-blocking, in buckets of a flat buffer, half types added in float32.
+"""Sums and gathers over replicas: non-blocking, in buckets of a flat buffer, half types added in float32.
 
 Buckets of a device buffer go through pinned memory:
 
@@ -8,12 +8,14 @@ Buckets of a device buffer go through pinned memory:
     device                            copy back  copy back     inward stream
 
 MPI matches collectives by the order in which each rank starts them. So every rank starts them in the order of the calls
-and of the buckets, whichever copy is done first; the sum of a host buffer waits its turn as well.
+and of the buckets, whichever copy is done first; the sum of a host buffer waits its turn as well. Gathers go the same
+way: in place of adding, each rank gives of a bucket the part that it has.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -34,6 +36,7 @@ from mpipipe.job import (
 )
 
 BUCKET_BYTES = 32 << 20
+GATHERED = 1 << 30  # elements of a host buffer that MPI gathers at once: it counts with 32 bits
 BUFFERS = 3  # pinned buckets in use at once on one communicator: one on its way out, one summed, one on its way back
 Range: TypeAlias = tuple[int, int]
 
@@ -48,8 +51,12 @@ class AllReduce:
     """
 
     def __init__(self, comm: Communicator, flat: Array) -> None:
+        self._begin(comm, flat, _Adding())
+
+    def _begin(self, comm: Communicator, flat: Array, how: _Adding) -> None:
         self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
-        self.sum: _HostSum | _DeviceSum = (_DeviceSum if arrays.is_device(flat) else _HostSum)(self.queue, flat)
+        kind = _DeviceSum if arrays.is_device(flat) else _HostSum
+        self.sum: _HostSum | _DeviceSum = kind(self.queue, flat, how)
         self.queue.add(self.sum)
 
     def Test(self) -> bool:
@@ -64,6 +71,56 @@ class AllReduce:
     def Cancel(self) -> None:
         """Give up all sums on this communicator after a failure; nothing that MPI or the device may touch is freed."""
         self.queue.abort()
+
+
+class AllGather(AllReduce):
+    """A gather under way; `Test()` is true once `flat` has each of `ranges`, those of all ranks, as that rank has it.
+
+    The ranges follow each other from 0 to the end. All else is as for sums; half types are not known here.
+    """
+
+    def __init__(self, comm: Communicator, flat: Array, ranges: Sequence[Range]) -> None:
+        self._begin(comm, flat, _Gathering(ranges, comm.rank))
+
+
+class _Adding:
+    """What MPI does with a bucket, in place: it adds."""
+
+    def buckets(self, size: int, itemsize: int, at_once: bool) -> list[Range]:
+        """Ranges of elements that MPI gets; `at_once` where they take no other memory."""
+        return _cut(size, max(1, BUCKET_BYTES // itemsize))
+
+    def given(self, start: int, stop: int) -> Range:
+        """What of a bucket this rank gives."""
+        return start, stop
+
+    def begin(self, queue: _Queue, values: np.ndarray, start: int) -> Request:
+        """Begin with the bucket that starts at `start`."""
+        return own(queue.comm.Iallreduce(queue.in_place, values))
+
+
+class _Gathering(_Adding):
+    """It gathers the parts that ranks have."""
+
+    def __init__(self, ranges: Sequence[Range], rank: int) -> None:
+        self.ranges, self.rank = ranges, rank
+
+    def buckets(self, size: int, itemsize: int, at_once: bool) -> list[Range]:
+        return _cut(size, GATHERED) if at_once else super().buckets(size, itemsize, at_once)
+
+    def given(self, start: int, stop: int) -> Range:
+        return _within(self.ranges[self.rank], start, stop)
+
+    def begin(self, queue: _Queue, values: np.ndarray, start: int) -> Request:
+        parts = [_within(each, start, start + values.size) for each in self.ranges]
+        counts, starts = [last - first for first, last in parts], [first - start for first, _ in parts]
+        return own(queue.comm.Iallgatherv(queue.in_place, [values, (counts, starts)]))
+
+
+def _within(part: Range, start: int, stop: int) -> Range:
+    """The part of a range that lies in a bucket."""
+    first = min(max(part[0], start), stop)
+    return first, max(first, min(part[1], stop))
 
 
 class _Queue:
@@ -123,25 +180,24 @@ class _Queue:
         self.returning.clear()
 
 
-def _buckets(size: int, itemsize: int) -> list[Range]:
-    """Ranges of elements of at most BUCKET_BYTES, the same for host and device buffers."""
-    count = max(1, BUCKET_BYTES // itemsize)
+def _cut(size: int, count: int) -> list[Range]:
+    """Ranges of at most `count` elements."""
     return [(start, min(start + count, size)) for start in range(0, size, count)]
 
 
 class _HostSum:
     """The sum of a host buffer; half types are summed in a float32 copy."""
 
-    def __init__(self, queue: _Queue, flat: np.ndarray) -> None:
-        self.queue, self.flat = queue, flat
+    def __init__(self, queue: _Queue, flat: np.ndarray, how: _Adding) -> None:
+        self.queue, self.flat, self.how = queue, flat, how
         self.summed = flat if flat.dtype.itemsize >= 4 else flat.astype(np.float32)
         self.requests: list[Request] | None = None
 
     def start(self) -> bool:
         """Hand MPI what can be handed on; true once it has everything."""
-        comm, in_place, summed = self.queue.comm, self.queue.in_place, self.summed
-        buckets = _buckets(summed.size, summed.itemsize)
-        self.requests = [own(comm.Iallreduce(in_place, summed[start:stop])) for start, stop in buckets]
+        summed = self.summed
+        buckets = self.how.buckets(summed.size, summed.itemsize, at_once=True)
+        self.requests = [self.how.begin(self.queue, summed[start:stop], start) for start, stop in buckets]
         return True
 
     def poll(self) -> None:
@@ -164,10 +220,10 @@ class _HostSum:
 class _DeviceSum:
     """The sum of a device buffer. MPI adds up `sums`: `values` of a bucket in pinned memory, or float32 of halves."""
 
-    def __init__(self, queue: _Queue, flat: DeviceArray) -> None:
-        self.queue, self.flat, self.ready = queue, flat, arrays.record()
+    def __init__(self, queue: _Queue, flat: DeviceArray, how: _Adding) -> None:
+        self.queue, self.flat, self.how, self.ready = queue, flat, how, arrays.record()
         self.outward, self.inward = queue.streams
-        self.buckets = deque(_buckets(flat.size, max(4, flat.itemsize)))
+        self.buckets = deque(how.buckets(flat.size, max(4, flat.itemsize), at_once=False))
         # (event, buffer, values, range) of each bucket on its way to the host
         self.copying: deque[tuple[Event, np.ndarray, np.ndarray, Range]] = deque()
         # (request, buffer, values, sums, range) of each bucket that MPI has
@@ -181,7 +237,7 @@ class _DeviceSum:
         while self.copying and arrays.is_done(self.copying[0][0]):
             _, buffer, values, bounds = self.copying.popleft()
             sums = values if values.itemsize >= 4 else values.astype(np.float32)
-            request = own(self.queue.comm.Iallreduce(self.queue.in_place, sums))
+            request = self.how.begin(self.queue, sums, bounds[0])
             self.flying.append((request, buffer, values, sums, bounds))
         while self.buckets:
             start, stop = self.buckets[0]
@@ -190,8 +246,11 @@ class _DeviceSum:
             if taken is None:
                 break
             self.buckets.popleft()
+            (first, last), itemsize = self.how.given(start, stop), self.flat.itemsize
             with self.outward:
-                arrays.copy_to_host(taken[:nbytes], self.flat[start:stop])
+                if first < last:
+                    place = taken[(first - start) * itemsize : (last - start) * itemsize]
+                    arrays.copy_to_host(place, self.flat[first:last])
                 self.copying.append((arrays.record(), taken, taken[:nbytes].view(self.flat.dtype), (start, stop)))
         return not self.buckets and not self.copying
 

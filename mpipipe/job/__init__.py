@@ -18,7 +18,7 @@ from mpipipe.faces import lazy_face
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from mpipipe.job.communicators import attributes, cached
+    from mpipipe.job.communicators import attributes, cached, world_ranks
     from mpipipe.job.consensus import (
         VALUES,
         Ballot,

@@ -288,6 +288,16 @@ class ThreadCommunicator:
 
         return self._collective("Iallgather", sendbuf.copy(), finish)
 
+    def Iallgatherv(self, sendbuf: Any, recvbuf: tuple[np.ndarray, tuple[list[int], list[int]]]) -> MeetingRequest:
+        whole, (counts, starts) = recvbuf  # in place: this rank's part lies there
+        ranges = [slice(start, start + count) for start, count in zip(starts, counts)]
+
+        def finish(parts: list[np.ndarray]) -> None:
+            for at, part in zip(ranges, parts):
+                whole[at] = part
+
+        return self._collective("Iallgatherv", whole[ranges[self.rank]].copy(), finish)
+
     def Ibcast(self, buf: np.ndarray, root: int = 0) -> MeetingRequest:
         def finish(parts: list[np.ndarray]) -> None:
             buf[...] = parts[root]

@@ -11,7 +11,7 @@ Learned positions would differ, and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,20 @@ class PackedAttend(Attend):
         self._others: dict[int, PackedAttend] = {}
 
     def begin(self, position: Position) -> None:
-        self._microbatch = position.microbatch
+        self._microbatch = position.microbatch // len(self.slice_rows or (1,))  # of a unit, where there are slices
+        self.inner.begin(position)
+
+    def positions(self, rows: int) -> np.ndarray | None:
+        positions: np.ndarray | None = self.inner.positions(rows)
+        return positions
+
+    def for_layer(self) -> PackedAttend:
+        return PackedAttend(self.inner.for_layer(), self.packing)
+
+    @property
+    def slice_rows(self) -> Sequence[int] | None:  # type: ignore[override]
+        rows: Sequence[int] | None = self.inner.slice_rows
+        return rows
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         found: tuple[Array, Any] = self.inner.forward(q, k, v, segments=self.packing.parts[self._microbatch])

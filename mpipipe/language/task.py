@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.attention import Local
+from mpipipe.attention import Local, slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, RankGroup, group_of, runtime
@@ -22,7 +22,7 @@ from mpipipe.language.data import DataListing, Source, Tokens
 from mpipipe.language.data.windows import read_windows, segments, training_starts, validation_starts
 from mpipipe.language.inference.generation import build_decoder, check_decoding, continued, longest_text
 from mpipipe.language.models import fine_tuning, huggingface, model_folder, weights
-from mpipipe.language.models.gpt import GPT, Architecture, Model, check_layers
+from mpipipe.language.models.gpt import GPT, Architecture, Model, balanced_slices, check_layers
 from mpipipe.language.models.huggingface.adapter import save_adapter
 from mpipipe.language.packing import PackedAttend, Packing
 from mpipipe.language.token_units import find_data, open_data
@@ -166,7 +166,7 @@ class TextTask(Task):
         vocab = self.vocab if config.vocab is None else config.vocab
         if vocab != BYTES:
             sizes["vocab"] = vocab
-        model = self.architecture(seq=config.seq_len, **sizes)
+        model = self._sliced(self.architecture(seq=config.seq_len, **sizes))
         there = asdict(model).get("vocab", self.vocab)
         if there < self.vocab:
             raise ConfigError(
@@ -177,22 +177,50 @@ class TextTask(Task):
             )
         return model
 
+    def _sliced(self, model: Model) -> Model:
+        """Return the model with its head in as many slices as the configuration says."""
+        slices = self.config.head_slices
+        if slices is None:
+            return model
+        if "head_slices" not in model.__dataclass_fields__:
+            raise ConfigError(
+                "the architecture does not cut its head into slices",
+                found=f"head_slices = {slices}, and {type(model).__name__} without a field head_slices",
+                expected="an architecture such as models.GPT",
+                remedy="leave out head_slices",
+            )
+        count = balanced_slices(model, self.pipe * self.config.chunks) if slices == "auto" else slices
+        return replace(model, head_slices=count)
+
+    @property
+    def slices(self) -> int:
+        """Number of slices of the head."""
+        return getattr(self.model, "head_slices", 1)
+
     def layers(self, shard: Shard) -> list[nn.Layer]:
         length = self.config.seq_len
         attend = shard.attend(length, causal=True)
         if self.packing is not None:
             attend = PackedAttend(attend, self.packing)
-        positions = None if shard.comm.size == 1 else shard.positions(length)
-        return self.tuning.layers(self.model.build(attend, positions))
+        positions = None if shard.comm.size == 1 or shard.cut else shard.positions(length)
+        labels = {"labels": True} if self.slices > 1 else {}
+        return self.tuning.layers(self.model.build(attend, positions, **labels))
 
     def costs(self) -> Sequence[float]:
         return self.tuning.costs(self.model, self.trained())
+
+    def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
+        """Return lengths of slices that take equal times, and equal shards of each where there is room for them."""
+        seq, windows = self.config.seq, getattr(self.model, "windows", None) or (None,)
+        unit = 2 * seq if 1 < seq <= length // (2 * slices) else 1
+        window = None if None in windows else max(windows)
+        return slice_lengths(length, slices, getattr(self.model, "dim", self.config.dim), window=window, unit=unit)
 
     def check_stages(self, stages: int) -> None:
         pieces, layers = len(self.model.costs()), asdict(self.model).get("layers")
         if pieces >= stages:
             return
-        if layers is None or pieces != 2 * layers + 2:
+        if layers is None or pieces != 2 * layers + 2:  # other sizes, or slices of the head
             raise too_few_pieces(f"{pieces} pieces", stages, "use fewer ranks or chunks")
         # attention and feed-forward of each; embedding, and head
         raise too_few_pieces(
@@ -248,7 +276,11 @@ class TextTask(Task):
             self.packing.microbatches = microbatches
             length = self._length(shard) if shard.comm.size == 1 else shape[2]
             self.packing.begin(np.zeros((rows, length), np.int64))
-        return shard.part(inputs), shard.part(targets)
+        return self._labelled(shard.part(inputs), shard.part(targets))
+
+    def _labelled(self, inputs: Any, targets: Any) -> Pair:
+        """Return inputs and targets; the inputs with the targets where slices of the head take them as labels."""
+        return (arrays.Branches(inputs, labels=targets) if self.slices > 1 else inputs), targets
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
         config, source = self.config, self.source
@@ -271,7 +303,7 @@ class TextTask(Task):
     def _windows(self, text: Tokens, starts: list[int], shard: Shard) -> Any:
         inputs, targets = read_windows(text, starts, self.config.seq_len)
         more = () if self.packing is None else (segments(text, starts, self.config.seq_len),)
-        return shard.part(inputs), shard.part(targets), *more
+        return *self._labelled(shard.part(inputs), shard.part(targets)), *more
 
     def begin(self, more: Any) -> None:
         assert self.packing is not None
@@ -298,10 +330,14 @@ class TextTask(Task):
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
         """Return the loss after a stage: with its head, in tiles, where the logits of all rows are large."""
-        tiles = worth_tiles(stage, rows * self._length(shard))
+        if self.slices > 1:
+            return nn.mean_of_losses
+        tiles = worth_tiles(stage, rows * max(shard.slice_lengths or [self._length(shard)]))
         return nn.HeadCrossEntropy(stage) if tiles else nn.softmax_cross_entropy
 
-    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...]:
+    def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
+        if self.slices > 1:  # which hand on several arrays
+            return None
         return rows, self._length(shard), getattr(self.model, "dim", self.config.dim)
 
     def _length(self, shard: Shard) -> int:
@@ -315,9 +351,10 @@ class TextTask(Task):
             with group_of(mesh.comm).raise_together("train: the weights to begin with"):
                 if folder.kind == "huggingface":  # which says more than shapes
                     fine_tuning.check_same_model(folder, self.model)
+            folder = folder.with_slices(self.slices) if self.slices > 1 else folder
             folder.load(without_adapters(stages, merged=False), mesh)
         elif base is not None:
-            base.folder.load(without_adapters(stages, merged=False), mesh)
+            base.folder.with_slices(self.slices).load(without_adapters(stages, merged=False), mesh)
         self.tuning.load(stages, self.model, self.origin, mesh)
 
     # -- what is said and written -------------------------------------------------------------------------------
@@ -339,6 +376,8 @@ class TextTask(Task):
         config = self.config
         if config.from_ is None:
             keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
+        if keys["head_slices"] is not None:
+            keys["head_slices"] = str(self.slices)
         keys |= {name: absolute(keys[name]) for name in ("tokenizer", "init", "from_") if keys[name] is not None}
         if config.lora is not None and os.path.isdir(config.lora):
             keys["lora"] = os.path.abspath(config.lora)
@@ -407,7 +446,9 @@ class TextTask(Task):
         count = config.sample_bytes if room is None else min(config.sample_bytes, room - len(prompt))
         dtype = pipeline.stages[0].parameters.flat.dtype.name
         copy = partial(weights.copy, without_adapters(pipeline.stages, merged=True))
-        alone = replace(plan, schedule=plan.schedule.forward_only_part(1))
+        forward = plan.schedule.forward_only_part(1)  # of whole sequences: that of the first slice
+        orders = [tuple(action for action in order if action.microbatch == 0) for order in forward.orders]
+        alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
             answer = continued(decoding, prompt, count, self.vocab, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"

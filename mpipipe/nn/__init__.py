@@ -4,6 +4,7 @@ stage         consecutive layers of the model on one rank, bound to flat buffers
 parameters    what a layer says about an array before it exists, initial values, flat buffers, frozen parameters
 layers/       layer, what each is; containers, linear, norm, embedding; attention, and attend, what it attends with
 layers/       for fields: convolution, spectral, and field, with norm, sampling and patches
+layers/       head_slices, a head cut into slices of the vocabulary
 layers/       names, by which layers give and take values of a micro-batch
 rope          rotary positions: scalings of their frequencies, and tables
 lora          low-rank adapters
@@ -21,20 +22,22 @@ from __future__ import annotations
 # isort: off
 from mpipipe.nn.gradient_check import check_gradients
 from mpipipe.nn.kernels.cuda.optimizer import clip_factor, rescale
+from mpipipe.nn.checks import check_slice_count
 from mpipipe.nn.layers.attend import Attend, ForwardAndBackward, as_attend
 from mpipipe.nn.layers.attention import SelfAttention
 from mpipipe.nn.layers.containers import PreNormResidual, Recompute, Residual, Sequential
 from mpipipe.nn.layers.convolution import Conv
 from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
 from mpipipe.nn.layers.field import Downsample, GroupNorm, Patches, Upsample
+from mpipipe.nn.layers.head_slices import HeadSlice, check_slices
 from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Position
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
-from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep, check_links, handed, names_of, names_within, or_zeros
-from mpipipe.nn.layers.names import sum_of
+from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep, check_links, handed
+from mpipipe.nn.layers.names import ends_of_names, names_of, names_within, or_zeros, sum_of
 from mpipipe.nn.layers.norm import Dropout, LayerNorm, RMSNorm
 from mpipipe.nn.layers.spectral import SpectralConv
 from mpipipe.nn.lora import LoRA, is_adapter, without_adapters
-from mpipipe.nn.loss import HeadCrossEntropy, mean_squared_error, softmax_cross_entropy, worth_tiles
+from mpipipe.nn.loss import HeadCrossEntropy, mean_of_losses, mean_squared_error, softmax_cross_entropy, worth_tiles
 from mpipipe.nn.parameters import FlatBuffer, Parameter, decay_ranges, frozen_names, is_frozen, partly_frozen_error
 from mpipipe.nn.random import random_key
 from mpipipe.nn.rope import ROPE_SCALINGS, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, scaling_of
@@ -54,6 +57,7 @@ __all__ = [  # the rest is for other rooms of the package
     "GroupNorm",
     "Head",
     "HeadCrossEntropy",
+    "HeadSlice",
     "Join",
     "Keep",
     "Layer",
@@ -79,6 +83,7 @@ __all__ = [  # the rest is for other rooms of the package
     "Upsample",
     "YarnScaling",
     "check_gradients",
+    "mean_of_losses",
     "mean_squared_error",
     "softmax_cross_entropy",
 ]

@@ -72,6 +72,17 @@ def check_positive(**sizes: int) -> None:
             )
 
 
+def check_slice_count(slices: int, vocab: int) -> None:
+    """Raise ArgumentError for more slices of the head than the vocabulary has rows."""
+    if slices > vocab:
+        raise ArgumentError(
+            "a head has more slices than rows",
+            found=f"{slices} slices of a vocabulary of {vocab}",
+            expected=f"at most {vocab}",
+            remedy="take fewer slices: twice as many as there are stages are enough",
+        )
+
+
 def check_integers(x: Array, limit: int, what: str) -> None:
     """Raise ArgumentError unless x is an array of integers, and those on the host are in 0 ... limit - 1."""
     if x.dtype.kind not in "iu":

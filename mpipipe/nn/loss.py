@@ -117,6 +117,53 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     return value, gradient.reshape(output.shape)
 
 
+@_over_entries
+def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[Any, Array]:
+    """Return the mean of the losses that the last `HeadSlice` gives, and its gradient.
+
+    Parameters
+    ----------
+    output : array
+        Losses (...), not empty, of a floating dtype, on the host or a GPU.
+    target : array of integers
+        The labels that the slices have taken, (...). They say how many losses there are, and are not looked at.
+    factor : float
+        As for `mean_squared_error`.
+
+    Returns
+    -------
+    value : float, or cupy.ndarray without axes
+        The mean, summed in float64, on the side of the output.
+    gradient : array
+        `factor` / size everywhere, of the shape and dtype of `output`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> nn.mean_of_losses(np.array([[1.0, 2.0]]), np.array([[7, 8]]))
+    (1.5, array([[0.5, 0.5]]))
+    """
+    if output.shape != target.shape or not output.size:
+        raise ArgumentError(
+            "mean_of_losses needs one loss for each target",
+            found=f"output {output.shape}, target {target.shape}",
+            expected="equal shapes, not empty",
+            remedy="build the head of nn.HeadSlice(..., labels=True), or take nn.softmax_cross_entropy for logits",
+        )
+    device = arrays.device_of(output)
+    gradient = arrays.empty(output.shape, output.dtype, device)
+    arrays.fill(gradient, factor / output.size)
+    if device == "cpu":
+        return float(np.mean(output, dtype=np.float64)), gradient
+    wide, total = (make(shape, np.dtype(np.float64), device) for make, shape in
+                   ((arrays.empty, (output.size, 1)), (arrays.zeros, (1,))))  # fmt: skip
+    of = kernels.of_array(output)
+    of.cast(output.reshape(-1, 1), wide)
+    of.add_parts(wide, total)
+    return of.scale(total, 1 / output.size).reshape(()), gradient
+
+
 def _check_side(output: Array, target: Array) -> None:
     if arrays.is_device(target) and not arrays.is_device(output):
         raise ArgumentError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import ALIGNMENT, Array, Shape
 from mpipipe.errors import ArgumentError
+from mpipipe.even_split import even_split
 from mpipipe.nn.random import initial_generator
 
 Draw: TypeAlias = Callable[[np.random.Generator, Shape], np.ndarray]
@@ -34,6 +36,8 @@ class Parameter:
         values are drawn for the key and not for the name, and the pipeline sums their gradients.
     frozen : bool
         Whether the array stays as it is in a training: it has no gradient, and an optimizer does not see it.
+    stream : str, optional
+        What the initial values are drawn for, by default the tie or else the name: parts of one matrix share a stream.
     """
 
     shape: Shape
@@ -41,6 +45,7 @@ class Parameter:
     decay: bool = True
     tie: str | None = None
     frozen: bool = False
+    stream: str | None = None
 
     @property
     def size(self) -> int:
@@ -71,6 +76,34 @@ def normal(shape: Shape, std: float, tie: str | None = None) -> Parameter:
 def vector(size: int, draw: Draw = zeros) -> Parameter:
     """Return a vector without weight decay."""
     return Parameter((size,), draw, decay=False)
+
+
+SKIPPED = 1 << 20  # elements that are drawn at a time, and dropped
+
+
+def row_slices(whole: Parameter, parts: int, stream: str | None = None) -> list[Parameter]:
+    """Cut a matrix into parameters of its rows, which start as these do where the whole is drawn for `stream`.
+
+    Those of a tied matrix are tied, each by a key of its own, and their stream is its tie.
+    """
+    tie, width = whole.tie, whole.shape[1]
+
+    def draw(start: int, generator: np.random.Generator, shape: Shape) -> np.ndarray:
+        step = max(1, SKIPPED // width)
+        for first in range(0, start, step):
+            whole.draw(generator, (min(step, start - first), width))
+        return whole.draw(generator, shape)
+
+    return [
+        replace(
+            whole,
+            shape=(len(rows), width),
+            draw=partial(draw, rows.start),
+            tie=None if tie is None else f"{tie} {rows.start}:{rows.stop}",
+            stream=tie or stream,
+        )
+        for rows in even_split(whole.shape[0], parts)
+    ]
 
 
 class FlatBuffer(Mapping[str, Any]):
@@ -151,7 +184,9 @@ def drawn(
     shapes = {name: parameter.shape for name, parameter in declared.items()}
     host = FlatBuffer(shapes, dtype, **layout)
     for name, parameter in declared.items():
-        host[name][...] = parameter.draw(initial_generator(seed, parameter.tie or name), parameter.shape)
+        host[name][...] = parameter.draw(
+            initial_generator(seed, parameter.stream or parameter.tie or name), parameter.shape
+        )
     if device == "cpu":
         return host
     there = FlatBuffer(shapes, dtype, device, **layout)

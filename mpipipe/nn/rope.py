@@ -251,7 +251,7 @@ def checked_coordinates(coordinates: ArrayLike, head_dim: int, seq_len: int | No
     return numbers.astype(np.float64)
 
 
-TABLES = 16  # of one stage at most, each for its own positions
+TABLES = 64  # of one stage at most, each for its own positions
 
 
 class RopeTables:

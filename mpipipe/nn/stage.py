@@ -14,6 +14,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.faces import renamed
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
+from mpipipe.nn.layers.attend import as_attend
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf
 from mpipipe.nn.layers.names import NamedChain, names_within, sum_of
@@ -114,7 +115,7 @@ class Stage(Differentiable):
                 raise ArgumentError(
                     f"layers[{place}] is not a layer", found=type(layer).__name__, expected="an instance of nn.Layer"
                 )
-        named = any(True for _ in names_within(self.layers))
+        named = any([*names_within(layer)] for layer in self.layers)
         self._chain: Sequential = NamedChain(self.layers) if named else Sequential(self.layers)
         self._chain.stage = self
         declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
@@ -248,10 +249,11 @@ class Stage(Differentiable):
     def on_layer_done(self, done: Callable[[Layer], object] | None) -> None:
         self._chain.on_layer_done = done
 
-    def end_backward(self, ends: bool) -> None:
+    def end_backward(self, ends: bool, runs_again: bool = False) -> None:
         """Let backwards end with the lowest layer that is trained, where the gradient of the input is not asked for.
 
-        From then on they return None for that gradient. Integers have none.
+        From then on they return None for that gradient. Integers have none. Where forwards are to run again, all layers
+        keep what they keep for a backward.
         """
         ends = ends or self.first_layer.uploads_integers
         knowing = [layer for layer in self.layers if "ends" in vars(type(layer))]  # no class derived from such a one
@@ -261,6 +263,26 @@ class Stage(Differentiable):
         self._chain.lowest = lowest = trained[0] if ends and trained else 0
         for layer in knowing:
             layer.ends = ends and layer is self.layers[lowest]
+        for place, whole in enumerate(self.layers):
+            for _, layer in whole.walk(""):
+                layer.has_backward = runs_again or place >= lowest
+
+    def unsliceable(self, rows: Sequence[int] | None = None) -> list[str]:
+        """Return the names of layers that cannot take a sequence in slices, along axis 1, such as "3 (Conv)".
+
+        Parameters
+        ----------
+        rows : sequence of int, optional
+            Rows of each slice. A layer that attends to slices of other lengths cannot take these.
+        """
+
+        def fits(layer: Layer) -> bool:
+            if "mixes_positions" not in vars(type(layer)) or layer.mixes_positions:
+                return False
+            attend = getattr(layer, "attend", None)
+            return attend is None or rows is None or as_attend(attend).slice_rows == tuple(rows)
+
+        return [f"{name} ({type(layer).__name__})" for name, layer in self._named_layers() if not fits(layer)]
 
     # -- names that layers give and take
 
@@ -383,10 +405,11 @@ def _mark_frozen(named: Sequence[tuple[str, Layer]]) -> None:
             )
 
 
-def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
+def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False) -> Any:
     """Return an input on the stage's device, checked. An Embedding checks integers before it uploads them.
 
-    What is `named` comes next to the input, under a name, and may be of integers.
+    What is `named` comes next to the input, under a name, and may be of integers. A `part` of several may have the
+    dtype of parameters, as sums over the vocabulary have.
     """
     if isinstance(x, arrays.Branches):
         if stage.names is None:
@@ -395,8 +418,7 @@ def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
         skips = {name: accepted_input(stage, tree, named=True) for name, tree in x.skips.items()}
         return arrays.Branches(accepted_input(stage, x.main), **skips)
     if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
-        leaves, structure = arrays.flatten(x)
-        return arrays.unflatten([accepted_input(stage, leaf, named) for leaf in leaves], structure)
+        return arrays.mapped(lambda leaf: accepted_input(stage, leaf, named, part=True), x)
     device = arrays.device_of(x)
     x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":
@@ -408,7 +430,8 @@ def accepted_input(stage: Stage, x: Any, named: bool = False) -> Any:
             remedy="build the stage with device='cuda', or give a numpy array",
         )
     integers = x.dtype.kind in "iu"
-    if x.dtype != stage.dtype and not (integers and (named or stage.first_layer.takes_integers)):
+    wide = part and x.dtype == arrays.accumulator(stage.dtype)
+    if x.dtype != stage.dtype and not wide and not (integers and (named or stage.first_layer.takes_integers)):
         raise ArgumentError(
             "the input of a stage has the wrong dtype",
             stage=stage.index,

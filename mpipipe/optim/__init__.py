@@ -1,6 +1,7 @@
 """Optimizers on flat buffers, clipping by the global norm, scaling of the loss, learning-rate curves.
 
 optimizers   AdamW and SGD, groups of parameters, the curve of the learning rate
+shards       the state of an optimizer over replicas, a share on each
 norm         the global norm of gradients: gathered by MPI, begun and ended, or on GPUs
 step         clipping, the scale of the loss, and steps with a norm and a scale: at once, or begun and ended
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from mpipipe.optim.norm import GlobalNorm, gradient_norm
 from mpipipe.optim.optimizers import SGD, AdamW, Group, warmup_cosine
 from mpipipe.optim.optimizers import duplicate_name_error as duplicate_name_error  # for other rooms of the package
+from mpipipe.optim.shards import StateShard
 from mpipipe.optim.step import LossScaler, PendingUpdate, begin_step, clip_by_global_norm, scaled_step
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "Group",
     "LossScaler",
     "PendingUpdate",
+    "StateShard",
     "begin_step",
     "clip_by_global_norm",
     "gradient_norm",

@@ -13,8 +13,10 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, DeviceArray, Shape
 from mpipipe.errors import ArgumentError
+from mpipipe.job import Communicator, runtime
 from mpipipe.nn import announce_write
 from mpipipe.nn.kernels import AdamWNumbers, Kernels, Update
+from mpipipe.optim.shards import Shards
 from mpipipe.stages import StageAdapter, check_finished
 
 State: TypeAlias = dict[str, Array]  # of a stage, by kind
@@ -24,18 +26,38 @@ class FlatOptimizer:
     """State buffers that are laid out as the parameters, and steps piece by piece."""
 
     def __init__(
-        self, stages: Sequence[Any], lr: float, weight_decay: float, groups: Sequence[Group], kinds: Sequence[str]
+        self,
+        stages: Sequence[Any],
+        lr: float,
+        weight_decay: float,
+        groups: Sequence[Group],
+        kinds: Sequence[str],
+        replicas: Communicator | None,
     ):
-        self.stages, self.lr, self.weight_decay = tuple(stages), lr, weight_decay
-        self._updated, self.groups = _checked_stages(self.stages), tuple(groups)
-        strange = [type(group).__name__ for group in self.groups if not isinstance(group, Group)]
-        if strange:
-            raise ArgumentError("groups of an optimizer", found=", ".join(strange), expected="a list of optim.Group")
+        self.stages, self.lr, self.weight_decay, self.groups = tuple(stages), lr, weight_decay, tuple(groups)
+        self._updated: list[StageAdapter] = []
+        error = None
+        try:
+            self._updated = _checked_stages(self.stages)
+            _check_groups(self.groups)
+        except Exception as caught:
+            if replicas is None:
+                raise
+            error = caught
+        comm = None if replicas is None else runtime.resolve(replicas)
+        self._shards = None if comm is None or comm.size == 1 else Shards(comm, self._updated, error)
+        if error is not None:
+            raise error
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
-            {kind: arrays.zeros_like(stage.parameters.flat) for kind in kinds} for stage in self._updated
+            {kind: arrays.zeros_like(stage.parameters.flat[slice(*self._share(number))]) for kind in kinds}
+            for number, stage in enumerate(self._updated)
         ]
+
+    def _share(self, number: int) -> tuple[int, int]:
+        """What of the flat parameters of a stage is updated here."""
+        return (0, self._updated[number].parameters.flat.size) if self._shards is None else self._shards.own(number)
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
         """Make one step with the gradients of the stages.
@@ -54,16 +76,33 @@ class FlatOptimizer:
             A step that `begin_step` has begun with these stages has not ended.
         """
         check_finished(self.stages)
-        rate = self.lr if lr is None else lr
-        announce_write(self, *self._updated)
-        self.steps += 1
-        for stage, state in zip(self._updated, self.state):
-            parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
-            for at, factor, decay, ranges in pieces(stage, self.groups):  # a pipeline may have shortened the parameters
-                own = {kind: buffer[at] for kind, buffer in state.items()}
-                decay = self.weight_decay if decay is None else decay
-                update = Update(scale, ranges, None if copy is None else copy[at])
-                self._update(stage.kernels, parameters[at], gradients[at], own, rate * factor, decay, update)
+        rate, shards = self.lr if lr is None else lr, self._shards
+        if shards is None:
+            announce_write(self, *self._updated)
+            self.steps += 1
+            for number in range(len(self._updated)):
+                self._step_of(number, rate, scale)
+            return
+        shards.begin(self.steps, self._updated)
+        with shards.group.failing("a step of a sharded optimizer"):
+            announce_write(self, *self._updated)
+            self.steps += 1
+            for number, stage in enumerate(self._updated):
+                self._step_of(number, rate, scale)
+                shards.give(number, stage)
+            shards.end()
+
+    def _step_of(self, number: int, rate: float, scale: float | DeviceArray) -> None:
+        """Update the share of a stage."""
+        stage, state, share = self._updated[number], self.state[number], self._share(number)
+        parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
+        # a pipeline may have shortened the parameters
+        for at, factor, decay, ranges in pieces(stage, self.groups, share):
+            there = slice(at.start - share[0], at.stop - share[0])
+            own = {kind: buffer[there] for kind, buffer in state.items()}
+            decay = self.weight_decay if decay is None else decay
+            update = Update(scale, ranges, None if copy is None else copy[at])
+            self._update(stage.kernels, parameters[at], gradients[at], own, rate * factor, decay, update)
 
     def _update(
         self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
@@ -71,7 +110,7 @@ class FlatOptimizer:
         """Update a piece."""
         raise NotImplementedError
 
-    def named_state(self) -> dict[str, dict[str, Array]]:
+    def named_state(self) -> dict[str, dict[str, Any]]:
         """Return the state by kind and by the names of parameters: views, which may be read and set.
 
         With `steps` this is all that an optimizer has to remember.
@@ -80,9 +119,9 @@ class FlatOptimizer:
         -------
         dict of dict of array
             The kinds are "first" and "second" of AdamW, and "momentum" of SGD if it has any. Each array has the shape
-            of its parameter. A tied parameter that several places of this rank share has one state, under the name of
-            each place. ArgumentError is raised for two stages with a parameter of the same name, and for one that is
-            shared with a stage that is not here.
+            of its parameter; with `replicas` it is a StateShard, this replica's part. A tied parameter that several
+            places of this rank share has one state, under the name of each place. ArgumentError is raised for two
+            stages with a parameter of the same name, and for one that is shared with a stage that is not here.
 
         Examples
         --------
@@ -91,7 +130,7 @@ class FlatOptimizer:
         >>> optim.AdamW([stage], lr=0.5).named_state()["second"]
         {'0.gain': array([0., 0.], dtype=float32)}
         """
-        return state_by_name(self._updated, self.state)
+        return state_by_name(self._updated, self.state, self._shards)
 
 
 class AdamW(FlatOptimizer):
@@ -117,11 +156,15 @@ class AdamW(FlatOptimizer):
     groups : sequence of Group
         Parameters with another learning rate or weight decay; where several match, the first counts. A pattern may
         match nothing here: other ranks have other parameters.
+    replicas : communicator, optional
+        The ranks with the same stages and gradients, as for `Pipeline`: each keeps the state of a share of the
+        parameters and updates that, and gets the rest from the others, for the same bits as without. The constructor,
+        which comes after that of the pipeline, and each step are collective over them then.
 
     Attributes
     ----------
     state : list of dict
-        For each stage `{"first": flat array m, "second": flat array v}`.
+        For each stage `{"first": flat array m, "second": flat array v}`; with `replicas` of this replica's share.
     before_write : list of callable
         Called without arguments before a step writes anything; so are those of the stages.
     steps : int
@@ -145,8 +188,9 @@ class AdamW(FlatOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         groups: Sequence[Group] = (),
+        replicas: Communicator | None = None,
     ):
-        super().__init__(stages, lr, weight_decay, groups, ("first", "second"))
+        super().__init__(stages, lr, weight_decay, groups, ("first", "second"), replicas)
         self.betas, self.eps = betas, eps
 
     def _update(
@@ -168,7 +212,7 @@ class SGD(FlatOptimizer):
         As for `AdamW`.
     momentum : float
         Factor of u from step to step; with 0 no u is kept.
-    weight_decay, groups : float, sequence of Group
+    weight_decay, groups, replicas : float, sequence of Group, communicator
         As for `AdamW`.
 
     Attributes
@@ -184,8 +228,9 @@ class SGD(FlatOptimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         groups: Sequence[Group] = (),
+        replicas: Communicator | None = None,
     ):
-        super().__init__(stages, lr, weight_decay, groups, ("momentum",) if momentum else ())
+        super().__init__(stages, lr, weight_decay, groups, ("momentum",) if momentum else (), replicas)
         self.momentum = momentum
 
     def _update(
@@ -253,6 +298,13 @@ class Group:
         return fnmatchcase(name, self.match) if isinstance(self.match, str) else bool(self.match(name, shape))
 
 
+def _check_groups(groups: Sequence[Any]) -> None:
+    """Raise ArgumentError for what is no Group."""
+    strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
+    if strange:
+        raise ArgumentError("groups of an optimizer", found=", ".join(strange), expected="a list of optim.Group")
+
+
 class GroupPiece(NamedTuple):
     """A part of the flat buffers with one learning rate; `ranges` are within it, None where all of it decays."""
 
@@ -262,10 +314,14 @@ class GroupPiece(NamedTuple):
     ranges: list[tuple[int, int, bool]] | None  # (start, stop, decay)
 
 
-def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
-    """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what is before them."""
+def pieces(stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int] | None = None) -> list[GroupPiece]:
+    """Cut the flat buffers of a stage into the longest pieces of equal settings; gaps go with what is before them.
+
+    Of a `share` (start, stop) there are the pieces that lie within.
+    """
     size = stage.parameters.flat.size
-    if not groups:
+    low, high = (0, size) if share is None else share
+    if not groups and (low, high) == (0, size):
         return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
     ties = {name: key for key, names in stage.ties.items() for name in names}
     pair = getattr(stage.parameters, "parts", 1) - 1  # an axis that complex parameters have here alone
@@ -277,6 +333,9 @@ def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
             cuts = [cut for cut in cuts if cut[0] != start] + [(start, group.lr, group.weight_decay)]
     found, all_ranges = [], stage.decay_ranges
     for (start, lr, decay), stop in zip(cuts, [*(start for start, _, _ in cuts[1:]), size]):
+        start, stop = max(start, low), min(stop, high)
+        if start >= stop:
+            continue
         ranges = [(max(a, start) - start, min(b, stop) - start, c) for a, b, c in all_ranges if a < stop and b > start]
         found.append(GroupPiece(slice(start, stop), lr, decay, ranges if decay is None else None))
     return found
@@ -285,13 +344,16 @@ def pieces(stage: StageAdapter, groups: Sequence[Group]) -> list[GroupPiece]:
 # -- The state of an optimizer by the names of the parameters that it belongs to --------------------------------------
 
 
-def state_by_name(stages: Sequence[StageAdapter], states: Sequence[Mapping[str, Array]]) -> dict[str, dict[str, Array]]:
-    """Return views of flat state buffers: {kind: {name of a parameter: array of its shape}}.
+def state_by_name(
+    stages: Sequence[StageAdapter], states: Sequence[Mapping[str, Array]], shards: Shards | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return views of flat state buffers: {kind: {name of a parameter: array of its shape, or what is here of it}}.
 
     A tied parameter that several places of this rank share has one state, which appears under the name of each place.
     """
     buffers = {id(stage.given): state for stage, state in zip(stages, states)}
-    named: dict[str, dict[str, Array]] = {kind: {} for state in states for kind in state}
+    numbers = {id(stage.given): number for number, stage in enumerate(stages)}
+    named: dict[str, dict[str, Any]] = {kind: {} for state in states for kind in state}
     for stage in stages:
         for name, like in stage.gradients.items():
             owner, there = stage.owners.get(name, (stage.given, name))
@@ -305,7 +367,11 @@ def state_by_name(stages: Sequence[StageAdapter], states: Sequence[Mapping[str, 
             for kind, buffer in buffers[id(owner)].items():
                 if name in named[kind]:
                     raise duplicate_name_error(name)
-                named[kind][name] = buffer[start : start + like.size].reshape(like.shape)
+                named[kind][name] = (
+                    buffer[start : start + like.size].reshape(like.shape)
+                    if shards is None
+                    else shards.shard(numbers[id(owner)], start, like, buffer)
+                )
     return named
 
 

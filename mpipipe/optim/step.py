@@ -299,10 +299,10 @@ def begin_step(
 ) -> PendingUpdate:
     """Begin a step of the optimizer, and of the sum over all ranks that clipping needs. Nothing waits.
 
-    With `wait` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` no rank needs another one: the step
-    is made at once, as by `optimizer.step`. Between the two calls gradients and parameters must be left alone, and
-    `wait` must come first: until then no training step of a pipeline and no other step of an optimizer of these
-    stages begins.
+    With `wait` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` the step is made at once, as by
+    `optimizer.step`. Where the optimizer has `replicas`, the step is collective over them. Between the two calls
+    gradients and parameters must be left alone, and `wait` must come first: until then no training step of a pipeline
+    and no other step of an optimizer of these stages begins.
 
     Parameters
     ----------

@@ -247,7 +247,7 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, str]:
 
 def subject(schedule: Schedule) -> str:
     """Return what a picture of one schedule is called."""
-    return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {counted(schedule.microbatches, 'micro-batch')}"
+    return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {schedule.batch}"
 
 
 def is_number(value: object) -> bool:

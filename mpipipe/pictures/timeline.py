@@ -29,14 +29,14 @@ class Measured(NamedTuple):
     op : str
         ``F``, ``B``, ``I``, ``W`` or ``R``; any other text is shown in the key as it is.
     stage, microbatch : int or None
-        Logical stage and micro-batch; None for what belongs to none.
+        Logical stage and micro-batch, with slices the number of the unit; None for what belongs to none.
     start, end : float
         Times in the unit of the costs, on one clock for all ranks.
     """
 
     op: str
     stage: int | None
-    microbatch: int | None
+    microbatch: int | str | None
     start: float
     end: float
 
@@ -90,7 +90,15 @@ def draw_timeline(
         first = min(box.start for row in panel for box in row)
         panels.append([[box._replace(start=box.start - first, end=box.end - first) for box in row] for row in panel])
     paper.check_boxes(sum(len(row) for panel in panels for row in panel))
+    if schedule.slices > 1:
+        panels = [[[_with_slice(box, schedule.slices) for box in row] for row in panel] for panel in panels]
     paper.draw(path, lambda: _sheet(timeline, panels, unit))
+
+
+def _with_slice(box: Measured, slices: int) -> Measured:
+    if not isinstance(box.microbatch, int):
+        return box
+    return box._replace(microbatch=f"{box.microbatch // slices}.{box.microbatch % slices}")
 
 
 def _sheet(timeline: Timeline, panels: Sequence[Boxes], unit: str) -> paper.Sheet:

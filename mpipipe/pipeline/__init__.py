@@ -2,18 +2,18 @@
 
 what a user holds        pipeline, pending
 before the first step    construction, plan, ties
-one call                 engine, agreement, batch, loss
+one call                 engine, agreement, batch, units, loss
 one action               executor, clock, messages, gradient_sums, graphs
 what went wrong          check, diagnostics
 """
 
-from mpipipe.pipeline.batch import merge
 from mpipipe.pipeline.construction import construct_on_paper
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
 from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.pipeline.pipeline import Pipeline
 from mpipipe.pipeline.plan import PlannedAction, receive_windows
+from mpipipe.pipeline.units import merge
 
 __all__ = [
     "Branches",

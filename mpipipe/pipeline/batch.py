@@ -6,11 +6,9 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import blake2b
-from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,8 +16,8 @@ from mpipipe import arrays
 from mpipipe.arrays import Array, Download, Forked, Structure, Tree, flatten, read_only, unflatten
 from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
-from mpipipe.even_split import even_split
 from mpipipe.nn import Position
+from mpipipe.pipeline.units import AskedSlices, Slicing, rows_of, split
 from mpipipe.schedules import Schedule, trains
 from mpipipe.text import counted
 
@@ -52,12 +50,12 @@ class BatchFacts(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Inputs and targets of this rank, by micro-batch; None if it holds none. `counts`: rows or entries of each."""
+    """Inputs and targets of this rank, by unit; None if it holds none. `counts`: rows or entries of each."""
 
     facts: BatchFacts = BatchFacts()
-    inputs: list[Tree] | AskedBatch | None = None
-    targets: list[Tree] | AskedBatch | None = None
-    counts: list[int] | None = None
+    inputs: Units | None = None
+    targets: Units | None = None
+    counts: Sequence[float] | None = None
 
 
 class BatchReader:
@@ -65,7 +63,7 @@ class BatchReader:
 
     Where `loss.mean_over_entries` is true, targets count by their entries, else by their rows. `bare` is whether a
     stage of this rank has a backward and does not show its gradients. `names` are those that inputs must have besides
-    the main array; None where the first stage does not say.
+    the main array; None where the first stage does not say. `slicing` is how micro-batches are cut into slices.
     """
 
     def __init__(
@@ -75,7 +73,9 @@ class BatchReader:
         loss: Callable[..., Any] | None,
         bare: bool = False,
         names: Collection[str] | None = None,
+        slicing: Slicing | None = None,
     ):
+        self.slicing = slicing or Slicing()
         self.schedule, self.has_loss, self.rank = schedule, loss is not None, rank
         self.over_batch = bool(getattr(loss, "over_batch", False))
         said = getattr(loss, "mean_over_entries", None)
@@ -103,18 +103,23 @@ class BatchReader:
                 stage=self.schedule.stages - 1,
                 remedy="pass loss=... to Pipeline, for example mpipipe.nn.mean_squared_error",
             )
-        cut_inputs, cut_targets, counts, of_inputs, of_targets = None, None, None, (0, 0, 0, 0), (0, 0, 0, 0)
+        counts: Sequence[float] | None = None
+        input_units, target_units, of_inputs, of_targets = None, None, (0, 0, 0, 0), (0, 0, 0, 0)
         if holds_inputs:
             cut_inputs, rows = self._cut(call, "inputs", inputs)
             listed = isinstance(inputs, list) or callable(inputs)
             if self.names is not None and (self.names or type(inputs) is not np.ndarray):
                 self._check_names(cut_inputs, self.names)
             of_inputs = self._signature(cut_inputs if listed else inputs), sum(rows), len(rows), listed
+            input_units = self.slicing.units(cut_inputs)
         if holds_targets:
             cut_targets, rows = self._cut(call, "targets", targets)
             counts, entries, uneven = self._count(cut_targets if callable(targets) else targets, rows)
+            target_units = self.slicing.units(cut_targets)
+            if self.slicing.count > 1:
+                counts, uneven = self.slicing.counts(counts, cut_targets), True
             of_targets = sum(rows), entries, self.mean_over, uneven
-        return Batch(BatchFacts(*of_inputs, *of_targets, self.bare), cut_inputs, cut_targets, counts)
+        return Batch(BatchFacts(*of_inputs, *of_targets, self.bare), input_units, target_units, counts)
 
     @staticmethod
     def _check_names(inputs: list[Tree] | AskedBatch, names: Collection[str]) -> None:
@@ -351,110 +356,26 @@ class AskedBatch:
             ) from error
 
 
-# -- A batch cut into micro-batches, and outputs of micro-batches put together ----------------------------------------
-
-
-def rows_of(tree: Tree) -> int:
-    """Return the extent of the first axis, which all leaves share; raises ArgumentError if they do not."""
-    leaves = [tree] if type(tree) is np.ndarray else flatten(tree)[0]
-    for leaf in leaves:
-        check_sendable(leaf)
-    counts = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
-    if len(counts) != 1 or -1 in counts:
-        raise ArgumentError(
-            "the arrays of a batch do not share their first axis",
-            found=f"shapes {[leaf.shape for leaf in leaves]}",
-            expected="the same number of rows in each, and at least one axis",
-        )
-    return counts.pop()
-
-
-def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list[int]]:
-    """Cut a batch along axis 0; return the micro-batches and the number of rows of each. A list is cut already.
-
-    On the host the micro-batches are read-only views of the user's arrays, of numpy.ndarray itself where those are of a
-    subclass, such as numpy.memmap. Raises ArgumentError for a batch that is too small or cannot be sent.
-    """
-    if isinstance(batch, list):
-        if len(batch) != microbatches:
-            raise ArgumentError(
-                "a list of micro-batches has the wrong length",
-                found=len(batch),
-                expected=f"{microbatches}, as in the schedule",
-            )
-        counts = [rows_of(tree) for tree in batch]
-        if min(counts, default=1) < 1:
-            raise ArgumentError("an empty micro-batch", found="0 rows", expected="at least 1")
-        return [read_only(tree) for tree in batch], counts
-    rows = rows_of(batch)
-    if rows < microbatches:
-        raise ArgumentError(
-            "the batch is smaller than the number of micro-batches",
-            found=counted(rows, "row"),
-            expected=f"at least {microbatches}",
-            remedy="use a bigger batch, or a schedule with fewer micro-batches",
-        )
-    counts, ranges = _ranges(rows, microbatches)
-    if type(batch) is np.ndarray:
-        view = arrays.read_only(batch)
-        return [view[at] for at in ranges], counts
-    leaves, structure = flatten(read_only(batch))
-    return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
-
-
-@lru_cache(maxsize=64)
-def _ranges(rows: int, microbatches: int) -> tuple[list[int], list[slice]]:
-    """Rows of each micro-batch, and where it lies in the batch."""
-    parts = even_split(rows, microbatches)
-    return [len(part) for part in parts], [slice(part.start, part.stop) for part in parts]
-
-
-def split_as(whole: Tree | list[Tree], pieces: list[Tree]) -> list[Tree]:
-    """Cut gradients of `merge(pieces)` as these lie in it; a list is cut already. None stays None."""
-    if isinstance(whole, list):
-        if len(whole) != len(pieces):
-            raise ArgumentError(
-                "a list of gradients has the wrong length", found=len(whole), expected=f"{len(pieces)}, as the outputs"
-            )
-        return [read_only(tree) for tree in whole]
-    leaves, structure = flatten(read_only(whole))
-    edges = [0, *accumulate(rows_of(piece) for piece in pieces)]
-    for leaf in leaves:
-        if leaf is not None and (not arrays.is_array(leaf) or leaf.shape[:1] != (edges[-1],)):
-            raise ArgumentError(
-                "the gradients do not match the outputs",
-                found=f"shape {leaf.shape}" if arrays.is_array(leaf) else type(leaf).__name__,
-                expected=f"arrays of {counted(edges[-1], 'row')}, or a list of {counted(len(pieces), 'micro-batch')}",
-            )
-    cut = (slice(*edge) for edge in pairwise(edges))
-    return [unflatten([None if leaf is None else leaf[at] for leaf in leaves], structure) for at in cut]
-
-
-def merge(pieces: list[Tree]) -> Tree:
-    """Put micro-batches together along axis 0."""
-    flat = [flatten(piece) for piece in pieces]
-    structure = flat[0][1]
-    columns = zip(*(leaves for leaves, _ in flat))
-    return unflatten([arrays.concatenate(column) for column in columns], structure)
-
-
 # -- What one call is to do on this rank, what it holds while it runs, and what it gives ------------------------------
+
+
+Units: TypeAlias = "list[Tree] | AskedBatch | AskedSlices"  # inputs or targets by unit
 
 
 class CallInputs(NamedTuple):
     """What one call is to do on this rank; `inputs` and `targets` are of the ranks of the first and the last stage."""
 
     training: bool  # whether backwards follow
-    inputs: list[Tree] | AskedBatch
-    targets: list[Tree] | AskedBatch | None  # None where no loss is wanted
+    inputs: Units
+    targets: Units | None  # None where no loss is wanted
     outputs: bool  # whether the outputs of the last stage are wanted
     scale: float  # factor on all gradients
-    positions: list[Position]  # of each micro-batch, for layers that draw random numbers
+    positions: list[Position]  # of each unit, for layers that draw random numbers, or attend to earlier slices
 
 
 @dataclass(slots=True)
 class CallState:
-    """What this rank holds while a call runs, by (stage, micro-batch) or micro-batch."""
+    """What this rank holds while a call runs, by (stage, unit) or unit: without slices a unit is a micro-batch."""
 
     inputs: CallInputs
     marks: list  # of the clock, two for each action that has run

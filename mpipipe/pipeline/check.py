@@ -141,8 +141,8 @@ class Checks:
     def begin(self, inputs: CallInputs) -> None:
         self._clear(inputs.training, inputs.scale == 1)
         for name, stage, trees in (("inputs", 0, inputs.inputs), ("targets", self.last_stage, inputs.targets)):
-            for microbatch, tree in enumerate(trees if isinstance(trees, list) else ()):
-                self.batch[name, microbatch] = watched(stage, microbatch, tree, name)
+            for position, tree in zip(inputs.positions, trees if isinstance(trees, list) else ()):
+                self.batch[name, position.microbatch] = watched(stage, position.microbatch, tree, name)
 
     def end(self) -> None:
         """End a call whose actions have ended and whose messages have left."""

@@ -45,6 +45,7 @@ class Arguments(NamedTuple):
     replicas: Communicator | None  # the user's
     check: bool
     input_grads: bool
+    slice_lengths: Any = None
 
     @property
     def has_replicas(self) -> bool:
@@ -150,6 +151,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
             *_common_facts(arguments),
             ("cut of the layers", getattr(arguments.stages, "layer_ranges", None)),
             ("number of micro-batches", schedule.microbatches),
+            ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
             ("setting MPIPIPE_NCCL=on", settings.nccl_is_demanded()),
@@ -331,7 +333,34 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
         )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
+    if schedule.slices > 1 or arguments.slice_lengths is not None:
+        _check_slices(arguments, dict(zip(numbers, adapters)))
     return adapters
+
+
+def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None:
+    """Raise ArgumentError where lengths, a stage or the loss do not go together with the slices of a schedule."""
+    count, lengths, loss = arguments.schedule.slices, arguments.slice_lengths, arguments.loss
+    if lengths is not None and ([*map(type, lengths)] != [int] * count or min(lengths) < 1 or count == 1):
+        raise ArgumentError(
+            "slice_lengths",
+            found=lengths,
+            expected=f"None, or {counted(count, 'whole number')} of at least 1, one for each slice of the schedule"
+            if count > 1
+            else "None for a schedule without slices",
+        )
+    for number, stage in stages.items():
+        stage.check_slices(number, lengths)
+    if arguments.schedule.stages - 1 in stages and (
+        getattr(loss, "over_batch", False) or getattr(loss, "mean_over_entries", None) is False
+    ):
+        raise ArgumentError(
+            "the loss does not go together with the slices of sequences",
+            found="loss.over_batch" if getattr(loss, "over_batch", False) else "loss.mean_over_entries = False",
+            expected="a mean over target entries, of one slice at a time",
+            remedy="set loss.mean_over_entries = True where that is so, or return (value, doutput, weight); or take a "
+            "schedule without slices",
+        )
 
 
 def check_forwards_first(schedule: Schedule, what: str) -> None:

@@ -20,7 +20,7 @@ from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import own, runtime, settings
 from mpipipe.nn import Position, kernels
 from mpipipe.pipeline.agreement import Agreement
-from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place, split_as
+from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
 from mpipipe.pipeline.construction import Partners, check_forwards_first
 from mpipipe.pipeline.diagnostics import PipelineFlight
@@ -32,7 +32,9 @@ from mpipipe.pipeline.messages import StageMessages
 from mpipipe.pipeline.pending import PendingStep, PipelineState
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
 from mpipipe.pipeline.ties import TieNames, Ties
-from mpipipe.schedules import Schedule, before_backwards
+from mpipipe.pipeline.units import Slicing, split_as
+from mpipipe.schedules import Schedule, before_backwards, recomputed_on
+from mpipipe.text import name_slice, units
 from mpipipe.trace import Recorder
 
 logger = logging.getLogger("mpipipe")
@@ -51,8 +53,10 @@ class Engine:
         loss: Callable[..., Any] | None,
         recompute: bool,
         input_grads: bool,
+        slice_lengths: Sequence[int] | None = None,
     ) -> None:
         self.partners, self.schedule, self.steps_taken, self.input_grads = partners, schedule, 0, input_grads
+        self.slicing = Slicing(schedule.slices, slice_lengths)
         pipe, replicas, stages, rank = partners.pipe, partners.replicas, partners.stages, partners.pipe.rank
         numbers, device = schedule.stages_of(rank), partners.devices[rank]
         pipe.comm.Set_name("mpipipe pipeline")
@@ -86,14 +90,16 @@ class Engine:
         )
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(stages, numbers):
-            stage.attach(number, poll, ends=number == schedule.trained_from and (number > 0 or not input_grads))
+            ends = number == schedule.trained_from and (number > 0 or not input_grads)
+            runs_again = recompute or any(again == number for again, _ in recomputed_on(schedule, rank))
+            stage.attach(number, poll, ends, runs_again)
             if checks is not None:
                 stage.computes = CheckedStage(stage, checks)
             elif device == "cuda" and settings.graphs():
                 use_graphs(stage, mailbox.waits_on_host)
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
         names = stages[0].input_names if numbers and numbers[0] == 0 else None
-        self.batches = BatchReader(schedule, rank, loss, bare, names)
+        self.batches = BatchReader(schedule, rank, loss, bare, names, self.slicing)
         self.tags, self.recompute = tags, recompute
         self.training_plan = ActionPlan(before_backwards(schedule) if recompute else schedule, rank, tags)
         self.forward_plans: dict[int, ActionPlan] = {}  # of calls without backwards, by the number of micro-batches
@@ -152,8 +158,9 @@ class Engine:
         training = call in STEPS
         plan = self.training_plan if training else self.forward_plan(agreed.microbatches)
         self.weighing.begin(agreed, batch.counts or [])
-        replica = self.partners.replica
-        positions = [Position(self.steps_taken, m, replica, training) for m in range(agreed.microbatches)]
+        replica, slices = self.partners.replica, self.slicing.count
+        numbers = units(agreed.microbatches * slices, slices)
+        positions = [Position(self.steps_taken, unit, replica, training, training) for unit in numbers]
         outputs = call in ("forward", "forward_train")
         inputs = CallInputs(training, batch.inputs or [], batch.targets, outputs, scale, positions)
         try:
@@ -207,7 +214,7 @@ class Engine:
             total, problem = self.weighing.settle(shared, self.partners.stages, wait=call == "step")
             self.end_step(before)
         self.end(problem)
-        return PendingStep(shared, self.state, in_order(state, total) if self.input_grads else False)
+        return PendingStep(shared, self.state, self.input_gradients(state, total) if self.input_grads else False)
 
     @contextmanager
     def making_gradients(self, accumulate: bool) -> Iterator[list[tuple[Array, Array]]]:
@@ -264,14 +271,16 @@ class Engine:
         """Take the caller's gradients of the outputs; raises ArgumentError where they do not fit."""
         root = self.schedule.placement[-1]
         check_place("gradients", gradients, self.executor.rank == root, f"rank {root}, which holds the last stage")
-        outputs = [state.outputs[m] for m in range(len(state.outputs))]
-        for m, (gradient, y) in enumerate(zip(split_as(gradients, outputs) if outputs else (), outputs)):
+        outputs = [state.outputs[unit] for unit in range(len(state.outputs))]
+        parts = split_as(gradients, self.slicing.whole(outputs)) if outputs else []
+        for unit, (gradient, y) in enumerate(zip(self.slicing.cut_as(parts, outputs), outputs)):
             try:
                 if self.checks is not None and scale == 1:
                     self.checks.finite(gradient, "doutput", "a gradient that backward was given is not finite")
-                state.loss_gradients[m] = Loss.scaled(gradient, scale, y)
+                state.loss_gradients[unit] = Loss.scaled(gradient, scale, y)
             except MpipipeError as error:
-                error.microbatch = m
+                error.microbatch = state.inputs.positions[unit].microbatch
+                name_slice(error)
                 raise
 
     def backward(self, gradients: Any, scale: Any, accumulate: bool) -> list | None:
@@ -291,14 +300,23 @@ class Engine:
                     self.sums.wait()
             self.end_step(before)
         self.end()
-        return in_order(state, 1.0)
+        return self.input_gradients(state, 1.0)
+
+    def outputs(self, state: CallState) -> list:
+        """The outputs of the last stage by micro-batch; none on other ranks."""
+        return self.slicing.whole([state.outputs[unit] for unit in range(len(state.outputs))])
+
+    def input_gradients(self, state: CallState, scale: float) -> list | None:
+        """The gradients of the inputs by micro-batch, without a factor that they carry; None where there are none."""
+        grads = self.slicing.whole([state.input_gradients[unit] for unit in range(len(state.input_gradients))])
+        return ([unscaled(grad, scale) for grad in grads] if scale != 1 else grads) or None
 
     def share_losses(self, call: str, state: CallState) -> SharedLoss:
         """Begin to send the losses of a call to all ranks."""
         has_loss = state.inputs.targets is not None
         losses = self.executor.losses(state, self.schedule.stages - 1) if has_loss else None
         what = f"{call} (call {self.agreement.count}) of {self.state.name}"
-        return SharedLoss(self.weighing, losses, len(state.inputs.positions), what)
+        return SharedLoss(self.weighing, losses, len(state.inputs.positions) // self.slicing.count, what)
 
     def end(self, problem: MpipipeError | None = None) -> None:
         """Note how long the call took, and let go of its arrays; raise what all ranks have found wrong."""
@@ -367,12 +385,6 @@ def _refuse_write() -> None:
         "parameters would be written between forward_train and its backward, which needs them as they were",
         remedy="call backward first, and then step of the optimizer",
     )
-
-
-def in_order(state: CallState, scale: float) -> list | None:
-    """The gradients of the inputs by micro-batch, without a factor that they carry; None where there are none."""
-    grads = [state.input_gradients[m] for m in range(len(state.input_gradients))]
-    return ([unscaled(grad, scale) for grad in grads] if scale != 1 else grads) or None
 
 
 # -- The choice of what carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks

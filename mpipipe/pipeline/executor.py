@@ -165,8 +165,11 @@ class Executor:
         if action.takes:
             x, lease = self.messages.join(action, state.local, x, lease)
         target = inputs.targets[microbatch] if action.last and inputs.targets is not None else None
+        position = inputs.positions[microbatch]
+        if inputs.training and not action.keeps:
+            position = position._replace(keeps=False)
         state.marks.append(self.now())
-        result = self.stages[action.chunk].forward(x, inputs.positions[microbatch])
+        result = self.stages[action.chunk].forward(x, position)
         if type(result) is not tuple or len(result) != 2:
             raise ArgumentError(
                 "the forward of a stage returns (output, saved)",

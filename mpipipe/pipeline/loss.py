@@ -192,10 +192,18 @@ class Weighing:
         self._facts: BatchFacts | None = None
         self._exponent: int | None = None  # c is 2 to the power of minus this one
 
-    def begin(self, facts: BatchFacts, counts: list[int]) -> None:
+    def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
         self._facts, self.known = facts, self.given is False and not facts.uneven
         self.shares = [count / (facts.total or 1) for count in counts]
+
+    def by_microbatch(self, losses: Sequence[float], microbatches: int) -> Any:
+        """Return the loss of each micro-batch: the mean of its slices by their shares, NaN where these have none."""
+        if len(losses) == microbatches:
+            return losses
+        shares = np.reshape(self.shares, (microbatches, -1))
+        sums = np.where(shares > 0, shares * np.reshape(losses, shares.shape), 0).sum(1)
+        return np.divide(sums, shares.sum(1), out=np.full(microbatches, np.nan), where=shares.any(1))
 
     @property
     def exponent(self) -> int:
@@ -222,8 +230,8 @@ class Weighing:
         if weight is None:
             if facts.uneven and facts.mean_over == UNSAID:
                 raise ArgumentError(
-                    "rows of some micro-batches have more target entries than rows of others, and the loss does not "
-                    "say what its value is a mean over",
+                    "rows of some micro-batches have more target entries than rows of others, or are in slices, and "
+                    "the loss does not say what its value is a mean over",
                     found="(value, doutput)",
                     expected="a weight for each micro-batch",
                     remedy="return (value, doutput, weight), where weight is how many things value is a mean over, "
@@ -316,7 +324,7 @@ class SharedLoss:
         self.pipe, self.what = weighing.pipe, f"the loss of {what}"
         self.table = np.zeros(microbatches + 3)
         if losses is not None:
-            self.table[:-3] = losses
+            self.table[:-3] = weighing.by_microbatch(losses, microbatches)
             # what has no share has no loss either
             self.table[-3] = sum(share * loss for share, loss in zip(weighing.shares, losses) if share)
             if weighing.given:

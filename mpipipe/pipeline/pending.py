@@ -10,6 +10,7 @@ from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.faces import renamed
 from mpipipe.job import RankGroup, is_rank, whoami
 from mpipipe.pipeline.loss import SharedLoss
+from mpipipe.text import name_slice
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class StepResult:
     loss : float
         Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its weight, or its rows.
     losses : list of float
-        Loss of each micro-batch of this pipeline, in order; on every rank. NaN where the weight is 0.
+        Loss of each micro-batch of this pipeline, in order, the mean of its slices where it has some; on every rank.
+        NaN where the weight is 0.
     found : list or None, or False
         What `input_grads` is; False where that was not computed.
     """
@@ -153,6 +155,8 @@ class PipelineState:
     def fail(self, error: BaseException) -> None:
         """End the pipeline, and let the other ranks know. Messages and kernels of the broken call may be under way."""
         self.state = "failed"
+        if isinstance(error, MpipipeError):
+            name_slice(error)
         if not is_rank():  # a process that a stage has forked must not call MPI
             return
         text = f"{self._where()} ({whoami()}) failed: {type(error).__name__}: {error}"

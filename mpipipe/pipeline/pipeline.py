@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 from mpipipe.arrays import Tree, read_only
 from mpipipe.faces import renamed
 from mpipipe.job import Communicator, runtime, settings
-from mpipipe.pipeline.batch import CallState, merge
+from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
 from mpipipe.pipeline.diagnostics import ActivationBytes
 from mpipipe.pipeline.engine import Engine
 from mpipipe.pipeline.pending import PendingStep, StepResult
+from mpipipe.pipeline.units import merge
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.text import counted
 
@@ -53,6 +54,9 @@ class Pipeline:
     input_grads : bool
         Whether training steps compute the gradients of the inputs; the same on every rank. Without them the first layer
         saves a product, and `backward` returns None everywhere.
+    slice_lengths : sequence of int, optional
+        With a schedule of n slices, how many positions each has, along axis 1 of all inputs and targets; by default
+        they are even. See docs/stages.md.
 
     Attributes
     ----------
@@ -105,14 +109,19 @@ class Pipeline:
         replicas: Communicator | None = None,
         check: bool | None = None,
         input_grads: bool = True,
+        slice_lengths: Sequence[int] | None = None,
     ):
         comm = runtime.resolve(comm)
         check = settings.check() if check is None else bool(check)
         partners = agree_on_construction(
-            comm, Arguments(stages, schedule, loss, recompute, replicas, check, bool(input_grads))
-        )
+            comm,
+            Arguments(
+                stages, schedule, loss, recompute, replicas, check=check, input_grads=bool(input_grads),
+                slice_lengths=slice_lengths,
+            ),
+        )  # fmt: skip
         try:
-            self.engine = Engine(partners, schedule, loss, recompute, bool(input_grads))
+            self.engine = Engine(partners, schedule, loss, recompute, bool(input_grads), slice_lengths)
         except BaseException as error:
             end_groups(partners.groups, error)
             raise
@@ -179,7 +188,8 @@ class Pipeline:
         the inputs were a list or function. docs/stages.md has an example.
         """
         agreed, state = self.engine.forward_train(inputs)
-        return _outputs(agreed.listed, state)
+        with self.engine.state:
+            return _outputs(self.engine, agreed.listed, state)
 
     def backward(self, gradients: Batched, scale: float = 1.0, accumulate: bool = False) -> list | None:
         """Run the backwards of the step that `forward_train` has begun, and leave its gradients in the stages.
@@ -225,8 +235,9 @@ class Pipeline:
         batch, agreed = engine.agree("forward", inputs)
         with engine.state:
             state = engine.run("forward", batch, agreed)
+            outputs = _outputs(engine, agreed.listed, state)
         engine.end()
-        return _outputs(agreed.listed, state)
+        return outputs
 
     def durations(self) -> Costs:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage over all training steps.
@@ -251,7 +262,7 @@ class Pipeline:
 
     @property
     def peak_activations(self) -> int:
-        """Most (stage, micro-batch) activations held at once in the last training step, as `simulate` counts."""
+        """Most activations of a unit in a stage held at once in the last training step, as `simulate` counts."""
         return self.engine.peak
 
     @property
@@ -307,9 +318,9 @@ class Pipeline:
         self.engine.state.leave(error, self.close)
 
 
-def _outputs(listed: int, state: CallState) -> Batched:
+def _outputs(engine: Engine, listed: int, state: CallState) -> Batched:
     """The outputs of the last stage in the form of the inputs; None on other ranks."""
-    pieces = [state.outputs[m] for m in range(len(state.outputs))]
+    pieces = engine.outputs(state)
     if not pieces:
         return None
     if listed:

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
 from mpipipe.schedules import Action, Schedule, logical_time_of, recomputed_on, simulate, source
+from mpipipe.text import Unit, units
 
 OrderKey: TypeAlias = tuple[float, int, str, int]  # (time of the end, stage, op, micro-batch): no two are equal
 AHEAD = 8  # receives of a large schedule that are kept posted
@@ -32,7 +33,7 @@ class PlannedAction(NamedTuple):
     op: str  # F, B (full backward), I (input gradient), W (weight gradient), R (the forward again)
     stage: int  # logical
     chunk: int  # index among this rank's stages
-    microbatch: int
+    microbatch: int  # its unit: without slices the micro-batch
     first: bool  # the stage where inputs enter
     last: bool  # the stage where the loss is
     receive: Envelope | None
@@ -56,7 +57,9 @@ class PlannedAction(NamedTuple):
         return [each for each in (self.send, *(port.message for port in self.gives)) if each is not None]
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.microbatch}"
+        unit = self.microbatch
+        cell = "{}.{}".format(*unit.place) if isinstance(unit, Unit) else unit
+        return f"{self.stage}{self.op}{cell}"
 
 
 class ActionPlan:
@@ -149,9 +152,9 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
                 found[stage == ends[direction]].append(Port(name, edge, message, wanted))
         return tuple(found[0]), tuple(found[1])
 
-    steps = []
+    steps, numbers = [], units(schedule.units, schedule.slices)
     for action in order:
-        stage, op, microbatch = action
+        stage, op, microbatch = action.stage, action.op, numbers[action.microbatch]
         receive = send = None
         takes: tuple[Port, ...] = ()
         gives: tuple[Port, ...] = ()

@@ -8,7 +8,7 @@ from statistics import median
 
 from mpipipe.job import group_of
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_steps
-from mpipipe.planning.predict import Choice
+from mpipipe.planning.predict import Choice, predict
 from mpipipe.planning.probe import MeasuredLayers, measure_layers
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem
 from mpipipe.planning.profile import Profile
@@ -47,15 +47,14 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
         if group.rank == 0:
             plans = find_plans(profile, space, problem.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))
-    times = []
-    for choice in tried:
+    whole, times = [replace(choice, slices=1) for choice in tried], []  # sequences, as they are measured
+    for choice in whole:
         with trial_steps(measured, choice) as trial:
             times.append(median(trial.steps(STEPS)))
     if group.rank == 0:
-        predicted = {plan.choice: plan.prediction.seconds for plan in plans}
+        expected = [predict(profile, choice, problem.rows, problem.trained_layers).seconds for choice in whole]
         scales = [
-            max(1e-9, seconds - profile.step) / max(1e-9, predicted[choice] - profile.step)
-            for choice, seconds in zip(tried, times)
+            max(1e-9, seconds - profile.step) / max(1e-9, each - profile.step) for each, seconds in zip(expected, times)
         ]
         profile = replace(profile, scale=median(scales))
         plans = [_scaled(plan, profile) for plan in plans]

@@ -143,7 +143,7 @@ class TrialSteps:
     def __init__(self, measured: MeasuredRanks, plan: LayerPlan, pipeline: Pipeline, norm: optim.GlobalNorm) -> None:
         self.measured, self.pipeline, self.norm = measured, pipeline, norm
         self.group = group_of(measured.mesh.comm)
-        self.optimizer, self.scaler = measured.optimizer(pipeline), measured.scaler()
+        self.optimizer, self.scaler = measured.optimizer(pipeline, measured.mesh), measured.scaler()
         inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
         placement, rank = plan.schedule.placement, measured.mesh.pipe.rank
         self.batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None

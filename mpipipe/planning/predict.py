@@ -56,7 +56,7 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     optimizer, and what `Profile.step` has besides. An action lasts as long as its layers, then `RankCosts.action`, and
     the time for which its messages keep the rank from computing. W and R have no messages. Where ranks share memory
     bandwidth or cores, each computes faster while others are idle: the schedule is shorter by what that saves the
-    busiest rank.
+    busiest rank. The slices of a sequence share what was measured of it as a whole.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     """
     schedule = choice.build(profile.ranks, trained)
     size = -(-rows // choice.microbatches)
-    costs = _costs(profile, schedule, choice.ranges, size, rows / (size * choice.microbatches))
+    costs = _costs(profile, schedule, choice.ranges, size, rows / (size * schedule.units))
     timeline = schedules.simulate(schedule, costs)
     faster = _speed(timeline, profile.alone)
     own = [_layers(schedule, choice.ranges, rank) for rank in range(profile.ranks)]
@@ -126,7 +126,7 @@ def _layers(schedule: Schedule, ranges: Sequence[tuple[int, int]], rank: int) ->
 
 
 def _costs(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int, share: float) -> Costs:
-    """Return the costs of stages. `share` is what the mean micro-batch has of one of `size` sequences."""
+    """Return the costs of stages. `share` is what the mean unit has of a micro-batch of `size` sequences."""
     ranks, last = profile.costs[size], schedule.stages - 1
     splits = {action.stage for order in schedule.orders for action in order if action.op == INPUT_GRAD}
     links = [_link(profile, schedule, stage, size) for stage in range(schedule.stages)]
@@ -153,7 +153,8 @@ def _link(profile: Profile, schedule: Schedule, edge: int, size: int) -> Link:
     if edge == 0 or schedule.placement[edge - 1] == schedule.placement[edge]:
         return Link()
     low, high = sorted(schedule.placement[edge - 1 : edge + 1])
-    return profile.links[size][low if high == low + 1 else high]
+    link = profile.links[size][low if high == low + 1 else high]
+    return Link(link.message / schedule.slices, link.transfer / schedule.slices)
 
 
 def _activations(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[int, int]], size: int) -> Sequence[float]:
@@ -164,7 +165,8 @@ def _activations(profile: Profile, schedule: Schedule, ranges: Sequence[tuple[in
         kinds = [profile.kinds[layer] for layer in range(*cut)]
         kept = sum(max(sizes.activation[kind], sizes.split[kind] * (stage in splits)) for kind in kinds)
         whole.append(kept + (sizes.loss if stage == schedule.stages - 1 else 0))
-    return schedules.peak_memory(schedule, whole, [min(size, sizes.message) for size in whole])
+    parts = [each / schedule.slices for each in whole]
+    return schedules.peak_memory(schedule, parts, [min(each, sizes.message / schedule.slices) for each in parts])
 
 
 # -- What a plan decides, and the schedule that follows from it -------------------------------------------------------
@@ -186,6 +188,8 @@ class Choice:
         Whether every forward is run again before its backward.
     recompute_limit : int, optional
         Activations of stages that a rank may hold; as many forwards as that needs are run again.
+    slices : int
+        Parts of each sequence that go through the pipeline one after the other. A search leaves them as they are.
 
     Examples
     --------
@@ -203,6 +207,7 @@ class Choice:
     partition: tuple[int, ...]
     recompute: bool = False
     recompute_limit: int | None = None
+    slices: int = 1
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -243,7 +248,9 @@ class Choice:
         ----------
         ranks, trained : as for `build`
         """
-        made = schedules.by_name(self.schedule, ranks=ranks, chunks=self.chunks, microbatches=self.microbatches)
+        made = schedules.by_name(
+            self.schedule, ranks=ranks, chunks=self.chunks, microbatches=self.microbatches, slices=self.slices
+        )
         return completed(made, self.ranges, trained, self.recompute_limit)
 
     @property

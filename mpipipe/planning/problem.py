@@ -49,6 +49,7 @@ class PlanningProblem:
     batch, ranks, replicas, seq : samples of a step, and the shape of the mesh
     dtype, optimizer : names
     moments : arrays as big as the parameters that the optimizer keeps
+    shards : replicas that keep a share of these each; 1 where all keep all
     fixed : fields of a Choice that stay as they are
     memory_limit : bytes that a rank may need
     facts : what measured times hold for, besides the layers
@@ -69,6 +70,7 @@ class PlanningProblem:
     memory_limit: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     inputs: Sequence[str] = ()
+    shards: int = 1
 
     @property
     def rows(self) -> int:
@@ -87,7 +89,8 @@ class PlanningProblem:
 
     def plan(self, choice: Choice) -> LayerPlan:
         """Return the plan of layers that a choice makes."""
-        return LayerPlan.of(choice, self.ranks, self.rows, self.trained_layers).with_names(self.layers)
+        schedule = choice.schedule_of(self.ranks, self.trained_layers)
+        return LayerPlan(schedule, choice.ranges, self.rows).with_names(self.layers)
 
     @cached_property
     def signatures(self) -> tuple[str, ...]:
@@ -120,9 +123,15 @@ class PlanningProblem:
         narrow = arrays.dtype(self.dtype)
         wide = arrays.accumulator(narrow).itemsize
         half = narrow.itemsize if narrow.itemsize < wide else 0
-        more = wide * (1 + self.moments)
         counts = self._per_layer(declared(self.layers))
-        return tuple(count * (wide + half) + trained * more for count, trained in zip(counts, self.trained_counts))
+        return tuple(
+            count * (wide + half) + trained * wide + self.moment_bytes(trained)
+            for count, trained in zip(counts, self.trained_counts)
+        )
+
+    def moment_bytes(self, trained: int) -> int:
+        """Bytes of the optimizer's state of this number of parameters, on one rank."""
+        return -(-trained // self.shards) * arrays.accumulator(arrays.dtype(self.dtype)).itemsize * self.moments
 
     def _per_layer(self, parameters: Mapping[str, Parameter]) -> tuple[int, ...]:
         counts = [0] * len(self.layers)
@@ -140,7 +149,7 @@ class MeasuredRanks:
     loss_for : makes the loss after a stage, for the samples of a micro-batch
     example : makes inputs and targets: of a number of rows, for a number of micro-batches
     message_shape : of what a stage hands to the next, for the samples of a micro-batch
-    optimizer, scaler : make those of the training
+    optimizer, scaler : make those of the training; the optimizer over a mesh, or on one rank
     lr, clip, seed : of the training
     inputs : an input of each layer, for one row, where they are not all alike
     """
@@ -151,7 +160,7 @@ class MeasuredRanks:
     loss_for: Callable[[nn.Stage, int], Callable[..., Any]]
     example: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
     message_shape: Callable[[int], tuple[int, ...]]
-    optimizer: Callable[[Pipeline], Optimizer]
+    optimizer: Callable[[Pipeline, Mesh | None], Optimizer]
     scaler: Callable[[], optim.LossScaler]
     lr: float
     clip: float

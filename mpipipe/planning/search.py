@@ -109,11 +109,12 @@ class Space:
 
     @property
     def microbatches(self) -> list[int]:
-        """Numbers of micro-batches to try: divisors of the sequences, from one micro-batch for each rank on."""
+        """Numbers of micro-batches to try: divisors of the sequences, from one unit for each rank on."""
         if "microbatches" in self.fixed:
             return [self.fixed["microbatches"]]
         most = min(self.rows, MOST_PER_RANK * self.ranks)
-        found = [count for count in range(min(self.ranks, self.rows), most + 1) if self.rows % count == 0] or [most]
+        least = min(-(-self.ranks // self.fixed.get("slices", 1)), self.rows)
+        found = [count for count in range(least, most + 1) if self.rows % count == 0] or [most]
         if len(found) <= COUNTS:
             return found
         return [found[round(place * (len(found) - 1) / (COUNTS - 1))] for place in range(COUNTS)]
@@ -206,7 +207,8 @@ def _plans(profile: Profile, space: Space, memory_limit: int | None) -> Iterator
     for microbatches in space.microbatches:
         size = -(-space.rows // microbatches)
         for name, chunks in space.forms:
-            choice = Choice(name, chunks, microbatches, (), **(space.recomputation or {}))
+            slices = space.fixed.get("slices", 1)
+            choice = Choice(name, chunks, microbatches, (), slices=slices, **(space.recomputation or {}))
             plan = _first(profile, space, choice, size, memory_limit)
             key = None if plan is None else (plan.prediction.schedule.placement, plan.prediction.schedule.orders)
             if key is not None and key in seen:

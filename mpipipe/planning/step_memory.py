@@ -1,12 +1,10 @@
 """What each rank of a training would hold in memory: one micro-batch runs through each kind of layer, and is added up.
 
-What is kept is counted array by array; what an action takes on top is how far the resident memory of the process grows
-meanwhile.
+What is kept is counted array by array; what an action takes on top is the most that is allocated at once meanwhile.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Branches, Structure, Tree
 from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import array_bytes, check_memory, new_bytes, peak, process_bytes, resident
+from mpipipe.planning.memory import array_bytes, check_memory, new_bytes, process_bytes, taking, tracing
 from mpipipe.planning.problem import PlanningProblem, attentions, parameters_of
 from mpipipe.schedules import Schedule, before_backwards
 
@@ -36,6 +34,7 @@ class StageBytes:
         saved, and of the input
     loss : gradient of the loss
     forward, backward, input_grad, weight_grad : most that the action allocates at once, its results included
+    keys, sums : keys and values of a sequence in slices, and sums of their gradients
     """
 
     tables: float = 0
@@ -54,6 +53,8 @@ class StageBytes:
     backward: float = 0
     input_grad: float = 0
     weight_grad: float = 0
+    keys: float = 0
+    sums: float = 0
 
 
 def joined(layers: Sequence[StageBytes]) -> StageBytes:
@@ -81,6 +82,8 @@ def joined(layers: Sequence[StageBytes]) -> StageBytes:
         backward=backward,
         input_grad=input_grad,
         weight_grad=max(each.weight_grad for each in layers),
+        keys=sum(each.keys for each in layers),
+        sums=sum(each.sums for each in layers),
     )
 
 
@@ -105,9 +108,9 @@ def layer_bytes(
     def measured(layer: nn.Layer) -> tuple[StageBytes, Shapes, bool]:
         needs = {f"{parameters_of([layer]):,} parameters and their gradients": 2 * wide * parameters_of([layer])}
         check_memory("measuring a layer", needs, "run it on a machine with more memory")
-        resident()
+        taken = taking()
         stage = nn.Stage([layer], problem.dtype, first=len(found), frozen=frozen)
-        drawing = peak() - resident()
+        drawing = max(0, taken() - stage.buffers.nbytes)
         stage.optimizer_writes_compute()
         still = below and layer.frozen
         stage.end_backward(below and not still)
@@ -117,8 +120,7 @@ def layer_bytes(
             each, shapes = _micro_batch(stage, loss, x, targets, not still)
         return replace(each, drawing=drawing), shapes, still
 
-    gc.freeze()  # `resident` need not look through what is there already
-    try:
+    with tracing():
         while layers:
             layer = layers.pop(0)
             takes, gives, _ = nn.names_of([layer])
@@ -129,8 +131,6 @@ def layer_bytes(
             each, shapes, below = known[key]
             found.append(each)
             x = zeros_of(shapes)
-    finally:
-        gc.unfreeze()
     return found, {name: bytes_of(value) for name, value in values.items()}
 
 
@@ -150,7 +150,7 @@ def _micro_batch(
         return y, saved, dy
 
     for _ in range(2):
-        start = resident()
+        taken = taking()
         y, saved, gradient = forward()
         before, after, held = _main(x), _main(y), saved if trained else ()
         kept, more = new_bytes([held, gradient if loss else ()], shared)
@@ -163,26 +163,26 @@ def _micro_batch(
             loss=more,
         )
         least = kept + more + found.output - found.keeps_output
-        found, shapes = replace(found, forward=max(least, peak() - start)), shapes_of(y)
+        found, shapes = replace(found, forward=max(least, taken())), shapes_of(y)
         del y, after, held
         if not trained:
             continue
-        start = resident()
+        taken = taking()
         stage.backward(gradient, saved)
-        backward = peak() - start
+        backward = taken()
         del saved, gradient
         _, saved, gradient = forward()
-        start = resident()
+        taken = taking()
         pending = stage.backward_input(gradient, saved)[1]
-        input_grad = peak() - start
+        input_grad = taken()
         (waiting,), (_, added) = new_bytes([pending], shared), new_bytes([saved, pending], shared)
         pends = _within(before, pending)
         del saved, gradient
-        start = resident()
+        taken = taking()
         stage.backward_weight(pending)
         found = replace(
             found, pending=waiting, added=added, pends_input=pends,
-            backward=backward, input_grad=max(added, input_grad), weight_grad=peak() - start,
+            backward=backward, input_grad=max(added, input_grad), weight_grad=taken(),
         )  # fmt: skip
         del pending
     parts = [vars(part) for _, part in stage.layers[0].walk("") if not isinstance(part, ForeignLayer)]
@@ -278,11 +278,12 @@ def rank_bytes(
     *,
     recompute: bool,
     copied: bool,
+    shares: Sequence[float] = (1.0,),
 ) -> list[RankBytes]:
     """Return what each rank of a pipeline holds, from what `layer_bytes` has measured for one rank.
 
     `example` are inputs and targets of a micro-batch, `copied` says whether the model is copied at the end for a
-    sample.
+    sample, and `shares` are those of the slices in a sequence.
     """
     schedule = before_backwards(plan.schedule) if recompute else plan.schedule
     layers, named = measured
@@ -290,6 +291,9 @@ def rank_bytes(
     if problem.seq > 1:
         positions = first.shape[0] * first.shape[1]
         layers = [with_ring(each, layer, positions, problem.dtype) for each, layer in zip(layers, problem.layers)]
+    if schedule.slices > 1:
+        positions = first.shape[0] * first.shape[1]
+        layers = [with_slices(each, layer, positions, problem.dtype) for each, layer in zip(layers, problem.layers)]
     stages: list[StageBytes] = []
     inputs: list[float] = []
     for number, (start, stop) in enumerate(plan.layer_ranges):
@@ -304,7 +308,7 @@ def rank_bytes(
     ranks = []
     for rank in range(problem.ranks):
         window = windows(rank) if schedule.ranks > 1 else 0
-        held = [round(part) for part in peak_of_step(schedule, rank, stages, inputs, window)]
+        held = [round(part) for part in peak_of_step(schedule, rank, stages, inputs, window, shares)]
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
         ranges = plan.ranges_of(rank)
         sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
@@ -318,7 +322,7 @@ def rank_bytes(
                 count=count,
                 parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
                 gradients=trained * wide,
-                moments=trained * wide * problem.moments,
+                moments=problem.moment_bytes(trained),
                 tables=round(sum(stage.tables for stage in own)),
                 activations=held[0],
                 messages=held[1],
@@ -355,12 +359,19 @@ def _with_buffers(step: int, buffers: list[int]) -> int:
 
 
 def peak_of_step(
-    schedule: Schedule, rank: int, stages: Sequence[StageBytes], inputs: Sequence[float], window: int
+    schedule: Schedule,
+    rank: int,
+    stages: Sequence[StageBytes],
+    inputs: Sequence[float],
+    window: int,
+    shares: Sequence[float] = (1.0,),
 ) -> tuple[float, float, float]:
     """Walk through the order of a rank; return bytes of activations, messages and scratch at the peak.
 
-    `inputs` are bytes of the input of a micro-batch, for all stages, and `window` is that of `receive_windows`.
+    `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of `receive_windows`, and
+    `shares` are those of the slices in a sequence.
     """
+    parts = [([share_of(stage, share) for stage in stages], [share * size for size in inputs]) for share in shares]
     placement, last, order = schedule.placement, schedule.stages - 1, schedule.orders[rank]
     away = {
         stage: (stage > 0 and placement[stage - 1] != rank, stage < last and placement[stage + 1] != rank)
@@ -368,10 +379,14 @@ def peak_of_step(
     }  # whether the input comes from another rank, and the gradient of the output
     receives = [op in "FBI" and away[stage][op != "F"] for stage, op, _ in order]
     waiting = sum(receives)
-    largest = max((inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0)
+    largest = max((inputs[at] for stage in away for at in (stage, stage + 1) if 0 < at <= last), default=0) * max(
+        shares
+    )
     best, activations, local, leaving, leased, buffers = (0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0
     for (stage, op, microbatch), receiving in zip(order, receives):
-        own, trained, (from_away, to_away) = stages[stage], schedule.has_backward(stage), away[stage]
+        number, final = microbatch % schedule.slices, schedule.slices - 1
+        of_stages, inputs = parts[number]
+        own, trained, (from_away, to_away) = of_stages[stage], schedule.has_backward(stage), away[stage]
         here = inputs[stage] if stage and not from_away else 0.0
         if receiving:
             buffers = max(buffers, leased + min(window, waiting))
@@ -388,13 +403,22 @@ def peak_of_step(
             "I": (own.input_grad, own.pending - own.saved),
             "W": (own.weight_grad, -own.pending),
         }[op]
+        activations += own.keys * (op == "F" and number == 0) + own.sums * (op in "BI" and number == final)
         best = max(best, (activations + saved + local, buffers * largest, scratch + leaving), key=sum)
         activations += more
+        if number == (0 if trained else final) and op in ("BI" if trained else "F"):
+            activations -= own.keys + own.sums * trained
         leaving = own.output if op == "F" and to_away else inputs[stage] if op in "BI" and from_away else 0.0
         if op in "BW" or (op == "F" and not trained):  # the input of the forward, and the gradient of the output
             local -= here
             leased -= from_away + (op != "F" and to_away)
     return best
+
+
+def share_of(whole: StageBytes, share: float) -> StageBytes:
+    """Return the bytes of a slice that has this share of a sequence."""
+    kept = {name: share * size for name, size in vars(whole).items() if name not in ("keys", "sums")}
+    return replace(whole, **kept)
 
 
 # -- What attention over a ring of ranks takes beyond attention on one rank: the messages with keys and values --------
@@ -420,6 +444,20 @@ def with_ring(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str)
     )
 
 
+# -- What attention takes where sequences come in slices: keys and values are those of the whole sequence --------------
+
+
+def with_slices(measured: StageBytes, layer: nn.Layer, positions: int, dtype: str) -> StageBytes:
+    """Return the bytes of a layer, measured on whole sequences, with keys, values and their gradients apart.
+
+    A micro-batch has `positions` on this rank.
+    """
+    kind = arrays.dtype(dtype)
+    width = sum(2 * each.kv_heads * each.head_dim * positions for each in attentions([layer]))
+    keys = width * kind.itemsize
+    return replace(measured, saved=measured.saved - keys, keys=keys, sums=width * arrays.accumulator(kind).itemsize)
+
+
 # -- Refuses models and batches that do not fit into this machine, before memory for them is taken --------------------
 #
 # The limits are generous. What they let through may still be too much; what they refuse could not have run. Bytes are
@@ -443,7 +481,7 @@ def check_training(
     if device == "cpu":
         trained = sum(problem.trained_counts[layer] for layer in own)
         needs |= {
-            f"gradients and state of {problem.optimizer}": trained * wide * (1 + problem.moments),
+            f"gradients and state of {problem.optimizer}": trained * wide + problem.moment_bytes(trained),
             "activations of one micro-batch": len(own) * message,
         }
     check_memory(f"training on pipeline rank {rank}", needs, "lower dim, hidden, layers, batch or seq_len, or use "

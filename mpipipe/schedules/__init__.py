@@ -37,6 +37,7 @@ from mpipipe.schedules.search.memory_limited import search_with_recompute
 from mpipipe.schedules.search.search import search
 from mpipipe.schedules.simulate import EQUAL_COSTS as EQUAL_COSTS
 from mpipipe.schedules.simulate import FORM as FORM
+from mpipipe.schedules.simulate import TIMES as TIMES
 from mpipipe.schedules.simulate import Costs, Links, Timeline, peak_memory, simulate
 from mpipipe.schedules.zero_bubble import dualpipe_v, interleaved_zero_bubble, zero_bubble_h1, zero_bubble_v
 

@@ -23,7 +23,7 @@ class Action(NamedTuple):
         ``F`` forward, ``B`` full backward, ``I`` gradient of the input, ``W`` gradient of the weights; B = I + W. ``R``
         is the forward once more: its F kept the input of the stage alone, from which R makes what the backward needs.
     microbatch : int
-        Its index; 0 is the first.
+        Its index; 0 is the first. In a schedule with n slices that of a unit: slice s of micro-batch m is m n + s.
     """
 
     stage: int
@@ -32,6 +32,19 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
+
+
+def cell(action: tuple[int, str, int], slices: int) -> str:
+    """Write an action as ``2F0``, or as ``2F0.1``, with its slice, where sequences are cut into several."""
+    stage, op, unit = action
+    return f"{stage}{op}{unit}" if slices == 1 else f"{stage}{op}{unit // slices}.{unit % slices}"
+
+
+def place_of(unit: int | None, slices: int) -> dict[str, int | None]:
+    """Return micro-batch and slice of a unit, by the names of errors; no slice where sequences are whole."""
+    if slices == 1 or unit is None:
+        return {"microbatch": unit}
+    return {"microbatch": unit // slices, "slice": unit % slices}
 
 
 # -- The orders of all ranks, each one made when it is asked for: no rank needs all orders of a large schedule at once -

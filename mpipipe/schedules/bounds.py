@@ -3,6 +3,10 @@
 The backward may be split. Where the schedule has R actions, the bound is for schedules which recompute the same
 forwards. Memory is no argument then, since an activation that is recomputed is not held all the time.
 
+A bound of M n micro-batches holds for M micro-batches in n slices, too: their order within a sequence can only make a
+schedule slower. The first argument knows that order. Where slices differ in time, all are taken to be as short as the
+shortest, but for the work of a rank.
+
 Four arguments give a bound each, and the largest counts.
 
     a busy rank        work that cannot begin before the first F has come to this rank, and after whose last action
@@ -47,8 +51,8 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     costs : Costs, optional
         Times of the actions.
     memory_limit : float, optional
-        Chunk activations that a rank may hold at once, at least its number of stages with backwards; by default there
-        is no limit. It does not count where the schedule recomputes anything.
+        Chunk activations that a rank may hold at once, at least its number of stages with backwards, times the slices
+        of a sequence; by default there is no limit. It does not count where the schedule recomputes anything.
 
     Examples
     --------
@@ -61,12 +65,12 @@ def lower_bound(schedule: Schedule, costs: Costs = EQUAL_COSTS, memory_limit: fl
     if schedule.forwards_only and any(schedule.orders):
         trained_from = schedule.stages
     if not schedule.recomputed:
-        return least_time(placement, microbatches, costs, memory_limit, trained_from)
+        return least_time(placement, microbatches, costs, memory_limit, trained_from, slices=schedule.slices)
     memory_limit = checks.limit(memory_limit)
     if memory_limit is not None and not memory_limit > 0:
         raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={memory_limit}")
     again = Counter(stage for stage, _ in schedule.recomputed)
-    return least_time(placement, microbatches, costs, None, trained_from, again)
+    return least_time(placement, microbatches, costs, None, trained_from, again, slices=schedule.slices)
 
 
 def least_time(
@@ -76,17 +80,27 @@ def least_time(
     memory_limit: float | None,
     trained_from: int = 0,
     recomputations: Mapping[int, int] | None = None,
+    *,
+    slices: int = 1,
 ) -> float:
     """Return the bound for stages on ranks; stages before `trained_from` have forwards alone.
 
-    `recomputations` gives the number of R's of a stage. Only without a limit of memory do they count.
+    `recomputations` gives the number of R's of a stage. Only without a limit of memory do they count. `microbatches`
+    are units.
     """
-    limit = whole_limit(placement[trained_from:], microbatches, memory_limit)
+    limit = whole_limit(placement[trained_from:], microbatches, memory_limit, slices)
+    shortest = min(costs.per_slice(slices))
+    if shortest < 1:
+        names = "forward", "input_grad", "weight_grad", "recompute"
+        times = {name: [shortest * time for time in costs.per_stage(name, len(placement))] for name in names}
+        costs = Costs(**times, transfer=costs.transfer)
     stages = _stages(placement, costs, trained_from, recomputations or {})
+    # in the last stage a sequence has all of its forwards before its backwards
+    whole = _stages(placement, costs, trained_from, recomputations or {}, slices / shortest)
     bounds: list[float] = []
     for rank in set(placement):
         own = [stage for stage, home in zip(stages, placement) if home == rank]
-        bounds += _busy(own, microbatches)
+        bounds += _busy([stage for stage, home in zip(whole, placement) if home == rank], microbatches / shortest)
         trained = [stage for stage in own if stage.is_trained]
         if trained:
             bounds += _round_trip(trained, microbatches, limit)
@@ -166,7 +180,7 @@ class _Stage(NamedTuple):
 
 
 def _stages(
-    placement: Sequence[int], costs: Costs, trained_from: int, recomputations: Mapping[int, int]
+    placement: Sequence[int], costs: Costs, trained_from: int, recomputations: Mapping[int, int], slices: float = 1
 ) -> list[_Stage]:
     count = len(placement)
     trained = [stage >= trained_from for stage in range(count)]
@@ -181,8 +195,8 @@ def _stages(
         forward_begins.append(forward_begins[-1] + forward[stage - 1] + hop[stage])
         travels = hop[stage] + input_grad[stage - 1] + input_follow[-1] if trained[stage - 1] else 0.0
         input_follow.append(max(weight_grad[stage], travels))
-    input_begins = [forward_begins[-1] + forward[-1]]
-    forward_follow = [input_grad[-1] + input_follow[-1]]
+    input_begins = [forward_begins[-1] + slices * forward[-1]]
+    forward_follow = [slices * input_grad[-1] + input_follow[-1]]
     for stage in range(count - 2, -1, -1):
         input_begins.append(input_begins[-1] + input_grad[stage + 1] + hop[stage + 1])
         forward_follow.append(forward_follow[-1] + hop[stage + 1] + forward[stage + 1])
@@ -191,7 +205,7 @@ def _stages(
     return [_Stage(*row) for row in zip(trained, *times, again)]
 
 
-def _busy(own: Sequence[_Stage], microbatches: int) -> Iterator[float]:
+def _busy(own: Sequence[_Stage], microbatches: float) -> Iterator[float]:
     """Yield earliest begin + work + what follows, of the actions that begin and are followed no less than some.
 
     Valid since all of that work is on one rank, after the earliest of these begins and before the latest of its ends.

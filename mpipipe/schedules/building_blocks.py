@@ -12,7 +12,8 @@ the six; the cells at the turns are chosen so.
 Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362.
 
 A block only gives the order of F's and I's on each rank. They then run as early as they can, and W's fill the waits. P
-is `ranks`, M `microbatches`; a count below 1, and costs that do not fit, raise ArgumentError.
+is `ranks`, M `microbatches`; a count below 1, and costs that do not fit, raise ArgumentError. `slices` are those of
+classic.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
 from mpipipe.schedules.search.problem import OrderProblem
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
+from mpipipe.schedules.slices import in_slices
 from mpipipe.schedules.zero_bubble import v_placement, zero_bubble_h2
 
 PERIOD = 6
@@ -55,7 +57,7 @@ TRIED = 8  # they are tried on so many micro-batches more than ranks
 #     rank 1  .  F0 .  .  .  .  f0 F1 .  i0 w0 .  f1 F2 I0 i1 W0 w1 f2 F3 I1 i2 W1 w2 f3 .  I2 i3 W2 w3 .  .  I3 W3 .
 #     rank 2  .  .  F0 .  .  f0 .  .  F1 .  i0 f1 w0 I0 F2 W0 i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3 .  .
 #     rank 3  .  .  .  F0 f0 .  .  .  .  F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3 .  .
-def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
+def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1) -> Schedule:
     """Build V-Min: a third of 1F1B's memory, at about two thirds of its bubble.
 
     Where F, I and W take the same time, the bubble is at most 2/3 of 1F1B's for M >= 2P.
@@ -67,16 +69,18 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule
         A rank holds at most 2 floor((P+4)/3) chunk activations, half as many of a whole stage.
     costs : Costs, optional
         Times of the 2P stages, for the places of the W's.
+    slices : int, optional
     """
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    return _repeated("v_min", ranks, microbatches, costs, SHORT, lambda p: 2 * ((p + 4) // 3))
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    units, mean = microbatches * slices, costs.of_mean_slice()
+    return in_slices(_repeated("v_min", ranks, units, mean, SHORT, lambda p: 2 * ((p + 4) // 3)), slices)
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2 I3 W3
 #     rank 1  .  F0 F1 .  .  .  f0 F2 .  i0 f1 F3 w0 i1 f2 w1 .  I0 i2 W0 f3 w2 I1 i3 W1 w3 I2 W2 I3 W3 .
 #     rank 2  .  .  F0 F1 .  f0 .  .  F2 f1 i0 w0 F3 f2 i1 w1 I0 W0 .  f3 i2 I1 w2 W1 i3 I2 w3 I3 W2 W3 .
 #     rank 3  .  .  .  F0 f0 F1 f1 .  .  F2 .  i0 f2 w0 F3 I0 i1 W0 f3 I1 w1 i2 I2 W1 w2 i3 I3 W2 w3 W3 .
-def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
+def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1) -> Schedule:
     """Build V-Half: half of 1F1B's memory, at less than half of its bubble.
 
     Where F, I and W take the same time, the bubble is at most 1/2 of 1F1B's for M >= 2P.
@@ -86,7 +90,7 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     ----------
     ranks, microbatches : int
         A rank holds at most 2 floor((P+2)/2) chunk activations, half as many of a whole stage.
-    costs : Costs, optional
+    costs, slices : optional
         As for `v_min`.
 
     Examples
@@ -95,8 +99,9 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedul
     >>> max(schedules.simulate(schedules.v_half(8, 16)).peak_activations), 8 + 2
     (10, 10)
     """
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    return _repeated("v_half", ranks, microbatches, costs, MIDDLE, lambda p: 2 * ((p + 2) // 2))
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    units, mean = microbatches * slices, costs.of_mean_slice()
+    return in_slices(_repeated("v_half", ranks, units, mean, MIDDLE, lambda p: 2 * ((p + 2) // 2)), slices)
 
 
 def _repeated(
@@ -203,7 +208,13 @@ H1 = OrderRule("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
 
 
 def zero_bubble_2p(
-    ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, memory_limit: float | None = None, kept: float = 1.0
+    ranks: int,
+    microbatches: int,
+    costs: Costs = EQUAL_COSTS,
+    memory_limit: float | None = None,
+    kept: float = 1.0,
+    *,
+    slices: int = 1,
 ) -> Schedule:
     """Build ZB-2P: a split backward with more forwards ahead, within a limit of memory.
 
@@ -218,9 +229,10 @@ def zero_bubble_2p(
     costs : Costs, optional
         Times of the P stages.
     memory_limit : float, optional
-        Activations that a rank may hold at once, at least 1; by default 2P.
+        Activations of units that a rank may hold at once, at least n; by default 2P + n - 1.
     kept : float, optional
         Share of an activation that a stage still holds between I and W, 0 to 1, as far as the limit is concerned.
+    slices : int, optional
 
     Examples
     --------
@@ -229,27 +241,30 @@ def zero_bubble_2p(
     >>> timeline.makespan - 3 * 8, timeline.peak_activations
     (3.0, [7, 7, 7, 7])
     """
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
-    limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit)
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    units, costs = microbatches * slices, costs.of_mean_slice()
+    limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit) - (slices - 1)
     if not limit >= 1:
-        raise ArgumentError("no schedule keeps this memory limit", found=f"memory_limit={limit}", expected="at least 1")
+        raise ArgumentError(
+            "no schedule keeps this memory limit", found=f"memory_limit={memory_limit}", expected=f"at least {slices}"
+        )
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
-    if are_alike(costs, ranks) and min(limit, microbatches) >= 2 * ranks - 1:
-        return zero_bubble_h2(ranks, microbatches)
-    whole = _Tries(ranks, microbatches, costs, limit, kept)
+    if are_alike(costs, ranks) and min(limit, units) >= 2 * ranks - 1:
+        return in_slices(zero_bubble_h2(ranks, units), slices)
+    whole = _Tries(ranks, units, costs, limit, kept)
     small = min(ranks, MANY)
     average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)
-    few = _Tries(small, min(microbatches, 3 * small), average, share, kept)
+    few = _Tries(small, min(units, 3 * small), average, share, kept)
     best = few.best()
-    if (small, few.problem.microbatches) == (ranks, microbatches):
+    if (small, few.problem.microbatches) == (ranks, units):
         found = whole.made(best[0])  # H1 is among those that were tried
     else:
-        number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * microbatches)))
+        number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
         finalists = dict.fromkeys([*best[:number], H1])
         found = fastest(map(whole.made, finalists), whole.least() if number == 1 else (0.0, 0.0))
     assert found is not None, f"no order keeps {limit} activations"
-    return whole.problem.schedule("zero_bubble_2p", found.orders)
+    return in_slices(whole.problem.schedule("zero_bubble_2p", found.orders), slices)
 
 
 class _Tries:

@@ -7,12 +7,15 @@ same gradients in the same order, to the last bit.
 In the pictures time runs to the right. A forward takes one cell, a backward two, and dots are idle time. F0 is the
 forward of micro-batch 0; small letters are a rank's second chunk. The bubble is the idle time of a rank. It is given in
 f and b, the times of the forward and of the full backward of one chunk. P is `ranks`, V `chunks` and M `microbatches`;
-a count below 1 raises ArgumentError.
+a count below 1 raises ArgumentError. With `slices` n above 1 each micro-batch passes as n slices of its sequences (see
+slices.py), M n units in all: f and b are those of a slice, M n stands for M in the formulas, and a rank with one stage
+holds n - 1 units more where it does not hold all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 
@@ -21,12 +24,13 @@ from mpipipe.even_split import even_split
 from mpipipe.schedules.action import BACKWARD, FORWARD, Action, OrdersOnDemand
 from mpipipe.schedules.checks import counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
+from mpipipe.schedules.slices import in_slices
 
 
 #     rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---
 #     rank 1  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .
 #     rank 2  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .
-def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
+def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int = 1) -> Schedule:
     """Build GPipe: all forwards, then all backwards.
 
     Bubble (P-1)(f+b); every rank holds M activations.
@@ -37,6 +41,7 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     ranks, microbatches : int
     backward : {"fifo", "lifo"}, optional
         "lifo" takes the last micro-batch first, as reverse differentiation does, and so sums gradients in reverse.
+    slices : int, optional
 
     Examples
     --------
@@ -47,18 +52,27 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo") -> Schedule:
     """
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
-    return looped("gpipe", ranks, 1, microbatches, _breadth_first, breadth_first, backward == "lifo")
+    if backward == "fifo":
+        return looped("gpipe", ranks, 1, microbatches, _breadth_first, breadth_first, False, slices=slices)
+    microbatches, slices = counts(microbatches=microbatches, slices=slices)
+    units = looped("gpipe", ranks, 1, microbatches * slices, _breadth_first, breadth_first, True)
+    return replace(units, microbatches=microbatches, slices=slices)  # the backwards of each sequence fall already
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---
 #     rank 1  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- .  B4--- .  .
 #     rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- .  .  .  .
-def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build 1F1B: as soon as the first micro-batch is back, one forward and one backward in turn.
 
-    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P.
+    Bubble (P-1)(f+b) as GPipe's, but rank r holds only min(M, P-r) activations. M may be below P. With slices it is
+    Seq1F1B: rank r holds min(Mn, P-r+n-1) units, so rank 0 at most 1 + (P-1)/n sequences.
     Source: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377; synchronous form: Fan et al. 2021 (DAPPLE),
-    arXiv:2007.01045.
+    arXiv:2007.01045; slices: Sun et al. 2024, arXiv:2406.03488.
+
+    Parameters
+    ----------
+    ranks, microbatches, slices : int
 
     Examples
     --------
@@ -67,12 +81,12 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     """
-    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, grouped, 1)
+    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, grouped, 1, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
 #     rank 1  .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
-def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
+def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build interleaved 1F1B: several chunks per rank, a group of micro-batches through one chunk at a time.
 
     Bubble (P-1)(f+b), where f and b are those of a chunk: 1/V of 1F1B's. With g the size of the first group, rank r
@@ -81,7 +95,7 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
     Parameters
     ----------
-    ranks, chunks, microbatches : int
+    ranks, chunks, microbatches, slices : int
         M is free: the groups are an even split, the bigger ones first. This keeps the bubble ideal for all M >= P and
         excludes deadlock; a short last group would not.
 
@@ -92,12 +106,12 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Schedule:
     0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
     1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
-    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, grouped, 2)
+    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, grouped, 2, slices=slices)
 
 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
 #     rank 1  .  F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .  .
-def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
+def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build the breadth-first schedule: every chunk takes all micro-batches before the next chunk begins.
 
     The gradients of a chunk are complete early, which leaves time to communicate them.
@@ -105,23 +119,23 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
     Parameters
     ----------
-    ranks, chunks, microbatches : int
+    ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds all MV activations.
     """
-    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, breadth_first, False)
+    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, breadth_first, False, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
 #     rank 1  .  F0 F1 f0 f1 F2 F3 f2 f3
-def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
+def forward_only(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build a schedule for inference: forwards only, in the order of interleaved 1F1B.
 
     Parameters
     ----------
-    ranks, chunks, microbatches : int
+    ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)f of a chunk.
     """
-    return looped("forward_only", ranks, chunks, microbatches, _forwards, grouped, 1)
+    return looped("forward_only", ranks, chunks, microbatches, _forwards, grouped, 1, slices=slices)
 
 
 def looped(
@@ -132,12 +146,14 @@ def looped(
     make: Callable[..., Iterable[Action]],
     time: Callable[..., int],
     option: int,
+    *,
+    slices: int = 1,
 ) -> Schedule:
     """Build a schedule whose stages loop over the ranks; `make` and `time` take P, V, M and an option first."""
-    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    given = ranks, chunks, microbatches, option
+    ranks, chunks, microbatches, slices = counts(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+    given = ranks, chunks, microbatches * slices, option
     orders = OrdersOnDemand(ranks, partial(make, *given), partial(time, *given))
-    return Schedule(name, looped_placement(ranks, chunks), microbatches, orders)
+    return in_slices(Schedule(name, looped_placement(ranks, chunks), microbatches * slices, orders), slices)
 
 
 def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:

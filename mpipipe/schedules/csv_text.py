@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mpipipe import files
 from mpipipe.errors import ConfigError, ScheduleError
-from mpipipe.schedules.action import Action
+from mpipipe.schedules.action import Action, Order, place_of
+from mpipipe.schedules.action import cell as text_of
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
@@ -17,13 +18,14 @@ from mpipipe.text import counted
 SUFFIX = ".csv"
 LISTED = 1 << 20  # actions; of so many `check` says which one is missing
 MOST_BYTES = 1 << 26  # of a file: more than a schedule has that is simulated as a whole
-CELL = re.compile(r"([0-9]{1,99})([FBIWR])([0-9]{1,99})")
+SLICE = re.compile(r"\.([0-9]{1,99})")
+CELL = re.compile(r"([0-9]{1,99})([FBIWR])([0-9]{1,99})(?:\.([0-9]{1,99}))?")
 TRANSPORT = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 # a pair of actions that overlap, in one cell: `_Action.__repr__` in torch/distributed/pipelining/schedules.py
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 EXPECTED = (
-    "<stage><op><micro-batch> with op F, B (full backward), I (input gradient), W (weight gradient) or "
+    "<stage><op><micro-batch>[.<slice>] with op F, B (full backward), I (input gradient), W (weight gradient) or "
     "R (recomputation), as in 2F0"
 )
 
@@ -31,12 +33,13 @@ EXPECTED = (
 def from_csv(text: str) -> Schedule:
     r"""Read a schedule: one row per rank, one cell ``2F0``, ``3I1``, ``3W1``, ``2B0``, ``0R3`` per action, in order.
 
+    Where sequences are cut into slices, all cells say theirs: ``2F0.1`` is slice 1 of micro-batch 0.
     Empty cells are idle slots and are skipped. A cell ``(0F3;3B1)OVERLAP_F_B`` of PyTorch's DualPipeV has two actions:
-    they run one after the other here, in that order. Which rank a stage lies on, and how many stages and micro-batches
-    there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call it.
-    What is not in the table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set. `Schedule.to_csv`
-    and PyTorch's compute-only dump write such tables. ScheduleError is raised where a cell is no action, a row is
-    empty, a stage lies on two ranks, or a stage has no actions.
+    they run one after the other here, in that order. Which rank a stage lies on, and how many stages, micro-batches and
+    slices there are, follows from the cells. `check` says whether the schedule can run; a Pipeline and `simulate` call
+    it. What is not in the table, `dataclasses.replace(schedule, trained_from=...)` and `with_skips` set.
+    `Schedule.to_csv` and PyTorch's compute-only dump write such tables. ScheduleError is raised where a cell is no
+    action, a row is empty, a stage lies on two ranks, or a stage has no actions.
 
     Examples
     --------
@@ -45,19 +48,21 @@ def from_csv(text: str) -> Schedule:
     >>> schedule.ranks, schedule.microbatches
     (2, 2)
     """
-    orders = tuple(_orders(text))
+    slices = 1 + max(map(int, SLICE.findall(text)), default=0)
+    orders = tuple(_orders(text, slices))
     if not orders:
         raise ScheduleError("the schedule is empty", expected="one row per rank, one cell like 2F0 per action")
-    microbatches = 1 + max(action.microbatch for order in orders for action in order)
-    placement, actions = _placement(orders), sum(map(len, orders))
-    if (needed := len(placement) * microbatches) > max(actions, LISTED):  # before each of them takes memory
+    microbatches = 1 + max(action.microbatch for order in orders for action in order) // slices
+    placement, actions = _placement(orders, slices), sum(map(len, orders))
+    if (needed := len(placement) * microbatches * slices) > max(actions, LISTED):  # before each of them takes memory
+        slice = f", the highest slice {slices - 1}" if slices > 1 else ""
         raise ScheduleError(
             "most actions of the schedule are missing",
-            found=f"{counted(actions, 'action')}, the highest micro-batch is {microbatches - 1}",
+            found=f"{counted(actions, 'action')}, the highest micro-batch is {microbatches - 1}{slice}",
             expected=f"at least {needed}: an F of each micro-batch on each of {counted(len(placement), 'stage')}",
             remedy="number the micro-batches from 0",
         )
-    return Schedule("csv", placement, microbatches, orders)
+    return Schedule("csv", placement, microbatches, orders, slices=slices)
 
 
 def is_path(schedule: str) -> bool:
@@ -82,7 +87,7 @@ def from_file(path: str | Path) -> Schedule:
     return schedule
 
 
-def _orders(text: str) -> Iterator[tuple[Action, ...]]:
+def _orders(text: str, slices: int) -> Iterator[Order]:
     """Yield the order of each rank; of a text that is none only the beginning is looked at."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     blank: list[tuple[int, list[str]]] = []  # rows with their numbers; those at the end do not count
@@ -92,12 +97,12 @@ def _orders(text: str) -> Iterator[tuple[Action, ...]]:
                 blank.append((rank, row))
                 continue
             for number, each in (*blank, (rank, row)):
-                yield tuple(_actions(number, each))
+                yield tuple(_actions(number, each, slices))
     except csv.Error as error:
         raise ScheduleError(f"row {rows.line_num}: {error}", expected=EXPECTED) from error
 
 
-def _actions(rank: int, row: Sequence[str]) -> Iterator[Action]:
+def _actions(rank: int, row: Sequence[str], slices: int) -> Iterator[Action]:
     if not any(cell.strip() for cell in row):
         raise ScheduleError(
             f"row {rank + 1} has no actions",
@@ -110,16 +115,19 @@ def _actions(rank: int, row: Sequence[str]) -> Iterator[Action]:
         if cell:
             pair = OVERLAP.fullmatch(cell)
             for part in pair[1].split(";") if pair else [cell]:
-                yield _action(rank, column, part.strip())
+                yield _action(rank, column, part.strip(), slices)
 
 
-def _action(rank: int, column: int, cell: str) -> Action:
+def _action(rank: int, column: int, cell: str, slices: int) -> Action:
     match = CELL.fullmatch(cell)
     if match:
-        stage, op, microbatch = match.groups()
-        return Action(int(stage), op, int(microbatch))
+        stage, op, microbatch, part = match.groups()
+        if part or slices == 1:
+            return Action(int(stage), op, int(microbatch) * slices + int(part or 0))
     what, remedy = "not an action", "correct the cell"
-    if TRANSPORT.fullmatch(cell):
+    if match:
+        what, remedy = "no slice, which other cells have", f"write {cell}.0, or the slice that it is"
+    elif TRANSPORT.fullmatch(cell):
         what, remedy = "sends and receives are not written down", "leave it out: messages follow from the actions"
     elif SHARDING.fullmatch(cell):
         what, remedy = "parameters are not sharded by the schedule", "leave it out"
@@ -128,17 +136,17 @@ def _action(rank: int, column: int, cell: str) -> Action:
     )
 
 
-def _placement(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+def _placement(orders: Sequence[Order], slices: int) -> tuple[int, ...]:
     """Find the rank of each stage from where its actions stand."""
     home: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
             if home.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
-                    f"row {rank + 1}: {action} is on another rank than the stage's first action",
+                    f"row {rank + 1}: {text_of(action, slices)} is on another rank than the stage's first action",
                     rank=rank,
                     stage=action.stage,
-                    microbatch=action.microbatch,
+                    **place_of(action.microbatch, slices),
                     found=f"stage {action.stage} in rows {home[action.stage] + 1} and {rank + 1}",
                     expected="all actions of a stage in one row",
                     remedy=f"move the actions of stage {action.stage} to one row",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpipipe.schedules.action import place_of
 from mpipipe.schedules.proof import grid
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
@@ -28,7 +29,7 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     rank 1 ....1F0 1B0---- 1F1 1B1---- ........
     """
     result = simulate(schedule, costs)
-    labels = max(len(str(action)) for order in schedule.orders for action in order)
+    labels = max(len(schedule.cell(action)) for order in schedule.orders for action in order)
     shortest = min((end - start for spans in result.spans for _, start, end in spans if end > start), default=1.0)
     room = int(COLUMNS * shortest / max(result.makespan, shortest))  # columns for the shortest action
     written = room > labels
@@ -44,7 +45,8 @@ def timeline(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
         for action, start, end in spans:
             first, stop = round(start * scale), round(end * scale)
             room = stop - first
-            line[first:stop] = (f"{action}".ljust(room - 1, BUSY) + " ")[:room] if written else action.op * room
+            label = f"{schedule.cell(action).ljust(room - 1, BUSY)} " if written else action.op * room
+            line[first:stop] = label[:room]
         lines.append(name.ljust(width) + "".join(line).rstrip())
     return "\n".join(lines)
 
@@ -65,10 +67,11 @@ def chrome_trace(timeline: Timeline) -> list[dict[str, Any]]:
     [('0F0', 0.0, 1000000.0), ('0B0', 1000000.0, 2000000.0)]
     """
     events: list[dict[str, Any]] = []
+    schedule = timeline.schedule
     for rank, spans in enumerate(timeline.spans):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
         for action, start, end in spans:
-            place = {"stage": action.stage, "microbatch": action.microbatch}
-            event = {"ph": "X", "name": str(action), "cat": action.op, "pid": rank, "tid": 0, "args": place}
+            place = {"stage": action.stage, **place_of(action.microbatch, schedule.slices)}
+            event = {"ph": "X", "name": schedule.cell(action), "cat": action.op, "pid": rank, "tid": 0, "args": place}
             events.append({**event, "ts": start * 1e6, "dur": (end - start) * 1e6})
     return events

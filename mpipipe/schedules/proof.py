@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
 from mpipipe.schedules.action import (
@@ -18,8 +18,9 @@ from mpipipe.schedules.action import (
     Action,
     LogicalTime,
     OrdersOnDemand,
+    place_of,
 )
-from mpipipe.schedules.replay import packed, replay, source
+from mpipipe.schedules.replay import packed, reached, source
 from mpipipe.schedules.schedule import Schedule, check_skips
 from mpipipe.text import counted
 
@@ -48,6 +49,8 @@ def check(schedule: Schedule) -> None:
       and one W; stages before `trained_from` have F alone;
     - every (stage, micro-batch) with a backward has one R at most; those of one stage may differ in that;
     - on its rank, F comes before B or I, and I before W; R comes after F, and before B or I;
+    - where sequences are cut into slices, the F's of a sequence in a stage come in rising order of its slices, and its
+      B's or I's in falling order: attention looks back at earlier slices, whose gradients later ones add to;
     - skips of one name have one source, and each leads to a later stage;
     - the ranks can run their orders to the end although an F waits for the F of the stage before, and a B or I for
       the B or I of the stage after. An R and a W wait for no other rank.
@@ -70,8 +73,8 @@ def check(schedule: Schedule) -> None:
     Raises
     ------
     ScheduleError
-        The text shows the orders with the wrong cell marked, and says what is wrong there. `rank`, `stage` and
-        `microbatch` say where.
+        The text shows the orders with the wrong cell marked, and says what is wrong there. `rank`, `stage`,
+        `microbatch` and, with slices, `slice` say where.
 
     Examples
     --------
@@ -116,6 +119,13 @@ def check_placement(schedule: Schedule) -> None:
             found=f"{counted(ranks, 'rank')}, microbatches={schedule.microbatches!r}",
             expected="at least 1 of each",
         )
+    if type(schedule.slices) is not int or schedule.slices < 1:
+        raise ScheduleError(
+            "a sequence is cut into a whole number of slices",
+            found=f"slices={schedule.slices!r}",
+            expected="an integer of at least 1",
+            remedy="slices=1 leaves sequences whole",
+        )
     for stage, rank in enumerate(schedule.placement):
         if type(rank) is not int or not 0 <= rank < ranks:
             raise ScheduleError(
@@ -136,13 +146,13 @@ def check_placement(schedule: Schedule) -> None:
         )
 
 
-State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of its micro-batches
+State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of its units
 
 
 def check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
     """Walk through the order of a rank, and return the states of its stages at the end."""
     states = {stage: bytearray(schedule.units) for stage in schedule.stages_of(rank)}
-    count, trained_from = schedule.units, schedule.trained_from
+    count, trained_from, slices = schedule.units, schedule.trained_from, schedule.slices
     for slot, action in enumerate(order):
         if type(action) is Action:
             stage, op, microbatch = action
@@ -151,10 +161,11 @@ def check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[
             if state is not None:
                 after = NEXT.get((state[microbatch], op))
                 if after is not None and (after == FORWARDED or stage >= trained_from):
-                    state[microbatch] = after
-                    continue
-        wrong = _misplaced(schedule, rank, action)
-        _refuse(schedule, rank, slot, *(wrong or _untimely(action, states[action.stage][action.microbatch])))
+                    if slices == 1 or _first_missing(state, op, microbatch, slices) is None:
+                        state[microbatch] = after
+                        continue
+        wrong = _misplaced(schedule, rank, action) or _untimely(schedule, action, states[action.stage])
+        _refuse(schedule, rank, slot, *wrong)
     return list(states.items())
 
 
@@ -166,33 +177,60 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> tuple[str, str]
     if type(stage) is not int or not 0 <= stage < schedule.stages:
         return f"there is no stage {stage!r}", f"a stage from 0 to {schedule.stages - 1}"
     if type(microbatch) is not int or not 0 <= microbatch < schedule.units:
-        return f"there is no micro-batch {microbatch!r}", f"a micro-batch from 0 to {schedule.units - 1}"
+        noun = "micro-batch" if schedule.slices == 1 else "unit"
+        return f"there is no {noun} {microbatch!r}", f"a {noun} from 0 to {schedule.units - 1}"
     if op != FORWARD and not schedule.has_backward(stage):
         return f"stage {stage} has nothing to train", f"no backward before stage {schedule.trained_from}"
     if schedule.placement[stage] != rank:
-        return f"stage {stage} does not lie on this rank", f"{action} on rank {schedule.placement[stage]}"
+        return (
+            f"stage {stage} does not lie on this rank",
+            f"{schedule.cell(action)} on rank {schedule.placement[stage]}",
+        )
     return None
 
 
-def _untimely(action: Action, state: int) -> tuple[str, str]:
-    """Tell (what is wrong, what is expected) of an action that comes twice, or before the one that it needs."""
-    stage, op, microbatch = action
+def _first_missing(state: bytearray, op: str, unit: int, slices: int) -> int | None:
+    """Return the slice next to a unit, of the same sequence, that `op` must have been run for before; None if it was.
+
+    F's rise, B's and I's fall; R and W follow their own F and I.
+    """
     if op == FORWARD:
-        return "the forward comes twice", f"one {stage}F{microbatch}"
+        return unit - 1 if unit % slices and state[unit - 1] == NOTHING else None
+    later = op in (BACKWARD, INPUT_GRAD) and (unit + 1) % slices and state[unit + 1] < INPUT_DONE
+    return unit + 1 if later else None
+
+
+def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[str, str]:
+    """Tell (what is wrong, what is expected) of an action that comes twice, or before one that it needs."""
+    op, unit = action.op, action.microbatch
+    state = states[unit]
+    forward, again, inputs, weights, whole = (
+        schedule.cell(action._replace(op=each)) for each in (FORWARD, RECOMPUTE, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
+    )
+    if (state, op) in NEXT:  # in time but for its sequence
+        missing = _first_missing(states, op, unit, schedule.slices)
+        assert missing is not None
+        sequence, part = divmod(unit, schedule.slices)
+        way = "F's rise" if op == FORWARD else "backwards fall"
+        what = f"{op} of slice {part} before that of slice {missing % schedule.slices}"
+        before = schedule.cell(action._replace(microbatch=missing))
+        return f"{what}: {way} within micro-batch {sequence}", f"{before} earlier on this rank"
+    if op == FORWARD:
+        return "the forward comes twice", f"one {forward}"
     if state == NOTHING:
-        return f"{op} before its forward", f"{stage}F{microbatch} earlier on this rank"
+        return f"{op} before its forward", f"{forward} earlier on this rank"
     if op == RECOMPUTE:
         if state == RECOMPUTED:
-            return "the recomputation comes twice", f"one {stage}R{microbatch} at most"
-        return "R after its backward", f"{stage}R{microbatch} between {stage}F{microbatch} and its backward"
+            return "the recomputation comes twice", f"one {again} at most"
+        return "R after its backward", f"{again} between {forward} and its backward"
     if state in (FORWARDED, RECOMPUTED):
-        return "W before its I", f"{stage}I{microbatch} earlier on this rank"
-    once = f"one {stage}B{microbatch}, or one {stage}I{microbatch} and one {stage}W{microbatch}"
+        return "W before its I", f"{inputs} earlier on this rank"
+    once = f"one {whole}, or one {inputs} and one {weights}"
     return "the weight gradient comes twice" if op == WEIGHT_GRAD else "the input gradient comes twice", once
 
 
 def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
-    """Refuse a (stage, micro-batch) that is not finished or, where there is no backward, not forwarded."""
+    """Refuse a (stage, unit) that is not finished or, where there is no backward, not forwarded."""
     count = schedule.units
     wrong = [
         (stage, microbatch, state[microbatch], goal)
@@ -205,14 +243,14 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
     if not wrong:
         return
     stage, microbatch, reached, goal = wrong[0]
-    rank = schedule.placement[stage]
-    absent = f"{stage}{ABSENT[reached]}{microbatch}"
+    rank, noun = schedule.placement[stage], "micro-batch" if schedule.slices == 1 else "slice of a micro-batch"
+    absent = schedule.cell(Action(stage, ABSENT[reached], microbatch))
     raise ScheduleError(
         f"{absent} is missing from the schedule\n" + grid(schedule, missing=[(rank, f"{absent}?")]),
         rank=rank,
         stage=stage,
-        microbatch=microbatch,
-        found=f"{len(wrong)} of {schedule.stages * count} pairs (stage, micro-batch) are incomplete",
+        **place_of(microbatch, schedule.slices),
+        found=f"{len(wrong)} of {schedule.stages * count} pairs (stage, {noun}) are incomplete",
         expected="one F" if goal == FORWARDED else "one F, and either one B, or one I and one W",
         remedy=f"add {absent} to the order of rank {rank}",
     )
@@ -220,9 +258,7 @@ def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: b
 
 def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     """Replay the orders; if ranks stand still, name the cycle in which they wait for each other."""
-    ones = [1.0] * schedule.stages
-    starts, _ = replay(schedule.placement, schedule.units, dict.fromkeys(OPS, ones), ones, orders)
-    stopped = [len(began) for began in starts]
+    stopped = reached(schedule.placement, schedule.units, orders)
     stuck = [rank for rank, slot in enumerate(stopped) if slot < len(orders[rank])]
     if not stuck:
         return
@@ -230,8 +266,8 @@ def _check_progress(schedule: Schedule, orders: Sequence[array[int]]) -> None:
     cells = [(rank, stopped[rank]) for rank in cycle]
     links = []
     for (rank, slot), later in zip(cells[:LISTED_RANKS], awaited):
-        owner = schedule.placement[later.stage]
-        links.append(f"rank {rank} at {schedule.orders[rank][slot]} waits for {later}, later on rank {owner}")
+        owner, here, there = schedule.placement[later.stage], schedule.orders[rank][slot], schedule.cell(later)
+        links.append(f"rank {rank} at {schedule.cell(here)} waits for {there}, later on rank {owner}")
     if len(cycle) > LISTED_RANKS:
         links.append(f"and so on around {len(cycle)} ranks")
     what, expected = "deadlock: " + "; ".join(links), "orders in which no ranks wait for each other in a cycle"
@@ -265,13 +301,13 @@ def _refuse(
     schedule: Schedule, rank: int, slot: int, what: str, expected: str, mark: list[tuple[int, int]] | None = None
 ) -> NoReturn:
     action = schedule.orders[rank][slot]
-    stage, _, microbatch = action if type(action) is Action else (None, None, None)
+    stage, _, unit = action if type(action) is Action else (None, None, None)
     raise ScheduleError(
         f"slot {slot}: {what}\n{grid(schedule, mark or (rank, slot))}",
         rank=rank,
         stage=stage,
-        microbatch=microbatch,
-        found=str(action),
+        **(place_of(unit, schedule.slices) if type(unit) is int else {"microbatch": unit}),
+        found=schedule.cell(action),
         expected=expected,
         remedy="correct the marked cell; the schedules of schedules.by_name pass this check",
     )
@@ -285,7 +321,7 @@ def _refuse(
 # What a rank must know of a schedule without making the other orders is here, too: `digest`, `trains`, `recomputed_on`.
 
 
-WHOLE = 1 << 14  # pairs (stage, micro-batch): up to so many, every rank proves and simulates the whole schedule
+WHOLE = 1 << 14  # pairs (stage, unit): up to so many, every rank proves and simulates the whole schedule
 
 
 def logical_time_of(schedule: Schedule) -> LogicalTime | None:
@@ -294,8 +330,9 @@ def logical_time_of(schedule: Schedule) -> LogicalTime | None:
     A rank proves all of a small schedule, and of one that was searched or read: it has all orders of such a one anyway.
     """
     orders = schedule.orders
-    large = schedule.stages * schedule.units > WHOLE
-    return orders.logical_time if large and isinstance(orders, OrdersOnDemand) else None
+    if isinstance(orders, OrdersOnDemand) and schedule.stages * schedule.units > WHOLE:
+        return orders.logical_time
+    return None
 
 
 def check_part(schedule: Schedule, rank: int) -> None:
@@ -335,10 +372,10 @@ def check_part(schedule: Schedule, rank: int) -> None:
         if now <= before or (needed is not None and logical_time(needed, backward, microbatch) >= now):
             check(schedule)  # names the ranks that wait for each other
             raise ScheduleError(
-                f"the logical time of {action} does not rise",
+                f"the logical time of {schedule.cell(action)} does not rise",
                 rank=rank,
                 stage=stage,
-                microbatch=microbatch,
+                **place_of(microbatch, schedule.slices),
                 found=f"{now} after {before}",
                 expected="a later time than those of all actions that it waits for",
                 remedy="give Schedule the orders as a tuple, which each rank proves as a whole",
@@ -352,7 +389,7 @@ def trains(schedule: Schedule) -> bool:
 
 
 def recomputed_on(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
-    """Return every (stage, micro-batch) of a rank whose forward is run again."""
+    """Return every (stage, unit) of a rank whose forward is run again."""
     return frozenset((stage, microbatch) for stage, op, microbatch in schedule.orders[rank] if op == RECOMPUTE)
 
 
@@ -404,7 +441,7 @@ def grid(
     ranks = range(schedule.ranks)
     if marks:
         ranks = _around(marks[0][0], WINDOW_RANKS, ranks)
-    rows: dict[int, list[object]] = {rank: [*schedule.orders[rank], *absent.get(rank, ())] for rank in ranks}
+    rows: dict[int, list[Any]] = {rank: [*schedule.orders[rank], *absent.get(rank, ())] for rank in ranks}
     longest = max(map(len, rows.values()), default=0)
     slots = _around(marks[0][1], WINDOW_SLOTS, range(longest)) if marks else range(longest)
     marked = set(marks)
@@ -412,7 +449,7 @@ def grid(
     def cell(rank: int, slot: int) -> str:
         if slot >= len(rows[rank]):
             return ""
-        text = str(rows[rank][slot])
+        text = schedule.cell(rows[rank][slot])
         return f">{text}<" if (rank, slot) in marked else f" {text} "
 
     head = ["slot ", *(f" {slot} " for slot in slots)]

@@ -25,7 +25,7 @@ from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, action_times, held, simulate, sizes_per_stage
 
-Pair: TypeAlias = "tuple[int, int]"  # stage, micro-batch
+Pair: TypeAlias = "tuple[int, int]"  # stage, unit
 ROUNDING = 1e-9  # sums of sizes may be off by this share of the limit
 
 
@@ -143,7 +143,8 @@ def _lives(timeline: Timeline, rank: int, whole: Sequence[float], kept: Sequence
         if op == FORWARD:
             begins[stage, microbatch] = slot
         elif op in (BACKWARD, INPUT_GRAD):
-            price = max(0.0, timeline.durations[RECOMPUTE][stage] - (start - before))
+            again = timeline.duration(Action(stage, RECOMPUTE, microbatch))
+            price = max(0.0, again - (start - before))
             lives[stage, microbatch] = _Life(begins[stage, microbatch], slot, price, whole[stage] - kept[stage])
         before = end
     return lives
@@ -196,11 +197,11 @@ def hidden_in_waits(
     simulation decides. `limits` is the memory that each rank may hold; `whole` and `kept` are those of `held`.
     """
     durations = action_times(costs, schedule.stages)
-    transfer = costs.per_stage("transfer", schedule.stages)
+    transfer, shares = costs.per_stage("transfer", schedule.stages), costs.per_slice(schedule.slices)
 
     def replayed(orders: Sequence[Sequence[Action]]) -> tuple[list[array[float]], list[float]]:
         codes = [packed(order, schedule.units) for order in orders]
-        return replay(schedule.placement, schedule.units, durations, transfer, codes)
+        return replay(schedule.placement, schedule.units, durations, transfer, codes, shares)
 
     orders = [*schedule.orders]
     starts, ends = replayed(orders)
@@ -208,7 +209,8 @@ def hidden_in_waits(
         for _ in range(MOST_PASSES if schedule.recomputed else 0):
             changed = list(orders)
             for rank, order in enumerate(orders):
-                line = _Waits(order, starts[rank], [durations[op][stage] for stage, op, _ in order])
+                times = [durations[op][stage] * shares[unit % len(shares)] for stage, op, unit in order]
+                line = _Waits(order, starts[rank], times)
                 places = line.places(share)
                 if places:
                     memory = list(held(order, whole, kept, schedule.trained_from))

@@ -25,7 +25,7 @@ TWO_STAGES: dict[str, Callable[..., Schedule]] = {
     "v_half": building_blocks.v_half,
     "v_min": building_blocks.v_min,
 }
-SEVERAL_STAGES: dict[str, Callable[[int, int, int], Schedule]] = {
+SEVERAL_STAGES: dict[str, Callable[..., Schedule]] = {
     "interleaved_1f1b": classic.interleaved_1f1b,
     "looped_bfs": classic.looped_bfs,
     "interleaved_zero_bubble": zero_bubble.interleaved_zero_bubble,
@@ -42,8 +42,9 @@ def by_name(
     microbatches: int,
     costs: Costs = EQUAL_COSTS,
     memory_limit: float | None = None,
+    slices: int = 1,
 ) -> Schedule:
-    """Build the schedule that the function called `name` builds; it is not yet checked.
+    """Build the schedule that the function called `name` builds; it is not yet checked, unless it has slices.
 
     ArgumentError is raised for an unknown name, and for a count below 1 or one that does not fit the schedule.
 
@@ -58,6 +59,9 @@ def by_name(
         Times of the stages, for zero_bubble_2p, zero_bubble_v, v_half and v_min; the others do not depend on them.
     memory_limit : float, optional
         Activations that a rank may hold at once, for zero_bubble_2p; the memory of the others is their own.
+    slices : int, optional
+        n: each micro-batch passes as n slices of its sequences, one after the other. Costs are those of a slice then,
+        and activations count slices. M may be 1.
 
     Examples
     --------
@@ -65,10 +69,13 @@ def by_name(
     >>> schedule = schedules.by_name("interleaved_1f1b", ranks=4, chunks=2, microbatches=8)
     >>> schedule.stages, schedule.chunks
     (8, 2)
+    >>> print(schedules.by_name("one_f_one_b", ranks=2, microbatches=1, slices=3).to_csv(), end="")
+    0F0.0,0F0.1,0F0.2,0B0.2,0B0.1,0B0.0
+    1F0.0,1F0.1,1F0.2,1B0.2,1B0.1,1B0.0
     """
     memory_limit = checks.limit(memory_limit)
     if name in SEVERAL_STAGES:
-        return SEVERAL_STAGES[name](ranks, chunks, microbatches)
+        return SEVERAL_STAGES[name](ranks, chunks, microbatches, slices=slices)
     if name not in (*ONE_STAGE, *TWO_STAGES):
         word = str(name).lower().removeprefix("schedule")  # PyTorch's classes are ScheduleGPipe, Schedule1F1B
         meant = near(word, (*ONE_STAGE, *SEVERAL_STAGES, *TWO_STAGES), OTHER_NAMES)
@@ -84,7 +91,7 @@ def by_name(
             expected=f"chunks={number}",
             remedy="take one for any number of chunks: " + ", ".join(SEVERAL_STAGES),
         )
-    options: dict[str, Any] = {"costs": costs} if name in WITH_COSTS else {}
+    options: dict[str, Any] = {"costs": costs, "slices": slices} if name in WITH_COSTS else {"slices": slices}
     if name == "zero_bubble_2p":
         options["memory_limit"] = memory_limit
     return {**ONE_STAGE, **TWO_STAGES}[name](ranks, microbatches, **options)
@@ -120,7 +127,7 @@ class Advice:
     schedule : str
         Its name, for `by_name`.
     peak_activations : int
-        The largest number of chunk activations that a rank holds at once.
+        The largest number of chunk activations that a rank holds at once, each of one slice.
     """
 
     microbatches: int
@@ -129,7 +136,9 @@ class Advice:
     peak_activations: int
 
 
-def advise(ranks: int, chunks: int = 1, microbatches: int | None = None, costs: Costs = EQUAL_COSTS) -> Advice:
+def advise(
+    ranks: int, chunks: int = 1, microbatches: int | None = None, costs: Costs = EQUAL_COSTS, *, slices: int = 1
+) -> Advice:
     """Advise a number of micro-batches for 1F1B, or the fastest schedule for the number that is given.
 
     Parameters
@@ -142,6 +151,8 @@ def advise(ranks: int, chunks: int = 1, microbatches: int | None = None, costs: 
         rank, and the schedule is 1F1B over the chunks with its bubble (P-1) / (VM + P-1).
     costs : Costs, optional
         Times of the stages in the simulation; by default one unit for each of F, I and W.
+    slices : int, optional
+        n, slices of each sequence. M n is 4P or more then, and stands for M in the bubble.
 
     Examples
     --------
@@ -153,15 +164,13 @@ def advise(ranks: int, chunks: int = 1, microbatches: int | None = None, costs: 
     'zero_bubble_h1'
     """
     if microbatches is None:
-        ranks, chunks = counts(ranks=ranks, chunks=chunks)
-        microbatches, name = PER_RANK * ranks, "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
-        schedule = by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
-        bubble = (ranks - 1) / (chunks * microbatches + ranks - 1)
+        ranks, chunks, slices = counts(ranks=ranks, chunks=chunks, slices=slices)
+        microbatches, name = -(-PER_RANK * ranks // slices), "one_f_one_b" if chunks == 1 else "interleaved_1f1b"
+        schedule = by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+        bubble = (ranks - 1) / (chunks * schedule.units + ranks - 1)
         return Advice(microbatches, bubble, name, peak_of(schedule, schedule.orders[0]))
-    found = [
-        simulate(by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, costs=costs), costs)
-        for name in names(chunks)
-    ]
+    sizes: dict[str, Any] = dict(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices, costs=costs)
+    found = [simulate(by_name(name, **sizes), costs) for name in names(chunks)]
     limit = (1 + SAME) * min(timeline.makespan for timeline in found)
     peak, best = min(((max(t.peak_activations), t) for t in found if t.makespan <= limit), key=lambda each: each[0])
     return Advice(microbatches, best.bubble_fraction, best.schedule.name, peak)

@@ -72,6 +72,7 @@ def simulate_repeated(
     costs: Costs = EQUAL_COSTS,
     links: Links | None = None,
     message_bytes: float = 0,
+    slices: int = 1,
 ) -> Repetition:
     """Simulate a schedule of any size by its repeated part.
 
@@ -92,7 +93,9 @@ def simulate_repeated(
     links : Links, optional
         Times of messages, in place of `costs.transfer`.
     message_bytes : float, optional
-        Bytes of one micro-batch's activation between two stages, for `links`.
+        Bytes of one micro-batch's activation between two stages, for `links`; with slices of one slice.
+    slices : int, optional
+        n, slices of each sequence, all of the same time.
 
     Examples
     --------
@@ -101,9 +104,9 @@ def simulate_repeated(
     >>> found.makespan, found.peak_activations
     (122877.0, 16384)
     """
-    ranks, chunks, microbatches = counts(ranks=ranks, chunks=chunks, microbatches=microbatches)
-    measure = _Measure(name, chunks, costs, links, message_bytes)
-    for line in _lines(name, ranks, chunks, microbatches, 1 if links is None else links.node_size):
+    ranks, chunks, microbatches, slices = counts(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+    measure = _Measure(name, chunks, costs, links, message_bytes, slices)
+    for line in _lines(name, ranks, chunks, microbatches, slices, 1 if links is None else links.node_size):
         end = _along(line, measure)
         if end is not None:
             return measure.result(ranks, microbatches, *end)
@@ -119,7 +122,9 @@ def simulate_repeated(
 class _Measure:
     """Simulates one schedule in several sizes. Times are whole numbers of a unit, so that sums are exact."""
 
-    def __init__(self, name: str, chunks: int, costs: Costs, links: Links | None, message_bytes: float) -> None:
+    def __init__(
+        self, name: str, chunks: int, costs: Costs, links: Links | None, message_bytes: float, slices: int
+    ) -> None:
         if name in WITH_COSTS:
             known = [other for other in [*names(chunks), "forward_only"] if other not in WITH_COSTS]
             raise ArgumentError(
@@ -127,6 +132,7 @@ class _Measure:
                 found=name,
                 expected="one of " + ", ".join(known),
             )
+        costs.refuse_unequal_slices("a schedule repeats")
         values = {cost: getattr(costs, cost) for cost in ("forward", "input_grad", "weight_grad", "transfer")}
         for cost, value in values.items():
             if not isinstance(value, Real):
@@ -138,6 +144,7 @@ class _Measure:
                 )
             costs.per_stage(cost, 1)  # refuses what is no cost
         self.name, self.chunks, self.links, self.message_bytes = name, chunks, links, message_bytes
+        self.slices = slices
         times = [float(value) for value in values.values()]
         if links is not None:
             node = links.node_size
@@ -153,7 +160,8 @@ class _Measure:
     def __call__(self, ranks: int, microbatches: int) -> tuple[int, int]:
         """Return the makespan in units, and the largest peak."""
         if (ranks, microbatches) not in self.sizes:
-            schedule = by_name(self.name, ranks=ranks, chunks=self.chunks, microbatches=microbatches)
+            sizes = dict(ranks=ranks, chunks=self.chunks, microbatches=microbatches, slices=self.slices)
+            schedule = by_name(self.name, **sizes)  # type: ignore[arg-type]
             hops: int | list[int] = self.transfer
             if self.links is not None:
                 hops = [*map(self._whole, self.links.times(schedule.placement, self.message_bytes))]
@@ -165,7 +173,7 @@ class _Measure:
     def result(self, ranks: int, microbatches: int, makespan: int, peak: int) -> Repetition:
         """Add what follows from the makespan."""
         work = self.own[:1] if self.name == "forward_only" else self.own
-        busy = ranks * self.chunks * microbatches * sum(work)
+        busy = ranks * self.chunks * microbatches * self.slices * sum(work)
         idle, whole = ranks * makespan - busy, ranks * makespan
         return Repetition(
             makespan * self.unit,
@@ -176,20 +184,20 @@ class _Measure:
         )
 
 
-def _lines(name: str, ranks: int, chunks: int, microbatches: int, node_size: int) -> Iterator[_Line]:
+def _lines(name: str, ranks: int, chunks: int, microbatches: int, slices: int, node_size: int) -> Iterator[_Line]:
     """Yield the lines that end at the size of the whole schedule.
 
-    Along a line the groups of micro-batches keep their sizes, and the last node keeps its number of ranks.
+    Along a line the groups of units keep their sizes, and the last node keeps its number of ranks.
     """
     unit = math.gcd(ranks, microbatches)
     each = ranks // unit, microbatches // unit
-    groups = max(1, microbatches // ranks)
-    step = math.lcm(node_size // math.gcd(node_size, each[0]), groups // math.gcd(groups, each[1]))
+    groups = max(1, microbatches * slices // ranks)
+    step = math.lcm(node_size // math.gcd(node_size, each[0]), groups // math.gcd(groups, each[1] * slices))
     last, rest = divmod(unit - 1, step)
     first = rest + 1
     yield _Line((first * each[0], first * each[1]), (step * each[0], step * each[1]), last)
     grouped = name in SEVERAL_STAGES and name != "looped_bfs" and chunks > 1
-    if not grouped or microbatches % ranks == 0:
+    if not grouped or microbatches * slices % ranks == 0:
         last, rest = divmod(microbatches - 1, ranks)
         yield _Line((ranks, rest + 1), (0, ranks), last)
 
@@ -199,7 +207,7 @@ def _along(line: _Line, measure: _Measure) -> tuple[int, int] | None:
 
     def size(index: int) -> int:
         ranks, microbatches = line.at(index)
-        return 2 * measure.chunks * ranks * microbatches
+        return 2 * measure.chunks * ranks * microbatches * measure.slices
 
     if size(line.last) <= ENOUGH:
         return measure(*line.at(line.last))

@@ -19,23 +19,32 @@ def replay(
     durations: Mapping[str, Sequence[float]],
     transfer: Sequence[float],
     orders: Sequence[array[int]],
+    shares: Sequence[float] = (1.0,),
 ) -> tuple[list[array[float]], list[float]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
     Return for each rank the start times of the actions that could run, and the time at which it is done. Every action
     is on the right rank, once, with F before B or I before W. Sends cost the sender nothing and never block; `transfer`
     is the time of a message, as `Costs.transfer`. An action whose input never comes stops its rank for good. `orders`
-    are packed.
+    are packed. `shares` are those of `Timeline`.
     """
     stages = len(placement)
-    forward_source, backward_source = (sources(op, stages) for op in (FORWARD, BACKWARD))
+    # A line of the tables below is a stage or, where slices differ in time, a unit of a stage.
+    each = [*shares] * (microbatches // len(shares)) if any(share != 1.0 for share in shares) else [1.0]
+    width = microbatches // len(each)
+    times = [durations[op] for op in OPS]
+    if len(each) > 1:
+        times = [[time * share for time in of_op for share in each] for of_op in times]
+    forward, backward, input_grad, weight_grad, recompute = times
+    before_forward, before_backward = (  # how far the index is that of the awaited action; 0 if it waits for none
+        [(awaited - stage) * microbatches if awaited >= 0 else 0 for stage, awaited in listed for _ in each]
+        for listed in (enumerate(sources(op, stages)) for op in (FORWARD, BACKWARD))
+    )
+    hop = [time for time in hops(placement, transfer) for _ in each]
+    hop_back = [*hop[len(each) :], *[0.0 for _ in each]]
     # at index stage * M + microbatch: when the F, and when the B or I, was done; -1 if it was not done yet
     forward_done = array("d", [-1.0]) * (stages * microbatches)
     backward_done = array("d", forward_done)
-    hop = hops(placement, transfer)
-    forward, backward = durations[FORWARD], durations[BACKWARD]
-    input_grad, weight_grad = durations[INPUT_GRAD], durations[WEIGHT_GRAD]
-    recompute = durations[RECOMPUTE]
     starts = [array("d") for _ in orders]
     ends = [0.0] * len(orders)
     sleepers: dict[int, int] = {}  # what a stopped rank waits for -> the rank; F as its index, B and I as ~index
@@ -47,43 +56,50 @@ def replay(
         for slot in range(len(began), len(order)):
             code = order[slot]
             op, index = code & OP_BITS, code >> OP_WIDTH
-            stage = index // microbatches
+            line = index // width
             start = now
             if op == F:
-                before = forward_source[stage]
-                if before >= 0:
-                    needed = index + (before - stage) * microbatches
+                before = before_forward[line]
+                if before:
+                    needed = index + before
                     sent = forward_done[needed]
                     if sent < 0:
                         sleepers[needed] = rank
                         break
-                    sent += hop[stage]
+                    sent += hop[line]
                     if sent > now:
                         start = sent
-                forward_done[index] = now = start + forward[stage]
+                forward_done[index] = now = start + forward[line]
                 if index in sleepers:
                     ready.append(sleepers.pop(index))
             elif op == W:
-                now = start + weight_grad[stage]
+                now = start + weight_grad[line]
             elif op == R:
-                now = start + recompute[stage]
+                now = start + recompute[line]
             else:
-                after = backward_source[stage]
-                if after >= 0:
-                    needed = index + (after - stage) * microbatches
+                before = before_backward[line]
+                if before:
+                    needed = index + before
                     sent = backward_done[needed]
                     if sent < 0:
                         sleepers[~needed] = rank
                         break
-                    sent += hop[after]
+                    sent += hop_back[line]
                     if sent > now:
                         start = sent
-                backward_done[index] = now = start + (backward if op == B else input_grad)[stage]
+                backward_done[index] = now = start + (backward if op == B else input_grad)[line]
                 if ~index in sleepers:
                     ready.append(sleepers.pop(~index))
             began.append(start)
         ends[rank] = now
     return starts, ends
+
+
+def reached(placement: Sequence[int], microbatches: int, orders: Sequence[array[int]]) -> list[int]:
+    """Return how many actions of each rank can run: fewer than there are where ranks wait for each other."""
+    ones = [1.0] * len(placement)
+    starts, _ = replay(placement, microbatches, dict.fromkeys(OPS, ones), ones, orders)
+    return [len(began) for began in starts]
 
 
 def packed(order: Iterable[Action], microbatches: int) -> array[int]:

@@ -11,7 +11,7 @@ from keyword import iskeyword
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, OrdersOnDemand, changed
+from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, OrdersOnDemand, cell, changed
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.text import counted
 
@@ -70,7 +70,7 @@ class Schedule:
             object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
 
     def __repr__(self) -> str:
-        parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), counted(self.microbatches, "micro-batch")]
+        parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), self.batch]
         parts += [f"trained from stage {self.trained_from}"] if self.trained_from else []
         parts += [f"skip {name} from stage {source} to {target}" for name, source, target in self.skips]
         return f"<Schedule {self.name}: {', '.join(parts)}>"
@@ -90,6 +90,17 @@ class Schedule:
         """What goes through each stage in a step: M micro-batches in n slices each."""
         return self.microbatches * self.slices
 
+    @property
+    def batch(self) -> str:
+        """What a step runs, in words: "8 micro-batches", or "2 micro-batches in 4 slices each"."""
+        each = "" if self.slices == 1 else f" in {self.slices} slices{' each' if self.microbatches > 1 else ''}"
+        return counted(self.microbatches, "micro-batch") + each
+
+    def cell(self, action: Action) -> str:
+        """Write an action as the table of the schedule has it: ``0F3``, or ``0F3.1`` for slice 1 of micro-batch 3."""
+        exact = type(action) is Action and type(action.microbatch) is int  # `check` writes wrong ones, too
+        return cell(action, self.slices) if exact else str(action)
+
     @cached_property
     def chunks(self) -> int:
         """The largest number of stages on one rank."""
@@ -97,7 +108,7 @@ class Schedule:
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """Every (stage, micro-batch) whose forward is run again, by an R."""
+        """Every (stage, unit) whose forward is run again, by an R."""
         actions = (action for order in self.orders for action in order if action.op == RECOMPUTE)
         return frozenset((action.stage, action.microbatch) for action in actions)
 
@@ -125,7 +136,7 @@ class Schedule:
         slices = f" in {self.slices}" if self.slices > 1 else ""
         content = blake2b(f"{self.placement} {self.microbatches}{slices}{skips}\n".encode(), digest_size=8)
         for order in self.orders:
-            content.update(_row(order).encode())
+            content.update(_row(order, self.slices).encode())
         return int.from_bytes(content.digest(), "big") >> 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -145,13 +156,14 @@ class Schedule:
                 expected=f"1 to {self.microbatches}",
                 remedy="build a schedule with more micro-batches",
             )
-        orders = changed(self.orders, _first_forwards, count)
-        return Schedule("forward", self.placement, count, orders, skips=self.skips)
+        orders = changed(self.orders, _first_forwards, count * self.slices)
+        return Schedule("forward", self.placement, count, orders, skips=self.skips, slices=self.slices)
 
     def to_csv(self) -> str:
         r"""Write one row per rank, one cell ``2F0`` per action: the table of PyTorch's pipeline schedules.
 
-        `from_csv` reads it. It has no skips and no `trained_from`.
+        With slices a cell is ``2F0.1``: slice 1 of micro-batch 0. `from_csv` reads it. It has no skips and no
+        `trained_from`.
 
         Examples
         --------
@@ -159,7 +171,7 @@ class Schedule:
         >>> schedules.gpipe(1, 2).to_csv()
         '0F0,0F1,0B0,0B1\n'
         """
-        return "".join(map(_row, self.orders))
+        return "".join(_row(order, self.slices) for order in self.orders)
 
 
 def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:
@@ -167,12 +179,14 @@ def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * chunks
 
 
-def _first_forwards(count: int, order: Iterable[Action]) -> Iterable[Action]:
-    return (action for action in order if action.op == FORWARD and action.microbatch < count)
+def _first_forwards(units: int, order: Iterable[Action]) -> Iterable[Action]:
+    return (action for action in order if action.op == FORWARD and action.microbatch < units)
 
 
-def _row(order: Iterable[Action]) -> str:
-    return ",".join([f"{stage}{op}{microbatch}" for stage, op, microbatch in order]) + "\n"
+def _row(order: Iterable[Action], slices: int) -> str:
+    if slices == 1:  # a schedule may have millions of actions
+        return ",".join([f"{stage}{op}{microbatch}" for stage, op, microbatch in order]) + "\n"
+    return ",".join([cell(action, slices) for action in order]) + "\n"
 
 
 # -- Skips: data that a stage hands to a later one past those between, as the two arms of a U-Net do ------------------

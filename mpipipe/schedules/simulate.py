@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.checks import at_least_one, one_per_stage
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, changed
+from mpipipe.schedules.checks import LARGEST, at_least_one, one_per_stage
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
+from mpipipe.text import counted
 
 Span = tuple[Action, float, float]  # action, start, end
 SAME = 1e-9  # share of a time: times that differ by less may be one time, rounded
@@ -23,6 +24,8 @@ SAME = 1e-9  # share of a time: times that differ by less may be one time, round
 @dataclass(frozen=True)
 class Costs:
     """Times per chunk and micro-batch, in any one unit; each is a number, or a sequence of one number per stage.
+
+    In a schedule with slices they are those of the mean slice.
 
     Parameters
     ----------
@@ -33,6 +36,9 @@ class Costs:
         sequence entry l is the hop between stages l-1 and l, and entry 0 is not used.
     recompute : float or sequence of float, optional
         Time of R, which runs a forward again; by default that of F.
+    slices : sequence of float, optional
+        How the times of the slices of a sequence relate, all above 0: attention takes longer in later ones. Only their
+        ratios count, as (1, 2, 3); messages are alike. By default all slices take the same time.
 
     Examples
     --------
@@ -47,6 +53,7 @@ class Costs:
     weight_grad: float | Sequence[float] = 1
     transfer: float | Sequence[float] = 0
     recompute: float | Sequence[float] | None = None
+    slices: Sequence[float] | None = field(default=None, kw_only=True)
 
     def per_stage(self, name: str, stages: int) -> list[float]:
         """Give a cost, by its name, as one float for each stage.
@@ -58,7 +65,49 @@ class Costs:
 
     def average(self, stages: int) -> Costs:
         """Give each cost as its mean over the stages, a number that fits any number of stages."""
-        return Costs(*(math.fsum(self.per_stage(entry.name, stages)) / stages for entry in fields(self)))
+        return Costs(*(math.fsum(self.per_stage(name, stages)) / stages for name in TIMES), slices=self.slices)
+
+    def per_slice(self, slices: int) -> list[float]:
+        """Give for each slice the time that it takes of that of the mean slice.
+
+        ArgumentError is raised unless there are `slices` numbers above 0.
+        """
+        return shares_of_mean(self.slices, slices, "times")
+
+    def of_mean_slice(self) -> Costs:
+        """Give the costs without differences between slices."""
+        return self if self.slices is None else replace(self, slices=None)
+
+    def refuse_unequal_slices(self, what: str) -> None:
+        """Raise ArgumentError if slices take different times; `what` is possible for equal ones alone."""
+        if self.slices is not None and len({*self.slices}) > 1:
+            raise ArgumentError(
+                f"{what} for slices of equal time",
+                found=f"slices={self.slices!r} of the costs",
+                expected="equal numbers, or none",
+                remedy="take costs.of_mean_slice()",
+            )
+
+
+TIMES = ("forward", "input_grad", "weight_grad", "transfer", "recompute")
+
+
+def shares_of_mean(given: Sequence[float] | None, slices: int, what: str) -> list[float]:
+    """Return how each slice relates to the mean one; refuse others than `slices` numbers above 0."""
+    if given is None:
+        return [1.0] * slices
+    try:
+        numbers = [float(number) for number in given]
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if len(numbers) != slices or not all(0 < number <= LARGEST for number in numbers):
+        raise ArgumentError(
+            f"the {what} of slices do not fit the schedule",
+            found=f"slices={given!r}",
+            expected=f"{counted(slices, 'number')} above 0, one per slice of a sequence",
+        )
+    mean = math.fsum(numbers) / slices
+    return [number / mean for number in numbers]
 
 
 EQUAL_COSTS = Costs()  # a unit of time for each of F, I and W
@@ -83,15 +132,18 @@ class Timeline:
     bubble_fraction, bubble_ratio : float
         Idle time / (ranks * makespan), and idle time / busy time: the (P-1)/M of the literature.
     peak_activations : list of int
-        For each rank the largest number of chunk activations alive at once. An activation is alive from F until B (or
+        For each rank the largest number of chunk activations alive at once, each of one unit, a slice where
+        there are slices. An activation is alive from F until B (or
         W where the backward is split), both ends included; one that is recomputed from R on. A schedule of forwards
         only keeps none. `peak_memory` counts the inputs too that are kept for an R.
     durations : dict of str to list of float
-        For each op its time in each stage.
+        For each op its time in each stage, that of the mean slice.
     starts : list of array
         For each rank the start times of its actions.
     ends : list of float
         For each rank the end of its last action.
+    shares : list of float
+        For each slice of a sequence its time in that of the mean slice.
     """
 
     schedule: Schedule
@@ -102,6 +154,12 @@ class Timeline:
     durations: dict[str, list[float]] = field(repr=False)
     starts: list[array[float]] = field(repr=False)
     ends: list[float] = field(repr=False)
+    shares: list[float] = field(repr=False)
+
+    @property
+    def peak_sequences(self) -> list[float]:
+        """For each rank `peak_activations` in whole sequences: divided by the slices of one."""
+        return [peak / self.schedule.slices for peak in self.peak_activations]
 
     @property
     def efficiency(self) -> float:
@@ -112,11 +170,13 @@ class Timeline:
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """For each rank a tuple of (action, start, end)."""
         return tuple(
-            tuple(
-                (action, start, start + self.durations[action.op][action.stage]) for action, start in zip(order, began)
-            )
+            tuple((action, start, start + self.duration(action)) for action, start in zip(order, began))
             for order, began in zip(self.schedule.orders, self.starts)
         )
+
+    def duration(self, action: Action) -> float:
+        """Return how long an action takes."""
+        return self.durations[action.op][action.stage] * self.shares[action.microbatch % len(self.shares)]
 
 
 def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
@@ -133,18 +193,18 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     (33.0, 0.375, [4, 3, 2, 1])
     """
     check(schedule)
-    durations = action_times(costs, schedule.stages)
+    durations, shares = action_times(costs, schedule.stages), costs.per_slice(schedule.slices)
     transfer = costs.per_stage("transfer", schedule.stages)
     orders, peaks = [], []
     for order in schedule.orders:  # made once, where they are made on demand
         orders.append(packed(order, schedule.units))
         peaks.append(peak_of(schedule, order))
-    starts, ends = replay(schedule.placement, schedule.units, durations, transfer, orders)
+    starts, ends = replay(schedule.placement, schedule.units, durations, transfer, orders, shares)
     makespan = max(ends)
-    # A checked schedule is complete: every stage runs every micro-batch forward and, if there are backwards, back.
+    # A checked schedule is complete: every stage runs every unit forward and, if there are backwards, back.
     backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]
     busy = schedule.units * math.fsum((*durations[FORWARD], *backwards))
-    busy += math.fsum(durations[RECOMPUTE][stage] for stage, _ in schedule.recomputed)
+    busy += math.fsum(durations[RECOMPUTE][stage] * shares[unit % len(shares)] for stage, unit in schedule.recomputed)
     # Rounding of the sums must not make a negative bubble where there is none.
     idle = max(0.0, schedule.ranks * makespan - busy)
     return Timeline(
@@ -156,6 +216,7 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
         durations=durations,
         starts=starts,
         ends=ends,
+        shares=shares,
     )
 
 
@@ -193,7 +254,10 @@ def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
 #     F        whole activation          without an R it stays until B or W
 #     F R B    whole | input | whole     an F makes all of it, and drops all but the input where an R follows
 def peak_memory(
-    schedule: Schedule, activation: float | Sequence[float] = 1.0, kept_input: float | Sequence[float] = 0.0
+    schedule: Schedule,
+    activation: float | Sequence[float] = 1.0,
+    kept_input: float | Sequence[float] = 0.0,
+    slices: Sequence[float] | None = None,
 ) -> list[float]:
     """Sum up for each rank what its order holds at once for backwards, at most.
 
@@ -209,6 +273,8 @@ def peak_memory(
         stage.
     kept_input : float or sequence of float, optional
         What is left of that where the forward is run again: the input of the stage.
+    slices : sequence of float, optional
+        How the lengths of the slices of a sequence relate; sizes are those of the mean slice. By default all are alike.
 
     Returns
     -------
@@ -228,7 +294,13 @@ def peak_memory(
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     if schedule.forwards_only:
         return [0.0] * schedule.ranks
-    return [max(held(order, whole, kept, schedule.trained_from)) for order in schedule.orders]
+    n, orders, trained_from = schedule.slices, schedule.orders, schedule.trained_from
+    shares = shares_of_mean(slices, n, "lengths")
+    if slices is not None:  # each slice of a stage counts as a stage
+        orders = changed(orders, lambda order: (each._replace(stage=each[0] * n + each[2] % n) for each in order))
+        whole, kept = ([size * share for size in sizes for share in shares] for sizes in (whole, kept))
+        trained_from *= n
+    return [max(held(order, whole, kept, trained_from)) for order in orders]
 
 
 def sizes_per_stage(

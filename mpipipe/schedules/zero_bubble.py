@@ -1,7 +1,8 @@
 """Schedules with a split backward: the stage before waits for I, and no rank waits for W, which fills the bubble.
 
 In the pictures time runs to the right, each action takes one cell, and dots are idle time. Small letters are a rank's
-second chunk. P is `ranks`, V `chunks` and M `microbatches`; a count below 1 raises ArgumentError.
+second chunk. P is `ranks`, V `chunks` and M `microbatches`; a count below 1 raises ArgumentError. `slices` are those of
+classic.py.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search.orders import PATIENCES, fastest, fill_waits, score_of
 from mpipipe.schedules.search.problem import OrderProblem, tasks_of
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
+from mpipipe.schedules.slices import in_slices
 
 
 #     rank 0  F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
 #     rank 1  .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
 #     rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
 #     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
-def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
+def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build ZB-H1: 1F1B whose weight gradients fill the bubble, in no more memory than 1F1B takes on rank 0.
 
     Rank r runs the W of a micro-batch r micro-batches after its I. Let f, b, w be the times of F, I, W, with w at most
     f and b. The bubble is (P-1)(f+b) - (min(M,P)-1)w, which is (P-1)(f+b-w) for M >= P.
     Every rank holds min(M, P) activations.
     Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H1.
+
+    Parameters
+    ----------
+    ranks, microbatches, slices : int
 
     Examples
     --------
@@ -40,12 +46,12 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-    return looped("zero_bubble_h1", ranks, 1, microbatches, _split, grouped, 1)
+    return looped("zero_bubble_h1", ranks, 1, microbatches, _split, grouped, 1, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
 #     rank 1  .  F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
-def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Schedule:
+def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build interleaved 1F1B with a split backward: ZB-H1 with several chunks per rank.
 
     Rank r runs each W r I's after its own I. Let f, b, w be the times of F, I, W of a chunk, with w at most f and b.
@@ -54,11 +60,11 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> Sched
 
     Parameters
     ----------
-    ranks, chunks, microbatches : int
+    ranks, chunks, microbatches, slices : int
         Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the first group of
         micro-batches (see `interleaved_1f1b`).
     """
-    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, _split, grouped, 1)
+    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, _split, grouped, 1, slices=slices)
 
 
 #     rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
@@ -107,7 +113,7 @@ def v_placement(ranks: int) -> tuple[int, ...]:
 #     rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4 .  .
 #     rank 1  .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 w4 W3 W4 .
 #     rank 2  .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 W3 w4 W4
-def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> Schedule:
+def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: int = 1) -> Schedule:
     """Build ZB-V: no rank waits between its first action and its last, in the memory of 1F1B.
 
     Where F, I and W of a chunk take the same time f, the makespan is 6Mf + (P-1)f for M >= 2P: ranks begin one after
@@ -120,6 +126,7 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
         A rank holds at most 2P chunk activations, which are P of a whole stage.
     costs : Costs, optional
         Times of the 2P stages.
+    slices : int, optional
 
     Examples
     --------
@@ -131,31 +138,36 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS) -> 
     >>> timeline.makespan - 6 * 8, timeline.peak_activations
     (3.0, [8, 8, 8, 8])
     """
-    by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, _zero_bubble, 1)
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    by_hand, costs = _on_a_v("zero_bubble_v", ranks, microbatches * slices, _zero_bubble, 1), costs.of_mean_slice()
     if are_alike(costs, 2 * ranks):
-        return by_hand
+        return in_slices(by_hand, slices)
     problem = OrderProblem(by_hand.placement, by_hand.units, costs, None)
     queues = [[[task for task in order if task % 3 != 2]] for order in tasks_of(by_hand)]
     best = fastest(fill_waits(problem, queues, 2 * ranks, patience) for patience in PATIENCES)
     if best is None or score_of(by_hand, costs) <= best.score:
-        return by_hand
-    return problem.schedule(by_hand.name, best.orders)
+        return in_slices(by_hand, slices)
+    return in_slices(problem.schedule(by_hand.name, best.orders), slices)
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
 #     rank 1  .  F0 f0 F1 f1 F2 b0-- f2 B0-- F3 b1-- f3 B1-- b2-- B2-- i3 I3 w3 W3
-def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+def dualpipe_v(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     """Build DualPipeV: in the middle each rank has one forward and one backward, of its two stages, in turn.
 
     Most backwards are whole. The two of a pair are made to run at the same time on one device; here they run one after
     the other. For M >= 2P the makespan is that of `zero_bubble_v`; a rank holds at most 2P + 1 chunk activations.
     Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe.
+
+    Parameters
+    ----------
+    ranks, microbatches, slices : int
     """
-    return _on_a_v("dualpipe_v", ranks, microbatches, _dualpipe, 0)
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    return in_slices(_on_a_v("dualpipe_v", ranks, microbatches * slices, _dualpipe, 0), slices)
 
 
 def _on_a_v(name: str, ranks: int, microbatches: int, cells: Cells, less: int) -> Schedule:
-    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     # too few micro-batches to fill the pipeline: the order of a full one, without the micro-batches that are missing
     full = max(2 * ranks - less, microbatches)
     orders = OrdersOnDemand(

@@ -2,7 +2,7 @@
 
 The room trains any model, and knows nothing of tokens:
 
-    task             what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
+    task, shard      what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
     task_file        a task from a file       task_calls       how it is called: errors, batches one step ahead
     task_check       its loss; a rehearsal, and what is wrong in a task although nothing raises
     config           what a user sets; one description of an option in mpipipe/options.py
@@ -25,9 +25,10 @@ from mpipipe.train.setup import check_same_config as check_same_config
 from mpipipe.train.setup import evaluate as evaluate
 from mpipipe.train.setup import export as export
 from mpipipe.train.setup import load, run
+from mpipipe.train.shard import Shard
 from mpipipe.train.sinks import MOST_BYTES, NAME
 from mpipipe.train.task import Pair as Pair
-from mpipipe.train.task import Shard, Task
+from mpipipe.train.task import Task
 from mpipipe.train.task import too_few_pieces as too_few_pieces
 from mpipipe.train.task_calls import layers_of as layers_of
 from mpipipe.train.task_calls import outline as outline

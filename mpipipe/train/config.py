@@ -66,6 +66,9 @@ class ParallelOptions:
     microbatches: int | None = option(
         None, "micro-batches of a step in each replica; default: 4 per rank, or those of FILE.csv", least=1
     )
+    slices: int = option(
+        1, "parts of each sequence that go through the pipeline one after the other, for causal models", least=1
+    )
     partition: tuple[int, ...] | None = option(
         None,
         "layers of each stage, such as 3,2,2,3; default: stages with an even share of the operations",
@@ -109,6 +112,9 @@ class TrainingOptions:
     steps: int = option(300, "optimizer steps", least=1)
     batch: int = option(32, "sequences of a step, over all replicas", least=1, decides=True)
     optimizer: str = option("adamw", "optimizer", choices=("adamw", "sgd"), decides=True)
+    shard_optimizer: bool = option(
+        False, "each replica keeps the optimizer's state of its share of the parameters alone; the numbers are the same"
+    )
     lr: float = option(
         3e-3, "learning rate after warm-up; falls as a cosine to a tenth", above=0, below=math.inf, decides=True
     )
@@ -336,6 +342,9 @@ def _check_together(config: TaskConfig) -> None:
             "recompute runs all forwards again, recompute_limit some",
         )
         raise _both_given("recompute and recompute_limit", found, why)
+    if config.shard_optimizer and config.survive:
+        why = "with shards no rank has the state of one that dies"
+        raise _both_given("shard_optimizer and survive", None, why, "save checkpoints, and resume after a death")
     strange = [name for name in config.fixed if name not in PLANNED]
     if strange:
         raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from mpipipe import checkpoint, optim
 from mpipipe.arrays import DeviceArray
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
-from mpipipe.errors import ArgumentError
+from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.job import RankGroup, group_of
 from mpipipe.nn import Stage, announce_write
 from mpipipe.pipeline import Pipeline
@@ -30,7 +31,7 @@ class Progress:
 
     def __init__(self, config: TrainingOptions, pipeline: Pipeline, mesh: Mesh, task: Task) -> None:
         self.pipeline, self.mesh = pipeline, mesh
-        self.optimizer = make_optimizer(config, pipeline, task)
+        self.optimizer = make_optimizer(config, pipeline, task, mesh)
         self.scaler = make_scaler(config)
         self.step, self.record = 0, Record(0)  # number of steps made, and the last record
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
@@ -90,12 +91,21 @@ def _count(value: Any) -> int:
     return value
 
 
-def make_optimizer(config: TrainingOptions, pipeline: Pipeline, task: Task) -> Any:
-    """Return the optimizer of a task's own, or the one that a configuration asks for."""
-    own = task.optimizer(pipeline.stages, config)
+def make_optimizer(config: TrainingOptions, pipeline: Pipeline, task: Task, mesh: Mesh | None) -> Any:
+    """Return the optimizer of a task's own, or the one that a configuration asks for; collective over a mesh."""
+    with nullcontext() if mesh is None else group_of(mesh.comm).raise_together("train: the optimizer of the task"):
+        own = task.optimizer(pipeline.stages, config)
+        if own is not None and config.shard_optimizer:
+            raise ConfigError(
+                "shard_optimizer, and a task with an optimizer of its own",
+                found=f"{type(task).__name__}.optimizer returns {type(own).__name__}",
+                expected="None there: the optimizer that the options name is sharded",
+                remedy="leave out shard_optimizer, or let the task return None",
+            )
     if own is not None:
         return own
-    common: Any = {"weight_decay": config.weight_decay, "groups": task.groups}
+    replicas = mesh.replicas if mesh is not None and config.shard_optimizer else None
+    common: Any = {"weight_decay": config.weight_decay, "groups": task.groups, "replicas": replicas}
     if config.optimizer == "adamw":
         return optim.AdamW(pipeline.stages, config.lr, **common)
     return optim.SGD(pipeline.stages, config.lr, momentum=config.momentum, **common)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from errno import EEXIST
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from mpipipe.train import output_folder, resume, sinks
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
+from mpipipe.train.shard import Shard
 from mpipipe.train.survival import ElasticRun
-from mpipipe.train.task import Shard, Task
+from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, layers_of
 from mpipipe.train.task_check import TaskLoss, rehearse, scores_of, validate
 from mpipipe.train.task_file import TaskFileConfig, load_task
@@ -102,8 +102,11 @@ def _train(
         stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
         pipeline = stack.enter_context(
-            Pipeline(stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas, input_grads=False)
-        )
+            Pipeline(
+                stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas,
+                input_grads=False, slice_lengths=shard.slice_lengths,
+            )
+        )  # fmt: skip
         norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with group.raise_together("train: the optimizer"):
             progress = Progress(config, pipeline, mesh, task)
@@ -185,7 +188,9 @@ def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> t
             found = group.from_one("evaluate: the run folder", lambda: resume.newest_state(run))
             stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
             checkpoint.load(found.path, mesh, stages)
-            with Pipeline(stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas) as pipeline:
+            with Pipeline(
+                stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, slice_lengths=shard.slice_lengths
+            ) as pipeline:
                 reader = Reader(task, shard, plan, mesh, 0)
                 value, named = validate(pipeline, reader, scores_of(task, loss), config.eval_batches, group)
     same = found.state.get("fingerprint") in (None, task.fingerprint)
@@ -268,9 +273,8 @@ def export(run: Path, target: Path) -> str:
                     expected="a string that no other parameter has",
                 )
             arrays_by_name[called] = checkpoint.Planned(entry.kind, entry.shape, partial(values, name, entry))
+    files.check_new("the file of weights", target)
     with files.writing("the file of weights", target, remedy="make room, or choose another file"):
-        if target.exists():
-            raise FileExistsError(EEXIST, "it is there already", str(target))
         checkpoint.write_tensors(target, dict(sorted(arrays_by_name.items())))
     return f"wrote {len(arrays_by_name)} arrays of step {found.step} from {found.path} into {target}"
 

@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from mpipipe import checkpoint, nn, optim
-from mpipipe.arrays import Array, Tree
-from mpipipe.attention import BiasFunction, Layout, Local, Ring
+from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, RankGroup, group_of
-from mpipipe.nn import Attend, Parameter, frozen_names, is_adapter, is_frozen
+from mpipipe.even_split import even_split
+from mpipipe.job import Communicator, RankGroup
+from mpipipe.nn import Parameter, frozen_names, is_adapter, is_frozen
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, declared, parameters_of
 from mpipipe.text import counted
+from mpipipe.train.shard import Shard
 
 Described: TypeAlias = "Mapping[str, Parameter]"
 Facts: TypeAlias = "dict[str, Any]"
@@ -85,8 +84,9 @@ class Task:
         before the run folder is touched.
     folders, copies : tuple of str, bool
         Folders in the run folder that `save` replaces. Whether `sample` copies the model.
-    outline, file : list of Layer, TaskSource
-        The layers on paper, set before anything that asks for them; and the file that the task was loaded from.
+    outline, pipe, file : list of Layer, int, TaskSource
+        The layers on paper and the ranks of a pipeline, set before anything that asks for them; and the file that the
+        task was loaded from.
 
     Examples
     --------
@@ -123,6 +123,7 @@ class Task:
     folders: tuple[str, ...] = ("weights",)
     copies = False
     outline: Sequence[nn.Layer] = ()
+    pipe = 1
     file: TaskSource | None = None
 
     # -- what a task of your own has
@@ -205,6 +206,16 @@ class Task:
     def costs(self) -> Numbers:
         """Return the operations of each layer, in any unit, by which stages are cut; by default all are alike."""
         return [1.0] * len(self.outline)
+
+    def slice_lengths(self, length: int, slices: int) -> Sequence[int]:
+        """Cut a sequence into slices, which should take equal times; by default they are even.
+
+        Returns
+        -------
+        sequence of int
+            Their lengths, the same on all ranks.
+        """
+        return [len(part) for part in even_split(length, slices)]
 
     # -- how the room asks: the model, on paper
 
@@ -372,118 +383,3 @@ def too_few_pieces(pieces: str, stages: int, remedy: str) -> ConfigError:
         expected="at least one piece for each stage",
         remedy=remedy,
     )
-
-
-# -- A rank's share of each sample, along an axis that the ranks of `mesh.seq` divide among themselves ----------------
-
-
-GRID = 8  # positions of queries and of keys at which biases of all ranks are compared
-
-
-class Shard:
-    """The share of one rank in each sample; data, positions and attention of one shard fit together.
-
-    Parameters
-    ----------
-    comm : communicator
-        The ranks that share each sample.
-    layout : str
-        Which positions each of them holds: "contiguous", "zigzag" or "striped"; see `attention.Layout`.
-    size : int, optional
-        Number of these ranks, where the ranks of `comm` stand for more: on paper.
-
-    Attributes
-    ----------
-    comm, rank, size, kind : communicator, int, int, str
-        The ranks, which of them this is, how many there are, and the layout.
-    reads_inputs, reads_targets : bool
-        Whether this rank has the first stage and needs inputs, and whether it has the last one and needs targets. In
-        place of what is not needed, `Task.batch` may return None.
-    dtype : numpy.dtype
-        What the training computes in; floating arrays of batches are converted.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe.job import inprocess
-    >>> from mpipipe.train import Shard
-    >>> field = np.arange(6).reshape(1, 6)
-    >>> inprocess.run(2, lambda comm: Shard(comm).part(field, axis=1).tolist())
-    [[[0, 1, 2]], [[3, 4, 5]]]
-    """
-
-    def __init__(self, comm: Communicator, layout: str = "contiguous", size: int | None = None) -> None:
-        self.comm, self.rank, self.kind = comm, comm.rank, layout
-        self.size = comm.size if size is None else size
-        self.reads_inputs = self.reads_targets = True
-        self.dtype = np.dtype(np.float32)
-        self.biases: list[str] = []  # what is known of those that `attend` was given, the same on all ranks
-        self._divided: dict[int, Layout] = {}
-
-    def divide(self, length: int) -> Layout:
-        """Return who holds which of `length` positions. Raises ConfigError if a rank would hold none."""
-        if length not in self._divided:
-            found = Layout(self.kind, self.size, length)
-            if min(map(found.length, range(self.size))) == 0:
-                raise ConfigError(
-                    "a rank would hold no part of the sequence",
-                    found=f"length {length} on {counted(self.size, 'rank')}, {self.kind}",
-                    expected="at least one position a rank, two for zigzag",
-                    remedy="take longer sequences, or lower seq",
-                )
-            self._divided[length] = found
-        return self._divided[length]
-
-    def part(self, array: Array, axis: int = 1) -> Array:
-        """Return this rank's part of an array along an axis: all of it on a single rank, else a C-contiguous copy.
-
-        The array may be anything with `shape` that `numpy.asarray` reads, such as an array of Zarr or h5py. Parts may
-        differ by one position, with zigzag by two.
-        """
-        if self.size == 1:
-            return np.asarray(array)
-        if self.kind == "contiguous":  # read no more than the part, where the array is on the disk
-            own = self.divide(array.shape[axis]).positions(self.rank)
-            at = (*[slice(None)] * (axis % len(array.shape)), slice(int(own[0]), int(own[-1]) + 1))
-            return np.ascontiguousarray(array[at])
-        return self.divide(array.shape[axis]).shard(np.asarray(array), self.rank, axis)
-
-    def whole(self, array: Array, axis: int = 1) -> Array:
-        """Put an array together, on each rank, from the parts of all ranks along an axis; collective over `comm`."""
-        if self.size == 1:
-            return array
-        parts = group_of(self.comm).gather("the parts of an array", array)
-        return self.divide(sum(part.shape[axis] for part in parts)).unshard(parts, axis)
-
-    def positions(self, length: int) -> Array:
-        """Return which of `length` positions, of the whole sequence or axis, this rank holds: int64, rising."""
-        return self.divide(length).positions(self.rank)
-
-    def attend(
-        self,
-        length: int,
-        causal: bool = False,
-        window: int | None = None,
-        scale: float | None = None,
-        bias: BiasFunction | None = None,
-    ) -> Attend:
-        """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective over `comm`.
-
-        Parameters
-        ----------
-        length : int
-            Of the whole sequence.
-        causal, window, scale, bias : bool, int, float and callable, optional
-            As for `attention.Local`.
-        """
-        if callable(bias):
-            at = np.unique(np.linspace(0, length - 1, GRID).astype(np.int64))
-            values = np.clip(bias(at[:, None], at), -1e4, 1e4).ravel()  # infinite where it is a mask
-            sums = np.linalg.norm(values), values @ np.cos(np.arange(values.size))
-            self.biases.append("norm {:.4g} and projection {:.4g} at some positions".format(*sums))
-        if self.comm.size == 1:
-            local = Local(causal, scale, window, bias=bias)
-            if self.size > 1:  # on paper: rows are those of a rank
-                local.positions = lambda rows: self.positions(length)  # type: ignore[method-assign]
-            return local
-        return Ring(self.comm, causal, self.divide(length), window, scale=scale, bias=bias)

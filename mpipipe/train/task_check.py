@@ -23,7 +23,8 @@ from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, 
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan
-from mpipipe.train.task import Pair, Shard, Task
+from mpipipe.train.shard import Shard
+from mpipipe.train.task import Pair, Task
 from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read
 
 OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
@@ -480,5 +481,4 @@ class _LossStage:
         return np.reshape(np.asarray(value, np.float64), 1), gradient
 
     def backward(self, dy: np.ndarray, saved: Tree) -> Tree:
-        leaves, structure = arrays.flatten(saved)
-        return arrays.unflatten([dy[0] * leaf for leaf in leaves], structure)
+        return arrays.mapped(lambda leaf: dy[0] * leaf, saved)

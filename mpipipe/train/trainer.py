@@ -25,7 +25,8 @@ from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
-from mpipipe.train.task import Shard, Task
+from mpipipe.train.shard import Shard
+from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call
 from mpipipe.train.task_check import doubts, scores_of, shown, validate
 
@@ -217,7 +218,7 @@ def introduction(config: TaskConfig, task: Task, plan: LayerPlan, mesh: Mesh, *,
     return (
         f"mpipipe: {counted(mesh.comm.size, 'rank')} = "
         f"pipe {mesh.pipe.size} x data {mesh.data.size} x seq {mesh.seq.size}; "
-        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}\n"
+        f"{schedule.name}, {counted(schedule.stages, 'stage')}, {schedule.batch}\n"
         f"mpipipe: {task.description(place)}\n"
         f"mpipipe: metrics in {out}"
     )

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from mpipipe.text import counted
 from mpipipe.train import resume
 from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingOptions, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
-from mpipipe.train.task import Shard, Task
+from mpipipe.train.shard import Shard
+from mpipipe.train.task import Task
 from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
 from mpipipe.train.task_check import TaskLoss
 
@@ -56,7 +58,8 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     schedule that nobody can mean before anything is built.
     """
     rows, table = rows_of(config, replicas), config.schedule
-    order = fitting(table, pipe, config.chunks, config.microbatches) if is_table(table) else None
+    sizes = pipe, config.chunks, config.microbatches, config.slices
+    order = fitting(table, *sizes) if is_table(table) else None
     microbatches = config.microbatches if order is None else order.microbatches
     if microbatches is None:
         microbatches = min(rows, schedules.advise(pipe).microbatches)
@@ -67,8 +70,10 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
             expected=f"at least {microbatches}, the number of micro-batches",
             remedy="raise batch, or lower microbatches",
         )
-    check_actions(config.schedule, pipe, config.chunks, microbatches)
-    schedule = order or schedules.by_name(config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks)
+    check_actions(config.schedule, pipe, config.chunks, microbatches, config.slices)
+    schedule = order or schedules.by_name(
+        config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks, slices=config.slices
+    )
     if all(action.op == "F" for action in schedule.orders[0]):
         raise ConfigError("a schedule without backward passes cannot train", found=schedule.name)
     costs = task.costs()
@@ -78,20 +83,21 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     return planning.LayerPlan(schedule, ranges, rows).with_names(task.outline)
 
 
-def check_actions(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+def check_actions(name: str, ranks: int, chunks: int, microbatches: int, slices: int = 1) -> None:
     """Raise ConfigError if the schedule called `name` would have more actions than anybody can mean.
 
-    A rank makes its own order alone, unless the schedule is searched for its costs: then it makes them all.
+    A rank makes its own order alone, unless the schedule is searched for its costs or has slices: then all orders.
     """
-    own = 2 * chunks * microbatches
-    actions, most, where = (own * ranks, WHOLE_ACTIONS, "all ranks") if name in WITH_COSTS else (own, ACTIONS, "a rank")
+    own, whole = 2 * chunks * microbatches * slices, name in WITH_COSTS or slices > 1
+    actions, most, where = (own * ranks, WHOLE_ACTIONS, "all ranks") if whole else (own, ACTIONS, "a rank")
     if actions > most:
         raise ConfigError(
             "the schedule would be too long",
-            found=f"{actions:,} actions on {where}: forward and backward of {microbatches:,} micro-batches, and "
-            f"{chunks:,} chunks on each of {counted(ranks, 'rank')}",
+            found=f"{actions:,} actions on {where}: forward and backward of {microbatches:,} micro-batches"
+            + (f" in {slices} slices" if slices > 1 else "")
+            + f", and {chunks:,} chunks on each of {counted(ranks, 'rank')}",
             expected=f"at most {most:,}",
-            remedy="lower microbatches or chunks",
+            remedy="lower microbatches or chunks" if slices == 1 else "lower microbatches, slices or chunks",
         )
 
 
@@ -121,7 +127,7 @@ def fingerprint(table: str) -> str:
     return f"{schedules.from_csv(table).fingerprint:016x}"[:8]
 
 
-def fitting(table: str, pipe: int, chunks: int, microbatches: int | None) -> Schedule:
+def fitting(table: str, pipe: int, chunks: int, microbatches: int | None, slices: int = 1) -> Schedule:
     """Read a table for pipelines of `pipe` ranks, and prove it; raises ConfigError if it is of other sizes."""
     schedule = schedules.from_csv(table)
     schedules.check(schedule)
@@ -131,12 +137,13 @@ def fitting(table: str, pipe: int, chunks: int, microbatches: int | None) -> Sch
         ("pipe", schedule.ranks, pipe),
         ("chunks", schedule.chunks if len(stages) == 1 else 0, chunks),
         ("microbatches", schedule.microbatches, microbatches),
+        ("slices", schedule.slices, slices),
     ):
         if wanted is not None and there != wanted:
             raise ConfigError(
                 f"the order of the schedule is not of {key} = {wanted}",
                 found=f"{counted(schedule.ranks, 'rank')} with {' or '.join(map(str, sorted(stages)))} stages each, "
-                f"{counted(schedule.microbatches, 'micro-batch')}",
+                f"{schedule.batch}",
                 expected=f"{key} = {wanted}, as the configuration and the job say",
                 remedy=f"give {key} = {there}, or make an order of these sizes with `mpipipe simulate`"
                 if there
@@ -196,21 +203,33 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
         dtype=config.dtype,
         optimizer=config.optimizer,
         moments=2 if config.optimizer == "adamw" else int(config.momentum > 0),
-        fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"},
+        shards=replicas * config.seq if config.shard_optimizer else 1,
+        fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"}
+        | ({"slices": config.slices} if config.slices > 1 else {}),
         memory_limit=config.memory_limit,
         facts={**task.planning_facts(), "layout": task.layout, **{name: getattr(config, name) for name in names}},
     )
 
 
-def make_shard(config: TaskConfig, task: Task, mesh: Mesh) -> tuple[Shard, list[Any]]:
+def _cut(config: TaskConfig, task: Task, shard: Shard) -> Shard:
+    """Return a share of samples that come in slices, if they do."""
+    if config.slices > 1:
+        shard.cut = partial(task.slice_lengths, slices=config.slices)
+    return shard
+
+
+def make_shard(config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True) -> tuple[Shard, list[Any]]:
     """Return this rank's share of samples and the layers of a task, whose outline is set; collective.
 
-    Raises the same error on every rank, also where they have different layers.
+    Raises the same error on every rank, also where they have different layers. What is measured for a plan are whole
+    sequences, not `sliced` ones.
     """
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
-        shard = task.shard(mesh.seq, mesh.seq.size)
+        shard, task.pipe = task.shard(mesh.seq, mesh.seq.size), mesh.pipe.size
         shard.dtype = arrays.dtype(config.dtype)
+        if sliced:
+            _cut(config, task, shard)
     with group.raise_together("train: the layers"):
         layers = outline(task, shard, config.seed)
     with group.raise_together("train: the layers on paper"):
@@ -224,7 +243,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
 
     Raises the same error on every rank.
     """
-    shard = make_shard(config, task, mesh)[0] if made is None else made
+    shard = make_shard(config, task, mesh, sliced=False)[0] if made is None or made.cut else made
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs = inputs_of(config, task, shard)
     problem = problem_of(config, task, mesh.pipe.size, mesh.data.size)
@@ -237,7 +256,7 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         loss_for=lambda stage, rows: task.loss_for(stage, rows, shard) or TaskLoss(task),
         example=lambda rows, microbatches: example(task, rows, microbatches, shard, config.batch),
         message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
-        optimizer=lambda pipeline: make_optimizer(config, pipeline, task),
+        optimizer=lambda pipeline, mesh: make_optimizer(config, pipeline, task, mesh),
         scaler=lambda: make_scaler(config),
         lr=config.lr,
         clip=config.clip,
@@ -301,11 +320,21 @@ def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
 def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
     """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
     pipe, replicas = mesh_of(config, ranks)
-    shard = task.shard(comm, config.seq)
+    shard, task.pipe = task.shard(comm, config.seq), pipe
     shard.dtype = arrays.dtype(config.dtype)
     outline(task, shard, config.seed)
     problem = problem_of(config, task, pipe, replicas)
     return shard, replace(problem, inputs=tuple(map(shapes_of, inputs_of(config, task, shard))))
+
+
+def slice_shares(config: TaskConfig, task: Task, comm: Communicator) -> list[float]:
+    """Return the shares of the slices in a sequence; raises where the layers attend in another way."""
+    if config.slices == 1:
+        return [1.0]
+    shard = _cut(config, task, task.shard(comm, config.seq))
+    outline(task, shard, config.seed)
+    lengths = shard.slice_lengths or [1] * config.slices
+    return [length / sum(lengths) for length in lengths]
 
 
 def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
@@ -322,13 +351,15 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
         )
     config = with_order(config, comm, Path(config.out or "."))
     shard, problem = on_paper(config, task, ranks, comm)
+    shares = slice_shares(config, task, comm)
     plan = plan_layers(config, task, problem.ranks, problem.replicas)
     rows = plan.microbatch_rows
     sample, layers = example(task, rows, 1, shard), layers_of(task, shard, config.seed)
     measured = planning.layer_bytes(
         problem, layers, lambda stage: task.loss_for(stage, rows, shard) or TaskLoss(task), sample, task.freeze
     )
-    found = planning.rank_bytes(problem, plan, measured, sample, recompute=config.recompute, copied=task.copies)
+    how: dict[str, Any] = dict(recompute=config.recompute, copied=task.copies, shares=shares)
+    found = planning.rank_bytes(problem, plan, measured, sample, **how)
     return MemoryEstimate(config, task, problem, plan, found)
 
 
@@ -370,8 +401,9 @@ def predicted(estimate: MemoryEstimate, saved: planning.SavedProfile) -> plannin
         )
     counts = tuple(stop - start for start, stop in plan.layer_ranges)
     choice = planning.Choice(
-        config.schedule, config.chunks, plan.schedule.microbatches, counts, config.recompute, config.recompute_limit
-    )
+        config.schedule, config.chunks, plan.schedule.microbatches, counts, config.recompute, config.recompute_limit,
+        config.slices,
+    )  # fmt: skip
     _check_cpu(config)
     profile = planning.profile_of(problem, saved, [plan.microbatch_rows])
     return planning.predict(profile, choice, problem.rows, problem.trained_layers)

@@ -170,6 +170,36 @@ def test_what_is_written_is_read_by_other_tools(tmp_path):
         check_printed(folder / "otf2" / "traces.otf2")
 
 
+def test_a_trace_of_slices_names_them_measures_their_times_and_is_read_again(tmp_path):
+    def job(comm):
+        schedule = schedules.one_f_one_b(2, 2, slices=3)
+        stages = [nn.Stage([nn.Linear(16, 16)], first=comm.rank)]
+        inputs, targets = np.ones((2, 4, 7, 16), np.float32)
+        with Pipeline(stages, schedule, comm, loss=nn.mean_squared_error) as pipeline:
+            mine = dense.placed(schedule, comm.rank, inputs, targets)
+            with analysis.recording(pipeline) as record:
+                for _ in range(STEPS):
+                    pipeline.step(*mine)
+                    with record.optimizer():
+                        pass
+        assert [span.name for span in record.spans if span.name[-1].isdigit()][:2] == [
+            f"{comm.rank}F0.0", f"{comm.rank}F0.1"
+        ]  # fmt: skip
+        return record.trace
+
+    found, _ = inprocess.run(2, job)
+    for record in found.records:
+        for step in record.steps:
+            assert tuple(action for action, _, _ in step.actions) == found.schedule.orders[record.position]
+    assert len(deliveries(found.records)) == 2 * 6 * STEPS
+    assert len(found.costs.slices) == 3 and min(found.costs.slices) > 0
+    names = [event["name"] for event in found.events() if event["ph"] == "X"]
+    assert names.count("1B1.2") == 2 * STEPS  # measured, and predicted
+    (tmp_path / "summary.json").write_text(json.dumps(found.summary()))
+    (tmp_path / "trace.json").write_text(json.dumps(found.events()))
+    check_read(analysis.read_trace(tmp_path), found)
+
+
 def check_read(again, found):
     """What was written is what was there, times to the microsecond's last digits."""
     assert again.schedule == found.schedule and again.costs == found.costs

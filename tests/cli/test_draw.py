@@ -43,6 +43,13 @@ def test_a_timeline_has_the_costs_that_were_given(draw):
 
 
 @pytest.mark.parametrize("what", ["timeline", "memory"])
+def test_slices_are_drawn(draw, what):
+    done = draw(what, "--schedule", "gpipe", "--ranks", "2", "--microbatches", "1", "--slices", "4", "--out", "a.svg")
+    assert done.code == 0, done.report
+    assert texts("a.svg")[0].words == "gpipe: 2 ranks, 1 micro-batch in 4 slices"
+
+
+@pytest.mark.parametrize("what", ["timeline", "memory"])
 def test_an_order_is_drawn_from_its_file(draw, tmp_path, what):
     (tmp_path / "order.CSV").write_text(schedules.zero_bubble_h1(2, 3).to_csv())
     done = draw(what, "--schedule", "order.CSV", "--forward", "1,2", "--out", "a.svg")

@@ -70,6 +70,29 @@ def test_forwards_are_run_again_to_keep_the_limit(printed):
     assert searched[3].startswith("activations 1 1 ")
 
 
+def test_slices_reach_one_schedule_all_of_them_the_search_and_the_repeated_part(printed, monkeypatch, tmp_path):
+    sizes = dict(ranks=2, microbatches=1, slices=8)
+    lines = printed(schedule="one_f_one_b", **sizes)
+    assert lines[:4] == [
+        "schedule    one_f_one_b: 2 ranks, 2 stages, 1 micro-batch in 8 slices",
+        "makespan    27",
+        "bubble      0.1111 of all time, 0.1250 of busy time",
+        "activations 8 8 on each rank, in chunks of slices, at most",
+    ]
+    assert lines[6:] == schedules.timeline(schedules.one_f_one_b(2, 1, slices=8)).splitlines()
+    table = printed(schedule="all", **sizes)
+    assert [line.split()[0] for line in table] == ["schedule", *names(1)]
+    assert [line.split()[1] for line in table if line.startswith("one_f_one_b")] == ["27"]
+    path = tmp_path / "order.csv"
+    first = printed(schedule="search", **sizes, seconds=0.1, out=path)
+    assert float(first[1].split()[1]) <= 26 and "0F0.7" in path.read_text()
+    assert printed(csv=path)[1:6] == first[1:6]
+    again = printed(schedule="gpipe", ranks=2, microbatches=1, slices=2, recompute=True)
+    assert again[-1].startswith("rank 1 ") and "1R0.1" in again[-1]
+    monkeypatch.setattr("mpipipe.cli.simulate.WHOLE", 1)
+    assert printed(schedule="one_f_one_b", **sizes)[:3] == lines[:3]
+
+
 def test_costs_of_the_command_reach_the_order(printed):
     costs = schedules.Costs(18.5, 18.1, 9.3, 0.6)
     times = dict(forward="18.5", input_grad="18.1", weight_grad="9.3", transfer="0.6")
@@ -149,8 +172,8 @@ def test_hops_have_the_times_of_their_links(printed, name, chunks):
         (dict(csv="order.csv", chunks=1, microbatches=8), "--chunks 1, --microbatches 8"),
         (dict(csv="order.csv", seed=0), "--seed does not go with anything but --schedule search"),
         (dict(schedule="gpipe", seconds=1.0), "--seconds does not go with anything but --schedule search"),
-        (dict(schedule="gpipe", out="."), "no order can be written there"),
-        (dict(schedule="search", out="absent/order.csv", seconds=1e9), "no order can be written there"),
+        (dict(schedule="gpipe", out="."), "the order cannot be written"),
+        (dict(schedule="search", out="absent/order.csv", seconds=1e9), "the order cannot be written"),
     ],
 )
 def test_what_cannot_be_is_one_error_before_anything_is_printed(printed, capsys, tmp_path, monkeypatch, options, words):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -44,3 +46,16 @@ def test_64_megabytes_and_an_empty_buffer(comm):
     flat = total(comm, np.ones(8 << 20))
     assert flat.min() == flat.max() == comm.size
     assert total(comm, np.empty(0)).size == 0
+
+
+@pytest.mark.parametrize("most", [1 << 30, 1000])
+def test_a_gather_leaves_each_range_as_its_rank_has_it(comm, monkeypatch, most):
+    monkeypatch.setattr(allreduce, "GATHERED", most)
+    edges = np.cumsum([0, *(3000 * rank + 7 for rank in range(comm.size - 1)), 0]).tolist()
+    ranges = list(pairwise(edges))  # of different sizes, the last one empty
+    expected = np.concatenate([(-1.0) ** rank * np.arange(start, stop) for rank, (start, stop) in enumerate(ranges)])
+    flat = np.full(edges[-1], np.nan)
+    start, stop = ranges[comm.rank]
+    flat[start:stop] = expected[start:stop]
+    wait_for(allreduce.AllGather(comm, flat, ranges))
+    assert flat.tobytes() == expected.tobytes()

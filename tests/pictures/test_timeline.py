@@ -63,6 +63,17 @@ def test_the_words_say_what_was_simulated(tmp_path):
     assert [word for word in words if word.startswith("rank")] == [f"rank {rank}" for rank in range(4)]
 
 
+def test_boxes_of_slices_have_micro_batch_and_slice(tmp_path):
+    path, found = tmp_path / "timeline.svg", schedules.simulate(schedules.one_f_one_b(2, 2, slices=3))
+    late = [[Measured(a.op, a.stage, a.microbatch, s, e) for a, s, e in row] for row in found.spans]
+    late[0].append(Measured("optimizer", None, None, 30, 33))
+    pictures.draw_timeline(found, path, late)
+    words = [text.words for text in texts(path)]
+    assert words[0] == "one_f_one_b: 2 ranks, 2 micro-batches in 3 slices each"
+    for panel_and_rank in range(4):
+        assert all(words.count(f"{m}.{s}") == 8 for m in range(2) for s in range(3)), panel_and_rank
+
+
 def test_boxes_without_room_have_no_number(tmp_path):
     path = tmp_path / "timeline.svg"
     pictures.draw_timeline(schedules.simulate(schedules.one_f_one_b(2, 150)), path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import dense, reference_gpt
-from support.small_gpt import MODEL, build, gradients, parts_of, text
+from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
 from support.tolerance import close, largest
 from support.training_tolerance import path
 
@@ -13,16 +13,6 @@ from mpipipe import Mesh, Pipeline, nn
 from mpipipe.attention import Layout, Ring
 from mpipipe.language.models import GPT
 from mpipipe.schedules import gpipe, partition
-
-CUTS = [  # schedule, ranks, chunks
-    ("gpipe", 1, 1), ("one_f_one_b", 1, 1), ("zero_bubble_h1", 1, 1), ("interleaved_1f1b", 1, 2), ("looped_bfs", 1, 3),
-    ("gpipe", 2, 1), ("one_f_one_b", 2, 1), ("zero_bubble_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2),
-    ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3), ("interleaved_zero_bubble", 2, 2), ("zero_bubble_2p", 2, 1),
-    ("zero_bubble_v", 2, 2), ("dualpipe_v", 2, 2), ("v_half", 2, 2), ("v_min", 2, 2),
-    ("gpipe", 4, 1), ("one_f_one_b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2),
-    ("interleaved_1f1b", 4, 3), ("looped_bfs", 4, 3), ("interleaved_zero_bubble", 4, 3), ("zero_bubble_2p", 4, 1),
-    ("zero_bubble_v", 4, 2), ("dualpipe_v", 4, 2), ("v_half", 4, 2), ("v_min", 4, 2),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(

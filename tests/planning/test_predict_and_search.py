@@ -277,3 +277,16 @@ def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first
     assert len(lines) == 12 and lines[2].startswith(plans[0].choice.schedule)
     assert lines[2].split()[-2] == "0.0%"
     assert plans[0].choice.schedule in in_words(plans[0])
+
+
+def test_slices_of_a_sequence_share_what_was_measured_of_it():
+    """One micro-batch on two ranks, in n slices: (n + 1) / n forwards and backwards, which take 3 together."""
+    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
+    links, sizes, zeros = {1: (Link(), Link())}, {1: Sizes((100,), (100,), 10)}, (0.0, 0.0)
+    profile = Profile((0, 0), {1: (rank, rank)}, links, sizes, (8, 8), (1, 1), optimizer=zeros, sums=zeros)
+    for slices in (1, 2, 8):
+        found = predict(profile, Choice("one_f_one_b", 1, 1, (1, 1), slices=slices), rows=1)
+        assert found.seconds == pytest.approx(3 * (slices + 1) / slices)
+        assert found.memory == (108, 108)
+    found = Space(ranks=2, layers=4, rows=2, fixed={"slices": 4})
+    assert 1 in found.microbatches

@@ -161,9 +161,9 @@ def check(comm, schedule, rows, steps=1, **options):
     return pipeline
 
 
-def build(name, ranks, chunks, microbatches):
+def build(name, ranks, chunks, microbatches, slices=1):
     """A schedule by name; `chunks` only for those that take more than one."""
-    return schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+    return schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
 
 
 CASES = [  # name, chunks

@@ -26,7 +26,10 @@ def fill(optimizer):
         for name, array in states.items():
             source = "0.weight" if name == HEAD else name
             values = np.random.default_rng([*kind.encode(), *source.encode()]).standard_normal(array.shape)
-            arrays.copy_into(array, _on(array, values))
+            if isinstance(array, optim.StateShard):
+                array.take(values.astype(array.dtype))
+            else:
+                arrays.copy_into(array, _on(array, values))
     return optimizer
 
 
@@ -35,16 +38,19 @@ def _on(array, values):
     return arrays.upload(values) if arrays.is_device(array) else values
 
 
-def trained(mesh, chunks=1, seed=5, kind=optim.AdamW, **keys):
+def trained(mesh, chunks=1, seed=5, kind=optim.AdamW, sharded=False, **keys):
     """(stages, optimizer) of this rank, with tied parameters shared as a pipeline shares them."""
     schedule = schedules.interleaved_1f1b(mesh.pipe.size, chunks, 4)
     stages = cut(schedule.stages, schedule.stages_of(mesh.pipe.rank), seed, **keys)
     with Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas):
         pass
-    return stages, kind(stages, 0.1)
+    return stages, kind(stages, 0.1, replicas=mesh.replicas) if sharded else kind(stages, 0.1)
 
 
 def values(stages, optimizer):
-    """Everything by name, on the host."""
+    """Everything by name, on the host; collective where the state is sharded."""
     found = contents.contents_of(stages, optimizer)
-    return {name: np.array(arrays.download(array)) for name, array in found.items()}
+    return {
+        name: array.whole() if isinstance(array, optim.StateShard) else np.array(arrays.download(array))
+        for name, array in found.items()
+    }

@@ -11,6 +11,15 @@ from mpipipe.schedules import partition
 from support import dense
 
 MODEL = dict(vocab=32, dim=16, layers=5, heads=4, kv_heads=2, hidden=24, seq=12)
+CUTS = [  # schedule, ranks, chunks
+    ("gpipe", 1, 1), ("one_f_one_b", 1, 1), ("zero_bubble_h1", 1, 1), ("interleaved_1f1b", 1, 2), ("looped_bfs", 1, 3),
+    ("gpipe", 2, 1), ("one_f_one_b", 2, 1), ("zero_bubble_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2),
+    ("interleaved_1f1b", 2, 3), ("looped_bfs", 2, 3), ("interleaved_zero_bubble", 2, 2), ("zero_bubble_2p", 2, 1),
+    ("zero_bubble_v", 2, 2), ("dualpipe_v", 2, 2), ("v_half", 2, 2), ("v_min", 2, 2),
+    ("gpipe", 4, 1), ("one_f_one_b", 4, 1), ("zero_bubble_h1", 4, 1), ("interleaved_1f1b", 4, 2), ("looped_bfs", 4, 2),
+    ("interleaved_1f1b", 4, 3), ("looped_bfs", 4, 3), ("interleaved_zero_bubble", 4, 3), ("zero_bubble_2p", 4, 1),
+    ("zero_bubble_v", 4, 2), ("dualpipe_v", 4, 2), ("v_half", 4, 2), ("v_min", 4, 2),
+]  # fmt: skip
 
 
 def text(rows, seed=1):
@@ -19,20 +28,23 @@ def text(rows, seed=1):
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
-def build(schedule, rank, dtype="float64", attend=None, token_positions=None, device="cpu", kind=nn.Stage, **sizes):
+def build(
+    schedule, rank, dtype="float64", attend=None, token_positions=None, device="cpu", kind=nn.Stage, frozen=(), **sizes
+):
     """This rank's stages; `sizes` are those of the model that differ from MODEL."""
     model = GPT(**{**MODEL, **sizes})
     layers = model.build(attend or Local(causal=True), token_positions)
     parts = partition(model.costs(), schedule.stages)
     cuts = [parts[number] for number in schedule.stages_of(rank)]
-    return [kind(layers[start:stop], dtype=dtype, seed=3, first=start, device=device) for start, stop in cuts]
+    keys = dict(dtype=dtype, seed=3, device=device, **(dict(frozen=frozen) if frozen else {}))
+    return [kind(layers[start:stop], first=start, **keys) for start, stop in cuts]
 
 
-def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, **options):
+def gradients(comm, schedule, rows=9, steps=1, recompute=False, scale=1.0, slice_lengths=None, **options):
     """({name: gradient} of this rank's stages after the last step, on the host; the loss)."""
     stages = build(schedule, comm.rank, **options)
-    mine = dense.placed(schedule, comm.rank, *text(rows))
-    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, recompute=recompute) as pipeline:
+    mine, how = dense.placed(schedule, comm.rank, *text(rows)), dict(recompute=recompute, slice_lengths=slice_lengths)
+    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, **how) as pipeline:
         for _ in range(steps):
             result = pipeline.step(*mine, scale=scale)
     return {name: arrays.download(stage.gradients[name]) for stage in stages for name in stage.gradients}, result.loss

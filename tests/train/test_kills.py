@@ -14,7 +14,7 @@ from mpipipe import checkpoint
 # a training of which one rank is killed: at its n-th call of something that changes a file or makes a step, or so many
 # milliseconds after its first step has begun, wherever it is then
 TRAINING = """
-(victim, how, moment, pipe, steps, task), left = words, [0]
+(victim, how, moment, pipe, steps, sharded, task), left = words, [0]
 left[0] = int(moment) if how == "call" else 0
 
 def watched(function):
@@ -33,6 +33,7 @@ timer = threading.Timer(int(moment) / 1000, die)
 timer.daemon = True
 before("step", lambda *_: timer.start() if how == "time" and rank == int(victim) and timer.ident is None else None)
 options = dict(steps=int(steps), eval_every=4, save_every=1, keep=2, resume="auto", pipe=int(pipe))
+options["shard_optimizer"] = sharded == "True"
 options |= {} if task else dict(sample_bytes=8, dropout=0.1)
 """
 NEVER = "call", 10**9
@@ -42,12 +43,16 @@ STEPS = 12  # for each kill: more than a life makes that is so short
 
 @pytest.fixture
 def train(launch, tmp_path, request):
-    """train(name, ranks, pipe, steps, victim, how, moment): a job in the folder `name`, of text or of a task."""
+    """train(name, ranks, pipe, steps, victim, how, moment): a job in the folder `name`, of text or of a task.
+
+    A job whose optimizer is sharded, but for the whole one, is to end as that does.
+    """
     task = str(tmp_path / "fields.py") if request.param == "task" else ""
     job = training_job(tmp_path, TRAINING)
 
     def start(name, ranks, pipe, steps, victim=0, how=NEVER[0], moment=NEVER[1]):
-        words = [str(word) for word in (tmp_path / name, victim, how, moment, pipe, steps, task)]
+        sharded = request.param == "sharded" and name != "whole"
+        words = [str(word) for word in (tmp_path / name, victim, how, moment, pipe, steps, sharded, task)]
         return launch(ranks, [*job, *words], timeout=60 + steps)
 
     return start
@@ -69,7 +74,7 @@ def sample(job):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("train", "ranks", "pipe"),
-    [("text", 2, 1), ("text", 4, 2) if harness.AT_LENGTH else ("text", 2, 2), ("task", 2, 2)],
+    [("text", 2, 1), ("sharded", 2, 1), ("text", 4, 2) if harness.AT_LENGTH else ("text", 2, 2), ("task", 2, 2)],
     indirect=["train"],
 )
 def test_kills_change_nothing(train, tmp_path, ranks, pipe):

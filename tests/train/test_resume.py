@@ -145,6 +145,27 @@ def test_a_checkpoint_is_resumed_on_another_mesh(comm, config, cut_short):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("pipe", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_sharded_optimizer_trains_the_same_and_goes_on_with_and_without_shards(comm, config, cut_short, pipe):
+    """To the bit: on the same replicas, and on others, where sums over replicas round in another way."""
+    keys = dict(tied=True, dtype="float16" if pipe == 1 else "float32", check_weights=2)
+    whole, first = config("whole", pipe=pipe, **keys), config("first", pipe=pipe, shard_optimizer=True, **keys)
+    train(whole, GPT, comm)
+    cut_short(first, comm, 4)
+    ends = {}
+    for sharded, other in ((True, pipe), (False, pipe), (True, 3 - pipe), (False, 3 - pipe)):
+        goes_on = config(f"{sharded} {other}", resume="auto", shard_optimizer=sharded, pipe=other, **keys)
+        if comm.rank == 0:
+            shutil.copytree(first.out, goes_on.out)
+        comm.Barrier()
+        train(goes_on, GPT, comm)
+        ends[sharded, other] = records(goes_on), arrays_of(goes_on), content(goes_on.out + "/weights")
+    assert ends[True, pipe] == ends[False, pipe] == (records(whole), arrays_of(whole), content(whole.out + "/weights"))
+    assert ends[True, 3 - pipe] == ends[False, 3 - pipe]
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_checkpoint_of_all_ranks_is_resumed_on_one(comm, config, cut_short):
     whole, first = (config(name, dtype="float64") for name in ("whole", "run"))
     train(whole, GPT, comm)

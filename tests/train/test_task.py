@@ -117,6 +117,11 @@ def test_it_is_planned(tmp_path, ranks):  # on one rank it is measured with more
     assert 'partition = "' in (tmp_path / "run" / "config.toml").read_text()
 
 
+def test_a_plan_is_made_of_steps_with_a_sharded_optimizer(tmp_path):
+    trained(2, TaskConfig(**{**KEYS, "pipe": 1}, plan="auto", shard_optimizer=True, out=str(tmp_path / "run")))
+    assert "shard_optimizer = true" in (tmp_path / "run" / "config.toml").read_text()
+
+
 def test_it_is_resumed_on_another_mesh_and_not_with_another_seed(tmp_path, alone):
     config = replace(EXACT, out=str(tmp_path / "run"), save_every=2, keep=3)
     trained(2, config)
@@ -154,6 +159,8 @@ def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
     drawn, moved = parameters(Slow, 1), parameters(Frozen, 2)
     same = {name for name in drawn if np.array_equal(drawn[name], moved[name])}
     assert same == {"0.weight", "0.bias", "2.gain"}
+    with pytest.raises(ConfigError, match="a task with an optimizer of its own"):
+        trained(2, replace(EXACT, pipe=1, shard_optimizer=True, out=str(tmp_path / "sharded")), Slow)
     Slow.freeze = ("0.*", "0.wieght")
     with pytest.raises(ConfigError, match="freeze fits no parameter"):
         parameters(Slow, 3)
@@ -522,8 +529,7 @@ class Trees(Field):
 
 
 def test_memory_on_paper_counts_trees_and_the_batch_that_is_read_ahead(monkeypatch):
-    for name in ("resident", "peak"):  # arrays alone: these are as small as the noise of a process
-        monkeypatch.setattr(f"mpipipe.planning.step_memory.{name}", lambda: 0)
+    monkeypatch.setattr("mpipipe.planning.step_memory.taking", lambda: lambda: 0)  # arrays that are kept, alone
     plain, trees = (estimate_task(lambda comm, task=task: (EXACT, task()), 2).ranks for task in (Field, Trees))
     assert [rank.batch for rank in trees] == [rank.batch for rank in plain]
     assert sum(rank.batch for rank in plain) == 2 * (2 * 8 * POINTS * 8) * 2  # both ranks count inputs and targets

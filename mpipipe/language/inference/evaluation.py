@@ -33,6 +33,7 @@ from mpipipe.language.data.text_chunks import chunks_of
 from mpipipe.language.data.tokenize import Encoder
 from mpipipe.language.data.tokenizer import Tokenizer
 from mpipipe.language.inference.generation import forward_plan
+from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.model_folder import ModelFolder
 from mpipipe.pipeline import Pipeline
 from mpipipe.text import counted
@@ -67,10 +68,15 @@ def perplexity(loss: float) -> float:
 
 
 class WindowLosses(nn.HeadCrossEntropy):
-    """The loss of an evaluation: it notes the loss of each window, with the product of the head in tiles."""
+    """The loss of an evaluation: it notes the loss of each window, with the product of the head in tiles.
 
-    def __init__(self, stage: nn.Stage) -> None:
-        super().__init__(stage)
+    With `slices` of the head the output is the losses themselves.
+    """
+
+    def __init__(self, stage: nn.Stage, slices: bool = False) -> None:
+        self.stage, self.mean_of = stage, nn.mean_of_losses if slices else super().__call__
+        if not slices:
+            super().__init__(stage)
         self._noted: list[tuple[int, int, Any]] = []  # (document, tokens, mean loss), in order
         self._losses: dict[int, list[LossSum]] = defaultdict(list)
 
@@ -86,7 +92,7 @@ class WindowLosses(nn.HeadCrossEntropy):
         return 0.0, None
 
     def _note(self, document: int, output: Array, ids: Array) -> None:
-        value, _ = super().__call__(output, ids)
+        value, _ = self.mean_of(output, ids)
         self._noted.append((document, ids.size, value))
 
     def settle(self) -> None:
@@ -112,10 +118,10 @@ class Evaluator:
     """A pipeline that evaluates `rows` windows in each micro-batch; `losses` is None but after the last stage."""
 
     def __init__(
-        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: Shard, *, rows: int, vocab: int
+        self, pipeline: Pipeline, losses: WindowLosses | None, mesh: Mesh, shard: Shard, *, rows: int, model: GPT
     ) -> None:
         self.pipeline, self.losses, self.mesh, self.shard = pipeline, losses, mesh, shard
-        self.vocab = vocab
+        self.vocab, self.labels = model.vocab, model.head_slices > 1
         placement = pipeline.schedule.placement
         self.first, self.last = mesh.pipe.rank == placement[0], mesh.pipe.rank == placement[-1]
         self.share = rows * pipeline.schedule.microbatches  # windows of a replica in one call
@@ -128,7 +134,8 @@ class Evaluator:
             own = range(start + self.mesh.data.rank, stop, self.mesh.data.size)
             with group.raise_together("evaluate: reading the data"):
                 inputs, targets = self._batch(tokens, [windows[number] for number in own], windows.length)
-            self.pipeline.evaluate(inputs if self.first else None, targets if self.last else None)
+            given = arrays.Branches(inputs, labels=targets["ids"]) if self.labels else inputs
+            self.pipeline.evaluate(given if self.first else None, targets if self.last else None)
             with group.raise_together("evaluate: the losses"):
                 if self.losses is not None:
                     self.losses.settle()
@@ -195,12 +202,14 @@ def build_evaluator(
         attend, positions = shard.attend(length, causal=True), None if mesh.seq.size == 1 else shard.positions(length)
     with group.raise_together("evaluate: the stages"):
         kernels.check_choice(device)
-        stages = plan.stages(mesh.pipe.rank, model.build(attend, positions), dtype, 0, device)
-        losses = WindowLosses(stages[-1]) if mesh.pipe.rank == plan.schedule.placement[-1] else None
+        layers, slices = model.build(attend, positions, labels=True), model.head_slices > 1
+        plan = plan.with_names(layers)
+        stages = plan.stages(mesh.pipe.rank, layers, dtype, 0, device)
+        losses = WindowLosses(stages[-1], slices) if mesh.pipe.rank == plan.schedule.placement[-1] else None
     folder.load(stages, mesh)
     pipeline = Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
     with pipeline:
-        yield Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, vocab=model.vocab)
+        yield Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, model=model)
 
 
 # -- The data of an evaluation: tokens as they are, or text as the tokens of the model --------------------------------

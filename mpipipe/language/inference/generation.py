@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -173,32 +173,40 @@ class Decoder:
         self._held[:] = [pieces for pieces, _ in parts]
         inputs = [np.array([tokens], np.int64) for _, tokens in parts] if self.first else None
         outputs: Any = self.pipeline.forward(inputs)  # arrays, since the inputs are
-        return [] if outputs is None else [row for output in outputs for row in output[0]]
+        if outputs is None:
+            return []
+        return [row for output, (pieces, _) in zip(outputs, parts) for row in output[0, : sum(p.ends for p in pieces)]]
 
 
 class DecodingStage:
     """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits that are asked for.
 
-    `inner_stages`: one nn.Stage, and on the last rank another with the last layer; `held`: the pieces of each
-    micro-batch.
+    `body` and `head`: what it has of the layers before the head, and of the head; either may have no layers. `held`:
+    the pieces of each micro-batch. `slots`: rows that a head is given at most which other stages go on with, since the
+    shapes of messages must follow from those of the inputs; 0 for one that this stage has as a whole.
     """
 
-    def __init__(self, inner_stages: list[nn.Stage], pieces: Pieces, held: list[list[Piece]]) -> None:
+    def __init__(
+        self, inner_stages: list[nn.Stage], pieces: Pieces, held: list[list[Piece]], begins_head: bool, slots: int
+    ) -> None:
         self.inner_stages, self.pieces, self.held = inner_stages, pieces, held
+        self.begins_head, self.slots = begins_head, slots
 
-    def forward(self, x: np.ndarray) -> tuple[np.ndarray, None]:
-        """Return hidden states, or from the last stage logits (1, pieces that ask for them, vocab)."""
-        body, *head = self.inner_stages
-        pieces = self.held[body.position.microbatch]
+    def forward(self, x: Any) -> tuple[Any, None]:
+        """Return hidden states, or what the head makes of the last one of each piece that asks for logits."""
+        *body, last = self.inner_stages
+        pieces = self.held[self.inner_stages[0].position.microbatch]
         self.pieces.begin(pieces)
-        y, _ = body.forward(x)
-        if not head:
-            return y, None
-        ends = np.cumsum([piece.rows for piece in pieces]) - 1
-        asked = [end for end, piece in zip(ends, pieces) if piece.ends]
-        if not asked:
-            return y[:, :0], None
-        return head[0].forward(np.ascontiguousarray(y[:, asked]))[0], None
+        for stage in body:
+            x, _ = stage.forward(x)
+        if self.begins_head:
+            ends = np.cumsum([piece.rows for piece in pieces]) - 1
+            asked = [end for end, piece in zip(ends, pieces) if piece.ends]
+            asked += [0] * (min(self.slots, x.shape[1]) - len(asked))
+            if not asked:
+                return x[:, :0], None
+            x = np.ascontiguousarray(x[:, asked])
+        return last.forward(x)[0], None
 
 
 @contextmanager
@@ -215,7 +223,7 @@ def build_decoder(
     fewer than `capacity` - 1.
     """
     group = group_of(mesh.comm)
-    schedule = plan.schedule.forward_only_part(plan.schedule.microbatches)
+    schedule = replace(plan.schedule.forward_only_part(plan.schedule.microbatches), skips=())  # no labels
     with group.raise_together("generate: the memory of a decoder"):
         check_decoding(model, plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
     pieces, held = Pieces(), list[list[Piece]]()
@@ -235,11 +243,12 @@ def build_decoder(
                 remedy="generate fewer tokens, or give a shorter prompt",
             )
     with group.raise_together("generate: the stages"):
-        stages = []
+        stages, head = [], len(layers) - getattr(model, "head_slices", 1)
         for start, stop in plan.ranges_of(mesh.pipe.rank):
-            cuts = [start, stop - 1, stop] if stop == len(layers) else [start, stop]
+            begins = start <= head < stop
+            cuts = [start, head, stop] if begins else [start, stop]
             inner = [nn.Stage(layers[low:high], dtype=dtype, first=low) for low, high in pairwise(cuts)]
-            stages.append(DecodingStage(inner, pieces, held))
+            stages.append(DecodingStage(inner, pieces, held, begins, slots if stop < len(layers) else 0))
     with group.raise_together("generate: the parameters"):
         load_weights([inner for stage in stages for inner in stage.inner_stages])
     with Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas) as pipeline:

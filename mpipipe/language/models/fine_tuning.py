@@ -95,7 +95,7 @@ def parse_lora(text: str) -> nn.LoRA:
 # -- The model that a training begins from (--from) -------------------------------------------------------------------
 
 
-MAY_DIFFER = ("seq", "dropout", "max_positions")  # lengths and dropout are a training's own
+MAY_DIFFER = ("seq", "dropout", "max_positions", "head_slices")  # which are a training's own
 
 
 @dataclass(frozen=True)

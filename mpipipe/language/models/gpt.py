@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from numpy.typing import ArrayLike
@@ -16,8 +16,10 @@ from numpy.typing import ArrayLike
 from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, RopeScaling, as_attend, scaling_of
+from mpipipe.even_split import even_split
+from mpipipe.nn import ROPE_SCALINGS, ForwardAndBackward, RopeScaling, as_attend, check_slice_count, scaling_of
 from mpipipe.planning import declared
+from mpipipe.schedules import partition
 from mpipipe.text import counted
 
 TIE = "tokens"  # key of the matrix that embedding and head share
@@ -70,6 +72,9 @@ class GPT:
         Whether the products of the feed-forward layers have a bias.
     embedding_scale : float
         Factor on the rows of the embedding, not on learned positions, and not on a tied head.
+    head_slices : int
+        Number of slices of the vocabulary into which the head is cut, each a layer (`nn.HeadSlice`), so that stages can
+        divide it. A tied embedding is cut alike. Values at the start are those of the whole head.
 
     Raises
     ------
@@ -120,6 +125,7 @@ class GPT:
     feed_forward: str = "swiglu"
     feed_forward_bias: bool = False
     embedding_scale: float = 1.0
+    head_slices: int = 1
 
     def __post_init__(self) -> None:
         given = vars(self)
@@ -127,6 +133,7 @@ class GPT:
         heads = self.heads if self.kv_heads is None else self.kv_heads
         check_heads({**given, "kv_heads": heads})
         check_positions(given)
+        check_slice_count(self.head_slices, self.vocab)
         self._fill("kv_heads", self.heads)
         self._fill("hidden", 4 * self.dim if self.feed_forward == "gelu" else -(-8 * self.dim // (3 * 64)) * 64)
         self._fill("head_dim", self.dim // self.heads)
@@ -140,7 +147,10 @@ class GPT:
             object.__setattr__(self, name, value)
 
     def build(
-        self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward], positions: ArrayLike | None = None
+        self,
+        attend: ForwardAndBackward | Callable[..., ForwardAndBackward],
+        positions: ArrayLike | None = None,
+        labels: bool = False,
     ) -> list[nn.Layer]:
         """Build the layers, for stages to bind: integers (batch, seq) go in, logits (batch, seq, vocab) come out.
 
@@ -153,28 +163,43 @@ class GPT:
             Where positions are learned, it is called once more, first of all, for the layer that adds them.
         positions : 1-D integers, optional
             Positions of the rows in the whole sequence, if a rank holds a part of it; by default 0 ... seq - 1.
+        labels : bool
+            Whether slices of the head take labels and give losses in place of logits, as `nn.HeadSlice` says; without
+            slices nothing changes.
 
         Returns
         -------
         list of Layer
-            2 * `layers` + 2 layers: embedding, attention and feed-forward in turn, norm with head. The first one is an
-            `nn.Embedding`, or an `nn.Sequential` of that and an `nn.LearnedPositions`.
+            2 * `layers` + 1 + `head_slices` layers: embedding, attention and feed-forward in turn, norm with head, or
+            with its first slice, and the other slices. The first one is an `nn.Embedding`, or an `nn.Sequential` of
+            that and an `nn.LearnedPositions`.
         """
         tie = TIE if self.tied else None
         # The last matrix of each of the 2 * layers residual branches starts smaller, so that the sum of all branches
         # has the size of one (Radford et al., "Language models are unsupervised multitask learners", 2019).
         gain = (2 * self.layers) ** -0.5
         attend_with = self._attend_with(attend)
-        layers: list[nn.Layer] = [nn.Embedding(self.vocab, self.dim, tie=tie, scale=self.embedding_scale)]
+        layers: list[nn.Layer] = [
+            nn.Embedding(
+                self.vocab, self.dim, tie=tie, scale=self.embedding_scale, slices=self.head_slices if self.tied else 1
+            )
+        ]
         if self.max_positions is not None:
             table = nn.LearnedPositions(self.max_positions, self.dim, attend_with(None), positions)
             layers = [nn.Sequential([*layers, table])]
         for window in self.windows or (None,) * self.layers:
             layers.append(self._residual(self._attention(attend_with(window), positions, gain)))
             layers.append(self._residual(self._feed_forward(gain)))
-        head = nn.Head(self.dim, self.vocab, tie=tie)
-        layers.append(nn.Sequential([self._norm(), head]))
-        return layers
+        head, *slices = self._heads(tie, f"{len(layers)}.1.weight", labels)
+        return [*layers, nn.Sequential([self._norm(), head]), *slices]
+
+    def _heads(self, tie: str | None, name: str, labels: bool) -> list[nn.Layer]:
+        """Return the head, or its slices; `name` is that of its weight."""
+        if self.head_slices == 1:
+            return [nn.Head(self.dim, self.vocab, tie=tie)]
+        sizes = self.dim, self.vocab
+        of = self.head_slices
+        return [nn.HeadSlice(*sizes, number, of, tie, labels=labels, stream=name) for number in range(of)]
 
     def _attend_with(
         self, attend: ForwardAndBackward | Callable[..., ForwardAndBackward]
@@ -226,7 +251,8 @@ class GPT:
             scores = 2 * self.seq * width if seen == self.seq else 4 * width * (seen - seen**2 / (2 * self.seq))
             blocks += [float(projections + scores), float(products * self.dim * self.hidden)]
         tables = 1 if self.max_positions is None else 2
-        return [float(tables * self.dim), *blocks, float(2 * self.dim * self.vocab)]
+        heads = [float(2 * self.dim * len(rows)) for rows in even_split(self.vocab, self.head_slices)]
+        return [float(tables * self.dim), *blocks, *heads]
 
     @property
     def parameters(self) -> int:
@@ -264,10 +290,29 @@ class Model(Protocol):
 Architecture: TypeAlias = Callable[..., Model]
 
 
+CLOSE = 1.05  # times the slowest stage of the best cut, with which fewer slices are taken
+
+
+def balanced_slices(model: Model, stages: int) -> int:
+    """Return the least number of slices of the head with which the slowest stage is about as fast as it can be.
+
+    The model has a field `head_slices`. Up to four slices for each stage are tried.
+    """
+
+    def slowest(slices: int) -> float:
+        costs = replace(model, head_slices=slices).costs()
+        cuts = partition(costs, min(stages, len(costs)))
+        return max(sum(costs[start:stop]) for start, stop in cuts)
+
+    most = min(4 * stages, getattr(model, "vocab", 1)) if stages > 1 else 1
+    times = {slices: slowest(slices) for slices in range(1, most + 1)}
+    return min(slices for slices, time in times.items() if time <= CLOSE * min(times.values()))
+
+
 # -- What the description of a GPT may say: its fields one by one, and those that do not go together ------------------
 
 
-SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim")
+SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "seq", "head_dim", "head_slices")
 CHOICES = {"norm": ("rms", "layer"), "positions": ("rotary", "learned"), "feed_forward": ("swiglu", "gelu")}
 LAYERS = 4096  # transformer blocks, which is generous: cutting so many into stages takes some seconds
 NEAR = 1000  # numbers of heads that are tried for a remedy

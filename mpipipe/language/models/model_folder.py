@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,6 +94,18 @@ class ModelFolder(ABC):
         with group.raise_together("loading the model: whether it is one"):
             if group.rank == 0:  # which has opened the folder
                 checkpoint.check_same_folder(self.path, self.inode)
+
+    def with_slices(self, count: int) -> ModelFolder:
+        """Return the folder of the same model with its head in `count` slices; raises ConfigError if it has others."""
+        there = self.model.head_slices
+        if there != count:
+            raise ConfigError(
+                "the weights to begin with have their head in other slices",
+                found=f"head_slices = {there} in {self.path}",
+                expected=f"{count}, as the configuration has it",
+                remedy=f"give head_slices = {there}, or `mpipipe convert` them into a folder of Hugging Face",
+            )
+        return self
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -211,6 +223,9 @@ class HuggingFaceFolder(ModelFolder):
     def model(self) -> GPT:
         return self.folder.model
 
+    def with_slices(self, count: int) -> ModelFolder:
+        return replace(self, folder=replace(self.folder, model=replace(self.model, head_slices=count)))
+
     def read(self, parameters: Mapping[str, Array]) -> None:
         huggingface.read(self.folder, parameters)
 
@@ -246,6 +261,9 @@ class AdaptedFolder(ModelFolder):
     @property
     def model(self) -> GPT:
         return self.base.model
+
+    def with_slices(self, count: int) -> ModelFolder:
+        return replace(self, base=self.base.with_slices(count))
 
     def read(self, parameters: Mapping[str, Array]) -> None:
         self.base.read(parameters)
@@ -323,6 +341,8 @@ def read_group(folder: ModelFolder, dtype: str, shapes: Mapping[str, Shape]) -> 
 def groups_of(model: GPT, most: int, itemsize: int) -> list[dict[str, Shape]]:
     """Return names and shapes of the parameters, in groups of whole layers of at most `most` bytes."""
     layers = [declared([top], place) for place, top in enumerate(model.build(Local()))]
+    first = len(layers) - model.head_slices
+    layers[first:] = [{name: entry for layer in layers[first:] for name, entry in layer.items()}]  # one tensor
     sized = ((layer, sum(entry.size for entry in layer.values()) * itemsize) for layer in layers)
     return [
         {name: entry.shape for layer in group for name, entry in layer.items()}

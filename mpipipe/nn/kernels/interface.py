@@ -198,6 +198,23 @@ class Kernels(Protocol):
         The gradient is set in `out` where that is given: logits itself, or an array like it.
         """
 
+    def running_lse(
+        self, logits: Array, ids: Array, columns: tuple[int, int], before: Sequence[Array], after: Sequence[Array]
+    ) -> None:
+        """Take some columns of logits into sums: L = log(exp(L before) + sum(exp(logits))), t = t before + logits[id].
+
+        logits (rows, width) are the columns from columns[0] on, of columns[1] in all; t changes where id is among them.
+        `before` and `after` are (L, t), each (rows,) of A. An id outside of all columns makes t NaN on a GPU.
+        """
+
+    def running_lse_backward(
+        self, logits: Array, ids: Array, first: int, lse: Array, slopes: Sequence[Array], out: Array
+    ) -> None:
+        """Out = dL exp(logits - lse), and dt more in column id - first; slopes are (dL, dt), each (rows,) of A.
+
+        `lse` is L after. `out` may be logits.
+        """
+
     # -- optimizers: flat arrays of one dtype, float32 or float64
 
     def adamw(self, p: Array, g: Array, m: Array, v: Array, numbers: AdamWNumbers, update: Update = ...) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,6 +21,7 @@ class Attend(Protocol):
     """
 
     poll: Callable[[], object]
+    slice_rows: Sequence[int] | None = None  # here of each slice of a sequence, for an object that attends to slices
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let `backward_into` call a `backward` that a class redefines without it."""
@@ -71,8 +72,12 @@ class Attend(Protocol):
         return None
 
     def begin(self, position: Position) -> None:
-        """Note step and micro-batch of the next forward; called by the layer before each."""
+        """Note step and micro-batch of the next forward, or of a backward; called by the layer before each."""
         return None
+
+    def for_layer(self) -> Attend:
+        """Return what one layer attends with: this object or, if it has a state, another one with its own."""
+        return self
 
     def with_window(self, window: int) -> Attend:
         """Return what attends as this object does, but with another window; the same object for the same window.

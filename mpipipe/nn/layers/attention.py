@@ -12,7 +12,7 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.checks import check_positive, check_sequence, rows
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
-from mpipipe.nn.layers.layer import Layer, Projection, stacked_projections
+from mpipipe.nn.layers.layer import Layer, Position, Projection, stacked_projections
 from mpipipe.nn.parameters import matrix, ones, vector
 from mpipipe.nn.rope import RopeScaling, checked_coordinates
 
@@ -60,6 +60,7 @@ class SelfAttention(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = True
     freezes_parts = True
 
     qkv: np.ndarray
@@ -104,7 +105,7 @@ class SelfAttention(Layer):
                 "SelfAttention was given nothing to attend with", remedy="pass attend=mpipipe.attention.Local()"
             )
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
-        self.attend = attend
+        self.attend, self.mixes_positions = attend, as_attend(attend).slice_rows is None
         self.positions = None if positions is None else np.asarray(positions)
         if self.positions is not None:
             as_attend(attend).check_positions(self.positions)
@@ -134,12 +135,14 @@ class SelfAttention(Layer):
         return {**found, "o_proj": out, "c_attn": Projection("qkv", 0, self._width), "c_proj": out}
 
     def bound(self) -> None:
-        self._attend = as_attend(self.attend)
+        self._attend = as_attend(self.attend).for_layer()
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         check_sequence(self, x, self.dim, self.positions)
         kernels, flat = self.stage.kernels, rows(x)
         qkv = kernels.linear(flat, self.qkv, self.qkv_bias).reshape(*x.shape[:2], -1, self.head_dim)
+        position = Position(*self.stage.position)
+        self._attend.begin(position if self.has_backward else position._replace(keeps=False))
         table = self._rope_table(x.shape[1])
         q, k, v = self._split(qkv)
         plain = [self._normalise(q, self.q_norm, table), self._normalise(k, self.k_norm, table)]
@@ -147,21 +150,21 @@ class SelfAttention(Layer):
             queries_and_keys = qkv[:, :, : self.heads + self.kv_heads]
             kernels.apply_rope(queries_and_keys, table, queries_and_keys)
         self._share_poll()
-        self._attend.begin(self.stage.position)
         if self.positions is not None:
             self._attend.check_positions(self.positions)
         y, saved = self._attend.forward(q, k, v)
         y = y.reshape(len(flat), self.heads * self.head_dim)
-        return kernels.linear(y, self.out, self.out_bias).reshape(x.shape), (flat, y, saved, plain)
+        return kernels.linear(y, self.out, self.out_bias).reshape(x.shape), (flat, y, saved, plain, position)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        kernels, (x, y, kept, plain) = self.stage.kernels, saved
+        kernels, (x, y, kept, plain, position) = self.stage.kernels, saved
         dflat = rows(dy)
         dout = kernels.linear_backward_input(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
         shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
         dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
         self._share_poll()
         dq, dk, dv = self._split(dqkv)
+        self._attend.begin(position)  # whose rows the positions are for
         turned_dq, turned_dk, given_dv = self._attend.backward_into(dout, kept, (dq, dk, dv))
         table = self._rope_table(dy.shape[1])
         parts: list[Array] = []

@@ -28,6 +28,7 @@ class Sequential(Layer):
     """
 
     recordable = True
+    mixes_positions = False
     lowest = 0  # set by the stage: layers before it have no backward, for nobody asks for a gradient there
     on_layer_done: Callable[[Layer], object] | None = None  # called with each layer that has added to its gradients
 
@@ -103,6 +104,7 @@ class Residual(Layer):
     """
 
     recordable = True
+    mixes_positions = False
 
     def __init__(self, layer: Layer):
         self.layer = layer
@@ -139,6 +141,7 @@ class PreNormResidual(Layer):
     """
 
     recordable = True
+    mixes_positions = False
 
     def __init__(self, norm: Layer, *layers: Layer):
         self.norm, self.f = norm, Sequential(layers)
@@ -212,6 +215,7 @@ class Recompute(Layer):
     """
 
     recordable = True
+    mixes_positions = False
 
     def __init__(self, layer: Layer):
         self.layer = layer

@@ -11,11 +11,12 @@ from numpy.typing import ArrayLike
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.checks import check_positive, check_sequence, checked_ids
+from mpipipe.even_split import even_split
+from mpipipe.nn.checks import check_positive, check_sequence, check_slice_count, checked_ids
 from mpipipe.nn.layers.attend import ForwardAndBackward, as_attend, why_unrecordable
 from mpipipe.nn.layers.layer import Layer, Projection
 from mpipipe.nn.layers.linear import Linear
-from mpipipe.nn.parameters import matrix
+from mpipipe.nn.parameters import matrix, row_slices
 
 
 class Embedding(Layer):
@@ -34,36 +35,77 @@ class Embedding(Layer):
         The table starts normal with standard deviation gain / sqrt(dim), as the weight of that Linear does.
     scale : float
         Factor on the rows that come out.
+    slices : int
+        Number of parameters that make up the table: `weight` alone, or `weight_0`, `weight_1`, ..., each tied with the
+        `HeadSlice` of its number. They start as the whole table does.
     """
 
     uploads_integers = True
     recordable = True
+    mixes_positions = False
 
     weight: np.ndarray
 
-    def __init__(self, vocab: int, dim: int, tie: str | None = None, gain: float = 1.0, scale: float = 1.0):
-        check_positive(vocab=vocab, dim=dim)
+    def __init__(
+        self, vocab: int, dim: int, tie: str | None = None, gain: float = 1.0, scale: float = 1.0, slices: int = 1
+    ):
+        check_positive(vocab=vocab, dim=dim, slices=slices)
+        check_slice_count(slices, vocab)
         self.vocab, self.dim, self.scale = vocab, dim, scale
-        self.declared = {"weight": matrix(vocab, dim, gain, tie)}
+        self.declared, self.starts = {"weight": matrix(vocab, dim, gain, tie)}, dict[str, int]()
+        if slices > 1:
+            self.starts = {f"weight_{k}": rows.start for k, rows in enumerate(even_split(vocab, slices))}
+            self.declared = dict(zip(self.starts, row_slices(self.declared["weight"], slices)))
+
+    def unrecordable(self) -> str:
+        return "the host looks which slice has each row" if self.starts else ""
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        x = self.upload(x)
-        y = self.stage.kernels.embed(self.weight, x)
-        return (y if self.scale == 1 else self.stage.kernels.scale(y, self.scale, out=y)), x
+        kernels = self.stage.kernels
+        if self.starts:
+            y, x = self._of_slices(x)
+        else:
+            x = self.upload(x)
+            y = kernels.embed(self.weight, x)
+        return (y if self.scale == 1 else kernels.scale(y, self.scale, out=y)), x
 
     def upload(self, x: Array) -> Array:
-        return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", self.stage.device)
+        device = "cpu" if self.starts else self.stage.device
+        return checked_ids(x, self.vocab, f"layer {self.name} (Embedding): the input", device)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[None, Any]:
         return None, (dy, saved)
 
     def backward_weight(self, pending: Any) -> None:
-        dy, x = pending
-        kernels = self.stage.kernels
-        self._add("weight", kernels.embed_backward, dy if self.scale == 1 else kernels.scale(dy, self.scale), x)
+        (dy, x), kernels = pending, self.stage.kernels
+        dy = dy if self.scale == 1 else kernels.scale(dy, self.scale)
+        if not self.starts:
+            self._add("weight", kernels.embed_backward, dy, x)
+            return
+        order, parts = x
+        dy, start = kernels.embed(dy.reshape(-1, self.dim), order), 0
+        for name, ids in zip(self.starts, parts):
+            self._add(name, kernels.embed_backward, dy[start : start + len(ids)], ids)
+            start += len(ids)
+
+    def _of_slices(self, x: Array) -> tuple[Array, Any]:
+        """Return the rows (..., dim), and what the backward needs: the order of rows by slices, and the ids in each."""
+        kernels, device, starts = self.stage.kernels, self.stage.device, list(self.starts.values())
+        ids = self.upload(arrays.download(x)).reshape(-1).astype(np.int64)
+        slices = np.searchsorted(starts, ids, side="right") - 1
+        order = np.argsort(slices, kind="stable")
+        ends = np.cumsum(np.bincount(slices, minlength=len(starts)))
+        parts = [each - start for each, start in zip(np.split(ids[order], ends[:-1]), starts)]
+        back = np.argsort(order)
+        if device == "cuda":
+            order, back, *parts = map(arrays.upload, (order, back, *parts))
+        by_slice = arrays.empty((len(ids), self.dim), self.stage.dtype, device)
+        for name, part, end in zip(self.starts, parts, ends):
+            kernels.copy(kernels.embed(getattr(self, name), part), by_slice[end - len(part) : end])
+        return kernels.embed(by_slice, back).reshape(*x.shape, self.dim), (order, parts)
 
 
-NUMBERS = 16  # arrays of row numbers that a layer keeps at most, each for its own positions
+NUMBERS = 64  # arrays of row numbers that a layer keeps at most, each for its own positions
 
 
 class LearnedPositions(Layer):
@@ -84,6 +126,7 @@ class LearnedPositions(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = True
 
     weight: np.ndarray
 
@@ -100,13 +143,14 @@ class LearnedPositions(Layer):
         self.positions = None if positions is None else np.asarray(positions)
         if attend is not None and self.positions is not None:
             as_attend(attend).check_positions(self.positions)
+        self.mixes_positions = attend is None or as_attend(attend).slice_rows is None
         self.declared = {"weight": matrix(count, dim, gain)}
 
     def unrecordable(self) -> str:
         return "" if self.attend is None or self.positions is not None else why_unrecordable(self.attend)
 
     def bound(self) -> None:
-        self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend)
+        self._attend = None if self.attend is None or self.positions is not None else as_attend(self.attend).for_layer()
         self._kept = lru_cache(maxsize=NUMBERS)(self._made)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -127,6 +171,8 @@ class LearnedPositions(Layer):
         """Return the rows to add, in the shape of x, and their numbers (batch, seq)."""
         check_sequence(self, x, self.dim, self.positions)
         batch, seq = x.shape[:2]
+        if self._attend is not None:
+            self._attend.begin(self.stage.position)
         asked = self.positions if self._attend is None else self._attend.positions(seq)
         known = seq if asked is None else np.ascontiguousarray(asked, np.int64).tobytes()
         numbers = arrays.keep_for_graph(self._kept(batch, known))
@@ -164,6 +210,7 @@ class Head(Linear):
     """
 
     recordable = True
+    mixes_positions = False
     freezes_parts = True
 
     def __init__(self, inputs: int, outputs: int, tie: str | None = None, gain: float = 1.0):

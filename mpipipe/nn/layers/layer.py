@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
@@ -21,15 +23,19 @@ class Position(NamedTuple):
     Parameters
     ----------
     step, microbatch, replica : int
-        Numbers of the training step, of the micro-batch in it, and of the replica.
+        Numbers of the training step, of the micro-batch in it (or of the unit, where sequences come in slices), and of
+        the replica.
     training : bool
         Whether this is a training step: otherwise `Dropout` is the identity.
+    keeps : bool
+        Whether a backward of this micro-batch follows on its stage, for which slices of a sequence are kept.
     """
 
     step: int = 0
     microbatch: int = 0
     replica: int = 0
     training: bool = True
+    keeps: bool = True
 
 
 class StageOfLayer(Protocol):
@@ -39,6 +45,7 @@ class StageOfLayer(Protocol):
     headless: bool
     poll: Callable[[], object] | None
     device: str
+    dtype: np.dtype
     seed: int
     kernels: Kernels
     tables: RopeTables
@@ -169,6 +176,11 @@ class Layer(Differentiable):
     recordable : bool
         Whether CUDA graphs may record the layer: with inputs of the same shapes it does the same device work each time,
         and never lets the host wait for the device. Subclasses do not inherit it either.
+    mixes_positions : bool
+        Whether y at a position, along axis 1, depends on x at others, and the layer needs whole sequences for that. A
+        class says False where positions stand for themselves; subclasses do not inherit that.
+    has_backward : bool
+        False in a stage whose backwards end before they come to this layer, set by the stage.
     ends : bool
         Whether nobody asks for the gradient of its input, so that dx may be None. Set by the stage of a first layer
         whose own class has the attribute; without parameters such a layer then has no backward at all.
@@ -205,6 +217,8 @@ class Layer(Differentiable):
     recordable = False
     freezes_parts = False
     frozen = False
+    mixes_positions = True
+    has_backward = True
     ends = False
 
     def upload(self, x: Array) -> Array:

@@ -38,6 +38,7 @@ class Linear(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = False
     freezes_parts = True
     ends = False
 
@@ -141,6 +142,7 @@ class FeedForward(_TwoProducts):
     """
 
     recordable = True
+    mixes_positions = False
     freezes_parts = True
 
     up: np.ndarray
@@ -178,6 +180,7 @@ class SwiGLU(_TwoProducts):
     """
 
     recordable = True
+    mixes_positions = False
     freezes_parts = True
 
     gate_up: np.ndarray
@@ -206,6 +209,7 @@ class Gelu(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = False
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         return self.stage.kernels.gelu(x), x

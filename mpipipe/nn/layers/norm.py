@@ -74,6 +74,7 @@ class RMSNorm(_Norm):
     """
 
     recordable = True
+    mixes_positions = False
     _backward = attrgetter("rms_norm_backward")
     _forward_unadded = _Norm._forward_unadded  # which subclasses do not inherit: see layer.forward_unadded
 
@@ -97,6 +98,7 @@ class LayerNorm(_Norm):
     """
 
     recordable = True
+    mixes_positions = False
     freezes_parts = True
     _backward = attrgetter("layer_norm_backward")
     _forward_unadded = _Norm._forward_unadded
@@ -142,6 +144,7 @@ class Dropout(Layer):
 
     takes_integers = False
     recordable = True
+    mixes_positions = False
 
     def __init__(self, probability: float):
         if not 0 <= probability < 1:

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mpipipe.errors import BackendError
+from mpipipe.schedules.action import FORWARD
 from mpipipe.schedules.bounds import least_time
-from mpipipe.schedules.checks import at_least_one, check_time
+from mpipipe.schedules.checks import at_least_one, check_time, counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.problem import OPS, OrderProblem, Orders
 from mpipipe.schedules.search.search import search
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
+from mpipipe.schedules.slices import backward_unit, in_slices
 from mpipipe.text import how_to_install
 
 STEPS = 200  # of the search whose result it begins with
@@ -42,6 +44,7 @@ def optimum(
     costs: Costs = EQUAL_COSTS,
     *,
     memory_limit: float | None = None,
+    slices: int = 1,
     seconds: float = 60.0,
 ) -> Optimum:
     """Find the fastest schedule with a split backward, by OR-Tools CP-SAT on all cores.
@@ -54,7 +57,8 @@ def optimum(
     ----------
     placement : int or sequence of int
         The number of ranks with one stage each, or the rank of each stage.
-    microbatches, costs, memory_limit : as for `search`
+    microbatches, costs, memory_limit, slices : as for `search`
+        Slices of different times are refused: that each stage may take the sequences in turn is proven for equal ones.
     seconds : float, optional
         When the search is given up; the result is then the best so far, at worst that of `search`.
 
@@ -65,18 +69,23 @@ def optimum(
     >>> found.makespan, found.bound  # doctest: +SKIP
     (10.0, 10.0)
     """
-    microbatches = at_least_one("microbatches", microbatches)
+    microbatches, slices = counts(microbatches=microbatches, slices=slices)
+    units = microbatches * slices
+    costs.refuse_unequal_slices("the fastest schedule of all is found")
     if not isinstance(placement, Sequence):
         placement = looped_placement(at_least_one("ranks", placement), 1)
     check_time(seconds)
     cp_model = _solver()
-    quick = search(placement, microbatches, costs, memory_limit=memory_limit, seconds=seconds / 2, steps=STEPS)
-    model = _Model(OrderProblem(placement, microbatches, costs, memory_limit), cp_model, simulate(quick, costs))
+    options = dict(memory_limit=memory_limit, slices=slices, seconds=seconds / 2, steps=STEPS)
+    quick = search(placement, microbatches, costs, **options)  # type: ignore[arg-type]
+    model = _Model(OrderProblem(placement, units, costs, memory_limit), cp_model, simulate(quick, costs))
     orders, bound = model.solve(seconds)
-    made = [quick] if orders is None else [model.problem.schedule("optimum", orders), quick]
-    makespan, schedule = min(((simulate(each, costs).makespan, each) for each in made), key=lambda pair: pair[0])
+    made = [] if orders is None else [in_slices(model.problem.schedule("optimum", orders), slices)]
+    makespan, schedule = min(
+        ((simulate(each, costs).makespan, each) for each in [*made, quick]), key=lambda pair: pair[0]
+    )
     schedule = replace(schedule, name="optimum")
-    least = least_time(placement, microbatches, costs, memory_limit)
+    least = least_time(placement, units, costs, memory_limit, slices=slices)
     return Optimum(schedule, makespan, min(makespan, max(bound, least)))
 
 
@@ -95,6 +104,7 @@ class _Model:
     """Start times of all actions: each task in the order of micro-batches, one action of a rank at a time."""
 
     def __init__(self, problem: OrderProblem, cp_model: Any, known: Timeline) -> None:
+        slices = known.schedule.slices
         self.problem, self.cp = problem, cp_model
         self.model = model = cp_model.CpModel()
         times = [*problem.seconds, *problem.lag]
@@ -112,13 +122,16 @@ class _Model:
                 if k:
                     model.add(start >= starts[k - 1] + self.seconds[task])
                 if before >= 0:
-                    model.add(start >= self.starts[before][k] + self.seconds[before] + lag[task])
+                    # all slices of a sequence go forward before the first backward, in the last stage
+                    done = backward_unit(k, slices) if (task, before % 3) == (before + 1, 0) else k
+                    model.add(start >= self.starts[before][done] + self.seconds[before] + lag[task])
             model.add(self.makespan >= starts[-1] + self.seconds[task])
         for own, tasks in zip(problem.own, problem.tasks):
             self._add_rank(own, tasks)
         for spans in known.spans:
             for (stage, op, k), start, _ in spans:
-                model.add_hint(self.starts[3 * stage + OPS.index(op)][k], round(start * self.unit))
+                run = k if op == FORWARD else backward_unit(k, slices)  # which is its own inverse
+                model.add_hint(self.starts[3 * stage + OPS.index(op)][run], round(start * self.unit))
         model.minimize(self.makespan)
 
     def _add_rank(self, own: Sequence[int], tasks: Sequence[int]) -> None:

@@ -18,14 +18,15 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.bounds import least_time
-from mpipipe.schedules.checks import at_least_one
+from mpipipe.schedules.checks import at_least_one, counts
 from mpipipe.schedules.recompute import with_recompute
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.search.anneal import Budget, Share, anneal
 from mpipipe.schedules.search.problem import NEVER
-from mpipipe.schedules.search.search import placements, published, search
+from mpipipe.schedules.search.search import one_by_one, placements, published, search, with_split_backwards
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, action_times, held, simulate, sizes_per_stage
+from mpipipe.schedules.slices import in_slices
 
 LAST = 0.5  # share of the budget in which single actions are moved
 PLAIN = 0.4  # of what is left: for the search without R
@@ -40,6 +41,7 @@ def search_with_recompute(
     memory_limit: float,
     chunks: int = 1,
     kept_input: float | Sequence[float] = 0.0,
+    slices: int = 1,
     seconds: float = 10.0,
     steps: int | None = None,
     seed: int = 0,
@@ -61,6 +63,8 @@ def search_with_recompute(
         As for `search`.
     kept_input : float or sequence of float, optional
         The share of an activation that stays where its forward is run again, 0 to 1: the input of the stage.
+    slices : int, optional
+        As for `search`.
     seconds, steps, seed : as for `search`
         What `with_recompute` takes is not counted.
 
@@ -72,18 +76,19 @@ def search_with_recompute(
     >>> schedules.simulate(plain).makespan, schedules.simulate(found).makespan < 35
     (35.0, True)
     """
-    microbatches, limit = at_least_one("microbatches", microbatches), checks.number("memory_limit", memory_limit)
+    microbatches, slices = counts(microbatches=microbatches, slices=slices)
+    units, limit = microbatches * slices, checks.number("memory_limit", memory_limit)
     checks.check_time(seconds)
     steps = None if steps is None else at_least_one("steps", steps)
     places = placements(placement, chunks)
     fewest = max(max(map(place.count, set(place))) for place in places)
-    goal = (1 + 1e-9) * min(least_time(place, microbatches, costs, None) for place in places)
+    goal = (1 + 1e-9) * min(least_time(place, units, costs, None, slices=slices) for place in places)
     best: tuple[float, int, Schedule] | None = None
     refusal: ArgumentError | None = None
     budget = seconds * (1 - LAST), None if steps is None else max(1, int(steps * (1 - LAST))), seed
-    for schedule in _orders(places, microbatches, costs, limit, fewest, budget):
+    for schedule in _orders(places, units, costs.of_mean_slice(), limit, fewest, budget):
         try:
-            within = with_recompute(schedule, costs, limit, kept_input=kept_input)
+            within = with_recompute(in_slices(schedule, slices), costs, limit, kept_input=kept_input)
         except ArgumentError as error:
             refusal = refusal or error
             continue
@@ -97,7 +102,7 @@ def search_with_recompute(
         raise refusal
     last = Budget(seconds * LAST, None if steps is None else max(1, int(steps * LAST)))
     fastest = Annealing(best[2], costs, limit, kept_input, Random(seed)).run(goal, last.until(1.0))
-    return Schedule("search", fastest.placement, microbatches, fastest.orders)
+    return replace(fastest, name="search")
 
 
 def _orders(
@@ -112,7 +117,7 @@ def _orders(
     seconds, steps, seed = budget
     rooms = [room * limit for room in ROOMS if room * limit >= fewest]
     for place in places:
-        yield _one_by_one(place, microbatches)
+        yield one_by_one(place, microbatches)
         for room in (limit, *rooms):
             yield from published(place, microbatches, costs, max(1, min(room, microbatches)))
     shares = [(limit, PLAIN)] if limit >= fewest else []
@@ -131,24 +136,14 @@ def _orders(
             )
 
 
-def _one_by_one(place: Sequence[int], microbatches: int) -> Schedule:
-    """Return the schedule that needs the least memory: each micro-batch goes forth and back before the next one."""
-    ways = [(stage, FORWARD) for stage in range(len(place))]
-    ways += [(stage, BACKWARD) for stage in reversed(range(len(place)))]
-    orders = tuple(
-        tuple(Action(stage, op, number) for number in range(microbatches) for stage, op in ways if place[stage] == rank)
-        for rank in range(max(place) + 1)
-    )
-    return Schedule("one_by_one", tuple(place), microbatches, orders)
-
-
 # -- Improve a schedule that runs forwards again: move single actions within their rank, take R's out, and put R's in
 #
-# Each state of the annealing keeps the limit of memory, and the order F, R, I, W of every micro-batch in a stage; one
-# in which ranks wait for each other for ever is not kept.
+# Each state of the annealing keeps the limit of memory, the order F, R, I, W of every unit in a stage, and that of the
+# F's and I's of a sequence; one in which ranks wait for each other for ever is not kept.
 
 
 PLACE_IN_LIFE = {FORWARD: 0, RECOMPUTE: 1, INPUT_GRAD: 2, WEIGHT_GRAD: 3}  # of a micro-batch in a stage
+ORDERED = (FORWARD, INPUT_GRAD)  # of the slices of a sequence
 FAR = 8  # slots by which an action is moved, at most
 WARM = 0.02  # of the longest action: how much slower a step on the way may be
 CHANGES = 0.1  # share of steps that take an R out or put one in
@@ -164,12 +159,9 @@ class Annealing:
     ) -> None:
         self.schedule, self.random, self.limit = schedule, random, limit * (1 + 1e-9)
         self.whole, self.kept = sizes_per_stage(schedule, 1.0, kept_input)
+        self.shares = costs.per_slice(schedule.slices)
         self.seconds, self.transfer = action_times(costs, schedule.stages), costs.per_stage("transfer", schedule.stages)
-        halves = (INPUT_GRAD, WEIGHT_GRAD)
-        self.orders = [
-            [action._replace(op=op) for action in order for op in (halves if action.op == BACKWARD else (action.op,))]
-            for order in schedule.orders
-        ]
+        self.orders = [*map(with_split_backwards, schedule.orders)]
         self.codes = [packed(order, schedule.units) for order in self.orders]
         self.makespan = self._time_of(self.codes)
         single = (times for op, times in self.seconds.items() if op != BACKWARD)
@@ -189,7 +181,7 @@ class Annealing:
     def _time_of(self, codes: Sequence[array[int]]) -> float:
         """Return the makespan, NEVER where the ranks stand still."""
         placement, microbatches = self.schedule.placement, self.schedule.units
-        starts, ends = replay(placement, microbatches, self.seconds, self.transfer, codes)
+        starts, ends = replay(placement, microbatches, self.seconds, self.transfer, codes, self.shares)
         return max(ends) if all(len(began) == len(order) for began, order in zip(starts, codes)) else NEVER
 
     def _changed(self, state: State) -> tuple[State, float] | None:
@@ -203,7 +195,7 @@ class Annealing:
         return (orders, codes), self._time_of(codes)
 
     def _changed_order(self, order: Order) -> Order | None:
-        draw, new = self.random, list(order)
+        draw, new, slices = self.random, list(order), self.schedule.slices
         place = draw.randrange(len(order))
         if draw.random() < CHANGES:
             stage, _, microbatch = order[place]
@@ -220,6 +212,9 @@ class Annealing:
         for stage, op, microbatch in crossed:
             if (stage, microbatch) == (action.stage, action.microbatch):
                 if sign * (PLACE_IN_LIFE[op] - PLACE_IN_LIFE[action.op]) > 0:
+                    return None
+            elif slices > 1 and op == action.op and op in ORDERED and stage == action.stage:
+                if microbatch // slices == action.microbatch // slices:
                     return None
         new.insert(target, action)
         return new

@@ -157,10 +157,10 @@ def tasks_of(schedule: Schedule) -> Orders:
     return orders
 
 
-def whole_limit(placement: Sequence[int], microbatches: int, memory_limit: float | None) -> int:
+def whole_limit(placement: Sequence[int], microbatches: int, memory_limit: float | None, slices: int = 1) -> int:
     """Return a limit as a number of activations, no more than there are; refuse one that no schedule keeps."""
-    least = max(map(list(placement).count, set(placement)), default=1)
-    memory_limit = checks.limit(memory_limit)
+    stages = max(map(list(placement).count, set(placement)), default=1)
+    least, memory_limit = stages * slices, checks.limit(memory_limit)
     if memory_limit is not None and not memory_limit >= least:
         raise ArgumentError(
             "no schedule keeps this memory limit",
@@ -168,5 +168,5 @@ def whole_limit(placement: Sequence[int], microbatches: int, memory_limit: float
             expected=f"at least {least}",
             remedy="a rank holds the activations of one micro-batch in all of its stages",
         )
-    most = least * microbatches
+    most = stages * microbatches
     return most if memory_limit is None else math.floor(min(memory_limit, most))

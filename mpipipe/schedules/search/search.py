@@ -16,19 +16,23 @@ The priority of an action is the time at which it is meant to run: tasks at even
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from random import Random
+from typing import Any
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import building_blocks, classic, zero_bubble
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, changed
 from mpipipe.schedules.bounds import least_time
-from mpipipe.schedules.checks import at_least_one, check_time
+from mpipipe.schedules.checks import at_least_one, check_time, counts
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.anneal import Budget, anneal, critical_moves, moved
 from mpipipe.schedules.search.blocks import BlockSearch, orders_of
 from mpipipe.schedules.search.orders import Priorities, decide
-from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, Orders, tasks_of
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs
+from mpipipe.schedules.search.problem import NEVER, Ends, OrderProblem, Orders, tasks_of, whole_limit
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, simulate
+from mpipipe.schedules.slices import in_slices
 
 MANY, FEW = 4, 3  # micro-batches per rank: more are made from so many
 REPEATING = 0.6  # share of the budget for the repeated part
@@ -41,6 +45,7 @@ def search(
     *,
     chunks: int = 1,
     memory_limit: float | None = None,
+    slices: int = 1,
     seconds: float = 10.0,
     steps: int | None = None,
     seed: int = 0,
@@ -48,8 +53,9 @@ def search(
     """Search for the fastest schedule; stop where none can be faster.
 
     Backwards are split into I and W. The result is not slower than any schedule of this package with the same stages on
-    the same ranks that keeps the limit. `gap` tells how far it is from the best. Its name is "search". ArgumentError is
-    raised where a count is below 1, a cost does not fit, no schedule keeps the limit, or there is no time.
+    the same ranks that keeps the limit. `gap` tells how far it is from the best. Its name is "search". With slices an
+    order of M n whole micro-batches is searched, for mean slices, and then cut. ArgumentError is raised where a count
+    is below 1, a cost does not fit, no schedule keeps the limit, or there is no time.
 
     Parameters
     ----------
@@ -63,7 +69,10 @@ def search(
     chunks : int, optional
         V, stages per rank, where `placement` is a number of ranks.
     memory_limit : float, optional
-        Chunk activations that a rank may hold at once, at least its number of stages; by default there is no limit.
+        Chunk activations that a rank may hold at once, at least its number of stages times the slices of a sequence; by
+        default there is no limit.
+    slices : int, optional
+        n, slices of each sequence. Activations are those of slices then.
     seconds, steps : float and int, optional
         Time to search, on one core, and orders to try; where these end before the time, the result is the same on every
         machine.
@@ -78,8 +87,11 @@ def search(
     >>> schedules.gap(found, costs, memory_limit=4).share < 0.03
     True
     """
-    microbatches = at_least_one("microbatches", microbatches)
+    microbatches, slices = counts(microbatches=microbatches, slices=slices)
     check_time(seconds)
+    if slices > 1:
+        options = dict(chunks=chunks, seconds=seconds, steps=steps, seed=seed)
+        return _of_slices(placement, microbatches, costs, memory_limit, slices, options)
     budget, random = Budget(seconds, None if steps is None else at_least_one("steps", steps)), Random(seed)
     best: Improvement | None = None
     bounds = [(least_time(place, microbatches, costs, memory_limit), place) for place in placements(placement, chunks)]
@@ -92,6 +104,53 @@ def search(
     assert best is not None
     best.improve(1.0)  # with what is left where a placement cannot be faster
     return best.problem.schedule("search", best.orders)
+
+
+def _of_slices(
+    placement: int | Sequence[int],
+    microbatches: int,
+    costs: Costs,
+    memory_limit: float | None,
+    slices: int,
+    options: dict[str, Any],
+) -> Schedule:
+    """Search with whole micro-batches in the places of slices; return the fastest schedule that keeps the limit."""
+    units, mean, places = microbatches * slices, costs.of_mean_slice(), placements(placement, options["chunks"])
+    limits = [whole_limit(place, units, memory_limit, slices) for place in places]
+    more = (slices - 1) * whole_limit(places[0], 1, None)  # held before the first backward
+    room = None if memory_limit is None else memory_limit - more
+    whole = [search(placement, units, mean, memory_limit=room, **options)]
+    for place, limit in zip(places, limits):
+        whole += published(place, units, mean, max(1, limit - more))
+    made = [one_by_one(place, microbatches, slices) for place in places]
+    made += [in_slices(schedule, slices) for schedule in whole]
+    made = [replace(schedule, orders=changed(schedule.orders, with_split_backwards)) for schedule in made]
+    found = [(simulate(schedule, costs), schedule) for schedule in made]
+    fitting = [pair for pair in found if max(pair[0].peak_activations) <= max(limits)]
+    return replace(min(fitting, key=lambda pair: pair[0].makespan)[1], name="search")
+
+
+def with_split_backwards(order: Sequence[Action]) -> list[Action]:
+    """Return an order with an I and a W in the place of each B."""
+    halves = (INPUT_GRAD, WEIGHT_GRAD)
+    return [action._replace(op=op) for action in order for op in (halves if action.op == BACKWARD else (action.op,))]
+
+
+def one_by_one(place: Sequence[int], microbatches: int, slices: int = 1) -> Schedule:
+    """Return the schedule that needs the least memory: each micro-batch goes forth and back before the next one."""
+    ways = [(stage, FORWARD) for stage in range(len(place))]
+    ways += [(stage, BACKWARD) for stage in reversed(range(len(place)))]
+    orders = tuple(
+        tuple(
+            Action(stage, op, number * slices + part)
+            for number in range(microbatches)
+            for stage, op in ways
+            if place[stage] == rank
+            for part in (range(slices) if op == FORWARD else reversed(range(slices)))
+        )
+        for rank in range(max(place) + 1)
+    )
+    return Schedule("one_by_one", tuple(place), microbatches, orders, slices=slices)
 
 
 def published(placement: Sequence[int], microbatches: int, costs: Costs, limit: float) -> Iterator[Schedule]:

@@ -121,6 +121,17 @@ def test_a_batch_gets_the_answers_of_whole_forwards(comm, pipe, seq, slots, micr
     assert len(set(comm.allgather(repr(found)))) == 1
 
 
+@pytest.mark.parametrize(("pipe", "slots", "tied"), [(1, 7, False), (2, 3, True), (2, 7, False), (4, 2, False)])
+def test_slices_of_the_head_give_the_logits_of_each_answer(comm, pipe, slots, tied):
+    """On several ranks messages have room for all slots; what is no answer's is dropped."""
+    if comm.size % pipe:
+        pytest.skip(f"needs a multiple of {pipe} ranks")
+    model, prompts = replace(MODEL, vocab=41, head_slices=5, tied=tied), prompts_of(LENGTHS)
+    with Mesh(comm, pipe=pipe) as mesh:
+        found, _ = decoded(mesh, prompts, Sampling(0), slots, 3, model=model)
+    assert found == by_whole_forwards(prompts, Sampling(0), model=model)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("pipe", "seq"), CUTS)
 @pytest.mark.parametrize(("chunks", "sizes"), [(1, {}), (2, dict(tied=True, layers=4, dropout=0.3)), (1, OPTIONS)])

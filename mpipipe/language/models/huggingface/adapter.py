@@ -8,7 +8,6 @@ as in `names`. Options of adapter_config.json that change the result are refused
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from mpipipe.language.models.huggingface.folder import Origin, opened
 from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS, host_for, read_part
-from mpipipe.language.models.huggingface.writing import METADATA, converted, explained
+from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_jointly
 from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.planning import declared
 from mpipipe.text import counted
@@ -185,18 +184,8 @@ def save_adapter(
         }
         header, entries = header_of(planned, METADATA)
     with replacing(target, group, explained) as partial:
-        path = partial / TENSORS
-        with group.raise_together("saving an adapter: its file"), explained(target):
-            if mesh.rank == 0:
-                path.write_bytes(header)
-        with group.raise_together("saving an adapter: the tensors"), explained(target):
-            if mesh.replicas.rank == 0:
-                with path.open("r+b") as file:
-                    for name in [part.theirs for part in parts if part.ours in parameters]:
-                        file.seek(entries[name].start)
-                        file.write(planned[name].make().reshape(-1).view(np.uint8).data)
-                    file.flush()
-                    os.fsync(file.fileno())
+        own = [part.theirs for part in parts if part.ours in parameters] if mesh.replicas.rank == 0 else []
+        write_jointly(partial / TENSORS, header, mesh, {entries[name].start: planned[name].make for name in own})
         with group.raise_together("saving an adapter: its description"), explained(target):
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)

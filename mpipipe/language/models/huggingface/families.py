@@ -159,7 +159,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
     """Return the family that can express a model, and its options; `first` where that one can.
 
     A family can where its options, read again, describe the same model; but for `seq`, a number that no family has
-    where positions are learned, and dropout, which belongs to a training.
+    where positions are learned, and dropout and slices of the head, which belong to a training.
     """
     for family in dict.fromkeys(([] if first is None else [first]) + list(FAMILIES.values())):
         try:
@@ -167,7 +167,7 @@ def expressed(model: GPT, first: Family | None = None) -> tuple[Family, dict[str
             again = GPT(**family.read(Options(options, Path("config.json"))))
         except (ArgumentError, AttributeError):  # the latter of a model that is no GPT
             continue
-        if replace(again, seq=model.seq, dropout=model.dropout) == model:
+        if replace(again, seq=model.seq, dropout=model.dropout, head_slices=model.head_slices) == model:
             return family, options
     raise ConfigError(
         "no family of Hugging Face models here can express this model",

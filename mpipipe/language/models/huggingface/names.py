@@ -16,11 +16,12 @@ Ours are neighbours (2j, 2j + 1). So row (half, j) of a head is our row (j, half
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from mpipipe.even_split import even_split
 from mpipipe.language.models.gpt import GPT
 
 EMBEDDING, POSITIONS, ATTENTION_NORM, ATTENTION, FEED_NORM, FEED, LAST_NORM, HEAD = range(8)
@@ -29,7 +30,11 @@ FIRST = (EMBEDDING, POSITIONS)
 
 @dataclass(frozen=True)
 class Tensor:
-    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`; which flag has it."""
+    """One line of a table: their name, with {i} for the block; our layer, parameter and `_rows`; which flag has it.
+
+    Of a slice of the head, or of an embedding that is tied with slices: its first row among theirs, and how many these
+    are.
+    """
 
     theirs: str
     place: int
@@ -37,6 +42,8 @@ class Tensor:
     rows: str = "all"
     form: str = "plain"
     when: str = ""
+    first: int = 0
+    total: int = 0
 
 
 class Part(NamedTuple):
@@ -100,10 +107,20 @@ def parts_of(table: tuple[Tensor, ...], model: GPT) -> Iterator[Part]:
     A head that is the embedding is not stored.
     """
     stored = [t for t in table if (not t.when or getattr(model, t.when)) and not (t.place == HEAD and model.tied)]
-    yield from (_part(tensor, model, 0) for tensor in stored if tensor.place in FIRST)
+    yield from (part for tensor in stored if tensor.place in FIRST for part in _parts(tensor, model))
     for block in range(model.layers):
         yield from (_part(tensor, model, block) for tensor in stored if "{i}" in tensor.theirs)
-    yield from (_part(tensor, model, 0) for tensor in stored if tensor.place in (LAST_NORM, HEAD))
+    yield from (part for tensor in stored if tensor.place in (LAST_NORM, HEAD) for part in _parts(tensor, model))
+
+
+def _parts(tensor: Tensor, model: GPT) -> Iterator[Part]:
+    """Yield the parts of a tensor that is in no block: one, or those of the slices of the head."""
+    names = {EMBEDDING: embeddings_of(model), HEAD: heads_of(model)}.get(tensor.place, [])
+    if len(names) < 2:
+        yield _part(tensor, model, 0)
+        return
+    for ours, rows in zip(names, even_split(model.vocab, len(names))):
+        yield Part(tensor.theirs, ours, replace(tensor, first=rows.start, total=model.vocab))
 
 
 def _part(tensor: Tensor, model: GPT, block: int) -> Part:
@@ -125,14 +142,21 @@ def _layer(place: int, block: int, model: GPT) -> str:
     }[place]
 
 
-def head_of(model: GPT) -> str:
-    """Return the name of our parameter of the head."""
-    return f"{_layer(HEAD, 0, model)}.weight"
+def heads_of(model: GPT) -> list[str]:
+    """Return the names of our parameters of the head: of its slices, if it has some."""
+    first = 2 * model.layers + 1
+    return [f"{_layer(HEAD, 0, model)}.weight", *(f"{first + k}.weight" for k in range(1, model.head_slices))]
+
+
+def embeddings_of(model: GPT) -> list[str]:
+    """Return the names of our parameters of the embedding, which has the slices of a tied head."""
+    name, count = f"{_layer(EMBEDDING, 0, model)}.weight", model.head_slices if model.tied else 1
+    return [name] if count == 1 else [f"{name}_{k}" for k in range(count)]
 
 
 def tied_to(name: str, model: GPT) -> str:
     """Return the parameter under which the table has this one: where head and embedding are one, the embedding's."""
-    return f"{_layer(EMBEDDING, 0, model)}.weight" if model.tied and name == head_of(model) else name
+    return dict(zip(heads_of(model), embeddings_of(model))).get(name, name) if model.tied else name
 
 
 def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:
@@ -148,6 +172,8 @@ def view(tensor: Tensor, array: np.ndarray, model: GPT) -> np.ndarray:
 
 def shape_of(tensor: Tensor, ours: tuple[int, ...], model: GPT) -> tuple[int, ...]:
     """Return the shape of their tensor, for a parameter of ours with that shape."""
+    if tensor.total:
+        return (tensor.total, *ours[1:])
     first, stop = _rows(tensor.rows, model, ours[0])
     shape = (stop - first, *ours[1:])
     return shape[::-1] if tensor.form == "transposed" else shape

@@ -11,9 +11,10 @@ from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import TensorEntry, TensorFile
 from mpipipe.errors import ArgumentError
+from mpipipe.even_split import even_split
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.folder import COPY_AGAIN, NOT_THESE, Folder, check_finite, opened
-from mpipipe.language.models.huggingface.names import Tensor, head_of, parts_of, shape_of, tied_to, view
+from mpipipe.language.models.huggingface.names import Tensor, heads_of, parts_of, shape_of, tied_to, view
 
 PIECE_BYTES = 1 << 20  # of a tensor that are read at once: they are still in the cache when they are converted
 LINE_BYTES = 64  # of a cache
@@ -64,9 +65,10 @@ def read(folder: Folder, parameters: Mapping[str, Array]) -> int:
                     if host is not target:
                         arrays.upload(host, out=target)
             done += file.bytes_read
-    head = head_of(folder.model)
-    if folder.spare_head is not None and head in parameters:
-        done += _compare_head(folder, arrays.download(parameters[head]))
+    heads = heads_of(folder.model)
+    for head, rows in zip(heads, even_split(folder.model.vocab, len(heads))):
+        if folder.spare_head is not None and head in parameters:
+            done += _compare_head(folder, arrays.download(parameters[head]), rows.start)
     return done
 
 
@@ -87,7 +89,7 @@ def read_part(file: TensorFile, name: str, tensor: Tensor, ours: Sequence[np.nda
             remedy=NOT_THESE,
         )
     views = [view(tensor, array, model) for array in ours]
-    for first, stop, piece in _pieces(file, name, views[0].shape):
+    for first, stop, piece in _pieces(file, name, views[0].shape, tensor.first, tensor.total):
         check_finite(piece, f"the tensor {name}", file.path, COPY_AGAIN)
         for each in views:
             _set(each[first:stop], piece, tensor.form)
@@ -111,29 +113,38 @@ def _entry(file: TensorFile, name: str) -> TensorEntry:
     return file.arrays[name]
 
 
-def _pieces(file: TensorFile, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (start, stop, values) along the first axis; halves as float32. A piece is gone when the next one comes."""
+def _pieces(
+    file: TensorFile, name: str, shape: tuple[int, ...], skip: int = 0, total: int = 0
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield (start, stop, values) along the first axis; halves as float32. A piece is gone when the next one comes.
+
+    `shape` is that of the tensor, or of its rows from `skip` on, of `total` in all.
+    """
     entry = file.arrays[name]
-    row = max(1, entry.nbytes // max(1, shape[0]))
+    row = max(1, entry.nbytes // max(1, total or shape[0]))
     step = max(1, PIECE_BYTES // row)
     buffer = np.empty((min(step, shape[0]), *shape[1:]), entry.kind)
     wide = np.empty(buffer.shape, np.float32) if arrays.is_half(entry.kind) else buffer
     for first in range(0, shape[0], step):
         stop = min(first + step, shape[0])
-        file.read_into(name, buffer[: stop - first], first * row)
+        file.read_into(name, buffer[: stop - first], (skip + first) * row)
         if wide is not buffer:
             wide[: stop - first] = buffer[: stop - first]
         yield first, stop, wide[: stop - first]
 
 
-def _compare_head(folder: Folder, embedding: np.ndarray) -> int:
-    """Raise ArgumentError unless a head that is stored next to a tied embedding is the same; return the bytes read."""
+def _compare_head(folder: Folder, embedding: np.ndarray, start: int) -> int:
+    """Raise ArgumentError unless a head that is stored next to a tied embedding is the same; return the bytes read.
+
+    `embedding` are the rows from `start` on.
+    """
     assert folder.spare_head is not None
     place, name = folder.spare_head
     with opened(folder.path / place) as file:
-        same = _entry(file, name).shape == embedding.shape and all(
+        shape = folder.model.vocab, *embedding.shape[1:]
+        same = _entry(file, name).shape == shape and all(
             np.array_equal(embedding[first:stop], piece.astype(embedding.dtype))
-            for first, stop, piece in _pieces(file, name, embedding.shape)
+            for first, stop, piece in _pieces(file, name, embedding.shape, start, shape[0])
         )
         if not same:
             raise ArgumentError(

@@ -8,8 +8,10 @@ model.safetensors and has no index. The folder gets its name when it is whole.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,14 +20,14 @@ import numpy as np
 
 from mpipipe import arrays, files
 from mpipipe.arrays import Array, Shape
-from mpipipe.checkpoint import Planned, replacing, write_tensors
+from mpipipe.checkpoint import Planned, header_of, replacing, write_tensors
 from mpipipe.comm import Mesh
 from mpipipe.errors import NonFiniteError, StorageError
 from mpipipe.even_split import consecutive_bins
 from mpipipe.job import group_of
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface.families import Family, expressed
-from mpipipe.language.models.huggingface.folder import INDEX, Origin, count_not_finite
+from mpipipe.language.models.huggingface.folder import HEAD, INDEX, Origin, count_not_finite
 from mpipipe.language.models.huggingface.names import Part, parts_of, shape_of, view
 from mpipipe.language.models.huggingface.options import CONFIG
 
@@ -119,22 +121,27 @@ def save(
     group = group_of(mesh.comm)
     with group.raise_together("saving a model folder: its description"):
         family, config = config_of(model, dtype, origin)
-    with replacing(target, group, explained, replaces) as partial:
+    with replacing(target, group, explained, replaces) as unnamed:
         own = parameters if mesh.replicas.rank == 0 else {}
         with group.raise_together("saving a model folder: its files"):
-            tensors = outgoing(family, model, own, arrays.dtype(dtype)).items()
-            mine = consecutive_bins(((item, _size_of(item[1])) for item in tensors), most)
-        counts = group.gather("saving a model folder: its files", len(mine))
+            whole = outgoing(family, model, own, arrays.dtype(dtype))
+            mine = consecutive_bins(((item, _size_of(item[1])) for item in whole.items()), most)
+            parts = parts_of(family.table, model)
+            divided = {part: own[part.ours] for part in parts if part.ours in own and part.theirs not in whole}
+        counts, flags = zip(*group.gather("saving a model folder: its files", (len(mine), bool(divided))))
+        total = sum(counts) + any(flags)  # the last one for a head of which several ranks have slices
         places: TensorPlaces = {}
         with group.raise_together("saving a model folder: the tensors"), explained(target):
             if mine:
-                partial.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
+                unnamed.mkdir(parents=True, exist_ok=True)  # other hosts may not see it yet
             for number, shard in enumerate(mine, sum(counts[: mesh.rank])):
-                places.update(_write_file(partial, number, sum(counts), dict(shard)))
+                places.update(_write_file(unnamed, number, total, dict(shard)))
+        if any(flags):
+            places.update(_write_divided(unnamed, total, model, divided, mesh, arrays.dtype(dtype)))
         everywhere = group.gather("saving a model folder: the tensors", places)
         with group.raise_together("saving a model folder: its description"), explained(target):
             if mesh.rank == 0:
-                _describe(partial, config, {name: place for part in everywhere for name, place in part.items()}, origin)
+                _describe(unnamed, config, {name: place for part in everywhere for name, place in part.items()}, origin)
 
 
 def write_alone(
@@ -144,12 +151,12 @@ def write_alone(
     family, config = config_of(model, dtype, origin)
     stored = {part.ours for part in parts_of(family.table, model)}
     filled = [group for group in groups if not stored.isdisjoint(group)]
-    with replacing(target, None, explained, replaces=False) as partial, explained(target):
+    with replacing(target, None, explained, replaces=False) as unnamed, explained(target):
         places: TensorPlaces = {}
         for number, group in enumerate(filled):
             tensors = outgoing(family, model, read(group), arrays.dtype(dtype))
-            places.update(_write_file(partial, number, len(filled), tensors))
-        _describe(partial, config, places, origin)
+            places.update(_write_file(unnamed, number, len(filled), tensors))
+        _describe(unnamed, config, places, origin)
 
 
 def explained(target: Path) -> AbstractContextManager[None]:
@@ -177,23 +184,64 @@ def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
     files.write_whole(path, (json.dumps(facts, indent=2) + "\n").encode())
 
 
+def _file_name(number: int, total: int) -> str:
+    return "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+
+
 def _write_file(folder: Path, number: int, total: int, tensors: Mapping[str, Planned]) -> TensorPlaces:
     """Write one file of `total`, counted from 0, tensor by tensor: no more than one is held twice."""
-    name = "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+    name = _file_name(number, total)
     write_tensors(folder / name, tensors, metadata=METADATA)
     return {theirs: (name, _size_of(tensor)) for theirs, tensor in tensors.items()}
 
 
+def _write_divided(
+    folder: Path, total: int, model: GPT, slices: Mapping[Part, Array], mesh: Mesh, dtype: np.dtype
+) -> TensorPlaces:
+    """Write the last file of `total`, with the head, from the slices that each rank has; collective."""
+    whole = Planned(dtype, (model.vocab, model.dim), lambda: np.empty(0))
+    header, entries = header_of({HEAD: whole}, METADATA)
+    start, row = entries[HEAD].start, model.dim * dtype.itemsize
+    pieces = {start + part.tensor.first * row: partial(converted, part, array, dtype, model)
+              for part, array in slices.items()}  # fmt: skip
+    write_jointly(folder / _file_name(total - 1, total), header, mesh, pieces)
+    return {HEAD: (_file_name(total - 1, total), _size_of(whole))}
+
+
+def write_jointly(path: Path, header: bytes, mesh: Mesh, pieces: Mapping[int, Callable[[], np.ndarray]]) -> None:
+    """Write a file from the pieces that each rank has, by where they begin in bytes; collective."""
+    group = group_of(mesh.comm)
+    with group.raise_together("saving tensors of several ranks: their file"), explained(path):
+        if mesh.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(header)
+    with group.raise_together("saving tensors of several ranks"), explained(path):
+        if pieces:
+            with path.open("r+b") as file:
+                for start, make in pieces.items():
+                    file.seek(start)
+                    file.write(make().reshape(-1).view(np.uint8).data)
+                file.flush()
+                os.fsync(file.fileno())
+
+
 def outgoing(family: Family, model: GPT, own: Mapping[str, Array], dtype: np.dtype) -> dict[str, Planned]:
-    """Return the tensors of a folder that these parameters are, by their names; each is made when it is written."""
+    """Return the tensors of a folder that these parameters are, by their names; each is made when it is written.
+
+    A tensor of several slices is left out unless all of them are there.
+    """
+    parts: dict[str, list[Part]] = {}
+    for part in parts_of(family.table, model):
+        parts.setdefault(part.theirs, []).append(part)
+
+    def make(some: Sequence[Part]) -> np.ndarray:
+        made = [converted(part, own[part.ours], dtype, model) for part in some]
+        return made[0] if len(made) == 1 else np.concatenate(made)
+
     return {
-        part.theirs: Planned(
-            dtype,
-            shape_of(part.tensor, own[part.ours].shape, model),
-            lambda part=part: converted(part, own[part.ours], dtype, model),  # type: ignore[misc]
-        )
-        for part in parts_of(family.table, model)
-        if part.ours in own
+        theirs: Planned(dtype, shape_of(some[0].tensor, own[some[0].ours].shape, model), partial(make, some))
+        for theirs, some in parts.items()
+        if all(part.ours in own for part in some)
     }
 
 

@@ -13,6 +13,6 @@ from mpipipe.nn.kernels.cuda.elementwise import gelu_backward, scale, swiglu, sw
 from mpipipe.nn.kernels.cuda.layers import add_parts, apply_rope, embed, embed_backward, layer_norm, layer_norm_backward
 from mpipipe.nn.kernels.cuda.layers import linear, linear_backward_input, linear_backward_weight, mean_squared_error
 from mpipipe.nn.kernels.cuda.layers import products, rms_norm, rms_norm_backward, rope_table, softmax_cross_entropy
-from mpipipe.nn.kernels.cuda.layers import sum_rows
+from mpipipe.nn.kernels.cuda.layers import running_lse, running_lse_backward, sum_rows
 from mpipipe.nn.kernels.cuda.optimizer import adamw, sgd, sums_of_squares
 # isort: on

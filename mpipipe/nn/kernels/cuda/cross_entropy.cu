@@ -80,3 +80,38 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     for (long long i = threadIdx.x; i < x.odds(); i += blockDim.x)
         to[x.odd(i)] = gradient_of(x.odd(i), x.from[x.odd(i)]);
 }
+
+// Slices of a head. For each row of logits (rows, width), which are the columns from `first` on of `vocab`, on one
+// block: lse = log(exp(lse before) + sum of exp(l)); t = t before + the logit of id, NaN for an id outside of all
+// columns. Moves 1 T an element.
+extern "C" __global__ void __launch_bounds__(512)
+    running_lse(const T* logits, const I* ids, const A* lse_before, const A* t_before, A* lse, A* t, long long width,
+                long long first, long long vocab) {
+    __shared__ A shared[32];
+    const long long row = blockIdx.x, id = ids[row];
+    const T* x = logits + row * width;
+    A top = -A(INFINITY), sum = 0;
+    for (long long i = threadIdx.x; i < width; i += blockDim.x) {
+        const A value = widen(x[i]), high = max(top, value);
+        sum = sum * exponential<T>(top - safe_max(high)) + exponential<T>(value - safe_max(high));
+        top = high;
+    }
+    const A highest = safe_max(max(largest(top, shared), lse_before[row]));
+    sum = add_up(sum * exponential<T>(top - highest), shared);
+    if (threadIdx.x) return;
+    lse[row] = A(log((double)sum + exp((double)lse_before[row] - (double)highest)) + (double)highest);
+    const bool here = id >= first && id < first + width;
+    t[row] = id < 0 || id >= vocab ? A(NAN) : t_before[row] + (here ? widen(x[id - first]) : A(0));
+}
+
+// out (rows, width) = dlse exp(l - lse), and dt more in column id - first; out may be logits. Moves 2 T an element.
+extern "C" __global__ void __launch_bounds__(512)
+    running_lse_backward(const T* logits, const I* ids, const A* lse, const A* dlse, const A* dt, T* out,
+                         long long width, long long first) {
+    const long long row = blockIdx.x, column = ids[row] - first;
+    const A shift = lse[row], slope = dlse[row], more = dt[row];
+    for (long long i = threadIdx.x; i < width; i += blockDim.x) {
+        const A value = slope * exponential<T>(widen(logits[row * width + i]) - shift);
+        out[row * width + i] = narrow<T>(i == column ? value + more : value);
+    }
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,37 @@ def _pack_cross_entropy(logits: DeviceArray, ids: DeviceArray, gradient: DeviceA
     threads = next((n for n in LOSS_THREADS if n >= needed), LOSS_THREADS[-1])
     function = arrays.cuda_function(CROSS_ENTROPY, "softmax_cross_entropy", **constants)
     return Launch(function, (rows,), (threads,), (np.int64(vocab),))
+
+
+def running_lse(
+    logits: DeviceArray,
+    ids: DeviceArray,
+    columns: tuple[int, int],
+    before: Sequence[DeviceArray],
+    after: Sequence[DeviceArray],
+) -> None:
+    """Set L and t from those before and some columns of logits."""
+    _lse((logits, ids, *before), (*after,), ("running_lse", *columns))
+
+
+def running_lse_backward(
+    logits: DeviceArray, ids: DeviceArray, first: int, lse: DeviceArray, slopes: Sequence[DeviceArray], out: DeviceArray
+) -> None:
+    """Set the gradient of the logits."""
+    _lse((logits, ids, lse, *slopes), (out,), ("running_lse_backward", first))
+
+
+def _pack_lse(logits: DeviceArray, ids: DeviceArray, *rest: Any) -> Launch:
+    others, (name, *numbers) = rest[: len(rest) // 2 + 1], rest[len(rest) // 2 + 1 :]
+    check_ids(ids)
+    check_contiguous(name, logits, ids, *others)
+    rows, width = logits.shape
+    threads = next((n for n in LOSS_THREADS if n * WORDS >= width), LOSS_THREADS[-1])
+    function = arrays.cuda_function(CROSS_ENTROPY, name, T=logits.dtype, I=ids.dtype, V=1)
+    return Launch(function, (rows,), (threads,), tuple(map(np.int64, (width, *numbers))))
+
+
+_lse = Packed(_pack_lse)
 
 
 def mean_squared_error(

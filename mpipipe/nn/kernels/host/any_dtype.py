@@ -8,6 +8,8 @@ from mpipipe.arrays import upcast, upcast_halves
 from mpipipe.nn.kernels.host import blocks, full_precision
 from mpipipe.nn.kernels.host.flat import summed
 from mpipipe.nn.kernels.host.full_precision import cross_entropy_block
+from mpipipe.nn.kernels.host.running_lse import running_lse as running_lse
+from mpipipe.nn.kernels.host.running_lse import running_lse_backward as running_lse_backward
 
 # `returned`: the results that are activations, and rounded; all others are sums, statistics or parameters' gradients
 linear = upcast_halves(full_precision.linear, returned=(0,))

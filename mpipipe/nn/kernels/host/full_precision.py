@@ -17,6 +17,8 @@ from mpipipe.nn.kernels.host.products import linear_backward_input as linear_bac
 from mpipipe.nn.kernels.host.products import linear_backward_weight as linear_backward_weight
 from mpipipe.nn.kernels.host.products import products as products
 from mpipipe.nn.kernels.host.products import sum_rows as sum_rows
+from mpipipe.nn.kernels.host.running_lse import running_lse as running_lse
+from mpipipe.nn.kernels.host.running_lse import running_lse_backward as running_lse_backward
 from mpipipe.nn.random import random_bits
 from mpipipe.nn.rope import RopeScaling, angles
 from mpipipe.processor import each

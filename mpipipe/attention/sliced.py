@@ -1,0 +1,443 @@
+"""Exact causal attention to a sequence that comes in slices, one after the other.
+
+A pipeline whose units are slices runs forwards of a sequence in rising order and backwards in falling order (Sun et
+al., "Seq1F1B", 2024, arXiv:2406.03488). Queries of a slice see the keys of their own slice and of all before it:
+
+    keys of slice   0  1  2  3        forward of s: its keys and values join those of slices 0 ... s - 1 in one buffer
+    queries of 0    c                 of the sequence, and its queries attend to the front of that (c: causal)
+               1    #  c              backward of s: its part of the gradients of keys and values 0 ... s is added to
+               2    #  #  c           sums like the buffer; those of slice s are whole then, since the backwards of
+               3    #  #  #  c        s + 1 ... n - 1 have been before
+
+The buffers are dropped after the backward of slice 0, and where no backward follows, after the last forward.
+
+In a ring each slice is cut into shards as a sequence of its own. A rank's block is then its keys and values of all the
+slices so far, and goes around once for each slice: n slices send (n + 1) / 2 times the bytes of one. Between forward
+and backward a rank keeps the keys and values of one other rank besides its own, as a ring without slices does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.attention import kernels
+from mpipipe.attention.kernels import Gradients, KVBlock, OutLse
+from mpipipe.attention.kernels.interface import attend_once, check_arrays
+from mpipipe.attention.layout import checked_lengths
+from mpipipe.attention.local import Local, as_one_sequence, by_rows, documents_of_rows, like, writable_as_one
+from mpipipe.attention.ring import Ring
+from mpipipe.attention.ring_plan import (
+    RingOptions,
+    RingPlan,
+    RingShapes,
+    described,
+    first_seen,
+    make_plan,
+    misfit,
+    shapes_of,
+)
+from mpipipe.errors import ArgumentError
+from mpipipe.nn import Attend, Position
+from mpipipe.text import counted
+
+
+@dataclass(eq=False)
+class _SlicedSequence:
+    """Keys and values of the slices of a sequence so far, and the sums of their gradients.
+
+    Arrays are views (batch, rows, kv_heads, dim) of memory in which the rows of a head lie together.
+    """
+
+    number: int
+    kept: list[Array]  # keys and values
+    due: int  # the slice whose backward comes next
+    done: int = 0  # slices that have come
+    sums: list[Array] = field(default_factory=list)
+    far: list[Array] = field(default_factory=list)  # keys and values of the rank whose block comes last in a ring
+
+
+class SlicedSaved(NamedTuple):
+    """What the forward of a slice keeps for its backward. Arrays are as in `LocalSaved`."""
+
+    sequence: _SlicedSequence
+    part: int  # number of the slice
+    plan: RingPlan
+    call: int
+    scale: float
+    q: Array
+    out: Array
+    lse: Array
+
+
+class Sliced(Attend):
+    """Exact causal attention for sequences in slices, the units of a pipeline; forward and backward.
+
+    `begin` names the slice and its sequence: unit u is slice u mod n of sequence u // n. Slices of several
+    sequences may alternate. In each, forwards come in rising order, backwards in falling order, and a forward may be
+    run again before its backward. One object holds the keys of one layer: `nn.SelfAttention` makes its own of it.
+
+    Arrays are those of `inner`, but with the rows of one slice: (batch, local rows of the slice, heads, head_dim).
+    Their results and gradients are those of `inner` for the whole sequence, up to rounding.
+
+    Parameters
+    ----------
+    inner : Local or Ring
+        How the whole sequence is attended to: with its window, segments, scale, bias, ranks and layout kind. It must be
+        causal. Over a ring all methods are collective, as its own are.
+    lengths : sequence of int
+        Lengths of the n slices in the whole sequence; see `slice_lengths`.
+
+    Attributes
+    ----------
+    inner, lengths : Local or Ring, tuple of int
+        The arguments.
+    layout : Layout
+        What cuts arrays for the ranks of `inner`: a shard has the rows of slice 0, then those of slice 1, ...
+    slice_rows : tuple of int
+        Rows of each slice on this rank; `lengths` on a rank alone.
+    seq_len : int
+        Length of the whole sequence.
+
+    Raises
+    ------
+    ArgumentError
+        `inner` is not causal or of another kind, lengths are no positive integers or do not add up to its sequence;
+        of methods: a slice comes out of order, or with other rows than its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import nn
+    >>> from mpipipe.attention import Local, Sliced
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 12, 2, 8))
+    >>> attend, parts, saved = Sliced(Local(), lengths=(7, 5)), (slice(0, 7), slice(7, 12)), []
+    >>> for unit, part in enumerate(parts):
+    ...     attend.begin(nn.Position(microbatch=unit))
+    ...     out, kept = attend.forward(q[:, part], k[:, part], v[:, part])
+    ...     saved.append(kept)
+    >>> whole, of_whole = Local().forward(q, k, v)
+    >>> bool(np.allclose(out, whole[:, 7:]))
+    True
+    >>> gradients = [attend.backward(dout[:, parts[s]], saved[s]) for s in (1, 0)]
+    >>> bool(np.allclose(gradients[1].dk, Local().backward(dout, of_whole).dk[:, :7]))
+    True
+    """
+
+    slice_rows: tuple[int, ...]
+
+    def __init__(self, inner: Local | Ring, lengths: Sequence[int]) -> None:
+        if type(inner) not in (Local, Ring):
+            raise ArgumentError(
+                "slices of a sequence cannot attend in this way",
+                found=type(inner).__name__,
+                expected="an attention.Local or an attention.Ring",
+                remedy="slices=1 for models that attend otherwise",
+            )
+        self.inner, self._ring = inner, inner if isinstance(inner, Ring) else None
+        rank, size, with_slices = 0, 1, partial(_with_slices, lengths=lengths)
+        if isinstance(inner, Ring):
+            rank, size, options = inner.group.rank, inner.group.size, inner.options._replace(bias=inner.bias)
+            options = inner.agreement.agree_on_options(options, with_slices)
+        else:
+            given = inner.causal, "contiguous", inner.window, inner.segments, inner.scale, None, "overlap", inner.bias
+            options = with_slices(RingOptions(*given)).checked(1)
+        self.lengths, self.seq_len = options.slice_lengths or (), sum(options.slice_lengths or ())
+        self.layout = options.whole(size, self.seq_len)
+        parts = [self.layout.part(part, part + 1) for part in range(len(self.lengths))]
+        self._positions = [part.positions(rank) for part in parts]
+        self.slice_rows = tuple(map(len, self._positions))
+        self._starts = [[0, *accumulate(part.length(other) for part in parts)] for other in range(size)]  # of slices
+        self._first_seen = [first_seen(self.lengths, part, options.window) for part in range(len(self.lengths))]
+        self._options = [options._replace(part=part) for part in range(len(self.lengths))]
+        self._digests = [each.digest for each in self._options]
+        self._rank, self._others = rank, dict[int, Sliced]()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sequences: dict[int, _SlicedSequence] = {}  # under way, by their numbers
+        self._now: Position | None = None
+
+    def begin(self, position: Position) -> None:
+        """Take the number of a unit for the next forward; a new step drops what another one has left half way."""
+        now = self._now
+        if now is not None and position._replace(microbatch=0) != now._replace(microbatch=0):
+            self._sequences.clear()
+        self._now = Position(*position)
+
+    def positions(self, rows: int) -> np.ndarray:
+        _, part = self._unit()
+        if rows != self.slice_rows[part]:
+            raise self._wrong_rows(part, rows)
+        return self._positions[part]
+
+    def check_positions(self, positions: np.ndarray) -> None:
+        raise ArgumentError(
+            "a layer has positions of its own, and attends to slices of a sequence",
+            found=f"positions={positions!r}"[:80],
+            expected="no positions: each slice has those of its rows",
+            remedy="leave positions out",
+        )
+
+    def for_layer(self) -> Sliced:
+        other = copy(self)
+        other._others = {}
+        other._forget()
+        return other
+
+    def with_window(self, window: int) -> Sliced:
+        if window not in self._others:
+            self._others[window] = Sliced(self.inner.with_window(window), self.lengths)
+        return self._others[window]
+
+    @property
+    def poll(self) -> Callable[[], object]:
+        """That of `inner`."""
+        return self.inner.poll
+
+    @poll.setter
+    def poll(self, poll: Callable[[], object]) -> None:
+        self.inner.poll = poll
+
+    def forward(
+        self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None
+    ) -> tuple[Array, SlicedSaved | None]:
+        """Attend from a slice to itself and all slices before it.
+
+        Parameters
+        ----------
+        q, k, v : array
+            As for `inner`, with the rows of the slice that `begin` has named.
+        segments : array of int, optional
+            As for `inner`: (batch, seq) of the whole sequences, the same in all their slices.
+
+        Returns
+        -------
+        out : array
+            (batch, rows, heads, value_dim), C-contiguous, of the dtype of q.
+        saved : SlicedSaved or None
+            For `backward`; None where no backward follows (`Position.keeps`).
+        """
+        sequence, part, keys, values, error = None, 0, k, v, None
+        options, digest = self._options[0], ""
+        try:
+            sequence, part = self._append(q, k, v)
+            keys, values = self._seen(sequence.kept, part, self._rank)
+            options, digest = self._options_for(part, segments, q)
+        except Exception as caught:  # every rank of a ring raises it
+            error = caught
+        if self._ring is not None:
+            agreed = self._ring.agreement.agree_on_forward(options, digest, q, keys, values, error=error)
+        elif error is None:
+            plan = _plan_alone(options, shapes_of(q, keys, values), q.shape[1], keys.shape[1])
+            agreed = plan, kernels.chosen(q, keys, values, options.bias), 0
+        else:
+            raise error
+        plan, kernel, call = agreed
+        assert sequence is not None and self._now is not None  # else the agreement has raised
+        plan = plan._replace(function=self.inner.bias)
+        scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
+        shape, keeps = (*q.shape[:3], v.shape[3]), self._now.keeps
+        if keeps and not q.flags.c_contiguous:  # a view of an array with keys and values, which are kept elsewhere
+            q = arrays.copied(q) if arrays.is_device(q) else np.ascontiguousarray(q)
+        if options.rows is not None:
+            q, keys, values = map(_as_one, (q, keys, values))
+        with self._failing("the forward of a slice"):
+            block = KVBlock(q, keys, values, scale, plan.slices[0], self.poll, plan.bias(0, q, keys))
+            if plan.steps == 1:
+                out, lse = attend_once(kernel, block)
+            else:
+                assert self._ring is not None
+                run = self._ring._run(plan, kernel)
+                (out, lse), message = run.forward(scale, q, keys, values)
+                self._ring.bytes_sent += run.bytes_sent
+                if keeps:
+                    self._keep_far(sequence, part, plan, message)
+        if not keeps:
+            if part == len(self.lengths) - 1:
+                del self._sequences[sequence.number]
+            return out.reshape(shape), None
+        return out.reshape(shape), SlicedSaved(sequence, part, plan, call, scale, q, out=out, lse=lse)
+
+    def backward(self, dout: Array, saved: SlicedSaved) -> Gradients:
+        """Return the gradients of a slice of q, k and v, after those of all later slices of its sequence."""
+        return Sliced.backward_into(self, dout, saved, None)
+
+    def backward_into(self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
+        sequence, part, plan, call, scale, q, out, lse = saved
+        dout = like(dout, out)
+        error = misfit(dout, described(out))
+        if part != sequence.due:
+            error = ArgumentError(
+                "backwards of slices are out of order",
+                found=f"slice {part} of sequence {sequence.number}",
+                expected=f"slice {sequence.due}"
+                if sequence.due >= 0
+                else "no backward, since that of slice 0 has been",
+                remedy="run the backwards of a sequence once each, in falling order of its slices",
+            )
+        if self._ring is not None:
+            self._ring.agreement.agree_on_backward(call, dout, described(out), error=error)
+        elif error is not None:
+            raise error
+        device, dtype = arrays.device_of(q), arrays.accumulator(q.dtype)
+        if not sequence.sums:
+            sequence.sums = [_rows_like(x, x.shape[1], dtype) for x in sequence.kept]
+            for x in sequence.sums:
+                arrays.set_zero(x.swapaxes(1, 2))
+        keys, values = self._seen(sequence.kept, part, self._rank)
+        sums = self._seen(sequence.sums, part, self._rank)
+        if len(q) != len(keys):  # rows of a batch with documents of their own
+            keys, values = _as_one(keys), _as_one(values)
+        with self._failing("the backward of a slice"):
+            bias, kernel = plan.bias(0, q, keys), kernels.chosen(q, keys, values, self.inner.bias)
+            block, result = KVBlock(q, keys, values, scale, plan.slices[0], self.poll, bias), OutLse(out, lse)
+            more: Sequence[Array] = ()
+            if plan.steps > 1:
+                assert self._ring is not None
+                run = self._ring._run(plan, kernel)
+                dq, *more = run.backward(block, dout, result, self._far_message(sequence, part, plan))
+                self._ring.bytes_sent += run.bytes_sent
+            else:
+                dq = arrays.zeros(q.shape, dtype, device)
+                if len(q) == len(sums[0]):
+                    kernel.backward(block, dout, result, Gradients(dq, *sums))
+                else:
+                    more = kernel.block_gradients(block, dout, result, dq)
+            for place, x in zip(sums, more):
+                arrays.strided_copy(by_rows(x, len(place)), place, add=True)
+        sequence.due -= 1
+        if not part and self._sequences.get(sequence.number) is sequence:
+            del self._sequences[sequence.number]
+        start, stop = self._starts[self._rank][part : part + 2]
+        found = by_rows(dq, len(sums[0])), *(x[:, start:stop] for x in sequence.sums)
+        targets = Gradients(*(room or (arrays.empty(x.shape, q.dtype, device) for x in found)))
+        for x, target in zip(found, targets):
+            arrays.strided_copy(x, target)
+        return targets
+
+    def _unit(self) -> tuple[int, int]:
+        """The numbers of the sequence and of the slice that come next."""
+        if self._now is None:
+            raise ArgumentError(
+                "Sliced attends to a slice without having been told which",
+                expected="begin(nn.Position(microbatch=unit)) before each forward",
+                remedy="attend with nn.SelfAttention, which calls it",
+            )
+        return divmod(self._now.microbatch, len(self.lengths))
+
+    def _append(self, q: Array, k: Array, v: Array) -> tuple[_SlicedSequence, int]:
+        """Keep the keys and values of a slice; return its sequence, and its number."""
+        check_arrays(q, k, v)
+        (number, part), keeps = self._unit(), self._now is not None and self._now.keeps
+        if any(x.shape[1] != self.slice_rows[part] for x in (q, k)):
+            raise self._wrong_rows(part, q.shape[1] if q.shape[1] != self.slice_rows[part] else k.shape[1])
+        sequence = self._sequences.get(number)
+        if part == 0 and (sequence is None or not keeps):
+            kept = [_rows_like(x, sum(self.slice_rows), x.dtype) for x in (k, v)]
+            sequence = self._sequences[number] = _SlicedSequence(number, kept, len(self.lengths) - 1)
+        done = 0 if sequence is None else sequence.done
+        if sequence is None or part > done or (part < done and not keeps):
+            raise ArgumentError(
+                "forwards of slices are out of order",
+                found=f"slice {part} of sequence {number} (unit {part + number * len(self.lengths)})",
+                expected=f"slice {done % len(self.lengths)}: {counted(done, 'slice')} of it came before",
+                remedy="run the forwards of a sequence in rising order of its slices",
+            )
+        start, stop = self._starts[self._rank][part : part + 2]
+        for x, place in zip((k, v), (whole[:, start:stop] for whole in sequence.kept)):
+            if described(x) != described(place):
+                raise ArgumentError(
+                    "the keys and values of a slice are not like those of the slices before it",
+                    found=described(x),
+                    expected=described(place),
+                )
+            arrays.strided_copy(x, place)
+        sequence.done = max(done, part + 1)
+        return sequence, part
+
+    def _seen(self, both: Sequence[Array], part: int, rank: int) -> list[Array]:
+        """The rows that the queries of a slice may see, of arrays along all rows of a rank."""
+        starts = self._starts[rank]
+        return [x[:, starts[self._first_seen[part]] : starts[part + 1]] for x in both]
+
+    def _options_for(self, part: int, segments: np.ndarray | None, q: Array) -> tuple[RingOptions, str]:
+        """The options of the forward of a slice, and their digest."""
+        if segments is None:
+            return self._options[part], self._digests[part]
+        options = self._options[part]._replace(segments=None, rows=documents_of_rows(segments, q.shape[0]))
+        return options, options.digest
+
+    # In the last step of a ring a rank has the block of another one, with which its backward begins. The rows of each
+    # slice are taken from there as they come, and packed again with those before them.
+
+    def _keep_far(self, sequence: _SlicedSequence, part: int, plan: RingPlan, message: Array) -> None:
+        other = (plan.rank - plan.steps + 1) % plan.layout.ranks
+        start, stop = self._starts[other][part : part + 2]
+        blocks = [by_rows(x, len(sequence.kept[0])) for x in plan.message.unpack(message, other)]
+        if not sequence.far:
+            sequence.far = [_rows_like(x, self._starts[other][-1], x.dtype) for x in blocks]
+        for x, far in zip(blocks, sequence.far):
+            arrays.strided_copy(x[:, x.shape[1] - (stop - start) :], far[:, start:stop])
+
+    def _far_message(self, sequence: _SlicedSequence, part: int, plan: RingPlan) -> Array:
+        other = (plan.rank - plan.steps + 1) % plan.layout.ranks
+        k, v = self._seen(sequence.far, part, other)
+        if plan.message.shapes.batch != len(k):
+            k, v = _as_one(k), _as_one(v)
+        return plan.message.pack(k, v, other)
+
+    def _failing(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._ring is None else self._ring.group.failing(what)
+
+    def _wrong_rows(self, part: int, rows: int) -> ArgumentError:
+        of_ring = "" if self._ring is None else f" on rank {self._rank}"
+        return ArgumentError(
+            "the rows are not those of the slice",
+            found=counted(rows, "row"),
+            expected=f"{self.slice_rows[part]}, slice {part} of {list(self.slice_rows)}{of_ring}",
+            remedy="cut sequences into slices of the lengths that Sliced was given, and then into shards",
+        )
+
+
+def _with_slices(options: RingOptions, lengths: Sequence[int]) -> RingOptions:
+    """Return the options with these lengths of slices."""
+    if not options.causal:
+        raise ArgumentError(
+            "a slice of a sequence sees no later one, so slices need a causal mask",
+            found="causal=False",
+            remedy="causal=True, or slices=1",
+        )
+    lengths = checked_lengths(lengths, options.seq_len)
+    if options.slice_lengths not in (None, lengths):
+        raise ArgumentError(
+            "the layout of a ring has other slices",
+            found=f"slice_lengths {options.slice_lengths}",
+            expected=f"{lengths}, the lengths of Sliced",
+        )
+    return options._replace(seq_len=sum(lengths), slice_lengths=lengths)
+
+
+def _as_one(x: Array) -> Array:
+    """The rows of a batch as one sequence; a copy where strides allow no view."""
+    return as_one_sequence(arrays.copied(x) if arrays.is_device(x) and not writable_as_one(x) else x)
+
+
+def _rows_like(x: Array, rows: int, dtype: np.dtype) -> Array:
+    """Memory for some rows like those of x (batch, rows, heads, dim), in which the rows of a head lie together."""
+    batch, _, heads, dim = x.shape
+    return arrays.empty((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)
+
+
+@lru_cache(maxsize=64)
+def _plan_alone(options: RingOptions, shapes: RingShapes, rows: int, keys: int) -> RingPlan:
+    return make_plan(options, shapes, 0, [rows], [keys])

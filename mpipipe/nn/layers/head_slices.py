@@ -1,0 +1,227 @@
+"""The head and its loss, cut into slices of the vocabulary: ordinary layers, which stages divide among themselves.
+
+    labels  ---------.-------------------.-------------------.
+                     v                   v                   v
+    h --> norm --> slice 0 -- h, L, t -> slice 1 -- h, L, t -> slice 2 --> L - t, the loss of each position
+
+L is the log-sum-exp of the logits so far, L_after = log(exp(L_before) + sum_v exp(l_v)), and t the logit of the label
+once its slice has come. With the gradients dL and dt of what a slice hands on,
+
+    dl_v = dL exp(l_v - L_after) + dt [v is the label]     dL_before = dL exp(L_before - L_after)     dt_before = dt
+
+The gradient of h is the sum of those of all slices, which comes together on the way back. Messages carry two numbers a
+position besides h. No slice knows the L of all when it computes its logits. So where these are too large to be kept,
+the backward computes them again: four products, or five in a split backward, in place of three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Array
+from mpipipe.errors import ArgumentError
+from mpipipe.even_split import even_split
+from mpipipe.nn.checks import check_features, check_positive, check_slice_count, checked_ids, rows
+from mpipipe.nn.layers.layer import Layer, leaf
+from mpipipe.nn.parameters import matrix, row_slices
+
+LABELS = "labels"  # their name among the inputs
+TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of logits that are computed at a time
+KEPT_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}  # of all logits of a micro-batch, up to which slices keep theirs
+
+
+class HeadSlice(Layer):
+    """Slice `number` of a head that is cut into `of` slices of the vocabulary; all of them follow each other.
+
+    Without labels it gives logits: the first slice takes h (..., inputs), each but the last one gives (h, the logits so
+    far), and the last one all logits (..., vocab). With labels, integers (...) that the inputs have under the name
+    "labels" (mpipipe.Branches), it never holds more logits than its own: each slice but the last one gives (h, L, t),
+    and the last one the losses L - t (...), in nats, for `nn.mean_of_losses`. L is the log-sum-exp of the logits so
+    far, t the logit of the label; both have the dtype of parameters.
+
+    Parameters
+    ----------
+    inputs, vocab : int
+        Width of the model, and size of the whole vocabulary. The parameter `weight` is (its rows, inputs).
+    number, of : int
+        Which slice it is, from 0, and how many there are. Their sizes differ by one row at most.
+    tie : str, optional
+        As for `Head`; the `Embedding` with this key has as many slices.
+    gain : float
+        As for `Head`.
+    labels : bool
+        Whether it takes labels.
+    stream : str, optional
+        Name of the parameter of the whole head, with whose initial values the slices start where there is no tie.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpipipe import Branches, nn
+    >>> stage = nn.Stage([nn.HeadSlice(8, 50, number, 3, labels=True) for number in range(3)])
+    >>> h, labels = np.ones((2, 6, 8), np.float32), np.arange(12).reshape(2, 6)
+    >>> losses, saved = stage.forward(Branches(h, labels=labels))
+    >>> losses.shape, nn.mean_of_losses(losses, labels)[1].shape
+    ((2, 6), (2, 6))
+    """
+
+    takes_integers = False
+    mixes_positions = False
+
+    weight: np.ndarray
+
+    def __init__(
+        self,
+        inputs: int,
+        vocab: int,
+        number: int,
+        of: int,
+        tie: str | None = None,
+        gain: float = 1.0,
+        labels: bool = False,
+        stream: str | None = None,
+    ):
+        check_positive(inputs=inputs, vocab=vocab, of=of)
+        check_slice_count(of, vocab)
+        if not isinstance(number, int) or not 0 <= number < of:
+            raise ArgumentError("number of a slice of the head", found=repr(number), expected=f"0 ... {of - 1}")
+        self.inputs, self.vocab, self.number, self.of = inputs, vocab, number, of
+        self.first, self.last = even_split(vocab, of)[number].start, number == of - 1
+        self.declared = {"weight": row_slices(matrix(vocab, inputs, gain, tie), of, stream)[number]}
+        self.takes = (LABELS,) if labels else ()
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        parts = x if isinstance(x, tuple) else (x,)
+        if len(parts) != (1 if not self.number else 3 if self.takes else 2):
+            raise ArgumentError(
+                f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take what comes to it",
+                found=f"a tuple of {len(parts)}" if isinstance(x, tuple) else "one array",
+                expected=f"what slice {self.number - 1} gives" if self.number else "one array",
+                remedy="put all slices of a head after one another, with labels or without",
+            )
+        check_features(self, parts[0], self.inputs)
+        return self._losses(*parts) if self.takes else self._logits(*parts)
+
+    def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
+        return self._back(dy, saved, True, False), (dy if self.last else (None, *dy[1:]), saved)
+
+    def backward_weight(self, pending: Any) -> None:
+        dy, saved = pending
+        self._back(dy, saved, False, True)
+
+    def backward(self, dy: Any, saved: Any) -> Any:
+        return self._back(dy, saved, True, True)
+
+    # -- logits
+
+    def _logits(self, h: Array, before: Array | None = None) -> tuple[Any, Any]:
+        flat = rows(h)
+        y = mine = self.stage.kernels.linear(flat, self.weight)
+        if before is not None:
+            y = arrays.empty((len(flat), self.first + mine.shape[1]), mine.dtype, self.stage.device)
+            self.stage.kernels.copy(rows(before), y[:, : self.first])
+            self.stage.kernels.copy(mine, y[:, self.first :])
+        y = y.reshape(*h.shape[:-1], y.shape[-1])
+        return (y if self.last else (h, y)), (h.shape, flat)
+
+    def _back_from_logits(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
+        (shape, flat), kernels = saved, self.stage.kernels
+        dh, dlogits = (None, dy) if self.last else dy
+        both, mine = rows(dlogits), rows(dlogits)
+        if self.number:
+            mine = arrays.empty((len(flat), len(self.weight)), both.dtype, self.stage.device)
+            kernels.copy(both[:, self.first :], mine)
+        if of_weight:
+            self._add("weight", kernels.linear_backward_weight, mine, flat)
+        if not of_input:
+            return None
+        dx = kernels.linear_backward_input(mine, self.weight).reshape(shape)
+        dx = dx if dh is None else kernels.add(dh, dx)
+        if not self.number:
+            return dx
+        dbefore = arrays.empty((len(flat), self.first), both.dtype, self.stage.device)
+        kernels.copy(both[:, : self.first], dbefore)
+        return dx, dbefore.reshape(*shape[:-1], self.first)
+
+    # -- losses
+
+    def _losses(self, h: Array, *carried: Array) -> tuple[Any, Any]:
+        stage, flat, shape = self.stage, rows(h), h.shape[:-1]
+        labels: Any = stage.taken(LABELS)
+        if not arrays.is_array(labels) or labels.shape != shape:
+            raise ArgumentError(
+                f"layer {self.name} (HeadSlice): the labels do not fit its input",
+                found=f"labels {getattr(labels, 'shape', type(labels).__name__)}, input {h.shape}",
+                expected="labels (...) for an input (..., dim)",
+            )
+        ids = checked_ids(labels, self.vocab, f"layer {self.name} (HeadSlice): the labels", stage.device).reshape(-1)
+        kind = arrays.accumulator(stage.dtype)
+        if not self.number:
+            carried = arrays.empty(shape, kind, stage.device), arrays.zeros(shape, kind, stage.device)
+            arrays.fill(carried[0], -np.inf)
+        before = [each.reshape(-1) for each in carried]
+        after, kept = [arrays.empty((len(flat),), kind, stage.device) for _ in before], list[Array]()
+        keeps = stage.position.training and len(flat) * self.vocab * flat.dtype.itemsize <= KEPT_BYTES[stage.device]
+        for at in self._tiles(len(flat)):
+            logits = stage.kernels.linear(flat[at], self.weight)
+            columns, now = (self.first, self.vocab), [each[at] for each in after]
+            stage.kernels.running_lse(logits, ids[at], columns, [each[at] for each in before], now)
+            if keeps:
+                kept.append(logits)
+            del logits
+        saved = h.shape, flat, ids, before[0], after[0], kept
+        if self.last:
+            return stage.kernels.add(after[0], stage.kernels.scale(after[1], -1.0)).reshape(shape), saved
+        return (h, *(each.reshape(shape) for each in after)), saved
+
+    def _back(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
+        """Return the gradient of the input, if it is asked for, and add to that of the weight, if that is."""
+        if not self.takes:
+            return self._back_from_logits(dy, saved, of_input, of_weight)
+        (shape, flat, ids, before, lse, kept), kernels, device = saved, self.stage.kernels, self.stage.device
+        dh, *slopes = (None, dy, kernels.scale(dy, -1.0)) if self.last else dy
+        dh, slopes = None if dh is None else rows(dh), [each.reshape(-1) for each in slopes]
+        dx = arrays.empty(flat.shape, flat.dtype, device) if of_input else None
+        for number, at in enumerate(self._tiles(len(flat))):
+            logits = kept[number] if kept else kernels.linear(flat[at], self.weight)
+            dlogits = arrays.empty_like(logits) if kept else logits
+            now = [each[at] for each in slopes]
+            kernels.running_lse_backward(logits, ids[at], self.first, lse[at], now, dlogits)
+            if of_weight:
+                self._add("weight", kernels.linear_backward_weight, dlogits, flat[at])
+            if dx is not None:
+                part = kernels.linear_backward_input(dlogits, self.weight)
+                kernels.copy(part if dh is None else kernels.add(dh[at], part), dx[at])
+        if dx is None or not self.number:
+            return None if dx is None else dx.reshape(shape)
+        dbefore = arrays.empty((len(flat), 1), before.dtype, device)  # L before is one more logit, of no label
+        kernels.running_lse_backward(before.reshape(-1, 1), ids, self.vocab, lse, slopes, dbefore)
+        return dx.reshape(shape), dbefore.reshape(shape[:-1]), slopes[1].reshape(shape[:-1])
+
+    def _tiles(self, count: int) -> Sequence[slice]:
+        """Return rows whose logits are computed at a time."""
+        step = max(1, TILE_BYTES[self.stage.device] // (len(self.weight) * self.weight.dtype.itemsize))
+        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def check_slices(entries: Sequence[Any]) -> None:
+    """Raise ArgumentError unless the slices of a head, if there are any, are the last layers of a model, in order."""
+    walked = ((k, each) for k, top in enumerate(entries) if isinstance(top, Layer) for _, each in top.walk(""))
+    found = [(place, layer) for place, layer in walked if isinstance(layer, HeadSlice)]
+    if not found:
+        return
+    of, ends = found[0][1].of, isinstance(entries[-1], Layer) and leaf(entries[-1], -1) is found[-1][1]
+    apart = any(after - before > 1 for (before, _), (after, _) in pairwise(found))
+    if apart or not ends or [(layer.number, layer.of) for _, layer in found] != [(number, of) for number in range(of)]:
+        raise ArgumentError(
+            "the slices of a head are not the last layers of the model, one after the other",
+            found=", ".join(f"slice {layer.number} of {layer.of} in layers[{place}]" for place, layer in found)
+            + f", and {len(entries)} layers",
+            expected=f"slices 0 to {of - 1}, of which slice {of - 1} is the last layer",
+            remedy="put them at the end, in their order; or take nn.Head, which other layers may follow",
+        )

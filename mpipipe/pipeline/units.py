@@ -1,0 +1,209 @@
+"""A batch cut into units, and what comes out put together: micro-batches along axis 0, slices of them along axis 1.
+
+With slices, unit m n + s is slice s of micro-batch m:
+
+    rows 0-1  | unit 0 | unit 1 | unit 2 |        micro-batch 0, in n = 3 slices
+    rows 2-3  | unit 3 | unit 4 | unit 5 |        micro-batch 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpipipe import arrays
+from mpipipe.arrays import Shape, Tree, flatten, read_only, unflatten
+from mpipipe.comm import check_sendable
+from mpipipe.errors import ArgumentError
+from mpipipe.even_split import even_split
+from mpipipe.text import counted
+
+AskedBatch: TypeAlias = Any  # of batch.py
+
+
+def rows_of(tree: Tree, axis: int = 0) -> int:
+    """Return the extent of the first axis, or of another, which all leaves share; ArgumentError if they do not."""
+    leaves = [tree] if type(tree) is np.ndarray else flatten(tree)[0]
+    for leaf in leaves:
+        check_sendable(leaf)
+    counts = {leaf.shape[axis] if leaf.ndim > axis else -1 for leaf in leaves}
+    if len(counts) != 1 or -1 in counts:
+        raise ArgumentError(
+            f"the arrays of a batch do not share their {('first', 'second')[axis]} axis",
+            found=f"shapes {[leaf.shape for leaf in leaves]}",
+            expected=("the same number of rows in each, and at least one axis", "the same number of positions")[axis],
+        )
+    return counts.pop()
+
+
+def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list[int]]:
+    """Cut a batch along axis 0; return the micro-batches and the number of rows of each. A list is cut already.
+
+    On the host the micro-batches are read-only views of the user's arrays, of numpy.ndarray itself where those are of a
+    subclass, such as numpy.memmap. Raises ArgumentError for a batch that is too small or cannot be sent.
+    """
+    if isinstance(batch, list):
+        if len(batch) != microbatches:
+            raise ArgumentError(
+                "a list of micro-batches has the wrong length",
+                found=len(batch),
+                expected=f"{microbatches}, as in the schedule",
+            )
+        counts = [rows_of(tree) for tree in batch]
+        if min(counts, default=1) < 1:
+            raise ArgumentError("an empty micro-batch", found="0 rows", expected="at least 1")
+        return [read_only(tree) for tree in batch], counts
+    rows = rows_of(batch)
+    if rows < microbatches:
+        raise ArgumentError(
+            "the batch is smaller than the number of micro-batches",
+            found=counted(rows, "row"),
+            expected=f"at least {microbatches}",
+            remedy="use a bigger batch, or a schedule with fewer micro-batches",
+        )
+    counts, ranges = _ranges(rows, microbatches)
+    if type(batch) is np.ndarray:
+        view = arrays.read_only(batch)
+        return [view[at] for at in ranges], counts
+    leaves, structure = flatten(read_only(batch))
+    return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
+
+
+@lru_cache(maxsize=64)
+def _ranges(rows: int, microbatches: int) -> tuple[list[int], list[slice]]:
+    """Rows of each micro-batch, and where it lies in the batch."""
+    parts = even_split(rows, microbatches)
+    return [len(part) for part in parts], [slice(part.start, part.stop) for part in parts]
+
+
+def split_as(whole: Tree | list[Tree], pieces: list[Tree], axis: int = 0) -> list[Tree]:
+    """Cut gradients of `merge(pieces, axis)` as these lie in it; a list is cut already. None stays None."""
+    if isinstance(whole, list):
+        if len(whole) != len(pieces):
+            raise ArgumentError(
+                "a list of gradients has the wrong length", found=len(whole), expected=f"{len(pieces)}, as the outputs"
+            )
+        return [read_only(tree) for tree in whole]
+    leaves, structure = flatten(read_only(whole))
+    edges = [0, *accumulate(rows_of(piece, axis) for piece in pieces)]
+    for leaf in leaves:
+        if leaf is not None and (not arrays.is_array(leaf) or leaf.shape[axis : axis + 1] != (edges[-1],)):
+            what, other = ("position", "") if axis else ("row", f", or a list of {counted(len(pieces), 'micro-batch')}")
+            raise ArgumentError(
+                "the gradients do not match the outputs",
+                found=f"shape {leaf.shape}" if arrays.is_array(leaf) else type(leaf).__name__,
+                expected=f"arrays of {counted(edges[-1], what)}{other}",
+            )
+    cut = ((*[slice(None)] * axis, slice(*edge)) for edge in pairwise(edges))
+    return [unflatten([None if leaf is None else leaf[at] for leaf in leaves], structure) for at in cut]
+
+
+def merge(pieces: Sequence[Tree], axis: int = 0) -> Tree:
+    """Put micro-batches together along axis 0, or slices along axis 1."""
+    if pieces[0] is None:  # a gradient of integers
+        return None
+    flat = [flatten(piece) for piece in pieces]
+    structure = flat[0][1]
+    columns = zip(*(leaves for leaves, _ in flat))
+    whole = [None if column[0] is None else arrays.concatenate(column, axis) for column in columns]
+    return unflatten(whole, structure)
+
+
+# -- Slices of micro-batches ------------------------------------------------------------------------------------------
+
+
+class Slicing:
+    """How each micro-batch is cut along axis 1 into slices; `lengths` are their positions, by default even ones."""
+
+    def __init__(self, count: int = 1, lengths: Sequence[int] | None = None) -> None:
+        self.count, self.lengths = count, lengths
+
+    def lengths_of(self, shapes: Sequence[Shape]) -> Sequence[int]:
+        """Return the positions of each slice, for a micro-batch of arrays of these shapes; ArgumentError for others."""
+        extents = {shape[1] if len(shape) > 1 else -1 for shape in shapes}
+        if len(extents) != 1 or -1 in extents:
+            raise ArgumentError(
+                "the arrays of a batch that is cut into slices do not share an axis of positions",
+                found=f"shapes {[*shapes]}",
+                expected="(rows, positions, ...), with as many positions in each",
+                remedy="give each array an axis 1 of positions; or take a schedule without slices",
+            )
+        positions = extents.pop()
+        if self.lengths is not None and sum(self.lengths) != positions:
+            raise ArgumentError(
+                "the lengths of the slices do not add up to the sequence",
+                found=f"{' + '.join(map(str, self.lengths))} = {sum(self.lengths)}",
+                expected=f"{positions} positions, as the batch has",
+                remedy="give the slice_lengths of these sequences; without them slices are even",
+            )
+        if positions < self.count:
+            raise ArgumentError(
+                "the schedule has more slices than the sequences have positions",
+                found=f"{self.count} slices, {counted(positions, 'position')}",
+                expected="at least one position for each slice",
+                remedy="take a schedule with fewer slices, or longer sequences",
+            )
+        return self.lengths or [len(part) for part in even_split(positions, self.count)]
+
+    def cut(self, tree: Tree) -> list[Tree]:
+        """Return the slices of a micro-batch, read-only and C-contiguous: views of one row, copies of several."""
+        leaves, structure = flatten(tree)
+        edges = pairwise(accumulate(self.lengths_of([leaf.shape for leaf in leaves]), initial=0))
+        parts = (unflatten([leaf[:, start:stop] for leaf in leaves], structure) for start, stop in edges)
+        return [read_only(arrays.in_c_order(part)) for part in parts]
+
+    def cut_as(self, gradients: list[Tree], units: list[Tree]) -> list[Tree]:
+        """Cut gradients of `whole(units)` as the units lie in it."""
+        count = self.count
+        if count == 1:
+            return gradients
+        cut = (split_as(each, units[at : at + count], 1) for at, each in zip(range(0, len(units), count), gradients))
+        return [arrays.in_c_order(part) for parts in cut for part in parts]
+
+    def units(self, batch: list[Tree] | AskedBatch) -> Any:
+        """Return the units of a batch of micro-batches, by their numbers; ArgumentError where it cannot be cut."""
+        if self.count == 1:
+            return batch
+        if isinstance(batch, list):
+            return [each for tree in batch for each in self.cut(tree)]
+        for shapes in shapes_of(batch):
+            self.lengths_of(shapes)
+        return AskedSlices(batch, self)
+
+    def counts(self, counts: Sequence[float], batch: list[Tree] | AskedBatch) -> list[float]:
+        """Return what each unit counts, by its positions, from what the micro-batches count."""
+        lengths = map(self.lengths_of, shapes_of(batch))
+        return [count * length / sum(each) for count, each in zip(counts, lengths) for length in each]
+
+    def whole(self, units: Sequence[Tree]) -> list[Tree]:
+        """Put units together: return micro-batches."""
+        count = self.count
+        return [*units] if count == 1 else [merge(units[at : at + count], 1) for at in range(0, len(units), count)]
+
+
+def shapes_of(batch: list[Tree] | AskedBatch) -> list[list[Shape]]:
+    """Return the shapes of the arrays of each micro-batch."""
+    if isinstance(batch, list):
+        return [[leaf.shape for leaf in flatten(tree)[0]] for tree in batch]
+    return [[shape for shape, _ in spec.leaves] for spec in batch.specs]
+
+
+class AskedSlices:
+    """The slices of micro-batches that a user's function gives, each asked for with its first slice, kept to its last.
+
+    On each stage the slices of a sequence are taken in rising order.
+    """
+
+    def __init__(self, batch: AskedBatch, slicing: Slicing) -> None:
+        self._batch, self._slicing = batch, slicing
+        self._left: dict[int, list[Tree]] = {}  # by micro-batch, the next one last
+
+    def __getitem__(self, unit: int) -> Tree:
+        microbatch, number = divmod(unit, self._slicing.count)
+        if number == 0:
+            self._left[microbatch] = self._slicing.cut(self._batch[microbatch])[::-1]
+        return self._left[microbatch].pop()

@@ -1,0 +1,108 @@
+"""Checkpoints of an optimizer that is sharded over replicas: the files of one that is not, for any mesh."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from support.saved_model import fill, trained, values
+
+from mpipipe import Mesh, checkpoint, nn, optim
+from mpipipe.errors import ArgumentError, ReplicaError
+
+CUTS = [(1, 1), (2, 1), (2, 2)]
+
+
+def saved(comm, root, pipe, sharded, step=3, **keys):
+    with Mesh(comm, pipe=pipe) as mesh:
+        stages, optimizer = trained(mesh, sharded=sharded, **keys)
+        return checkpoint.save(root, mesh, stages, fill(optimizer), step=step)
+
+
+def parts(path):
+    return {name: (path / name).read_bytes() for name in os.listdir(path) if name.startswith("part")}
+
+
+@pytest.mark.parametrize(("pipe", "chunks"), CUTS)
+def test_the_files_are_those_of_an_optimizer_that_is_not_sharded(comm, mpi_tmp_path, pipe, chunks):
+    if comm.size % pipe:
+        pytest.skip(f"needs a multiple of {pipe} ranks")
+    whole, cut = (saved(comm, mpi_tmp_path / str(sharded), pipe, sharded, chunks=chunks) for sharded in (False, True))
+    assert parts(cut) == parts(whole) != {}
+    with Mesh(comm, pipe=pipe) as mesh:
+        right = values(*(lambda stages, optimizer: (stages, fill(optimizer)))(*trained(mesh, chunks=chunks)))
+        for sharded in (False, True):
+            stages, optimizer = trained(mesh, seed=9, chunks=chunks, sharded=sharded)
+            checkpoint.load(cut, mesh, stages, optimizer)
+            got = values(stages, optimizer)
+            assert optimizer.steps == 7 and got.keys() == right.keys()
+            for name, array in got.items():
+                np.testing.assert_array_equal(array, right[name], name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_other_meshes_load_it_sharded_or_not(request, comm, mpi_tmp_path, device):
+    if device == "cuda":
+        request.getfixturevalue("gpu")
+    path, seen = saved(comm, mpi_tmp_path, 1, True, device=device), {}
+    for pipe in {1, 2, comm.size}:
+        for sharded in (False, True) if comm.size % pipe == 0 else ():
+            with Mesh(comm, pipe=pipe) as mesh:
+                stages, optimizer = trained(mesh, seed=9, sharded=sharded, device=device)
+                checkpoint.load(path, mesh, stages, optimizer)
+                for name, array in values(stages, optimizer).items():
+                    np.testing.assert_array_equal(array, seen.setdefault(name, array), name)
+    alone = comm.Split(comm.rank, 0)
+    with Mesh(alone) as mesh:
+        stages, optimizer = trained(mesh)
+        right = values(stages, fill(optimizer))
+    alone.Free()
+    for name, array in seen.items():
+        np.testing.assert_array_equal(array, right[name], name)
+
+
+def test_a_save_goes_on_while_the_next_step_changes_the_state(comm, mpi_tmp_path):
+    with Mesh(comm, pipe=1) as mesh:
+        stages, optimizer = trained(mesh, sharded=True)
+        for stage in stages:
+            stage.gradients.flat[...] = 2
+        optimizer.step()
+        before = values(stages, optimizer)
+        with checkpoint.Saver(mpi_tmp_path, mesh, stages, optimizer) as saver:
+            saver.save(1)
+            for stage in stages:
+                stage.gradients.flat[...] = 1
+            optimizer.step()
+        assert values(stages, optimizer).keys() == before.keys()
+        checkpoint.load(mpi_tmp_path, mesh, stages, optimizer)
+        for name, array in values(stages, optimizer).items():
+            np.testing.assert_array_equal(array, before[name], name)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_are_compared_by_their_parameters_alone(comm):
+    with Mesh(comm, pipe=1) as mesh:
+        stages, optimizer = trained(mesh, sharded=True)
+        fill(optimizer)
+        checkpoint.check_replicas(mesh, stages, optimizer)
+        if comm.rank == 1:
+            stages[0].parameters.flat[3] += 1
+        with pytest.raises(ReplicaError, match="parameters/"):
+            checkpoint.check_replicas(mesh, stages, optimizer)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_shards_over_other_ranks_than_the_replicas_are_refused(comm, mpi_tmp_path):
+    with Mesh(comm, pipe=1) as mesh:
+        path = saved(comm, mpi_tmp_path, 1, True)
+        turned = comm.Split(0, -comm.rank)
+        stages = [nn.Stage([nn.Linear(40, 40)])]
+        optimizer = optim.SGD(stages, 0.1, 0.9, replicas=turned)
+        for call in (
+            lambda: checkpoint.save(mpi_tmp_path / "other", mesh, stages, optimizer, step=1),
+            lambda: checkpoint.load(path, mesh, stages, optimizer),
+        ):
+            with pytest.raises(ArgumentError, match=r"sharded over other ranks(.|\n)*mesh\.replicas"):
+                call()
+        turned.Free()

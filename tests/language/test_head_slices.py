@@ -1,0 +1,170 @@
+"""Trainings with the head in slices: the losses of the whole head, and folders that others can read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import huggingface_reference as theirs
+from support.small_training import MODEL, config_in, records
+from support.text_plan import text_plan
+
+from mpipipe import Mesh, nn
+from mpipipe.attention import Local
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.language import estimate
+from mpipipe.language.models import GPT
+from mpipipe.language.models.gpt import balanced_slices
+from mpipipe.language.models.model_folder import convert, open_model
+from mpipipe.schedules import partition
+from mpipipe.train import TrainConfig, train
+
+
+@pytest.fixture
+def config(comm, mpi_tmp_path):
+    return config_in(mpi_tmp_path, comm, steps=4, eval_every=2, dtype="float64", pipe=comm.size)
+
+
+def close_records(found, expected):
+    for one, other in zip(records(found), records(expected), strict=True):
+        for key in ("loss", "validation", "grad_norm"):
+            assert (key in one) == (key in other)
+            if one.get(key) is not None:
+                np.testing.assert_allclose(one[key], other[key], rtol=1e-9, err_msg=f"{key} of step {one['step']}")
+
+
+def parameters(folder):
+    """All parameters of a model folder, with its own names."""
+    found = open_model(folder)
+    stage = nn.Stage(found.model.build(Local()), found.dtype)
+    found.read(stage.parameters)
+    return found.model, stage.parameters
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied):
+    """Also resumed, with replicas, evaluated, and with a sample; auto takes no slices where they do not help."""
+    whole = config("whole", tied=tied, sample_bytes=12)
+    train(whole, GPT, comm)
+    said = capsys.readouterr().out
+    for name, keys in {
+        "slices": dict(head_slices=3),
+        "split": dict(head_slices="5", schedule="zero_bubble_h1", recompute=True),
+        "replicas": dict(head_slices=2, pipe=1),
+        "shards of sequences": dict(head_slices=2, pipe=None, seq=min(comm.size, 2)),
+    }.items():
+        sliced = config(name, tied=tied, sample_bytes=12, save_every=2, **keys)
+        train(sliced, GPT, comm)
+        close_records(sliced, whole)
+        assert (
+            capsys.readouterr().out.partition("--- sample")[2].splitlines()[:3]
+            == (said.partition("--- sample")[2].splitlines()[:3])
+        )
+    again = config("again", tied=tied, head_slices=3, resume=str(Path(config("slices").out, "checkpoints")))
+    last = records(config("slices"))[-1]
+    if comm.rank == 0:
+        assert records(whole)[-1]["step"] == last["step"] == 4
+    newest = Path(config("slices").out, "checkpoints", "step-00000002")
+    train(replace(again, resume=str(newest)), GPT, comm)
+    assert records(again)[-1]["loss"] == last["loss"]
+    with pytest.raises(ConfigError, match="another configuration"):
+        train(replace(again, out=again.out + "2", resume=str(newest), head_slices=2), GPT, comm)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_folders_have_the_whole_head_and_are_cut_where_they_are_read(comm, config, tied):
+    keys = dict(tied=tied, head_slices=3, steps=2)
+    plain, ours = config("plain", tied=tied, steps=2, save_as="huggingface"), config("ours", **keys)
+    saved = config("saved", **keys, save_as="huggingface")
+    for each in (plain, ours, saved):
+        train(each, GPT, comm)
+    if comm.rank == 0:
+        expected, found = (theirs.tensors_in(Path(each.out, "huggingface")) for each in (plain, saved))
+        assert expected.keys() == found.keys() and ("lm_head.weight" in found) == (not tied)
+        for name, tensor in expected.items():
+            np.testing.assert_allclose(found[name], tensor, rtol=1e-9, atol=1e-12, err_msg=name)
+        convert(ours.out, Path(ours.out, "converted"), most=4000)
+        for name, tensor in theirs.tensors_in(Path(ours.out, "converted")).items():
+            assert tensor.tobytes() == found[name].tobytes()
+        model, whole = parameters(Path(saved.out, "huggingface"))
+        assert model.head_slices == 1 and open_model(ours.out).model.head_slices == 3
+        cut = open_model(Path(saved.out, "huggingface")).with_slices(3)
+        stage = nn.Stage(cut.model.build(Local()), "float64")
+        cut.read(stage.parameters)
+        head = [stage.parameters[name] for name in ("5.1.weight", "6.weight", "7.weight")]
+        assert np.concatenate(head).tobytes() == whole["5.1.weight"].tobytes()
+    comm.Barrier()
+    validations = []
+    for name, options in {
+        "one": dict(head_slices=None), "other": dict(head_slices=3), "more": dict(head_slices=5),
+    }.items():  # fmt: skip
+        given = {key: value for key, value in options.items() if value}
+        begun = small(config, f"from {name}", Path(saved.out, "huggingface"), **given)
+        train(begun, GPT, comm)
+        validations.append([line["validation"] for line in records(begun) if "validation" in line])
+    np.testing.assert_allclose(validations[1:], [validations[0]] * 2, rtol=1e-9)
+    with pytest.raises(ConfigError, match="their head in other slices"):
+        train(small(config, "refused", Path(ours.out), head_slices=2), GPT, comm)
+    kept = small(config, "kept", Path(ours.out), lora="2,4,q_proj,v_proj")
+    assert train(kept, GPT, comm).step == 2
+
+
+def small(config, name, folder, **keys):
+    """A training that begins from a folder, which has the sizes."""
+    sizes = {key: value for key, value in vars(config(name)).items() if key in ("data", "out", "seq_len", "batch")}
+    more = dict(steps=2, eval_every=1, eval_batches=1, sample_bytes=0, device="cpu", dtype="float64", microbatches=2)
+    return TrainConfig(**{**sizes, **more, "pipe": config(name).pipe, "from_": str(folder), **keys})
+
+
+def test_auto_balances_the_stages():
+    model = GPT(vocab=4000, dim=16, layers=2, heads=2, hidden=32, seq=16)
+    for stages in (2, 3, 4, 8):
+        count = balanced_slices(model, stages)
+        costs = replace(model, head_slices=count).costs()
+        slowest = max(sum(costs[start:stop]) for start, stop in partition(costs, stages))
+        assert count > 1 and slowest < 1.35 * sum(costs) / stages
+    assert balanced_slices(MODEL, 1) == balanced_slices(MODEL, 2) == balanced_slices(GPT(vocab=3, dim=8), 4) == 1
+    config = TrainConfig(dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, vocab=4000, head_slices="auto")
+    ranks = estimate(config, GPT, 2)
+    assert ranks.task.slices == balanced_slices(model, 2) and len(ranks.ranks) == 2
+
+
+def test_what_cannot_be_cut_is_an_error():
+    with pytest.raises(ArgumentError, match="more slices than rows"):
+        GPT(vocab=5, head_slices=6)
+    for bad in ("none", "0", "-1", 1.5):
+        with pytest.raises(ConfigError, match="head_slices"):
+            TrainConfig(head_slices=bad)
+
+    @dataclass
+    class Other:
+        seq: int
+
+    with pytest.raises(ConfigError, match="does not cut its head into slices"):
+        text_plan(TrainConfig(head_slices=2), architecture=lambda seq, **_: Other(seq))
+    with pytest.raises(ArgumentError, match="head"):
+        nn.LoRA(2, 4.0, ["head"]).apply(GPT(head_slices=2).build(Local()))
+
+
+def test_evaluation_and_generation_take_the_slices_of_the_weights(comm, config, mpi_tmp_path):
+    from mpipipe.language.inference.evaluation import Windows, build_evaluator, open_tokens
+    from mpipipe.language.models.model_folder import open_on_all
+
+    ours = config("ours", head_slices=3, steps=2)
+    plain = config("plain", steps=2)
+    found = []
+    for each in (plain, ours):
+        train(each, GPT, comm)
+        folder = open_on_all(comm, each.out)
+        with Mesh(comm, pipe=comm.size) as mesh:
+            tokens, _ = open_tokens(folder, list(each.data), mesh)
+            windows = Windows.of(tokens, 16, by_document=False)
+            options = dict(layout="zigzag", rows=4, dtype="float64", device="cpu")
+            with build_evaluator(folder, mesh, 16, **options) as evaluator:
+                for _ in evaluator.run(tokens, windows):
+                    pass
+                found.append(evaluator.result(False, None).loss)
+    assert found[0] > 0
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-9)

@@ -1,0 +1,264 @@
+"""An optimizer whose state is a share on each replica: the bits of one without shares, 1/D of its state."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from gpu_emulator.fixture import own_gpus
+from support import dense
+from support.gradients import fill
+from support.small_gpt import build, text
+
+from mpipipe import Mesh, Pipeline, arrays, nn, optim
+from mpipipe.comm import allreduce
+from mpipipe.comm.nccl import sums
+from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
+from mpipipe.job import inprocess
+from mpipipe.optim.shards import shares_of
+from mpipipe.schedules import interleaved_1f1b, one_f_one_b
+
+GROUPS = [optim.Group("*.bias", lr=2), optim.Group("*.gain", lr=0.5, weight_decay=0.3)]
+OPTIMIZERS = {
+    "AdamW": lambda stages, **keys: optim.AdamW(stages, 0.01, weight_decay=0.1, **keys),
+    "AdamW in groups": lambda stages, **keys: optim.AdamW(stages, 0.01, weight_decay=0.1, groups=GROUPS, **keys),
+    "SGD": lambda stages, **keys: optim.SGD(stages, 0.01, weight_decay=0.1, **keys),
+    "SGD with momentum": lambda stages, **keys: optim.SGD(stages, 0.01, 0.9, 0.1, groups=GROUPS, **keys),
+}
+
+
+def made(dtype="float32", device="cpu", sizes=((37, 13), (5, 3), (100, 60))):
+    """Stages of this rank, of which the second is smaller than a block for each replica."""
+    return [
+        nn.Stage([nn.Linear(*size), nn.RMSNorm(size[1])], dtype, number, device, 2 * number)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def on_host(array):
+    return np.array(arrays.download(array))
+
+
+def parameters(stages):
+    return [on_host(flat).tobytes() for stage in stages for flat in (stage.parameters.flat, stage.compute.flat)]
+
+
+def state(optimizer):
+    """All arrays of the state by kind and name, put together where they are sharded; collective."""
+    return {
+        (kind, name): (array.whole() if isinstance(array, optim.StateShard) else on_host(array)).tobytes()
+        for kind, named in optimizer.named_state().items()
+        for name, array in named.items()
+    }
+
+
+def steps_alike(comm, name, dtype, device="cpu", count=6):
+    """Make steps with and without shares; some are clipped, and some left out for an overflow."""
+    whole, cut = made(dtype, device), made(dtype, device)
+    first, second = OPTIMIZERS[name](whole), OPTIMIZERS[name](cut, replicas=comm)
+    scalers = [optim.LossScaler(1024.0, interval=2) for _ in range(2)]
+    for stage in (*whole, *cut):
+        stage.optimizer_writes_compute()
+    for step in range(count):
+        bad = math.inf if step == 2 else None
+        for stages, optimizer, scaler in ((whole, first, scalers[0]), (cut, second, scalers[1])):
+            fill(stages, step, scaler.scale, bad)
+            max_norm = (5.0, 1e9, math.inf)[step % 3]
+            norm = optim.begin_step(optimizer, max_norm, scaler=scaler, lr=0.02).wait()
+            assert (norm is None) == (step == 2)
+        assert parameters(cut) == parameters(whole)
+    assert first.steps == second.steps == count - 1 and scalers[0].scale == scalers[1].scale
+    assert state(second) == state(first)
+    assert len(set(comm.allgather(str(parameters(cut))))) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_have_the_bits_of_an_optimizer_without_shares(comm, name, dtype):
+    steps_alike(comm, name, dtype)
+
+
+@pytest.mark.parametrize("nccl", ["off", "on"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["AdamW in groups", "SGD with momentum"])
+def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype, nccl):
+    monkeypatch.setattr(allreduce, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 4000)
+    monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+    started = []
+    monkeypatch.setattr(sums.NcclSums, "start", lambda *a, start=sums.NcclSums.start: started.append(a) or start(*a))
+    with own_gpus(comm.rank):
+        replicas = comm.Dup()
+        steps_alike(replicas, name, dtype, "cuda", count=4)
+        replicas.Free()
+    assert len(started) == (12 if nccl == "on" and comm.size > 1 else 0)
+
+
+def test_threads_of_one_process_are_replicas_as_well():
+    def on_each_rank(comm):
+        stages = made()
+        optimizer = optim.AdamW(stages, 0.01, replicas=comm)
+        fill(stages)
+        optimizer.step()
+        return parameters(stages), [array.size for kinds in optimizer.state for array in kinds.values()]
+
+    (first, sizes), (second, others), (third, _) = inprocess.run(3, on_each_rank)
+    assert first == second == third and sizes[0] > others[2] == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000, 1_000_003])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_shares_follow_each_other_and_begin_on_lines_of_the_cache(size, replicas):
+    shares = shares_of(size, replicas)
+    assert [start for start, _ in shares] + [size] == [0] + [stop for _, stop in shares]
+    assert all(start % 64 == 0 or start == size for start, _ in shares)
+    assert max(stop - start for start, stop in shares) - size / replicas < 2 * 64
+
+
+def test_each_replica_has_its_part_of_the_bytes_of_the_state_within_one_percent(comm):
+    stages = made(sizes=((300, 200), (200, 400)))
+    whole, cut = optim.AdamW(stages, 0.1), optim.AdamW(stages, 0.1, replicas=comm)
+    sizes = [sum(array.nbytes for kinds in each.state for array in kinds.values()) for each in (whole, cut)]
+    assert abs(sizes[1] * comm.size / sizes[0] - 1) < 0.01
+    assert sum(comm.allgather(sizes[1])) == sizes[0]
+
+
+# -- with a pipeline: sums over replicas, ties, frozen parameters, accumulation
+
+
+def trained(mesh, schedule, steps, sharded, dtype="float16", frozen=()):
+    """The parameters and the norms of a training of a GPT on a mesh, and the optimizer, for its state."""
+    stages = build(schedule, mesh.pipe.rank, layers=3, tied=True, dtype=dtype, frozen=frozen)
+    loss, norms = nn.softmax_cross_entropy, []
+    scaler = optim.LossScaler(2.0**23, interval=7)
+    rows = slice(4 * mesh.data.rank, 4 * mesh.data.rank + 4)
+    with Pipeline(stages, schedule, mesh.pipe, loss=loss, replicas=mesh.replicas) as pipeline:
+        optimizer = optim.AdamW(stages, 0.01, replicas=mesh.replicas if sharded else None)
+        for stage in stages:
+            stage.optimizer_writes_compute()
+        for step in range(steps):
+            batch = dense.placed(schedule, mesh.pipe.rank, *(each[rows] for each in text(4 * mesh.shape.data, step)))
+            pipeline.step(*batch, scale=scaler.scale / 2)
+            pipeline.launch(*batch, scale=scaler.scale / 2, accumulate=True)
+            norms.append(optim.begin_step(optimizer, 0.5, scaler=scaler, comm=mesh.pipe).wait())
+    return parameters(stages), norms, state(optimizer), optimizer
+
+
+CUTS = {
+    "replicas alone": (1, lambda pipe: one_f_one_b(pipe, 2)),
+    "pipelines": (2, lambda pipe: one_f_one_b(pipe, 2)),
+    "two chunks": (2, lambda pipe: interleaved_1f1b(pipe, 2, 2)),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.long)])
+def test_a_training_with_ties_clipping_and_a_scale_has_the_same_bits(comm, name, steps):
+    pipe, schedule_of = CUTS[name]
+    if comm.size % (2 * pipe):
+        pytest.skip(f"needs a multiple of {2 * pipe} ranks")
+    with Mesh(comm, pipe=pipe) as mesh:
+        schedule = schedule_of(pipe)
+        *whole, _ = trained(mesh, schedule, steps, sharded=False)
+        *cut, optimizer = trained(mesh, schedule, steps, sharded=True)
+    assert cut == whole
+    norms = whole[1]
+    assert None in norms and len([norm for norm in norms if norm is not None and norm > 0.5]) > 0
+    assert len({*comm.allgather(optimizer.steps)}) == 1 and optimizer.steps < steps
+
+
+@pytest.mark.mpi(min_size=2)
+def test_frozen_parameters_stay(comm):
+    with Mesh(comm, pipe=1) as mesh:
+        *whole, _ = trained(mesh, one_f_one_b(1, 2), 2, False, "float32", frozen=("*", "!2.*"))
+        *cut, _ = trained(mesh, one_f_one_b(1, 2), 2, True, "float32", frozen=("*", "!2.*"))
+    assert cut == whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_compute_with_the_adapters_that_all_replicas_have_stepped(comm, dtype):
+    outputs = []
+    for replicas in (None, comm):
+        layers = nn.LoRA(4, 8.0, ["linear"]).apply([nn.Linear(50, 40), nn.Linear(40, 30)])
+        stage = nn.Stage(layers, dtype, seed=4)
+        stage.optimizer_writes_compute()
+        optimizer = optim.AdamW([stage], 0.1, replicas=replicas)
+        for step in range(3):
+            fill([stage], step)
+            optimizer.step()
+        stage.refresh()
+        outputs.append([stage.forward(np.ones((2, 50), stage.dtype))[0].tobytes(), state(optimizer)])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("kind", ["float64", "complex64"])
+def test_a_stage_of_ones_own_may_have_any_flat_buffers(comm, kind):
+    ends = []
+    for replicas in (None, comm):
+        stage = SimpleNamespace()
+        for key in ("parameters", "gradients"):
+            buffer = nn.FlatBuffer({"w": (50, 30), "c": (7,)}, kind)
+            buffer.flat[...] = np.random.default_rng(len(key)).standard_normal(buffer.flat.size)
+            setattr(stage, key, buffer)
+        stage.gradients.flat[...] *= 1 if kind == "float64" else 1j
+        optimizer = optim.AdamW([stage], 0.1, groups=GROUPS, replicas=replicas)
+        optimizer.step(scale=0.5)
+        optimizer.step()
+        ends.append((stage.parameters.flat.tobytes(), state(optimizer)))
+    assert ends[0] == ends[1]
+
+
+# -- what is refused, on all replicas
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_are_no_replicas_is_refused_on_all_ranks(comm):
+    for stage in (
+        nn.Stage([nn.Linear(5, 4 + (comm.rank == 1))]),
+        nn.Stage([nn.Linear(5, 4)], first=comm.rank),  # the ranks of a pipe: stages of one shape
+        nn.Stage([nn.Linear(5, 4)], "float64" if comm.rank else "float32"),
+    ):
+        with pytest.raises(MismatchError, match=r"the replicas of an optimizer differ(.|\n)*mesh\.replicas"):
+            optim.SGD([stage], 0.1, replicas=comm)
+    wrong = [object()] if comm.rank == 0 else []
+    with pytest.raises(ArgumentError, match="groups of an optimizer"):
+        optim.SGD([nn.Stage([nn.Linear(5, 4)])], 0.1, groups=wrong, replicas=comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_optimizer_that_is_older_than_the_pipeline_is_refused_where_that_ties_parameters(comm):
+    schedule = one_f_one_b(1, 2)
+    with Mesh(comm, pipe=1) as mesh:
+        stages = build(schedule, 0, layers=3, tied=True)
+        optimizer = optim.SGD(stages, 0.1, replicas=mesh.replicas)
+        with Pipeline(stages, schedule, mesh.pipe, loss=nn.softmax_cross_entropy, replicas=mesh.replicas):
+            with pytest.raises(ArgumentError, match="build the pipeline first"):
+                optimizer.step()
+        assert optimizer.steps == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_replicas_that_make_other_steps_are_told(comm):
+    stages = made()
+    optimizer = optim.AdamW(stages, 0.1, replicas=comm)
+    optimizer.steps = comm.rank
+    with pytest.raises(MismatchError, match="steps of the optimizer"):
+        optimizer.step()
+
+
+def test_a_failure_on_one_replica_ends_the_step_on_all():
+    def on_each_rank(comm):
+        stages = made()
+        optimizer = optim.AdamW(stages, 0.1, replicas=comm)
+        if comm.rank == 1:
+            optimizer.before_write.append(lambda: 1 / 0)
+        with pytest.raises((ZeroDivisionError, PeerError)):
+            optimizer.step()
+        with pytest.raises(MpipipeError):
+            optimizer.step()
+
+    inprocess.run(3, on_each_rank)

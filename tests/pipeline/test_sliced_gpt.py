@@ -1,0 +1,186 @@
+"""A GPT whose sequences go through the pipeline slice by slice has the gradients of whole sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from support import dense
+from support.random_schedules import runnable_schedules
+from support.small_gpt import CUTS, MODEL, build, gradients, parts_of, text
+
+from mpipipe import Mesh, Pipeline, arrays, nn
+from mpipipe.attention import Layout, Local, Ring, Sliced, slice_lengths
+from mpipipe.errors import ArgumentError
+from mpipipe.job import inprocess
+from mpipipe.language.packing import PackedAttend, Packing
+from mpipipe.schedules import gpipe, one_f_one_b, simulate
+
+SEQ = MODEL["seq"]
+WINDOWS = (4, None, 4, 7, None)
+
+
+def near(found, expected, what=""):
+    """Gradients are sums of some hundred numbers: what slices change is their order."""
+    size = max(1e-3, float(np.abs(expected).max()))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * size, err_msg=str(what))
+
+
+def compare(comm, cuts, slices, lengths=None, microbatches=2, windows=None, **options):
+    """Gradients and loss of all these schedules on parts of the ranks are those of whole sequences on one rank."""
+    sizes = {} if windows is None else dict(windows=windows)
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, gpipe(1, microbatches), rows=3, **sizes, **options)
+    alone.Free()
+    lengths = lengths or slice_lengths(SEQ, slices)
+    for number, (name, ranks, chunks) in enumerate(cuts):
+        if comm.size % ranks:
+            continue
+        group = parts_of(comm, ranks)
+        schedule = dense.build(name, ranks, chunks, microbatches, slices)
+        how = dict(rows=3, recompute=number % 2 == 1, slice_lengths=lengths, **sizes, **options)
+        found, found_loss = gradients(group, schedule, attend=Sliced(Local(), lengths), **how)
+        near(found_loss, loss)
+        for key, gradient in found.items():
+            near(gradient, expected[key], (name, ranks, chunks, key))
+        group.Free()
+
+
+@pytest.mark.parametrize(
+    "slices, lengths, microbatches, windows, tied",
+    [
+        (3, (5, 4, 3), 2, WINDOWS, True),
+        pytest.param(2, None, 1, None, False, marks=pytest.mark.long),
+        pytest.param(8, None, 3, WINDOWS, False, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_equal_those_of_whole_sequences_for_every_generator(
+    comm, slices, lengths, microbatches, windows, tied
+):
+    cuts = [cut for cut in CUTS if cut[2] < 3]  # of each generator, on 1, 2 and 4 ranks with 1 and 2 stages
+    compare(comm, cuts, slices, lengths, microbatches, windows, tied=tied)
+
+
+def test_packed_documents_evaluation_and_replicas(comm):
+    """Two documents in each row; replicas have a part of the rows each."""
+    tokens, targets = text(4)
+    segments = np.arange(SEQ)[None, :] >= np.array([[3], [5], [8], [11]])
+    expected = {}
+    for slices in (1, 4):
+        lengths = slice_lengths(SEQ, slices, width=16)
+
+        def part(mesh, slices=slices, lengths=lengths):
+            packing = Packing(2)
+            schedule = dense.build("one_f_one_b", mesh.pipe.size, 1, 2, slices)
+            attend = PackedAttend(Sliced(Local(), lengths) if slices > 1 else Local(), packing)
+            stages = build(schedule, mesh.pipe.rank, attend=attend)
+            rows = slice(4 // mesh.data.size * mesh.data.rank, 4 // mesh.data.size * (mesh.data.rank + 1))
+            packing.begin(segments[rows].astype(np.int64))
+            options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas, input_grads=False)
+            with Pipeline(
+                stages, schedule, mesh.pipe, slice_lengths=lengths if slices > 1 else None, **options
+            ) as pipe:
+                loss = pipe.step(*dense.placed(schedule, mesh.pipe.rank, tokens[rows], targets[rows])).loss
+                value = pipe.evaluate(*dense.placed(schedule, mesh.pipe.rank, tokens[rows], targets[rows]))
+            return {"loss": loss, "value": value} | {
+                key: s.gradients[key].copy() for s in stages for key in s.gradients
+            }
+
+        with Mesh(comm, pipe=1 if comm.size == 1 else 2) as mesh:
+            found = part(mesh)
+        expected = expected or found
+        for key, values in found.items():
+            near(values, expected[key], key)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+def test_slices_of_sequences_that_are_sharded_over_a_ring(comm, kind):
+    alone = parts_of(comm, 1)
+    expected, loss = gradients(alone, gpipe(1, 3))
+    alone.Free()
+    lengths = (5, 4, 3)
+    with Mesh(comm, pipe=comm.size // 2, seq=2) as mesh:
+        schedule = one_f_one_b(mesh.pipe.size, 3, slices=3)
+        layout = Layout(kind, 2, SEQ, lengths)
+        attend = Sliced(Ring(mesh.seq, layout=layout), lengths)
+        stages = build(schedule, mesh.pipe.rank, attend=attend)
+        mine = [layout.shard(array, mesh.seq.rank) for array in text(9)]
+        options = dict(loss=nn.softmax_cross_entropy, replicas=mesh.replicas, slice_lengths=attend.slice_rows)
+        with Pipeline(stages, schedule, mesh.pipe, **options) as pipeline:
+            near(pipeline.step(*dense.placed(schedule, mesh.pipe.rank, *mine)).loss, loss)
+        for stage in stages:
+            for key in stage.gradients:
+                near(stage.gradients[key], expected[key], key)
+
+
+def test_slices_on_the_device(gpu, comm):
+    """Gradients are those of the host, and outputs are put together along both axes."""
+    lengths, sizes = (5, 4, 3), dict(layers=3, windows=(4, None, 7))
+    expected, loss = gradients(comm, gpipe(comm.size, 2), rows=3, **sizes)
+    schedule = dense.build("zero_bubble_h1", comm.size, 1, 2, 3)
+    how = dict(rows=3, slice_lengths=lengths, attend=Sliced(Local(), lengths), device="cuda", **sizes)
+    found, value = gradients(comm, schedule, **how)
+    near(value, loss)
+    for key, gradient in found.items():
+        near(gradient, expected[key], key)
+    outputs = []
+    for plan, attend, device, cut in (
+        (gpipe(comm.size, 2), Local(), "cpu", None),
+        (schedule, Sliced(Local(), lengths), "cuda", lengths),
+    ):
+        stages = build(plan, comm.rank, attend=attend, device=device, **sizes)
+        with Pipeline(stages, plan, comm, slice_lengths=cut) as pipeline:
+            outputs.append(pipeline.forward(dense.placed(plan, comm.rank, *text(3))[0]))
+    if outputs[0] is not None:
+        near(arrays.download(outputs[1]), outputs[0])
+
+
+@settings(max_examples=15)
+@given(schedule=runnable_schedules(slices=3))
+def test_every_legal_order_of_slices_gives_the_gradients(schedule):
+    """Orders drawn at random, with split backwards and forwards that run again."""
+    sizes = dict(layers=2, dim=8, heads=2, kv_heads=1, hidden=8)
+    expected, loss = inprocess.run(1, lambda comm: gradients(comm, gpipe(1, 1), rows=schedule.microbatches, **sizes))[0]
+
+    def job(comm):
+        lengths = slice_lengths(SEQ, schedule.slices)
+        found, value = gradients(comm, schedule, rows=schedule.microbatches, attend=Sliced(Local(), lengths), **sizes)
+        near(value, loss)
+        for key, gradient in found.items():
+            near(gradient, expected[key], key)
+
+    if schedule.stages <= 6:
+        inprocess.run(schedule.ranks, job)
+
+
+def test_the_peak_is_the_one_that_a_simulation_counts():
+    schedule = one_f_one_b(2, 1, slices=8)
+
+    def job(comm):
+        stages = build(schedule, comm.rank, attend=Sliced(Local(), slice_lengths(SEQ, 8)))
+        with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
+            pipeline.step(*dense.placed(schedule, comm.rank, *text(1)))
+            return pipeline.peak_activations
+
+    assert inprocess.run(2, job) == simulate(schedule).peak_activations
+
+
+@pytest.mark.parametrize(
+    "attend, lengths, says",
+    [
+        (Local(causal=True), None, r"layer 1\.\S+ \(SelfAttention\)"),
+        (Local(causal=False), None, r"layer 1\.\S+ \(SelfAttention\)"),
+        (Sliced(Local(), (6, 6)), (7, 5), "of lengths 7, 5"),
+    ],
+)
+def test_attention_that_does_not_take_the_slices_is_refused_on_all_ranks(attend, lengths, says):
+    schedule = one_f_one_b(2, 1, slices=2)
+
+    def job(comm):
+        stages = build(schedule, comm.rank, attend=attend)
+        with pytest.raises(ArgumentError, match=says) as caught:
+            Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths)
+        return str(caught.value)
+
+    assert len({*inprocess.run(2, job)}) == 1

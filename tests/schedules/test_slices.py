@@ -1,0 +1,435 @@
+"""Slices of sequences as units of a schedule: every generator, the proof, times, memory and text."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.random_schedules import runnable_schedules
+from support.tolerance import close
+
+from mpipipe import schedules
+from mpipipe.errors import ArgumentError, ScheduleError
+from mpipipe.schedules import Action, Costs, Schedule, by_name, check, from_csv, names, registry, simulate
+from mpipipe.schedules.proof import check_part, digest, trains
+from mpipipe.schedules.slices import backward_unit, in_slices
+
+SLICES = (1, 2, 3, 8)
+EVERY = [(name, chunks) for chunks in (1, 2) for name in [*names(chunks), "forward_only"]]
+sliced_schedules = st.integers(1, 4).flatmap(runnable_schedules)
+
+
+def rows(text):
+    return text.replace(" | ", "\n").replace(" ", ",")
+
+
+@pytest.mark.parametrize("name, chunks", EVERY)
+def test_every_generator_runs_each_slice_once_in_the_order_of_its_sequence(name, chunks):
+    for ranks in (1, 2, 4):
+        for microbatches in (1, 2, 5):
+            whole = by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+            for slices in SLICES:
+                made = by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+                check(replace(made))  # proven anew
+                assert (made.name, made.placement) == (name, whole.placement)
+                assert (made.microbatches, made.slices, made.units) == (microbatches, slices, microbatches * slices)
+                if slices == 1:
+                    assert made == whole and made.fingerprint == whole.fingerprint and digest(made) == digest(whole)
+                units = by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches * slices)
+                for order, other in zip(made.orders, units.orders):
+                    assert [a for a in order if a.op == "F"] == [a for a in other if a.op == "F"]
+                    assert [a[:2] for a in order if a.op != "F"] == [a[:2] for a in other if a.op != "F"]
+
+
+def test_orders_of_whole_micro_batches_are_what_they_were():
+    found = [
+        by_name(name, ranks=3, chunks=chunks, microbatches=5).fingerprint % 100_000 for name, chunks in sorted(EVERY)
+    ]
+    assert found == WHOLE
+
+
+WHOLE = [19182, 59135, 74232, 96540, 30340, 67643, 89152, 65285, 96540, 34837, 14546, 23410, 78158, 71419, 89152, 61507]
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_1f1b_has_its_closed_forms(ranks, microbatches, slices):
+    timeline = simulate(schedules.one_f_one_b(ranks, microbatches, slices=slices), Costs(2, 1, 3))
+    units = microbatches * slices
+    assert timeline.makespan == (units + ranks - 1) * (2 + 4)
+    held = [min(units, slices + ranks - 1 - rank) for rank in range(ranks)]
+    assert timeline.peak_activations == held
+    assert timeline.peak_sequences == [count / slices for count in held]
+    if units >= slices + ranks - 1:
+        close(timeline.peak_sequences[0], 1 + (ranks - 1) / slices, 2)
+    everything = simulate(schedules.gpipe(ranks, microbatches, slices=slices), Costs(2, 1, 3))
+    assert everything.makespan == timeline.makespan and everything.peak_activations == [units] * ranks
+
+
+@pytest.mark.parametrize("name, chunks", EVERY)
+@pytest.mark.parametrize("slices", [2, 5])
+def test_slices_take_the_time_of_as_many_micro_batches_and_hold_less_than_a_sequence_more(name, chunks, slices):
+    sizes = dict(ranks=3, chunks=chunks)
+    cut = simulate(by_name(name, **sizes, microbatches=6, slices=slices))
+    units = simulate(by_name(name, **sizes, microbatches=6 * slices))
+    if name not in registry.TWO_STAGES:  # on a V ranks wait for the first sequence
+        assert cut.makespan == units.makespan
+    for held, before in zip(cut.peak_activations, units.peak_activations):
+        assert 0 <= held - before <= (slices - 1) * chunks + 3 * (chunks - 1)  # groups of 3 cut sequences
+
+
+def test_one_forward_less_ahead_would_come_too_late():
+    for slices in (2, 3, 8):
+        made = schedules.one_f_one_b(3, 2, slices=slices)
+        first = [next(slot for slot, action in enumerate(order) if action.op == "B") for order in made.orders]
+        assert first == [3 - rank + slices - 1 for rank in range(3)]
+        order = list(made.orders[2])
+        order[first[2] - 1 : first[2] + 1] = reversed(order[first[2] - 1 : first[2] + 1])
+        with pytest.raises(ScheduleError, match="B before its forward"):
+            check(replace(made, orders=(*made.orders[:2], order)))
+
+
+def test_backwards_count_down_within_each_sequence():
+    assert [backward_unit(k, 3) for k in range(6)] == [2, 1, 0, 5, 4, 3]
+    assert [backward_unit(k, 1) for k in range(3)] == [0, 1, 2]
+
+
+def test_lifo_falls_as_a_whole():
+    made = schedules.gpipe(2, 2, "lifo", slices=2)
+    check(made)
+    assert made.to_csv().splitlines()[0] == "0F0.0,0F0.1,0F1.0,0F1.1,0B1.1,0B1.0,0B0.1,0B0.0"
+
+
+@pytest.mark.parametrize("slices", [0, -1, 1.5, "2", None])
+def test_what_is_no_number_of_slices_is_refused(slices):
+    for name, chunks in EVERY:
+        with pytest.raises(ArgumentError, match="slices is not a count"):
+            by_name(name, ranks=2, chunks=chunks, microbatches=2, slices=slices)
+    with pytest.raises(ScheduleError, match="whole number of slices"):
+        check(Schedule("made", (0,), 1, [[Action(0, "F", 0)]], slices=slices))
+
+
+# -- The proof ---------------------------------------------------------------------------------------------------------
+
+
+@given(schedule=sliced_schedules)
+def test_any_order_that_keeps_its_sequences_passes(schedule):
+    check(schedule)
+    for rank in range(schedule.ranks):
+        check_part(schedule, rank)
+    assert trains(schedule)
+    part = schedule.forward_only_part(1)
+    check(part)
+    assert (part.slices, part.units) == (schedule.slices, schedule.slices) and not trains(part)
+
+
+@given(schedule=st.integers(2, 4).flatmap(runnable_schedules), data=st.data())
+def test_two_slices_of_a_sequence_that_change_places_are_refused_by_name(schedule, data):
+    n = schedule.slices
+    unit, stage = data.draw(st.integers(0, schedule.units - 2)), data.draw(st.integers(0, schedule.stages - 1))
+    unit -= unit % n == n - 1
+    op = data.draw(st.sampled_from("FB"))
+    rank = schedule.placement[stage]
+    order = list(schedule.orders[rank])
+    slots = [
+        slot
+        for slot, action in enumerate(order)
+        if action.stage == stage and action.op in ("F" if op == "F" else "BI") and action.microbatch in (unit, unit + 1)
+    ]
+    first, second = slots
+    order[first], order[second] = (  # with the ops that stand there, so that I's stay before their W's
+        action._replace(op=order[slot].op) for slot, action in ((first, order[second]), (second, order[first]))
+    )
+    orders = [order if other == rank else row for other, row in enumerate(schedule.orders)]
+    with pytest.raises(ScheduleError) as refusal:
+        check(replace(schedule, orders=orders))
+    assert refusal.value.stage is not None and refusal.value.microbatch is not None
+    assert refusal.value.microbatch < schedule.microbatches and ">" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text, marked, reason, expected, place",
+    [
+        ("0F0.1 0F0.0 0B0.1 0B0.0", "0F0.1", "F of slice 1 before that of slice 0: F's rise within micro-batch 0",
+         "0F0.0 earlier on this rank", (0, 1)),
+        ("0F0.0 0F0.1 0B0.0 0B0.1", "0B0.0", "B of slice 0 before that of slice 1: backwards fall within micro-batch 0",
+         "0B0.1 earlier on this rank", (0, 0)),
+        ("0F0.0 0F0.1 0F1.0 0F1.1 0I0.1 0I1.0 0W0.1 0B0.0 0B1.1 0W1.0", "0I1.0", "backwards fall within micro-batch 1",
+         "0I1.1 earlier", (1, 0)),
+        ("0F0.0 0B0.0 0F0.1 0B0.1", "0B0.0", "B of slice 0 before that of slice 1", "0B0.1 earlier", (0, 0)),
+        ("0F0.0 0F0.1 0B0.1", "0B0.0?", "0B0.0 is missing", "one F, and either", (0, 0)),
+        ("0F0.0 0F0.1 0B0.1 0B0.1", "0B0.1", "the input gradient comes twice", "one 0B0.1, or one 0I0.1", (0, 1)),
+        ("0F0.0 0F0.1 0R0.0 0B0.1 0B0.0 0R0.1", "0R0.1", "R after its backward", "between 0F0.1", (0, 1)),
+        ("0F0.0 0B0.1 0F0.1 0B0.0 | 1F0.0 1F0.1 1B0.1 1B0.0", "0B0.1", "B before its forward", "0F0.1 earlier",
+         (0, 1)),
+        ("0F0.0 0F0.1 0B0.1 0F1.0 0F1.1 0B0.0 0B1.1 0B1.0 | 1F0.0 1F0.1 1F1.0 1B0.1 1B0.0 1F1.1 1B1.1 1B1.0",
+         "0B0.1", "rank 0 at 0B0.1 waits for 1B0.1, later on rank 1", "no ranks wait for each other", (0, 1)),
+    ],
+)  # fmt: skip
+def test_a_broken_sequence_is_refused_with_the_cell_its_micro_batch_and_its_slice(
+    text, marked, reason, expected, place
+):
+    with pytest.raises(ScheduleError) as refusal:
+        check(from_csv(rows(text)))
+    error = refusal.value
+    assert f">{marked}<" in str(error) and reason in str(error) and expected in str(error.expected)
+    assert (error.microbatch, error.slice) == place
+    assert f"micro-batch {place[0]}, slice {place[1]}: " in str(error)
+    for line in rows(text).split("\n"):
+        assert all(cell in str(error) for cell in line.split(","))
+
+
+def test_units_that_a_schedule_does_not_have_are_refused():
+    made = schedules.gpipe(1, 2, slices=2)
+    for unit in (4, -1, "0"):
+        with pytest.raises(ScheduleError, match=f"there is no unit {unit!r}"):
+            check(replace(made, orders=[[Action(0, "F", unit), *made.orders[0][1:]]]))
+
+
+def test_slices_are_a_part_of_what_a_schedule_is():
+    orders = [[*(Action(0, "F", unit) for unit in range(4)), *(Action(0, "B", unit) for unit in (3, 2, 1, 0))]]
+    same = [Schedule("made", (0,), 4 // slices, orders, slices=slices) for slices in (1, 2, 4)]
+    for each in same:
+        check(each)
+    assert (
+        len({each.fingerprint for each in same}) == len({digest(each) for each in same}) == len({*map(repr, same)}) == 3
+    )
+    assert repr(same[1]) == "<Schedule made: 1 rank, 1 stage, 2 micro-batches in 2 slices each>"
+    assert repr(same[2]) == "<Schedule made: 1 rank, 1 stage, 1 micro-batch in 4 slices>"
+
+
+# -- Text --------------------------------------------------------------------------------------------------------------
+
+
+@given(schedule=sliced_schedules)
+@example(schedule=schedules.forward_only(2, 2, 3, slices=4))
+def test_what_was_written_is_read_back(schedule):
+    again = from_csv(schedule.to_csv())
+    assert (again.placement, again.microbatches, again.slices) == (
+        schedule.placement,
+        schedule.microbatches,
+        schedule.slices,
+    )
+    assert again.orders == schedule.orders and again.fingerprint == schedule.fingerprint
+
+
+@pytest.mark.parametrize(
+    "text, where, remedy",
+    [
+        ("0F0.0 0F0.1 0B0.1 0B0", "row 1, column 4: no slice", "write 0B0.0"),
+        ("0F0 0B0 | 1F0.0 1B0.1", "row 1, column 1: no slice", "write 0F0.0"),
+        ("0F0. 0B0.1", "row 1, column 1: not an action", "[.<slice>]"),
+        ("0F0.0.0", "row 1, column 1: not an action", "[.<slice>]"),
+        ("0F0.-1", "row 1, column 1: not an action", "[.<slice>]"),
+        ("0F0.1 1B0.0 | 1F0.0 0B0.0", "row 2: 1F0.0 is on another rank", "in one row"),
+        ("0F0.99999999999999999999", "most actions of the schedule are missing", "at least 100000000000000000000"),
+    ],
+)
+def test_a_table_whose_slices_do_not_fit_is_refused(text, where, remedy):
+    with pytest.raises(ScheduleError) as refusal:
+        from_csv(rows(text))
+    assert where in str(refusal.value) and remedy in str(refusal.value)
+
+
+def test_a_table_with_one_slice_is_that_of_whole_sequences():
+    assert from_csv(rows("0F0.0 0B0.0")) == from_csv(rows("0F0 0B0"))
+
+
+def test_drawings_and_traces_write_the_slice():
+    made = schedules.one_f_one_b(2, 1, slices=2)
+    assert schedules.timeline(made).splitlines() == [
+        "rank 0 0F0.0 0F0.1 ..................0B0.1------ 0B0.0------",
+        "rank 1 ......1F0.0 1F0.1 1B0.1------ 1B0.0------ ............",
+    ]
+    assert schedules.grid(made, mark=(1, 2)).splitlines()[-1] == "rank 1  1F0.0  1F0.1 >1B0.1< 1B0.0"
+    events = [event for event in schedules.chrome_trace(simulate(made)) if event["ph"] == "X"]
+    assert (events[1]["name"], events[1]["args"]) == ("0F0.1", {"stage": 0, "microbatch": 0, "slice": 1})
+
+
+# -- Slices that take different times ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(schedule=sliced_schedules, data=st.data())
+def test_unequal_slices_take_their_own_times(schedule, data):
+    """A replay of its own: each action starts after the one before it on its rank, and after what it waits for."""
+    times = st.lists(st.integers(1, 6), min_size=schedule.stages, max_size=schedule.stages)
+    costs = Costs(*(data.draw(times) for _ in range(4)))
+    slices = data.draw(st.lists(st.integers(1, 5), min_size=schedule.slices, max_size=schedule.slices))
+    timeline = simulate(schedule, replace(costs, slices=slices))
+    ends = {(a.stage, a.op == "F", a.microbatch): end for row in timeline.spans for a, _, end in row if a.op in "FBI"}
+    for spans in timeline.spans:
+        before = 0.0
+        for (stage, op, unit), start, end in spans:
+            awaited = stage - 1 if op == "F" else stage + 1 if op in "BI" else -1
+            ready = 0.0
+            if 0 <= awaited < schedule.stages:
+                there = ends[awaited, op == "F", unit]
+                hop = costs.transfer[max(stage, awaited)]
+                ready = there + (hop if schedule.placement[awaited] != schedule.placement[stage] else 0)
+            close(start, max(before, ready), 200, max(start, 1))
+            alone = {"F": costs.forward, "R": costs.forward, "I": costs.input_grad, "W": costs.weight_grad}
+            cost = costs.input_grad[stage] + costs.weight_grad[stage] if op == "B" else alone[op][stage]
+            close(end - start, cost * slices[unit % len(slices)] * len(slices) / sum(slices), 200, max(end, 1))
+            before = end
+    busy = sum(end - start for spans in timeline.spans for _, start, end in spans)
+    close(1 + timeline.bubble_fraction, 2 - busy / (schedule.ranks * timeline.makespan), 200)
+    assert schedules.lower_bound(schedule, replace(costs, slices=slices)) <= timeline.makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ranks, slices", [(2, 8), (4, 8), (4, 3), (8, 8), (1, 5)])
+def test_the_bound_of_one_sequence_is_reached(ranks, slices):
+    """All n forwards, then the way there and back of the last slice, then n of I and W: no order is faster."""
+    made = schedules.zero_bubble_h1(ranks, 1, slices=slices)
+    least = max(3 * slices + ranks - 1, slices + 2 * (ranks - 1) + 2 * slices)
+    assert simulate(made).makespan == schedules.lower_bound(made) == least
+
+
+def test_only_ratios_of_slices_count_and_equal_ones_change_nothing():
+    made = schedules.one_f_one_b(3, 2, slices=4)
+    one, ten = (simulate(made, Costs(1, 2, 1, 0.25, slices=[size * k for k in (1, 2, 3, 4)])) for size in (1, 10))
+    close(one.makespan, ten.makespan, 100)
+    assert simulate(made, Costs(slices=(7, 7, 7, 7))).spans == simulate(made).spans
+    assert one.makespan > simulate(made, Costs(1, 2, 1, 0.25)).makespan
+
+
+def test_long_slices_hold_more_than_short_ones():
+    """Lengths 3, 2, 1: short slices go back first, and long ones of the next sequence take their places."""
+    for ranks, peak in ((1, 3 + 2 + 3), (2, 3 + 2 + 3 + 2), (3, 3 + 3 + 2 + 1 + 3)):
+        made = schedules.one_f_one_b(ranks, 3, slices=3)
+        close(schedules.peak_memory(made, 2.0, slices=(3, 2, 1))[0], peak, 20)
+    again = schedules.with_recompute(made)
+    plain, cut = (schedules.peak_memory(again, 2, 0.5, slices) for slices in ((1, 1, 1), (3, 2, 1)))
+    assert plain == schedules.peak_memory(again, 2, 0.5) and cut[0] > plain[0]
+    frozen = schedules.with_frozen(made, {0})
+    assert schedules.peak_memory(frozen, 2.0, slices=(3, 2, 1))[0] == 0
+    with pytest.raises(ArgumentError, match="lengths of slices do not fit"):
+        schedules.peak_memory(made, slices=(1, 2))
+
+
+@pytest.mark.parametrize("slices", [(1, 2), (1, 2, 3, 4), (1, 0, 2), (1, -1, 2), (1, "a", 2), 3, (1, float("nan"), 2)])
+def test_times_of_slices_that_do_not_fit_are_refused(slices):
+    for use in (simulate, schedules.lower_bound, schedules.with_recompute):
+        with pytest.raises(ArgumentError, match="times of slices do not fit"):
+            use(schedules.one_f_one_b(2, 2, slices=3), Costs(slices=slices))
+
+
+def test_costs_of_unequal_slices_leave_the_orders_of_generators_as_they_are():
+    for name in registry.WITH_COSTS:
+        sizes = dict(ranks=3, chunks=registry.placement_of(name, 1, 1).count(0), microbatches=2, slices=3)
+        costs = Costs(1, [1, 2, 1] * sizes["chunks"], 1, 0.5)
+        assert by_name(name, **sizes, costs=replace(costs, slices=(1, 2, 3))) == by_name(name, **sizes, costs=costs)
+
+
+# -- What else knows slices --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slices, times", [(2, None), (3, (1, 2, 3))])
+def test_recomputation_frozen_stages_and_skips_keep_the_slices(slices, times):
+    made = schedules.zero_bubble_h1(3, 4, slices=slices)
+    costs = Costs(2, 1, 1, 0.5, slices=times)
+    peak = max(schedules.peak_memory(made))
+    for limit in (None, peak, peak - 1):
+        again = schedules.with_recompute(made, costs, limit)
+        check(again)
+        assert again.slices == slices and (limit is None or max(schedules.peak_memory(again)) <= limit)
+        assert again.recomputed or limit == peak
+    frozen = schedules.with_skips(schedules.with_frozen(made, {0, 2}), {"far": (0, 2)})
+    check(frozen)
+    assert (frozen.slices, frozen.trained_from, len(frozen.skips)) == (slices, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "gpipe", "interleaved_1f1b", "zero_bubble_h1"])
+@pytest.mark.parametrize("slices", [2, 3])
+def test_what_repeats_is_what_the_whole_simulation_finds(name, slices, monkeypatch):
+    chunks = 2 if name == "interleaved_1f1b" else 1
+    sizes = dict(ranks=16, chunks=chunks, microbatches=16, slices=slices)
+    monkeypatch.setattr(schedules.repeated, "ENOUGH", 1 << 8)
+    found = schedules.simulate_repeated(name, **sizes, costs=Costs(2, 1, 1, 0.5))
+    whole = simulate(by_name(name, **sizes), Costs(2, 1, 1, 0.5))
+    assert (found.makespan, found.peak_activations) == (whole.makespan, max(whole.peak_activations))
+    close(found.bubble_ratio, whole.bubble_ratio, 4)
+    with pytest.raises(ArgumentError, match="a schedule repeats for slices of equal time"):
+        schedules.simulate_repeated(name, **sizes, costs=Costs(slices=range(1, slices + 1)))
+
+
+def test_advice_counts_slices():
+    advice = schedules.advise(4, slices=8)
+    assert (advice.microbatches, advice.schedule, advice.peak_activations) == (2, "one_f_one_b", 4 + 7)
+    close(advice.bubble_fraction, 3 / 19, 2)
+    assert (
+        schedules.advise(4, microbatches=1, slices=8).bubble_fraction
+        < schedules.advise(4, microbatches=1).bubble_fraction
+    )
+
+
+@pytest.mark.parametrize("placement, chunks, limit", [(3, 1, None), (3, 1, 4), (2, 2, 8), ((0, 1, 1), 1, 6), (2, 1, 3)])
+@pytest.mark.parametrize("times", [None, (1, 2, 4)])
+def test_a_search_keeps_the_limit_and_is_not_slower_than_the_packages_schedules(placement, chunks, limit, times):
+    costs = Costs(2, 1, 1, 0.5, slices=times)
+    found = schedules.search(placement, 3, costs, chunks=chunks, memory_limit=limit, slices=3, seconds=60, steps=20)
+    check(found)
+    timeline = simulate(found, costs)
+    assert (found.name, found.microbatches, found.slices) == ("search", 3, 3)
+    assert limit is None or max(timeline.peak_activations) <= limit
+    assert schedules.lower_bound(found, costs, limit) <= timeline.makespan * (1 + 1e-9)
+    for name in names(chunks) if isinstance(placement, int) else ():
+        other = simulate(by_name(name, ranks=placement, chunks=chunks, microbatches=3, slices=3, costs=costs), costs)
+        if limit is None or max(other.peak_activations) <= limit:
+            assert timeline.makespan <= other.makespan * (1 + 1e-9)
+
+
+def test_a_search_with_recomputation_keeps_limit_and_sequences():
+    for seed in range(3):
+        costs = Costs(*([random.Random(seed).randint(1, 3) for _ in range(3)] for _ in range(3)), slices=(1, 2, 3))
+        found = schedules.search_with_recompute(
+            3, 2, costs, memory_limit=3, kept_input=0.1, slices=3, seconds=60, steps=300, seed=seed
+        )
+        check(replace(found))
+        assert (found.slices, found.name) == (3, "search")
+        assert max(schedules.peak_memory(found, 1, 0.1)) <= 3 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("slices, limit", [(2, 2), (2, 4), (3, 6.5), (8, 8), (8, 30)])
+def test_zero_bubble_2p_keeps_its_limit(slices, limit):
+    for costs in (Costs(), Costs(1, [1, 2, 1], 0.5, 0.25)):
+        made = by_name("zero_bubble_2p", ranks=3, microbatches=3, slices=slices, costs=costs, memory_limit=limit)
+        assert slices <= max(simulate(made, costs).peak_activations) <= limit
+
+
+def test_a_limit_below_one_sequence_is_refused():
+    for use in (
+        lambda: schedules.search(2, 2, memory_limit=2, slices=3, seconds=1),
+        lambda: schedules.zero_bubble_2p(2, 2, memory_limit=2, slices=3),
+        lambda: schedules.lower_bound(schedules.one_f_one_b(2, 2, slices=3), memory_limit=2),
+    ):
+        with pytest.raises(ArgumentError, match="no schedule keeps this memory limit") as refusal:
+            use()
+        assert "at least 3" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "ranks, microbatches, slices, limit", [(2, 1, 3, None), (2, 2, 2, 3), (3, 1, 4, 5), (2, 2, 2, 2)]
+)
+def test_the_optimum_is_that_of_the_sequences(ranks, microbatches, slices, limit):
+    pytest.importorskip("ortools")
+    found = schedules.optimum(ranks, microbatches, memory_limit=limit, slices=slices)
+    check(found.schedule)
+    timeline = simulate(found.schedule)
+    assert found.makespan == timeline.makespan == found.bound and found.schedule.slices == slices
+    assert limit is None or max(timeline.peak_activations) <= limit
+    for name in names(1):
+        other = simulate(by_name(name, ranks=ranks, microbatches=microbatches, slices=slices))
+        if limit is None or max(other.peak_activations) <= limit:
+            assert found.makespan <= other.makespan
+    with pytest.raises(ArgumentError, match="equal time"):
+        schedules.optimum(ranks, microbatches, Costs(slices=range(1, slices + 1)), slices=slices)
+
+
+def test_a_schedule_of_forwards_only_is_cut_as_it_is():
+    made = in_slices(schedules.forward_only(2, 2, 6), 3)
+    assert made.orders == schedules.forward_only(2, 2, 6).orders and (made.microbatches, made.slices) == (2, 3)
