@@ -112,6 +112,11 @@ class ForeignLayer(nn.Layer):
         self.given, self.gives, self.takes = given, gives, takes
         self.declared = self._room.declared_by(given)
 
+    @property
+    def mixes_positions(self) -> bool:  # type: ignore[override]
+        """True, unless the module or the function has an attribute of this name that is False."""
+        return bool(getattr(self.given[0] if isinstance(self.given, tuple) else self.given, "mixes_positions", True))
+
     def forget(self) -> ForeignLayer:
         """Let go of the module and its arrays: what is left says what the layer is."""
         self.given = None
