@@ -53,6 +53,8 @@ def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied)
         "slices": dict(head_slices=3),
         "split": dict(head_slices="5", schedule="zero_bubble_h1", recompute=True),
         "replicas": dict(head_slices=2, pipe=1),
+        "shards of the optimizer": dict(head_slices=3, pipe=1, shard_optimizer=True),
+        "slices of sequences": dict(head_slices=3, slices=2),
         "shards of sequences": dict(head_slices=2, pipe=None, seq=min(comm.size, 2)),
     }.items():
         sliced = config(name, tied=tied, sample_bytes=12, save_every=2, **keys)
@@ -128,7 +130,7 @@ def test_auto_balances_the_stages():
     assert balanced_slices(MODEL, 1) == balanced_slices(MODEL, 2) == balanced_slices(GPT(vocab=3, dim=8), 4) == 1
     config = TrainConfig(dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, vocab=4000, head_slices="auto")
     ranks = estimate(config, GPT, 2)
-    assert ranks.task.slices == balanced_slices(model, 2) and len(ranks.ranks) == 2
+    assert ranks.task.head_slices == balanced_slices(model, 2) and len(ranks.ranks) == 2
 
 
 def test_what_cannot_be_cut_is_an_error():
