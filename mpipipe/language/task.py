@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpipipe import arrays, nn
+from mpipipe import arrays, checkpoint, nn
 from mpipipe.attention import Local, slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
@@ -147,6 +147,9 @@ class TextTask(Task):
     ) -> TextTask:
         """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
         config, base = fine_tuning.find_pretrained(config, comm)
+        if config.head_slices == "auto" and config.resume != "no":
+            slices = group_of(comm).from_one("train: the slices of the head", lambda: saved_slices(config))
+            config = replace(config, head_slices=slices)
         tuning = fine_tuning.find_tuning(config, comm)
         return cls(config, architecture if base is None else base.architecture, tuning=tuning, base=base, data=data)
 
@@ -453,3 +456,10 @@ class TextTask(Task):
             answer = continued(decoding, prompt, count, self.vocab, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"
         return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])
+
+
+def saved_slices(config: TrainConfig) -> int | str:
+    """Return the slices of the head in the checkpoint that a training goes on from, "auto" where it begins."""
+    place = checkpoint.newest(str(config.out)) if config.resume == "auto" else Path(config.resume)
+    sizes = {} if place is None else checkpoint.read(place).state.get("model", {})
+    return "auto" if place is None else sizes.get("head_slices", 1)
