@@ -15,4 +15,4 @@ options=(--seq-len 8192 --batch 4 --microbatches 4 --dim 64 --layers 4 --heads 2
     --log-every 1 --eval-batches 1 --sample-bytes 0 "$@")
 "$mpiexec" -n 4 "$python" -m mpipipe train --pipe 2 --seq 2 --out "$out/sharded" "${options[@]}"
 "$mpiexec" -n 2 "$python" -m mpipipe train --pipe 2 --seq 1 --out "$out/whole" "${options[@]}"
-exec "$python" -m mpipipe.cli.compare_losses "long context" "$out/sharded" "$out/whole"
+exec "$python" jobs/compare_losses.py "long context" "$out/sharded" "$out/whole"

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from mpipipe import __version__, arrays, processor
+from mpipipe import __version__, arrays, files, processor
 from mpipipe.comm import thread_level
 from mpipipe.job import (
     Communicator,
@@ -164,10 +163,10 @@ def _here(gpus: bool) -> dict[str, Any]:
         "packages": found,
         "host": {
             "host": socket.gethostname(),
-            "processor": _line_of("/proc/cpuinfo", "model name") or platform.processor(),
+            "processor": files.line_of("/proc/cpuinfo", "model name") or platform.processor(),
             "cores": os.cpu_count(),
-            "memory": _kibibytes("MemTotal"),
-            "free_memory": _kibibytes("MemAvailable"),
+            "memory": files.bytes_of_line("MemTotal"),
+            "free_memory": files.bytes_of_line("MemAvailable"),
             "gpus": arrays.describe_gpus() if gpus else [],
         },
         "cores": own_cores(),
@@ -231,18 +230,3 @@ def _folder() -> str | None:
         return os.getcwd()
     except OSError:  # it is gone
         return None
-
-
-def _kibibytes(name: str) -> int | None:
-    """Return a line of /proc/meminfo in bytes, None if there is no such thing."""
-    text = _line_of("/proc/meminfo", name).split()
-    return int(text[0]) * 1024 if text else None
-
-
-def _line_of(path: str, name: str) -> str:
-    """Return what follows `name:` in a file of /proc; empty if there is no such thing."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name), "")

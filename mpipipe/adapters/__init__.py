@@ -23,9 +23,8 @@ from mpipipe.adapters.layers import counting as counting
 from mpipipe.adapters.layers import names_of_entry as names_of_entry
 from mpipipe.adapters.layers import seeded as seeded
 from mpipipe.adapters.trees import skip_names
-from mpipipe.errors import BackendError
 from mpipipe.nn import ForwardAndBackward
-from mpipipe.text import how_to_install
+from mpipipe.text import optional_library
 
 if TYPE_CHECKING:
     from mpipipe.adapters.jax.stage import JaxLoss, JaxStage
@@ -216,14 +215,7 @@ def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
 
 def _room(name: str, library: str, title: str) -> ModuleType:
     """Return the module with the adapter; raises BackendError if its library is not installed."""
-    try:
-        module = import_module(f"mpipipe.adapters.{name}")
-    except ModuleNotFoundError as missing:
-        if missing.name != library:
-            raise
-        raise BackendError(
-            f"{title} was asked for, and is not installed",
-            remedy=f"{how_to_install(library)}; for a GPU first as its own pages say",
-        ) from None
+    optional_library(library, f"compute with {title}", library, "; for a GPU first as its own pages say")
+    module = import_module(f"mpipipe.adapters.{name}")
     processor.set_threads(processor.thread_count())
     return module

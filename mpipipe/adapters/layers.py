@@ -30,7 +30,7 @@ def as_layer(given: Any, place: int, seed: int = 0) -> nn.Layer:
         with seeded(seed, place):
             given = given()
     if isinstance(given, nn.Layer):
-        names = {*nn.names_within([given])}
+        names = {*nn.names_within(given)}
         if {*names_of_entry(entry)} != names:
             raise ArgumentError(
                 f"layers[{place}] is made by a function, and takes or gives names, which each rank must know",
@@ -66,7 +66,7 @@ def names_of_entry(given: Any) -> Iterator[tuple[str, bool]]:
         yield from ((name, False) for name in given.takes)
         yield from ((name, True) for name in given.gives)
     elif isinstance(given, nn.Layer):
-        yield from nn.names_within([given])
+        yield from nn.names_within(given)
 
 
 def is_module(given: Any) -> bool:
@@ -111,6 +111,11 @@ class ForeignLayer(nn.Layer):
         self._room: Any = import_module(f"mpipipe.adapters.{library}.stage")
         self.given, self.gives, self.takes = given, gives, takes
         self.declared = self._room.declared_by(given)
+
+    @property
+    def mixes_positions(self) -> bool:  # type: ignore[override]
+        """True, unless the module or the function has an attribute of this name that is False."""
+        return bool(getattr(self.given[0] if isinstance(self.given, tuple) else self.given, "mixes_positions", True))
 
     def forget(self) -> ForeignLayer:
         """Let go of the module and its arrays: what is left says what the layer is."""

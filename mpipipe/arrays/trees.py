@@ -6,7 +6,7 @@ Branches are several trees under names, and their structure is a Forked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
 
@@ -80,6 +80,15 @@ def unflatten(leaves: Sequence[Array | None], structure: Structure) -> Tree:
         trees = {name: unflatten([next(source) for _ in range(count)], each) for name, each, count in structure.parts}
         return Branches(trees.pop(""), **trees)
     return dict(zip(structure, leaves))
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with a function of each leaf in its place; named tuples stay what they are."""
+    if isinstance(tree, Branches):
+        return Branches(mapped(function, tree.main), **{n: mapped(function, each) for n, each in tree.skips.items()})
+    leaves, structure = flatten(tree)
+    result = unflatten([function(leaf) for leaf in leaves], structure)
+    return tree._make(result) if hasattr(tree, "_make") else result
 
 
 @dataclass(init=False, slots=True, eq=False)

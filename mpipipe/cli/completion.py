@@ -6,7 +6,7 @@ from typing import Annotated
 
 from mpipipe.cli.command_line import ALL, Command, Parser, add_parameters
 from mpipipe.cli.flags import Operand
-from mpipipe.cli.output import check_one_process, refusing, show
+from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.text import optional_library
 
@@ -18,8 +18,7 @@ def completion(shell: Annotated[str, Operand("bash, zsh or tcsh")]) -> int:
 
     It completes the program `mpipipe`, which installing the package makes. It needs the extra [completion].
     """
-    with refusing():
-        check_one_process("completion")
+    with refusing("completion"):
         if shell not in SHELLS:
             raise ConfigError("no completion for this shell", found=shell, expected=", ".join(SHELLS))
         shtab = optional_library("shtab", "complete commands", "completion")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from mpipipe import train
 from mpipipe.cli.flags import Operand
-from mpipipe.cli.output import check_one_process, refusing, show
+from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ConfigError
 from mpipipe.language.models import SHARD_BYTES
 from mpipipe.language.models import convert as convert_folder
@@ -28,8 +28,7 @@ def convert(
     One process does it, without MPI (python -m mpipipe convert runs/first/weights first-model). The tokenizer goes
     along. Llama, Mistral, Qwen2, Qwen3, SmolLM and GPT-2 are known.
     """
-    with refusing():
-        check_one_process("convert")
+    with refusing("convert"):
         if target.endswith(".safetensors"):
             if dtype is not None or shard_bytes != SHARD_BYTES:
                 raise ConfigError("--dtype and --shard-bytes are for folders", found=target, expected="neither")

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from mpipipe import files, pictures, schedules
 from mpipipe.analysis import number_in, read_trace
-from mpipipe.cli.flags import numbers, one_or_more, parameters_of
-from mpipipe.cli.output import check_one_process, refusing, show
+from mpipipe.cli.flags import numbers, parameters_of
+from mpipipe.cli.output import refusing, show
+from mpipipe.cli.simulate import costs_of, given_of, refuse
 from mpipipe.errors import ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import Costs, Timeline, from_file, is_path
@@ -50,17 +51,10 @@ def _of_schedule(
     transfer: Annotated[str, Option("time of a message into a stage, likewise")] = "0",
 ) -> None:
     def simulated() -> Timeline:
-        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-        costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
-        named = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "slices": slices}
-        sizes = {name: count for name, count in named.items() if count is not None}
+        costs = costs_of(forward, input_grad, weight_grad, transfer)
+        sizes = given_of(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
         if is_path(schedule):
-            if sizes:
-                raise ConfigError(
-                    f"--{next(iter(sizes))} does not go with a file, whose order says it",
-                    found=f"--schedule {schedule}",
-                    remedy="leave it out",
-                )
+            refuse("a file, whose order says it", sizes)
             return schedules.simulate(from_file(schedule), costs)
         if ranks is None or microbatches is None:
             raise ConfigError(
@@ -145,15 +139,8 @@ def draw_step(folder: Path, out: str | Path, step: int | None = None, replica: i
 
 def _drawn(out: str, work: Callable[[], object]) -> None:
     """Do the work in one process, and say where the picture is."""
-    with refusing():
-        check_one_process("draw")
-        if files.exists(out):
-            raise ConfigError(
-                "there is a file or folder of this name already",
-                found=out,
-                expected="a new file",
-                remedy="choose another one with --out, or move the old one away",
-            )
+    with refusing("draw"):
+        files.check_new("the picture", out)
         pictures.check_can_draw(out)
         work()
     show(f"mpipipe: drawn into {out}\n")

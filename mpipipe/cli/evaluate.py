@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from mpipipe.job import group_of, run_or_abort, runtime, share_of_cores
 from mpipipe.language.inference import Evaluation, Windows, build_evaluator, open_tokens, perplexity
 from mpipipe.language.models import open_on_all
 from mpipipe.options import Option
-from mpipipe.train import SafeStream
+from mpipipe.train import SafeStream, TaskConfig
 from mpipipe.train import evaluate as evaluate_task
 
 
@@ -54,8 +55,8 @@ def evaluate(
         comm = runtime.world()
         group, folder = group_of(comm), open_on_all(comm, model)
         with group.raise_together("evaluate: the output"):
-            if comm.rank == 0 and out is not None and files.exists(out):
-                raise ConfigError("the file for results exists already", found=out, remedy="name another --out")
+            if comm.rank == 0 and out is not None:
+                files.check_new("the file of results", out)
         with group.raise_together("evaluate: the mesh"):
             mesh = Mesh(comm, pipe=pipe or max(1, comm.size // seq), seq=seq)
         with mesh:
@@ -79,31 +80,24 @@ def evaluate(
 def _of_task(model: str, run: str, given: dict[str, Any], *, out: str | None, **flags: Any) -> None:
     """Evaluate a task from a file, with the configuration of its run folder but for the mesh and what is given."""
     processor.prepare_process(share_of_cores())
-    comm, config = runtime.world(), None
+    comm = runtime.world()
     group = group_of(comm)
-    with group.raise_together("evaluate: the configuration"):
+
+    def read() -> TaskConfig:
         if given:
             raise ConfigError(f"{next(iter(given))} is an option of text", found=f"the task {model}")
-        if comm.rank == 0:
-            if out is not None and files.exists(out):
-                raise ConfigError("the file for results exists already", found=out, remedy="name another --out")
-            plain: dict[str, Any] = {
-                "schedule": "gpipe",
-                "chunks": 1,
-                "recompute": False,
-                "microbatches": None,
-                "partition": None,
-            }
-            config = load_config(model, str(Path(run, "config.toml")))
-            changed = {name: value for name, value in flags.items() if value is not None or name == "pipe"}
-            config = replace(config, **plain, recompute_limit=None, **changed)
-    config, task = task_of(group.broadcast("evaluate: the configuration", config), comm)
+        if out is not None:
+            files.check_new("the file of results", out)
+        config = load_config(model, str(Path(run, "config.toml")))
+        changed = {name: value for name, value in flags.items() if value is not None or name == "pipe"}
+        plain: dict[str, Any] = dict.fromkeys(("microbatches", "partition", "recompute_limit"))
+        return replace(config, schedule="gpipe", chunks=1, recompute=False, **plain, **changed)
+
+    config, task = task_of(group.from_one("evaluate: the configuration", read), comm)
     found, place = evaluate_task(task, config, Path(run), comm)
     with group.raise_together("evaluate: the results"):
         if comm.rank == 0:
-            if out is not None:
-                with files.writing("the results", out):
-                    files.write_whole(Path(out), f"{json.dumps(found)}\n".encode())
+            _write(out, [found])
             numbers = " ".join(f"{name}={value:.8g}" for name, value in found.items())
             SafeStream(sys.stdout).write(f"mpipipe: by {place}\nmpipipe: evaluated {numbers}\n")
 
@@ -118,10 +112,7 @@ def report(found: Evaluation, unit: str, out: str | None) -> None:
     whole = {"tokens": found.tokens, "loss": found.loss, "perplexity": perplexity(found.loss)}
     if found.bits_per_byte is not None:
         whole["bits_per_byte"] = found.bits_per_byte
-    if out is not None:
-        content = "".join(json.dumps(line) + "\n" for line in [*lines, whole])
-        with files.writing("the results", out):
-            files.write_whole(Path(out), content.encode())
+    _write(out, [*lines, whole])
     outlet = SafeStream(sys.stdout)
     for line in lines if out is None else ():
         outlet.write(f"mpipipe: document {' '.join(f'{_name(key)}{_shown(value)}' for key, value in line.items())}\n")
@@ -130,6 +121,12 @@ def report(found: Evaluation, unit: str, out: str | None) -> None:
     outlet.write(
         f"mpipipe: evaluated tokens={found.tokens} loss={found.loss:.8f} perplexity={_shown(perplexity(found.loss))}\n"
     )
+
+
+def _write(out: str | None, lines: Sequence[Any]) -> None:
+    if out is not None:
+        with files.writing("the results", out):
+            files.write_whole(Path(out), "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
 def _name(key: str) -> str:

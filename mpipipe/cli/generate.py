@@ -203,8 +203,7 @@ def written_lines(prompts: Prompts, tokenizer: FolderTokenizer | None, path: str
     Raises ConfigError if the file exists already, or cannot be written.
     """
     writing = partial(files.writing, "the answers", path, remedy="name another --out")
-    if files.exists(path):
-        raise ConfigError("the file for answers exists already", found=path, remedy="name another --out")
+    files.check_new("the file of answers", path)
     with ExitStack() as opened:
         with writing():
             file = opened.enter_context(files.whole_file(Path(path)))

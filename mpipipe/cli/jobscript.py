@@ -14,7 +14,7 @@ from mpipipe.cli.command_line import parser_of, program
 from mpipipe.cli.flags import Operand
 from mpipipe.cli.jobscripts import MPIS, SCHEDULERS, Job, job_script
 from mpipipe.cli.launch import run_proven
-from mpipipe.cli.output import check_one_process, refusing, show
+from mpipipe.cli.output import refusing, show
 from mpipipe.errors import BackendError
 from mpipipe.job import Stop, run_or_abort
 from mpipipe.options import Option
@@ -52,8 +52,7 @@ def jobscript(
 
     python -m mpipipe jobscript slurm --ranks-per-node 4 -- run script.py --its-own arguments
     """
-    with refusing():
-        check_one_process("jobscript")
+    with refusing("jobscript"):
         script, options = _split(options or [])
         job = Job(
             scheduler, nodes, ranks_per_node, threads,

@@ -46,23 +46,19 @@ WRONG_USAGE = AGREED  # exit code: all ranks of a job end with the same error
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Report an error inside the block as that of a training on one rank, and end the program."""
+def refusing(alone: str | None = None) -> Iterator[None]:
+    """Report an error inside the block as that of a training on one rank, and end the program.
+
+    A command that works `alone`, by this name, is refused under mpiexec or srun: each rank would do the whole work.
+    """
+    started = settings.launcher_size(os.environ)
     try:
+        if alone is not None and started is not None:
+            raise ConfigError(
+                f"{alone} is for one process",
+                found=counted(started[1], "rank"),
+                remedy="start it without mpiexec or srun",
+            )
         yield
     except MpipipeError as error:
         raise Stop(describe_error(error, heading(0, 1)), WRONG_USAGE) from error
-
-
-# -- What commands have in common that work on paper, in one process and without MPI ----------------------------------
-
-
-def check_one_process(command: str) -> None:
-    """Refuse a start by mpiexec or srun: each rank would do the whole work, and write the same file."""
-    started = settings.launcher_size(os.environ)
-    if started is not None:
-        raise ConfigError(
-            f"{command} is for one process",
-            found=counted(started[1], "rank"),
-            remedy="start it without mpiexec or srun",
-        )

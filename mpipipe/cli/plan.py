@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from mpipipe import files, processor
 from mpipipe.cli.flags import parameters_of
-from mpipipe.cli.output import check_one_process, refusing
+from mpipipe.cli.output import refusing
 from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_config, task_of
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
@@ -63,8 +63,7 @@ def plan(
         return chosen, {**given, **({"task": chosen.task} if isinstance(chosen, TaskFileConfig) else {})}
 
     if profile is not None:
-        with refusing():
-            check_one_process("plan --profile")
+        with refusing("plan --profile"):
             if save_profile is not None:
                 raise ConfigError("nothing is measured with --profile", found=f"--save-profile {save_profile}")
             check_outputs(out)
@@ -105,7 +104,7 @@ def check_outputs(*paths: str | None) -> None:
     """Raise ConfigError where one of the files is not new, or two are the same."""
     given = [Path(path) for path in paths if path is not None]
     for path in given:
-        check_new(path)
+        files.check_new("the plan or profile", path)
     if len({path.resolve() for path in given}) < len(given):
         raise ConfigError(
             "the plan and the measurements cannot be one file",
@@ -165,17 +164,6 @@ def show(found: PlanReport, more: Sequence[str] = ()) -> None:
 
 def _say(*lines: str) -> None:
     SafeStream(sys.stdout).write("".join(f"{line}\n" for line in lines))
-
-
-def check_new(path: Path) -> None:
-    """Raise ConfigError if no new file can be written."""
-    if files.exists(path) or not files.is_folder(path.parent):
-        raise ConfigError(
-            "no plan can be written there",
-            found=str(path),
-            expected="a new file in a folder that exists",
-            remedy="name another --out, or move the old plan away",
-        )
 
 
 def write(path: Path, given: Mapping[str, Any], choice: Choice) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mpipipe import files, schedules
-from mpipipe.cli.flags import one_or_more
-from mpipipe.cli.output import check_one_process, refusing, show
+from mpipipe.cli.flags import numbers
+from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option
 from mpipipe.schedules import (
@@ -55,8 +55,7 @@ def simulate(
     It runs in one process, without MPI. Without --memory-limit a schedule is compared with schedules that need no more
     memory than it does. Of a very large schedule only the part that repeats is simulated.
     """
-    with refusing():
-        check_one_process("simulate")
+    with refusing("simulate"):
         if (schedule is None) == (csv is None):
             raise ConfigError(
                 "what to simulate is not clear",
@@ -67,15 +66,14 @@ def simulate(
         source, name = "--csv", schedule or ""
         if is_path(name):
             source, csv = f"--schedule {name}", Path(name)
-        given = _given(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
-        search = _given(seconds=seconds, seed=seed)
+        given = given_of(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+        search = given_of(seconds=seconds, seed=seed)
         if csv is not None:
-            _refuse(f"{source}, whose order says it", given)
+            refuse(f"{source}, whose order says it", given)
         if name != "search":
-            _refuse("anything but --schedule search", search)
+            refuse("anything but --schedule search", search)
         sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **given}
-        times = {"forward": forward, "input-grad": input_grad, "weight-grad": weight_grad, "transfer": transfer}
-        costs = Costs(*(one_or_more(option, text) for option, text in times.items()))
+        costs = costs_of(forward, input_grad, weight_grad, transfer)
         links = _links(transfer_model, message_bytes, costs)
         large = csv is None and math.prod(sizes.values()) > WHOLE
         _check(name, sizes, large, memory_limit, recompute, out)
@@ -109,11 +107,19 @@ def simulate(
     show("".join(f"{line}\n" for line in lines))
 
 
-def _given(**options: float | None) -> dict[str, Any]:
+def given_of(**options: float | None) -> dict[str, Any]:
+    """Return the options that are given."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _refuse(beside: str, given: dict[str, Any]) -> None:
+def costs_of(*texts: str) -> Costs:
+    """Read costs, each as one number for all stages, or one for each of them."""
+    options = ("forward", "input-grad", "weight-grad", "transfer")
+    found = (numbers(option, text) for option, text in zip(options, texts))
+    return Costs(*(each[0] if len(each) == 1 else each for each in found))
+
+
+def refuse(beside: str, given: dict[str, Any]) -> None:
     """Raise ConfigError if one of these options is given."""
     if given:
         found = ", ".join(f"--{name} {value}" for name, value in given.items())
@@ -156,12 +162,9 @@ def _check(
             found=f"--schedule {name}, without a limit of its own",
             expected="a schedule, or --schedule search with --memory-limit",
         )
-    if out is not None and (files.exists(out) or not files.is_folder(out.parent) or name == "all"):
-        raise ConfigError(
-            "no order can be written there",
-            found=str(out),
-            expected="a new file in a folder that exists, for one schedule",
-        )
+    if out is not None:
+        files.check_new("the order", out)
+        refuse("--schedule all", {"out": out} if name == "all" else {})
     if large and (name == "search" or memory_limit is not None or recompute or out is not None):
         raise ConfigError(
             "a schedule of this size is never made as a whole",

@@ -46,7 +46,6 @@ from mpipipe.train import (
     run,
     warn,
 )
-from mpipipe.train import train as run_training
 
 TaskFile = Annotated[str | None, Operand("file with a task of your own, and its class", metavar="FILE.py[:CLASS]")]
 Config = Annotated[str | None, Option("TOML file with any of the keys below", metavar="FILE")]
@@ -76,18 +75,13 @@ def train(
 
     def work() -> None:
         processor.prepare_process(share_of_cores())
-        group, chosen = group_of(), None
-        with group.raise_together("train: reading the configuration"):
+        group = group_of()
+        with group.raise_together("train: its options"):
             check_alone(ranks, profile)
-            if group.rank == 0:
-                chosen = load()
-        chosen = group.broadcast("train: the configuration", chosen)
+        chosen = group.from_one("train: the configuration", load)
         stop_signals.change(chosen.preempt_signals)
-        if isinstance(chosen, TrainConfig):
-            run_training(chosen, GPT)
-        else:
-            chosen, own = task_of(chosen, runtime.world())
-            run(own, chosen)
+        chosen, own = task_of(chosen, runtime.world())
+        run(own, chosen)
 
     if check:
         return print_check(load)
@@ -98,9 +92,7 @@ def train(
 
 def print_check(load: Callable[[], TaskConfig]) -> int:
     """Show whether the layers and the loss of a task have the gradients of their forwards; for one process."""
-    with refusing():
-        if launcher_size(os.environ) not in (None, 1):
-            raise ConfigError("--check is for one process", remedy="start it without mpiexec or srun")
+    with refusing("--check"):
         config = load()
         if not isinstance(config, TaskFileConfig):
             raise ConfigError("--check is for a task of your own", remedy="name its file: train FILE.py --check")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import named_leaves
+from mpipipe.arrays import mapped, named_leaves
 from mpipipe.errors import ArgumentError, StageError
 from mpipipe.nn.layers.layer import Layer, Position
 from mpipipe.nn.stage import Stage
@@ -237,7 +237,7 @@ class _Check:
     def _compare_ways(self, expected: dict[str, np.ndarray]) -> None:
         """Compare the gradients that come in another way with those that the differences have shown to be right."""
         _, saved = self.stage.forward(self.x, *self.more)
-        other = _mapped(lambda array: _random_like(array, self.random) if array.dtype.kind in "fc" else array, self.x)
+        other = mapped(lambda array: _random_like(array, self.random) if array.dtype.kind in "fc" else array, self.x)
         self.stage.forward(other, *self.more)
         self._compare("after the forward of another micro-batch", self._backward(saved), expected)
         doubled = self._backward(*(self.stage.forward(self.x, *self.more)[1] for _ in range(2)))
@@ -262,21 +262,13 @@ class _Check:
                 )
 
 
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, arrays.Branches):
-        return arrays.Branches(_mapped(function, tree.main), **{n: _mapped(function, t) for n, t in tree.skips.items()})
-    leaves, structure = arrays.flatten(tree)
-    result = arrays.unflatten([function(leaf) for leaf in leaves], structure)
-    return tree._make(result) if hasattr(tree, "_make") else result
-
-
 def _plain(tree: Any) -> Any:
     """Return a tree without names of its entries, which gradients need not have."""
     return arrays.unflatten(*arrays.flatten(tree))
 
 
 def _copied(tree: Any) -> Any:
-    return _mapped(np.array, tree)
+    return mapped(np.array, tree)
 
 
 def _random_like(tree: Any, random: np.random.Generator) -> Any:
@@ -285,7 +277,7 @@ def _random_like(tree: Any, random: np.random.Generator) -> Any:
             return random.standard_normal(array.shape) + 1j * random.standard_normal(array.shape)
         return random.standard_normal(array.shape) if array.dtype.kind == "f" else np.zeros_like(array)
 
-    return _mapped(draw, tree)
+    return mapped(draw, tree)
 
 
 def _real(array: np.ndarray) -> np.ndarray:

@@ -115,7 +115,7 @@ class Stage(Differentiable):
                 raise ArgumentError(
                     f"layers[{place}] is not a layer", found=type(layer).__name__, expected="an instance of nn.Layer"
                 )
-        named = any(True for _ in names_within(self.layers))
+        named = any([*names_within(layer)] for layer in self.layers)
         self._chain: Sequential = NamedChain(self.layers) if named else Sequential(self.layers)
         self._chain.stage = self
         declared = {name: layer.declared[key] for name, (layer, key) in self._places().items()}
@@ -418,8 +418,7 @@ def accepted_input(stage: Stage, x: Any, named: bool = False, part: bool = False
         skips = {name: accepted_input(stage, tree, named=True) for name, tree in x.skips.items()}
         return arrays.Branches(accepted_input(stage, x.main), **skips)
     if isinstance(x, (tuple, dict)):  # for layers of PyTorch or JAX
-        leaves, structure = arrays.flatten(x)
-        return arrays.unflatten([accepted_input(stage, leaf, named, part=True) for leaf in leaves], structure)
+        return arrays.mapped(lambda leaf: accepted_input(stage, leaf, named, part=True), x)
     device = arrays.device_of(x)
     x = arrays.strip_subclass(x)
     if device == "cuda" and stage.device == "cpu":

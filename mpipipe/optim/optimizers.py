@@ -84,13 +84,12 @@ class FlatOptimizer:
                 self._step_of(number, rate, scale)
             return
         shards.begin(self.steps, self._updated)
-        with shards.group.failing("a step of a sharded optimizer"):
+        with shards.giving():
             announce_write(self, *self._updated)
             self.steps += 1
             for number, stage in enumerate(self._updated):
                 self._step_of(number, rate, scale)
                 shards.give(number, stage)
-            shards.end()
 
     def _step_of(self, number: int, rate: float, scale: float | DeviceArray) -> None:
         """Update the share of a stage."""

@@ -12,7 +12,8 @@ the parameters is updated by one replica and copied to the others. So all have t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,10 +21,11 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import ALIGNMENT, Array, Shape
-from mpipipe.comm import AllGather
+from mpipipe.comm import AllGather, NcclSums, agree_on_nccl
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.job import Communicator, RankGroup, group_of
+from mpipipe.job import Communicator, RankGroup, ReplicaSum, cached, group_of
+from mpipipe.optim.norm import gpu_of
 from mpipipe.stages import StageAdapter
 
 Range: TypeAlias = tuple[int, int]
@@ -56,7 +58,10 @@ class Shards:
             remedy="give it the ranks with the same stages, such as mesh.replicas",
         )
         self.ranges = [shares_of(stage.parameters.flat.size, self.group.size) for stage in stages]
-        self._underway: list[tuple[AllGather, StageAdapter, list[Range]]] = []
+        self._underway: list[tuple[ReplicaSum, StageAdapter, list[Range]]] = []
+        self._nccl: NcclSums | None = None
+        if agree_on_nccl([self.group], "cpu" if gpu_of(stages) is None else "cuda").sums:
+            self._nccl = cached(replicas, "optim: parameters by NCCL", lambda: NcclSums(self.group))
 
     def own(self, number: int) -> Range:
         """Return this replica's share of the stage of this number."""
@@ -77,23 +82,41 @@ class Shards:
     def give(self, number: int, stage: StageAdapter) -> None:
         """Begin to give this replica's share of the parameters to the others, and to get theirs."""
         flat, ranges = stage.parameters.flat, self.ranges[number]
-        if flat.size:
-            self._underway.append((AllGather(self.group.comm, flat, ranges), stage, ranges))
+        if not flat.size:
+            return
+        if self._nccl is None:
+            pending: ReplicaSum = AllGather(self.group.comm, flat, ranges)
+        else:  # bits plus zeros are these bits, as integers and in any order: so NCCL need not gather, it adds
+            for start, stop in self._others(ranges):
+                arrays.set_zero(flat[start:stop])
+            pending = self._nccl.start(flat.view(np.int32))
+        self._underway.append((pending, stage, ranges))
 
-    def end(self) -> None:
+    def _others(self, ranges: list[Range]) -> list[Range]:
+        return [*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]]
+
+    @contextmanager
+    def giving(self) -> Iterator[None]:
+        """Within, shares are updated and given. At the end all parameters are here; an error ends it everywhere."""
+        with self.group.failing("a step of a sharded optimizer"):
+            try:
+                yield
+                self._wait()
+            except BaseException:
+                for pending, _, _ in self._underway:
+                    pending.Cancel()
+                raise
+            finally:
+                self._underway = []
+
+    def _wait(self) -> None:
         """Wait for the parameters of all replicas, and round what is new to the copy in a half dtype, if any."""
-        underway, self._underway = self._underway, []
-        try:
-            for pending, stage, ranges in underway:
-                self.group.wait(pending, "the parameters of the other replicas", everyone=True)
-                flat, copy = stage.parameters.flat, stage.kept_copy
-                if copy is not None:
-                    for start, stop in (*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]):
-                        stage.kernels.cast(flat[start:stop], copy[start:stop])
-        except BaseException:
-            for pending, _, _ in underway:
-                pending.Cancel()
-            raise
+        for pending, stage, ranges in self._underway:
+            self.group.wait(pending, "the parameters of the other replicas", everyone=True)
+            flat, copy = stage.parameters.flat, stage.kept_copy
+            if copy is not None:
+                for start, stop in self._others(ranges):
+                    stage.kernels.cast(flat[start:stop], copy[start:stop])
 
     def shard(self, number: int, start: int, like: Array, state: Array) -> StateShard:
         """Return this replica's part of the state of one parameter, which starts here in the flat one of its stage."""

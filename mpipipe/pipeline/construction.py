@@ -351,12 +351,11 @@ def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None
         )
     for number, stage in stages.items():
         stage.check_slices(number, lengths)
-    if arguments.schedule.stages - 1 in stages and (
-        getattr(loss, "over_batch", False) or getattr(loss, "mean_over_entries", None) is False
-    ):
+    whole, by_rows = getattr(loss, "over_batch", False), getattr(loss, "mean_over_entries", None) is False
+    if arguments.schedule.stages - 1 in stages and (whole or by_rows):
         raise ArgumentError(
             "the loss does not go together with the slices of sequences",
-            found="loss.over_batch" if getattr(loss, "over_batch", False) else "loss.mean_over_entries = False",
+            found="loss.over_batch" if whole else "loss.mean_over_entries = False",
             expected="a mean over target entries, of one slice at a time",
             remedy="set loss.mean_over_entries = True where that is so, or return (value, doutput, weight); or take a "
             "schedule without slices",

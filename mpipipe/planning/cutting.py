@@ -185,24 +185,22 @@ def measured_costs(
     ArgumentError
         Something is no layer; any other error of a layer. On every rank.
     """
-    group, seconds = group_of(runtime.resolve(comm)), None
-    with group.raise_together("measured_costs"):
-        if group.rank == 0:
-            seconds = []
-            values: dict[str, Tree] = {}
-            for place, given in enumerate(layers):
-                stage = nn.Stage([as_layer(given, place)], dtype, device=device, first=place)
-                stage.hand_on(stage.gives)
-                x = nn.handed(x, values, stage.takes)
-                turns = []
-                for _ in range(TURNS):
-                    start = perf_counter()
-                    y, saved = stage.forward(x)
-                    stage.backward(y, saved)
-                    if device == "cuda":
-                        arrays.stream().synchronize()
-                    turns.append(perf_counter() - start)
-                seconds.append(median(turns))
-                x = y
-    found: list[float] = group.broadcast("measured_costs", seconds)
-    return found
+
+    def measured(y: Tree) -> list[float]:
+        seconds: list[float] = []
+        values: dict[str, Tree] = {}
+        for place, given in enumerate(layers):
+            stage = nn.Stage([as_layer(given, place)], dtype, device=device, first=place)
+            stage.hand_on(stage.gives)
+            own, turns = nn.handed(y, values, stage.takes), []
+            for _ in range(TURNS):
+                start = perf_counter()
+                y, saved = stage.forward(own)
+                stage.backward(y, saved)
+                if device == "cuda":
+                    arrays.stream().synchronize()
+                turns.append(perf_counter() - start)
+            seconds.append(median(turns))
+        return seconds
+
+    return group_of(runtime.resolve(comm)).from_one("measured_costs", lambda: measured(x))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mpipipe import nn
 from mpipipe.adapters import as_layer, names_of_entry
 from mpipipe.errors import ArgumentError
-from mpipipe.planning.predict import Choice
 from mpipipe.schedules import Schedule, with_skips
 
 
@@ -24,11 +23,6 @@ class LayerPlan:
     schedule: Schedule
     layer_ranges: list[tuple[int, int]]
     rows: int
-
-    @classmethod
-    def of(cls, choice: Choice, ranks: int, rows: int, trained: Collection[int]) -> LayerPlan:
-        """Return what `choice` decides for `ranks` ranks; `trained` are the layers with something to train."""
-        return cls(choice.schedule_of(ranks, trained), choice.ranges, rows)
 
     def with_names(self, layers: Sequence[Any]) -> LayerPlan:
         """Return the plan with a skip of the schedule for each name that one stage gives and another one takes.
@@ -86,21 +80,7 @@ def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
     Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer.
     """
     nn.check_slices(layers)
-    ends: dict[str, tuple[int | None, list[int]]] = {}
-    for place, entry in enumerate(layers):
-        for name, gives in names_of_entry(entry):
-            if not gives:
-                ends.setdefault(name, (None, []))[1].append(place)
-            elif name in ends:
-                giver, takers = ends[name]
-                raise ArgumentError(
-                    f"layers[{place}] gives the name {name!r} "
-                    + (f"after layers[{takers[0]}] has taken it" if giver is None else "a second time"),
-                    found=f"given by layers[{place}]" + ("" if giver is None else f" and layers[{giver}]"),
-                    expected="one layer, or the inputs, that gives it before all layers that take it",
-                )
-            else:
-                ends[name] = place, []
+    ends = nn.ends_of_names((place, *each) for place, entry in enumerate(layers) for each in names_of_entry(entry))
     for name, (giver, takers) in ends.items():
         if not takers:
             raise ArgumentError(

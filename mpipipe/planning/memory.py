@@ -7,15 +7,16 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, nn
+from mpipipe import arrays, files, nn
 from mpipipe.adapters import Held
 from mpipipe.errors import ConfigError
 from mpipipe.text import exact_bytes, shown_bytes
@@ -65,20 +66,47 @@ def resident() -> int:
         trim(0)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return files.bytes_of_line("VmRSS", "/proc/self/status") or 0
 
 
 def peak() -> int:
     """Return the most bytes that were resident since `resident` was called, or since the process began."""
-    return _status("VmHWM")
+    return files.bytes_of_line("VmHWM", "/proc/self/status") or 0
 
 
-def _status(name: str) -> int:
+# -- How many bytes work allocates ------------------------------------------------------------------------------------
+
+
+UNTRACED = {"torch", "jax"}  # libraries that allocate by themselves
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Let Python trace what is allocated within, for `taking`, which need not look through what was there before."""
+    traced = tracemalloc.is_tracing()
+    gc.freeze()
+    tracemalloc.start()
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+        yield
+    finally:
+        gc.unfreeze()
+        if not traced:
+            tracemalloc.stop()
+
+
+def taking() -> Callable[[], int]:
+    """Return a function that returns the most bytes which were allocated at once since, beyond those of now.
+
+    Arrays are counted one by one, for resident memory also depends on what the process does besides, and has done
+    before. Where a library is there that Python cannot trace, resident memory is what is known.
+    """
+    if UNTRACED & sys.modules.keys():
+        start = resident()
+        return lambda: peak() - start
+    gc.collect()
+    tracemalloc.reset_peak()
+    start = tracemalloc.get_traced_memory()[0]
+    return lambda: tracemalloc.get_traced_memory()[1] - start
 
 
 # -- How many bytes objects hold in arrays ----------------------------------------------------------------------------

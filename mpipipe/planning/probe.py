@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpipipe import nn, optim, processor, schedules
-from mpipipe.arrays import Branches, Tree, flatten, unflatten
+from mpipipe.arrays import Branches, Tree, mapped
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Pipeline
@@ -202,8 +202,7 @@ class Bridge(nn.Layer):
     """Stands for layers that are left out: it returns the input of the next one, whatever comes, and gives names."""
 
     def __init__(self, like: Tree, rows: int, names: Collection[str]) -> None:
-        leaves, structure = flatten(like)
-        output = unflatten([np.repeat(leaf, rows, axis=0) for leaf in leaves], structure)
+        output = mapped(lambda leaf: np.repeat(leaf, rows, axis=0), like)
         self.output, self.values = (output.main, output.skips) if isinstance(output, Branches) else (output, {})
         self.gives = tuple(name for name in self.values if name in names)
 
@@ -213,8 +212,7 @@ class Bridge(nn.Layer):
         return self.output, x
 
     def backward_input(self, dy: Any, saved: Any) -> tuple[Any, Any]:
-        leaves, structure = flatten(saved)
-        return unflatten([np.zeros_like(leaf) for leaf in leaves], structure), None
+        return mapped(np.zeros_like, saved), None
 
 
 class Taker(nn.Layer):

@@ -89,7 +89,8 @@ class PlanningProblem:
 
     def plan(self, choice: Choice) -> LayerPlan:
         """Return the plan of layers that a choice makes."""
-        return LayerPlan.of(choice, self.ranks, self.rows, self.trained_layers).with_names(self.layers)
+        schedule = choice.schedule_of(self.ranks, self.trained_layers)
+        return LayerPlan(schedule, choice.ranges, self.rows).with_names(self.layers)
 
     @cached_property
     def signatures(self) -> tuple[str, ...]:

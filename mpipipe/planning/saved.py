@@ -19,6 +19,7 @@ from mpipipe.schedules import Links
 
 MOST = 64 << 20  # bytes of a file
 FORMAT = "mpipipe profile 2"
+OF_A_STEP = ("step", "scale", "alone", "process")  # what a Profile has as well, the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,8 @@ class SavedProfile:
             sizes=profile.sizes,
             optimizer=fmean(profile.optimizer),
             sums=fmean(profile.sums),
-            step=profile.step,
-            scale=profile.scale,
-            alone=profile.alone,
-            process=profile.process,
             oversubscribed=oversubscribed,
+            **{name: getattr(profile, name) for name in OF_A_STEP},
         )
 
     def check(self, facts: Mapping[str, Any], signatures: Iterable[str]) -> None:
@@ -194,10 +192,7 @@ class SavedProfile:
             trained=trained,
             optimizer=(self.optimizer,) * ranks,
             sums=(self.sums,) * ranks,
-            step=self.step,
-            scale=self.scale,
-            alone=self.alone,
-            process=self.process,
+            **{name: getattr(self, name) for name in OF_A_STEP},
         )
 
     def save(self, path: Path) -> None:
@@ -222,7 +217,7 @@ class SavedProfile:
                 given[name] = {size: combined(checked, each) for size, each in read.items()}
             found = cls(**{**given, "layers": tuple(given["layers"])})
             _check_sizes(found)
-            combined(checked, (found.optimizer, found.sums, found.step, found.scale, found.alone, found.process))
+            combined(checked, (found.optimizer, found.sums, *(getattr(found, name) for name in OF_A_STEP)))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 "no profile can be read there",

@@ -1,12 +1,10 @@
 """What each rank of a training would hold in memory: one micro-batch runs through each kind of layer, and is added up.
 
-What is kept is counted array by array; what an action takes on top is how far the resident memory of the process grows
-meanwhile.
+What is kept is counted array by array; what an action takes on top is the most that is allocated at once meanwhile.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Branches, Structure, Tree
 from mpipipe.pipeline import Loss, receive_windows
 from mpipipe.planning.layer_plan import LayerPlan
-from mpipipe.planning.memory import array_bytes, check_memory, new_bytes, peak, process_bytes, resident
+from mpipipe.planning.memory import array_bytes, check_memory, new_bytes, process_bytes, taking, tracing
 from mpipipe.planning.problem import PlanningProblem, attentions, parameters_of
 from mpipipe.schedules import Schedule, before_backwards
 
@@ -110,9 +108,9 @@ def layer_bytes(
     def measured(layer: nn.Layer) -> tuple[StageBytes, Shapes, bool]:
         needs = {f"{parameters_of([layer]):,} parameters and their gradients": 2 * wide * parameters_of([layer])}
         check_memory("measuring a layer", needs, "run it on a machine with more memory")
-        resident()
+        taken = taking()
         stage = nn.Stage([layer], problem.dtype, first=len(found), frozen=frozen)
-        drawing = peak() - resident()
+        drawing = max(0, taken() - stage.buffers.nbytes)
         stage.optimizer_writes_compute()
         still = below and layer.frozen
         stage.end_backward(below and not still)
@@ -122,8 +120,7 @@ def layer_bytes(
             each, shapes = _micro_batch(stage, loss, x, targets, not still)
         return replace(each, drawing=drawing), shapes, still
 
-    gc.freeze()  # `resident` need not look through what is there already
-    try:
+    with tracing():
         while layers:
             layer = layers.pop(0)
             takes, gives, _ = nn.names_of([layer])
@@ -134,8 +131,6 @@ def layer_bytes(
             each, shapes, below = known[key]
             found.append(each)
             x = zeros_of(shapes)
-    finally:
-        gc.unfreeze()
     return found, {name: bytes_of(value) for name, value in values.items()}
 
 
@@ -155,7 +150,7 @@ def _micro_batch(
         return y, saved, dy
 
     for _ in range(2):
-        start = resident()
+        taken = taking()
         y, saved, gradient = forward()
         before, after, held = _main(x), _main(y), saved if trained else ()
         kept, more = new_bytes([held, gradient if loss else ()], shared)
@@ -168,26 +163,26 @@ def _micro_batch(
             loss=more,
         )
         least = kept + more + found.output - found.keeps_output
-        found, shapes = replace(found, forward=max(least, peak() - start)), shapes_of(y)
+        found, shapes = replace(found, forward=max(least, taken())), shapes_of(y)
         del y, after, held
         if not trained:
             continue
-        start = resident()
+        taken = taking()
         stage.backward(gradient, saved)
-        backward = peak() - start
+        backward = taken()
         del saved, gradient
         _, saved, gradient = forward()
-        start = resident()
+        taken = taking()
         pending = stage.backward_input(gradient, saved)[1]
-        input_grad = peak() - start
+        input_grad = taken()
         (waiting,), (_, added) = new_bytes([pending], shared), new_bytes([saved, pending], shared)
         pends = _within(before, pending)
         del saved, gradient
-        start = resident()
+        taken = taking()
         stage.backward_weight(pending)
         found = replace(
             found, pending=waiting, added=added, pends_input=pends,
-            backward=backward, input_grad=max(added, input_grad), weight_grad=peak() - start,
+            backward=backward, input_grad=max(added, input_grad), weight_grad=taken(),
         )  # fmt: skip
         del pending
     parts = [vars(part) for _, part in stage.layers[0].walk("") if not isinstance(part, ForeignLayer)]

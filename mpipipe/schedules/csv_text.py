@@ -120,8 +120,10 @@ def _actions(rank: int, row: Sequence[str], slices: int) -> Iterator[Action]:
 
 def _action(rank: int, column: int, cell: str, slices: int) -> Action:
     match = CELL.fullmatch(cell)
-    if match and (match[4] or slices == 1):
-        return Action(int(match[1]), match[2], int(match[3]) * slices + int(match[4] or 0))
+    if match:
+        stage, op, microbatch, part = match.groups()
+        if part or slices == 1:
+            return Action(int(stage), op, int(microbatch) * slices + int(part or 0))
     what, remedy = "not an action", "correct the cell"
     if match:
         what, remedy = "no slice, which other cells have", f"write {cell}.0, or the slice that it is"

@@ -32,10 +32,10 @@ def replay(
     # A line of the tables below is a stage or, where slices differ in time, a unit of a stage.
     each = [*shares] * (microbatches // len(shares)) if any(share != 1.0 for share in shares) else [1.0]
     width = microbatches // len(each)
-    forward, backward, input_grad, weight_grad, recompute = (
-        [time * share for time in durations[op] for share in each]
-        for op in (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE)
-    )
+    times = [durations[op] for op in OPS]
+    if len(each) > 1:
+        times = [[time * share for time in of_op for share in each] for of_op in times]
+    forward, backward, input_grad, weight_grad, recompute = times
     before_forward, before_backward = (  # how far the index is that of the awaited action; 0 if it waits for none
         [(awaited - stage) * microbatches if awaited >= 0 else 0 for stage, awaited in listed for _ in each]
         for listed in (enumerate(sources(op, stages)) for op in (FORWARD, BACKWARD))

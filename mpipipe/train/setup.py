@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from errno import EEXIST
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -274,9 +273,8 @@ def export(run: Path, target: Path) -> str:
                     expected="a string that no other parameter has",
                 )
             arrays_by_name[called] = checkpoint.Planned(entry.kind, entry.shape, partial(values, name, entry))
+    files.check_new("the file of weights", target)
     with files.writing("the file of weights", target, remedy="make room, or choose another file"):
-        if target.exists():
-            raise FileExistsError(EEXIST, "it is there already", str(target))
         checkpoint.write_tensors(target, dict(sorted(arrays_by_name.items())))
     return f"wrote {len(arrays_by_name)} arrays of step {found.step} from {found.path} into {target}"
 

@@ -7,7 +7,6 @@ ends because its metrics cannot be shown.
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import os
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpipipe import files
-from mpipipe.errors import ArgumentError, BackendError, ConfigError
-from mpipipe.text import how_to_install
+from mpipipe.errors import ArgumentError, ConfigError
+from mpipipe.text import optional_library
 
 Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
 
@@ -135,14 +134,8 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def check_installed(names: Sequence[str]) -> None:
     """Raise BackendError for a sink whose library is not installed."""
-    for name in names:
-        library = LIBRARIES.get(name)
-        if library is not None and importlib.util.find_spec(library) is None:
-            raise BackendError(
-                f"metrics_to names {name}, which needs the package {library}",
-                found="it is not installed",
-                remedy=f"{how_to_install(name)}, or leave {name} out",
-            )
+    for name in LIBRARIES.keys() & {*names}:
+        optional_library(LIBRARIES[name], f"send metrics to {name}", name, f", or leave {name} out of metrics_to")
 
 
 class Sinks:

@@ -163,12 +163,10 @@ def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | 
     if type(task).example is not Task.example:
         return task.example(rows, microbatches, shard)
     pair = read(task, "batch", 0, range(min(rows, most or rows)), shard)[:2]
-    return (_repeated(pair[0], rows), _repeated(pair[1], rows)) if most is not None and rows > most else pair
-
-
-def _repeated(tree: Tree, rows: int) -> Tree:
-    leaves, structure = arrays.flatten(tree)
-    return arrays.unflatten([leaf[np.arange(rows) % len(leaf)] for leaf in leaves], structure)
+    if most is None or rows <= most:
+        return pair
+    inputs, targets = (arrays.mapped(lambda leaf: leaf[np.arange(rows) % len(leaf)], tree) for tree in pair)
+    return inputs, targets
 
 
 def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:

@@ -481,5 +481,4 @@ class _LossStage:
         return np.reshape(np.asarray(value, np.float64), 1), gradient
 
     def backward(self, dy: np.ndarray, saved: Tree) -> Tree:
-        leaves, structure = arrays.flatten(saved)
-        return arrays.unflatten([dy[0] * leaf for leaf in leaves], structure)
+        return arrays.mapped(lambda leaf: dy[0] * leaf, saved)

@@ -70,7 +70,10 @@ def test_nothing_is_left_of_answers_that_were_cut_short(tmp_path):
 
 def test_a_file_that_is_there_or_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "there").write_text("mine")
-    for name, match in (("there", "exists already"), ("absent/file", "cannot be written")):
+    for name, match in (
+        ("there", "of this name already"),
+        ("absent/file", "cannot be written: there is no such folder"),
+    ):
         with pytest.raises(ConfigError, match=match):
             written_lines(PROMPTS, None, str(tmp_path / name)).__enter__()
     assert (tmp_path / "there").read_text() == "mine"

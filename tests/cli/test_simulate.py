@@ -172,8 +172,8 @@ def test_hops_have_the_times_of_their_links(printed, name, chunks):
         (dict(csv="order.csv", chunks=1, microbatches=8), "--chunks 1, --microbatches 8"),
         (dict(csv="order.csv", seed=0), "--seed does not go with anything but --schedule search"),
         (dict(schedule="gpipe", seconds=1.0), "--seconds does not go with anything but --schedule search"),
-        (dict(schedule="gpipe", out="."), "no order can be written there"),
-        (dict(schedule="search", out="absent/order.csv", seconds=1e9), "no order can be written there"),
+        (dict(schedule="gpipe", out="."), "the order cannot be written"),
+        (dict(schedule="search", out="absent/order.csv", seconds=1e9), "the order cannot be written"),
     ],
 )
 def test_what_cannot_be_is_one_error_before_anything_is_printed(printed, capsys, tmp_path, monkeypatch, options, words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from pathlib import Path
 import pytest
 from support.launch import ROOT, job_environment
 
-from mpipipe.cli import compare_losses
 from mpipipe.gpu_check import suite
 from mpipipe.language.config import TrainConfig
 from mpipipe.train.config import tomllib
@@ -223,7 +223,8 @@ def test_long_context_compares_the_losses_of_two_trainings(tmp_path, capsys, oth
         records = [{"step": 0, "validation": first}, *({"step": 1, "loss": loss} for loss in rest)]
         lines = [] if first is None else [json.dumps(record) for record in records]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
-    code = compare_losses.main("long context", str(tmp_path / "one"), str(tmp_path / "other"))
+    main = runpy.run_path(str(ROOT / "jobs" / "compare_losses.py"))["main"]
+    code = main("long context", str(tmp_path / "one"), str(tmp_path / "other"))
     assert code == (verdict != "ok") and f"mpipipe: long context {verdict} losses=" in capsys.readouterr().out
 
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
 from support import dense
+from support.device_pipelines import all_aborted
 from support.gradients import fill
 from support.small_gpt import build, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn, optim
 from mpipipe.comm import allreduce
+from mpipipe.comm.nccl import sums
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import inprocess
 from mpipipe.optim.shards import shares_of
@@ -79,12 +81,20 @@ def test_steps_have_the_bits_of_an_optimizer_without_shares(comm, name, dtype):
     steps_alike(comm, name, dtype)
 
 
+@pytest.mark.parametrize("nccl", ["off", "on"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["AdamW in groups", "SGD with momentum"])
-def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype):
+def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype, nccl):
     monkeypatch.setattr(allreduce, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 4000)
+    monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+    started = []
+    monkeypatch.setattr(sums.NcclSums, "start", lambda *a, start=sums.NcclSums.start: started.append(a) or start(*a))
     with own_gpus(comm.rank):
-        steps_alike(comm, name, dtype, "cuda", count=4)
+        replicas = comm.Dup()
+        steps_alike(replicas, name, dtype, "cuda", count=4)
+        replicas.Free()
+    assert len(started) == (12 if nccl == "on" and comm.size > 1 else 0)
 
 
 def test_threads_of_one_process_are_replicas_as_well():
@@ -253,3 +263,19 @@ def test_a_failure_on_one_replica_ends_the_step_on_all():
             optimizer.step()
 
     inprocess.run(3, on_each_rank)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nccl", ["off", "on"])
+def test_so_it_does_on_gpus(comm, monkeypatch, nccl):
+    """One replica fails before its second share, while the others wait for the first; their memory stays."""
+    monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
+    with own_gpus(comm.rank) as device:
+        stages = made(device="cuda")
+        optimizer = optim.AdamW(stages, 0.1, replicas=comm.Dup())  # never freed after a failure
+        if comm.rank == 1:
+            monkeypatch.setattr(optimizer, "_step_of", lambda number, *_: number and 1 / 0)
+        with pytest.raises(ZeroDivisionError if comm.rank == 1 else PeerError):
+            optimizer.step()
+        all_aborted(device.machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support import dense
 from support.random_schedules import runnable_schedules
 
 from mpipipe import Pipeline, nn
+from mpipipe.adapters import ForeignLayer
 from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, StageError
 from mpipipe.job import inprocess
 from mpipipe.schedules import before_backwards, by_name, gpipe, names
@@ -275,6 +277,13 @@ def test_check_mode_watches_slices_and_errors_name_them():
         with pytest.raises(error, match="stage 1, micro-batch 1, slice 1: ") as caught:
             inprocess.run(2, partial(job, kind=kind, check=check))
         assert (caught.value.microbatch, caught.value.slice) == (1, 1)
+
+
+def test_modules_and_functions_of_others_say_themselves_whether_they_mix_positions():
+    layer = ForeignLayer.__new__(ForeignLayer)
+    alone = SimpleNamespace(mixes_positions=False)
+    for layer.given, mixes in ((alone, False), ((alone, {}), False), (SimpleNamespace(), True), ((len, {}), True)):
+        assert layer.mixes_positions is mixes
 
 
 def loss_of(**attributes):

@@ -171,7 +171,10 @@ def test_an_optimizer_that_writes_the_half_copy_trains_as_a_cast_at_each_call(
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("dtype, pipe", [("float16", 2), ("float32", 1)])
 def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypatch, dtype, pipe):
-    """Sums start as layers end, and the norm stays on the devices; with two replicas at most all bits are the same."""
+    """Sums start as layers end, and the norm stays on the devices; with two replicas at most all bits are the same.
+
+    So they are with a sharded optimizer.
+    """
     if comm.size != 2 * pipe and comm.size != 2:
         pytest.skip("more than two replicas add in another order")
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
@@ -185,9 +188,9 @@ def test_a_training_by_nccl_takes_the_steps_of_one_by_mpi(comm, config, monkeypa
     monkeypatch.setattr(Trainer, "step", watched)
     curves = []
     with own_gpus(comm.rank, one_queue=True):
-        for nccl in ("off", "auto"):
+        for nccl, sharded in (("off", False), ("auto", False), ("auto", True)):
             monkeypatch.setenv("MPIPIPE_NCCL", nccl)
-            chosen = config(nccl, device="cuda", dtype=dtype, pipe=pipe, layers=4)
-            curves.append(curve_of(chosen, comm))
-    assert curves[0] == curves[1] and len(curves[0]) == 5
-    assert kept == [(pipe == 1, False)] * 5 + [(True, True)] * 5
+            small = dict(device="cuda", dtype=dtype, pipe=pipe, layers=4)
+            curves.append(curve_of(config(f"{nccl} {sharded}", shard_optimizer=sharded, **small), comm))
+    assert curves == [curves[0]] * 3 and len(curves[0]) == 5
+    assert kept == [(pipe == 1, False)] * 5 + [(True, True)] * 10

@@ -7,7 +7,7 @@ import pytest
 from support.small_training import config_in, metrics
 from support.token_files import random_documents, write_tokens
 
-from mpipipe import nn
+from mpipipe import nn, schedules
 from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
 from mpipipe.language import estimate
@@ -49,6 +49,14 @@ def near(found, expected):
 )
 def test_losses_are_those_of_whole_sequences(config, both, ranks, keys):
     near(losses(ranks, config("sliced", **both, **keys)), losses(1, config("whole", **both)))
+
+
+def test_an_order_of_a_file_may_have_slices(config, tmp_path):
+    path, whole = tmp_path / "order.csv", losses(1, config("whole"))
+    path.write_text(schedules.zero_bubble_h1(2, 2, slices=3).to_csv())
+    near(losses(2, config("sliced", schedule=str(path), slices=3)), whole)
+    with pytest.raises(ConfigError, match="not of slices = 2"):
+        losses(2, config("none", schedule=str(path), slices=2))
 
 
 def test_a_training_is_resumed_with_another_number_of_slices(config):

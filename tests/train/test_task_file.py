@@ -16,7 +16,6 @@ from support.command_line import invoke
 from mpipipe import arrays, nn
 from mpipipe import train as train_room
 from mpipipe.checkpoint import open_tensors
-from mpipipe.cli import train as command
 from mpipipe.cli.plan import write
 from mpipipe.cli.train import load_config
 from mpipipe.errors import ArgumentError, ConfigError
@@ -192,7 +191,7 @@ def test_the_weights_of_a_run_folder_are_exported_to_one_file_by_name(waves, alo
             file.read_into(name, found)
             assert found.dtype == expected[name].dtype and found.tobytes() == expected[name].tobytes()
     before = target.read_bytes()
-    assert "it is there already" in invoke("convert", str(run_folder), str(target)).report
+    assert "there is a file or folder of this name already" in invoke("convert", str(run_folder), str(target)).report
     assert target.read_bytes() == before
 
 
@@ -343,7 +342,7 @@ def test_a_new_training_says_what_it_has_not_looked_at(waves, tmp_path, capsys):
 
 
 def test_check_names_the_layer_and_the_loss_whose_gradient_is_wrong(waves, capsys, monkeypatch):
-    monkeypatch.setattr(command, "launcher_size", lambda environment: None)
+    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
     assert invoke("train", str(waves), "--check").code == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [

@@ -184,12 +184,12 @@ def declared_by(module: Any) -> dict[str, Parameter]:
     """Return the parameters of a module by name, as a layer declares them: with the values that they have now."""
     check_module(module)
     named = dict(module.named_parameters())
-    strange = [name for name, each in named.items() if torch.nn.parameter.is_lazy(each) or each.dtype.is_complex]
+    strange = [name for name, each in named.items() if each.dtype.is_complex]
     if strange:
         raise ArgumentError(
-            f"the parameter {strange[0]} of a module has no shape yet, or is complex",
+            f"the parameter {strange[0]} of a module is complex",
             expected="real parameters",
-            remedy="run the module once first; keep real and imaginary parts as a last axis of 2",
+            remedy="keep real and imaginary parts as a last axis of 2",
         )
     return {
         name: Parameter(

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from mpipipe import arrays
@@ -72,9 +71,16 @@ RUNNING = "running statistics would count a forward twice under recompute, and r
 
 
 def check_module(module: Any) -> None:
-    """Raise ArgumentError for what is no module, and for modules that count in their forward."""
+    """Raise ArgumentError for what is no module, has no shapes yet, or counts in its forward."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError("torch_stage", found=type(module).__name__, expected="a torch.nn.Module")
+    lazy = [name for name, each in module.named_parameters() if torch.nn.parameter.is_lazy(each)]
+    if lazy:
+        raise ArgumentError(
+            "a module has parameters without a shape yet",
+            found=lazy[0],
+            remedy="run the module once before it becomes a stage",
+        )
     for name, each in module.named_modules():
         over_batch = isinstance(each, torch.nn.modules.batchnorm._BatchNorm)
         running = isinstance(each, torch.nn.modules.batchnorm._NormBase) and each.track_running_stats
@@ -195,7 +201,11 @@ class TorchParameters:
         if not trained:
             return
         if storage is None:
-            kind = _one_dtype(trained)
+            kind = one_dtype(
+                {str(each.dtype).removeprefix("torch."): name for name, each in trained.items()},
+                "module",
+                "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward",
+            )
             shapes = {f"{prefix}{name}": tuple(each.shape) for name, each in trained.items()}
             self.values, self.gradients = (FlatBuffer(shapes, kind, device) for _ in range(2))
         both: Any = (self.values, self.gradients) if storage is None else storage
@@ -251,19 +261,3 @@ class TorchParameters:
                     expected="gradients that nobody but the pipeline writes within a step",
                     remedy="call zero_grad() between steps, not in forward or in a loss",
                 )
-
-
-def _one_dtype(trained: Mapping[str, Tensor]) -> np.dtype:
-    """The dtype of all parameters; raises ArgumentError if there are several, or none that arrays know."""
-    uninitialised = [name for name, each in trained.items() if torch.nn.parameter.is_lazy(each)]
-    if uninitialised:
-        raise ArgumentError(
-            "a module has parameters without a shape yet",
-            found=uninitialised[0],
-            remedy="run the module once before it becomes a stage",
-        )
-    return one_dtype(
-        {str(each.dtype).removeprefix("torch."): name for name, each in trained.items()},
-        "module",
-        "module.to(dtype); for mixed precision float32 parameters and torch.autocast within forward",
-    )

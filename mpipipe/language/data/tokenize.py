@@ -26,7 +26,7 @@ import numpy as np
 
 from mpipipe import files
 from mpipipe.checkpoint import write_facts
-from mpipipe.errors import ConfigError, DataError, StorageError
+from mpipipe.errors import DataError, StorageError
 from mpipipe.even_split import consecutive_bins
 from mpipipe.job import Communicator, RankGroup, fair_share, group_of, own_cores, parse_cores
 from mpipipe.language.data.file_bytes import forget_files
@@ -65,17 +65,10 @@ def tokenize(
     with the bytes that are done, and all.
     """
     group, path = group_of(comm), Path(output_folder.shared_path(comm, out))
-    with group.raise_together("tokenize: the output"):
-        if comm.rank == 0:
-            for place in (path, beside(path, DOCUMENTS), beside(path, FACTS)):
-                if files.exists(place):
-                    raise ConfigError(
-                        "there is a file or folder of this name already",
-                        found=str(place),
-                        expected="a new file",
-                        remedy="choose another one with --out, or move the old one away",
-                    )
     output_folder.make_folder(path.parent, comm, writes=True)
+    with group.raise_together("tokenize: the output"):
+        for place in (path, beside(path, DOCUMENTS), beside(path, FACTS)) if comm.rank == 0 else ():
+            files.check_new("the file of tokens", place)
     share_threads(group)
     with group.raise_together("tokenize: the tokenizer"):
         encoder = Encoder(open_tokenizer(tokenizer, end))

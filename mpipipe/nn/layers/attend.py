@@ -108,7 +108,7 @@ class AttendAdapter(Attend):
 
     def __init__(self, inner: ForwardAndBackward) -> None:
         self.inner = inner
-        for name in ("positions", "advance", "begin", "for_layer"):
+        for name in ("positions", "advance", "begin"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 

@@ -32,35 +32,45 @@ from mpipipe.nn.layers.linear import Linear
 from mpipipe.nn.parameters import zeros
 
 
-def names_within(layers: Iterable[Layer]) -> Iterator[tuple[str, bool]]:
-    """Yield each name in the order in which layers meet it, and whether it is given there; else it is taken."""
-    for outer in layers:
-        for _, layer in outer.walk(""):
-            yield from ((name, False) for name in layer.takes)
-            yield from ((name, True) for name in layer.gives)
+def names_within(outer: Layer) -> Iterator[tuple[str, bool]]:
+    """Yield each name in the order in which a layer meets it, and whether it is given there; else it is taken."""
+    for _, layer in outer.walk(""):
+        yield from ((name, False) for name in layer.takes)
+        yield from ((name, True) for name in layer.gives)
 
 
 def names_of(layers: Iterable[Layer]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the names that layers take from outside, those that they give, and those given that no layer takes.
 
-    Raises ArgumentError where a name is given twice, or by a layer after one that takes it.
+    Raises what `ends_of_names` does.
     """
-    outside: dict[str, None] = {}
-    given: dict[str, bool] = {}  # name -> whether a layer takes it
-    for name, gives in names_within(layers):
+    ends = ends_of_names((place, *each) for place, layer in enumerate(layers) for each in names_within(layer))
+    given = {name: takers for name, (giver, takers) in ends.items() if giver is not None}
+    outside = tuple(name for name in ends if name not in given)
+    return outside, tuple(given), tuple(name for name, takers in given.items() if not takers)
+
+
+def ends_of_names(names: Iterable[tuple[int, str, bool]]) -> dict[str, tuple[int | None, list[int]]]:
+    """Return for each name the place of the layer that gives it, None for the input, and those of all that take it.
+
+    `names` are (place, name, whether it is given there). Raises ArgumentError where a name is given twice, or by a
+    layer after one that takes it.
+    """
+    ends: dict[str, tuple[int | None, list[int]]] = {}
+    for place, name, gives in names:
         if not gives:
-            if name in given:
-                given[name] = True
-            else:
-                outside[name] = None
-        elif name in given or name in outside:
+            ends.setdefault(name, (None, []))[1].append(place)
+        elif name in ends:
+            giver, takers = ends[name]
             raise ArgumentError(
-                f"the name {name!r} is given {'twice' if name in given else 'after a layer has taken it'}",
-                expected="one layer, or the input, that gives it before all that take it",
+                f"layers[{place}] gives the name {name!r} "
+                + (f"after layers[{takers[0]}] has taken it" if giver is None else "a second time"),
+                found=f"given by layers[{place}]" + ("" if giver is None else f" and layers[{giver}]"),
+                expected="one layer, or the input, that gives it before all layers that take it",
             )
         else:
-            given[name] = False
-    return tuple(outside), tuple(given), tuple(name for name, taken in given.items() if not taken)
+            ends[name] = place, []
+    return ends
 
 
 def sum_of(some: Tree, more: Tree) -> Tree:
@@ -191,10 +201,7 @@ def or_zeros(gradient: Tree | None, value: Tree) -> Tree:
     """Return a gradient, or zeros where no layer has added one."""
     if gradient is not None:
         return gradient
-    leaves, structure = arrays.flatten(value)
-    return arrays.unflatten(
-        [arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None for leaf in leaves], structure
-    )
+    return arrays.mapped(lambda leaf: arrays.zeros_like(leaf) if arrays.is_floating(leaf.dtype) else None, value)
 
 
 # -- Layers that give and take ----------------------------------------------------------------------------------------

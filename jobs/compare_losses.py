@@ -1,6 +1,6 @@
 """Whether two trainings that should be the same have the same losses.
 
-python -m mpipipe.cli.compare_losses TITLE FOLDER OTHER_FOLDER
+python jobs/compare_losses.py TITLE FOLDER OTHER_FOLDER
 """
 
 from __future__ import annotations
