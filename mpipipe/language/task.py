@@ -245,6 +245,8 @@ class TextTask(Task):
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         config = self.config
         self.tuning.check(self.model, self.origin)
+        if self.base is not None:
+            self.base.folder.with_slices(self.head_slices)  # raises where it has others
         if config.save_as == "huggingface":
             huggingface.config_of(cast(GPT, self.model), config.save_dtype or "float32", self.origin)
         if config.packing == "segments" and asdict(self.model).get("positions") == "learned":
@@ -354,7 +356,7 @@ class TextTask(Task):
             with group_of(mesh.comm).raise_together("train: the weights to begin with"):
                 if folder.kind == "huggingface":  # which says more than shapes
                     fine_tuning.check_same_model(folder, self.model)
-            folder = folder.with_slices(self.head_slices) if self.head_slices > 1 else folder
+                folder = folder.with_slices(self.head_slices) if self.head_slices > 1 else folder
             folder.load(without_adapters(stages, merged=False), mesh)
         elif base is not None:
             base.folder.with_slices(self.head_slices).load(without_adapters(stages, merged=False), mesh)
