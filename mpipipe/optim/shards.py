@@ -62,6 +62,7 @@ class Shards:
         )
         self.ranges = [shares_of(stage.parameters.flat.size, self.group.size) for stage in stages]
         self._underway: list[tuple[ReplicaSum, StageAdapter, list[Range]]] = []
+        self._first = True  # step
         self._nccl: NcclSums | None = None
         if agree_on_nccl([self.group], "cpu" if gpu_of(stages) is None else "cuda").sums:
             self._nccl = cached(replicas, "optim: parameters by NCCL", lambda: NcclSums(self.group))
@@ -75,7 +76,8 @@ class Shards:
         """Within this context replicas make a step, from equal parameters, gradients and numbers; collective.
 
         Replicas that differ would have equal parameters after it, each share from another replica, and nothing later
-        would find that. So a sample of parameters and gradients is compared before.
+        would find that. So a sample of parameters and gradients is compared before; on GPUs, which it lets the host
+        wait for, in the first step alone.
         """
         now, error = _flats(stages), None
         if now != self.flats:
@@ -85,8 +87,10 @@ class Shards:
                 expected=", ".join(self.flats),
                 remedy="build the pipeline first, and then the optimizer: it lets tied parameters share storage",
             )
+        sampled = [stage for stage in stages if self._first or not arrays.is_device(stage.parameters.flat)]
+        self._first = False
         for name in ("parameters", "gradients"):
-            numbers[f"sum of a sample of the {name}"] = sum(_sample(getattr(stage, name).flat) for stage in stages)
+            numbers[f"sum of a sample of the {name}"] = sum(_sample(getattr(stage, name).flat) for stage in sampled)
         self.group.agree(
             "optim: a step over the replicas",
             tuple(numbers.items()),
@@ -96,8 +100,15 @@ class Shards:
             "and learning rates on all of them alike",
         )
         with self.group.failing("a step of a sharded optimizer"):
-            yield
-            self._end()
+            try:
+                yield
+                self._wait()
+            except BaseException:
+                for pending, _, _ in self._underway:
+                    pending.Cancel()
+                raise
+            finally:
+                self._underway = []
 
     def give(self, number: int, stage: StageAdapter) -> None:
         """Begin to give this replica's share of the parameters to the others, and to get theirs."""
@@ -115,20 +126,14 @@ class Shards:
     def _others(self, ranges: list[Range]) -> list[Range]:
         return [*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]]
 
-    def _end(self) -> None:
+    def _wait(self) -> None:
         """Wait for the parameters of all replicas, and round what is new to the copy in a half dtype, if any."""
-        underway, self._underway = self._underway, []
-        try:
-            for pending, stage, ranges in underway:
-                self.group.wait(pending, "the parameters of the other replicas", everyone=True)
-                flat, copy = stage.parameters.flat, stage.kept_copy
-                if copy is not None:
-                    for start, stop in self._others(ranges):
-                        stage.kernels.cast(flat[start:stop], copy[start:stop])
-        except BaseException:
-            for pending, _, _ in underway:
-                pending.Cancel()
-            raise
+        for pending, stage, ranges in self._underway:
+            self.group.wait(pending, "the parameters of the other replicas", everyone=True)
+            flat, copy = stage.parameters.flat, stage.kept_copy
+            if copy is not None:
+                for start, stop in self._others(ranges):
+                    stage.kernels.cast(flat[start:stop], copy[start:stop])
 
     def shard(self, number: int, start: int, like: Array, state: Array) -> StateShard:
         """Return this replica's part of the state of one parameter, which starts here in the flat one of its stage."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
 from support import dense
+from support.device_pipelines import all_aborted
 from support.gradients import fill
 from support.small_gpt import build, text
 
@@ -291,3 +292,19 @@ def test_a_failure_on_one_replica_ends_the_step_on_all():
             optimizer.step()
 
     inprocess.run(3, on_each_rank)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nccl", ["off", "on"])
+def test_so_it_does_on_gpus(comm, monkeypatch, nccl):
+    """One replica fails before its second share, while the others wait for the first; their memory stays."""
+    monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
+    with own_gpus(comm.rank) as device:
+        stages = made(device="cuda")
+        optimizer = optim.AdamW(stages, 0.1, replicas=comm.Dup())  # never freed after a failure
+        if comm.rank == 1:
+            monkeypatch.setattr(optimizer, "_step_of", lambda number, *_: number and 1 / 0)
+        with pytest.raises(ZeroDivisionError if comm.rank == 1 else PeerError):
+            optimizer.step()
+        all_aborted(device.machine)

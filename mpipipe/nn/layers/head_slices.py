@@ -16,7 +16,7 @@ the backward computes them again: four products, or five in a split backward, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -208,10 +208,13 @@ class HeadSlice(Layer):
         kernels.running_lse_backward(before.reshape(-1, 1), ids, self.vocab, lse, slopes, dbefore)
         return dx.reshape(shape), dbefore.reshape(shape[:-1]), slopes[1].reshape(shape[:-1])
 
-    def _tiles(self, count: int) -> Sequence[slice]:
-        """Return rows whose logits are computed at a time."""
+    def _tiles(self, count: int) -> Iterator[slice]:
+        """Yield rows whose logits are computed at a time; between them messages advance."""
         step = tile_rows(len(self.weight), self.weight.dtype.itemsize, self.stage.device)
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        for start in range(0, count, step):
+            if start and self.stage.poll is not None:
+                self.stage.poll()
+            yield slice(start, min(start + step, count))
 
 
 def check_slices(entries: Sequence[Any]) -> None:
