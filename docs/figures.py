@@ -207,6 +207,8 @@ def draw_schedules(folder: Path) -> None:
         "interleaved_1f1b": schedules.simulate(schedules.interleaved_1f1b(RANK_COUNT, 2, MICROBATCHES // 2), half),
         "zero_bubble_h1": schedules.simulate(schedules.zero_bubble_h1(RANK_COUNT, MICROBATCHES)),
         "v_half": schedules.simulate(schedules.v_half(RANK_COUNT, MICROBATCHES), half),
+        "whole_sequence": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1), schedules.Costs(8, 8, 8)),
+        "slices": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1, slices=8)),
     }
     for name, timeline in timelines.items():
         pictures.draw_timeline(timeline, folder / f"{name}.svg")

@@ -146,10 +146,11 @@ class HaloExchange(_OverRanks):
         layout, ranks = self.layout, self._group.size
         if len(self.width) != 2 or not all(isinstance(each, int) and each >= 0 for each in self.width):
             raise ArgumentError("width of a halo", found=repr(self.width), expected="two integers of at least 0")
-        if layout is not None and (layout.kind, layout.ranks) != ("contiguous", ranks):
+        if layout is not None and (layout.kind, layout.ranks, layout.slice_lengths) != ("contiguous", ranks, None):
             raise ArgumentError(
                 "a halo needs shards that follow each other in the order of the ranks",
-                found=f"a {layout.kind} Layout of {counted(layout.ranks, 'rank')}",
+                found=f"a {layout.kind} Layout of {counted(layout.ranks, 'rank')}"
+                + " with slices" * bool(layout.slice_lengths),
                 expected=f"a contiguous one of {counted(ranks, 'rank')}, as in the communicator",
                 remedy="cut the field by such a Layout",
             )

@@ -361,8 +361,8 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
     odd = comm.rank == 1
     x = np.zeros((2, 4, 3, 2))
 
-    def laid(kind, ranks, points):
-        return HaloExchange(comm, 1, 1, layout=Layout(kind, ranks, points))
+    def laid(*layout):
+        return HaloExchange(comm, 1, 1, layout=Layout(*layout))
 
     for match, kind, build in (
         ("axes of x", ArgumentError, lambda: HaloExchange(comm, 0, 1)),
@@ -373,6 +373,7 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
         ("differ in periodic", MismatchError, lambda: HaloExchange(comm, 1, 1, periodic=odd)),
         ("in the order of the ranks", ArgumentError, lambda: laid("zigzag", comm.size, 8)),
         ("in the order of the ranks", ArgumentError, lambda: laid("contiguous", 9, 8)),
+        ("in the order of the ranks", ArgumentError, lambda: laid("contiguous", comm.size, 8, (5, 3))),
         ("axes of x", ArgumentError, lambda: AllToAll(comm, 1, 1)),
         ("different calls", MismatchError, lambda: AllToAll(comm, 1, 2) if odd else HaloExchange(comm, 1, 1)),
     ):  # fmt: skip

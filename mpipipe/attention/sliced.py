@@ -233,7 +233,10 @@ class Sliced(Attend):
         try:
             sequence, part = self._append(q, k, v)
             keys, values = self._seen(sequence.kept, part, self._rank)
-            options, digest = self._options_for(part, segments, q)
+            options, digest = self._options[part], self._digests[part]
+            if segments is not None:
+                options = options._replace(segments=None, rows=documents_of_rows(segments, q.shape[0]))
+                digest = options.digest
         except Exception as caught:  # every rank of a ring raises it
             error = caught
         if self._ring is not None:
@@ -329,11 +332,8 @@ class Sliced(Attend):
     def _unit(self) -> tuple[int, int]:
         """The numbers of the sequence and of the slice that come next."""
         if self._now is None:
-            raise ArgumentError(
-                "Sliced attends to a slice without having been told which",
-                expected="begin(nn.Position(microbatch=unit)) before each forward",
-                remedy="attend with nn.SelfAttention, which calls it",
-            )
+            remedy = "call begin(nn.Position(microbatch=unit)) before each forward, as nn.SelfAttention does"
+            raise ArgumentError("Sliced attends to a slice without having been told which", remedy=remedy)
         return divmod(self._now.microbatch, len(self.lengths))
 
     def _append(self, q: Array, k: Array, v: Array) -> tuple[_SlicedSequence, int]:
@@ -370,13 +370,6 @@ class Sliced(Attend):
         """The rows that the queries of a slice may see, of arrays along all rows of a rank."""
         starts = self._starts[rank]
         return [x[:, starts[self._first_seen[part]] : starts[part + 1]] for x in both]
-
-    def _options_for(self, part: int, segments: np.ndarray | None, q: Array) -> tuple[RingOptions, str]:
-        """The options of the forward of a slice, and their digest."""
-        if segments is None:
-            return self._options[part], self._digests[part]
-        options = self._options[part]._replace(segments=None, rows=documents_of_rows(segments, q.shape[0]))
-        return options, options.digest
 
     # In the last step of a ring a rank has the block of another one, with which its backward begins. The rows of each
     # slice are taken from there as they come, and packed again with those before them.

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpipipe import arrays, nn
+from mpipipe import arrays, checkpoint, nn
 from mpipipe.attention import Local, slice_lengths
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
@@ -147,6 +147,9 @@ class TextTask(Task):
     ) -> TextTask:
         """Open the folder of the model to begin from, and that of adapters, if there are any; collective."""
         config, base = fine_tuning.find_pretrained(config, comm)
+        if config.head_slices == "auto" and config.resume != "no":
+            slices = group_of(comm).from_one("train: the slices of the head", lambda: saved_slices(config))
+            config = replace(config, head_slices=slices)
         tuning = fine_tuning.find_tuning(config, comm)
         return cls(config, architecture if base is None else base.architecture, tuning=tuning, base=base, data=data)
 
@@ -193,7 +196,7 @@ class TextTask(Task):
         return replace(model, head_slices=count)
 
     @property
-    def slices(self) -> int:
+    def head_slices(self) -> int:
         """Number of slices of the head."""
         return getattr(self.model, "head_slices", 1)
 
@@ -203,7 +206,7 @@ class TextTask(Task):
         if self.packing is not None:
             attend = PackedAttend(attend, self.packing)
         positions = None if shard.comm.size == 1 or shard.cut else shard.positions(length)
-        labels = {"labels": True} if self.slices > 1 else {}
+        labels = {"labels": True} if self.head_slices > 1 else {}
         return self.tuning.layers(self.model.build(attend, positions, **labels))
 
     def costs(self) -> Sequence[float]:
@@ -242,6 +245,8 @@ class TextTask(Task):
     def check(self, plan: LayerPlan, mesh: Mesh) -> None:
         config = self.config
         self.tuning.check(self.model, self.origin)
+        if self.base is not None:
+            self.base.folder.with_slices(self.head_slices)  # raises where it has others
         if config.save_as == "huggingface":
             huggingface.config_of(cast(GPT, self.model), config.save_dtype or "float32", self.origin)
         if config.packing == "segments" and asdict(self.model).get("positions") == "learned":
@@ -280,7 +285,7 @@ class TextTask(Task):
 
     def _labelled(self, inputs: Any, targets: Any) -> Pair:
         """Return inputs and targets; the inputs with the targets where slices of the head take them as labels."""
-        return (arrays.Branches(inputs, labels=targets) if self.slices > 1 else inputs), targets
+        return (arrays.Branches(inputs, labels=targets) if self.head_slices > 1 else inputs), targets
 
     def batch(self, step: int, rows: range, shard: Shard) -> Pair:
         config, source = self.config, self.source
@@ -330,13 +335,13 @@ class TextTask(Task):
 
     def loss_for(self, stage: nn.Stage, rows: int, shard: Shard) -> Callable[..., Any]:
         """Return the loss after a stage: with its head, in tiles, where the logits of all rows are large."""
-        if self.slices > 1:
+        if self.head_slices > 1:
             return nn.mean_of_losses
         tiles = worth_tiles(stage, rows * max(shard.slice_lengths or [self._length(shard)]))
         return nn.HeadCrossEntropy(stage) if tiles else nn.softmax_cross_entropy
 
     def message_shape(self, rows: int, shard: Shard) -> tuple[int, ...] | None:
-        if self.slices > 1:  # which hand on several arrays
+        if self.head_slices > 1:  # which hand on several arrays
             return None
         return rows, self._length(shard), getattr(self.model, "dim", self.config.dim)
 
@@ -351,10 +356,10 @@ class TextTask(Task):
             with group_of(mesh.comm).raise_together("train: the weights to begin with"):
                 if folder.kind == "huggingface":  # which says more than shapes
                     fine_tuning.check_same_model(folder, self.model)
-            folder = folder.with_slices(self.slices) if self.slices > 1 else folder
+                folder = folder.with_slices(self.head_slices) if isinstance(self.model, GPT) else folder
             folder.load(without_adapters(stages, merged=False), mesh)
         elif base is not None:
-            base.folder.with_slices(self.slices).load(without_adapters(stages, merged=False), mesh)
+            base.folder.with_slices(self.head_slices).load(without_adapters(stages, merged=False), mesh)
         self.tuning.load(stages, self.model, self.origin, mesh)
 
     # -- what is said and written -------------------------------------------------------------------------------
@@ -377,7 +382,7 @@ class TextTask(Task):
         if config.from_ is None:
             keys |= {key: size for key, size in asdict(self.model).items() if key in FROM_FOLDER}
         if keys["head_slices"] is not None:
-            keys["head_slices"] = str(self.slices)
+            keys["head_slices"] = str(self.head_slices)
         keys |= {name: absolute(keys[name]) for name in ("tokenizer", "init", "from_") if keys[name] is not None}
         if config.lora is not None and os.path.isdir(config.lora):
             keys["lora"] = os.path.abspath(config.lora)
@@ -453,3 +458,10 @@ class TextTask(Task):
             answer = continued(decoding, prompt, count, self.vocab, temperature=config.temperature, seed=config.seed)
         title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"
         return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])
+
+
+def saved_slices(config: TrainConfig) -> int | str:
+    """Return the slices of the head in the checkpoint that a training goes on from, "auto" where it begins."""
+    place = checkpoint.newest(str(config.out)) if config.resume == "auto" else Path(config.resume)
+    sizes = {} if place is None else checkpoint.read(place).state.get("model", {})
+    return "auto" if place is None else sizes.get("head_slices", 1)

@@ -18,6 +18,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
 from mpipipe.nn.layers.embedding import Head
+from mpipipe.nn.layers.head_slices import tile_rows
 from mpipipe.nn.layers.layer import leaf
 from mpipipe.nn.stage import Stage
 
@@ -126,7 +127,8 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     output : array
         Losses (...), not empty, of a floating dtype, on the host or a GPU.
     target : array of integers
-        The labels that the slices have taken, (...). They say how many losses there are, and are not looked at.
+        The labels that the slices have taken, (...); values are not compared. On the host a negative one is refused:
+        no loss is left out.
     factor : float
         As for `mean_squared_error`.
 
@@ -150,6 +152,14 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
             found=f"output {output.shape}, target {target.shape}",
             expected="equal shapes, not empty",
             remedy="build the head of nn.HeadSlice(..., labels=True), or take nn.softmax_cross_entropy for logits",
+        )
+    if target.dtype.kind not in "iu" or (not arrays.is_device(target) and target.min() < 0):
+        raise ArgumentError(
+            "mean_of_losses counts all losses, and some targets are no labels",
+            found=f"targets of {target.dtype}, from {target.min()} on",
+            expected="the integers that the slices have taken",
+            remedy="to leave positions out, give a loss of your own: it returns the mean of the others, its gradient, "
+            "and how many they are as a weight",
         )
     device = arrays.device_of(output)
     gradient = arrays.empty(output.shape, output.dtype, device)
@@ -185,14 +195,6 @@ def _check_side(output: Array, target: Array) -> None:
 #
 # The other price is the order: dW is computed in the forward of the last stage. A schedule that splits backwards cannot
 # put it off into its W: there the loss would have to keep dlogits, which is what tiles avoid, or compute logits again.
-
-
-TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of logits; see the costs above
-
-
-def tile_rows(vocab: int, itemsize: int, device: str) -> int:
-    """Return how many rows of logits make a tile of about `TILE_BYTES`, at least 1."""
-    return max(1, TILE_BYTES[device] // (vocab * itemsize))
 
 
 def worth_tiles(stage: Stage, count: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
@@ -74,23 +75,20 @@ class FlatOptimizer:
         ------
         ArgumentError
             A step that `begin_step` has begun with these stages has not ended.
+        MismatchError
+            The replicas of a sharded optimizer differ in numbers, or in a sample of their parameters and gradients.
         """
         check_finished(self.stages)
         rate, shards = self.lr if lr is None else lr, self._shards
-        if shards is None:
-            announce_write(self, *self._updated)
-            self.steps += 1
-            for number in range(len(self._updated)):
-                self._step_of(number, rate, scale)
-            return
-        shards.begin(self.steps, self._updated)
-        with shards.group.failing("a step of a sharded optimizer"):
+        at = scale if isinstance(scale, float) else None  # else it is on the GPU
+        numbers = dict(steps=self.steps, lr=float(rate), weight_decay=self.weight_decay, scale=at)
+        with nullcontext() if shards is None else shards.step(self._updated, **numbers):
             announce_write(self, *self._updated)
             self.steps += 1
             for number, stage in enumerate(self._updated):
                 self._step_of(number, rate, scale)
-                shards.give(number, stage)
-            shards.end()
+                if shards is not None:
+                    shards.give(number, stage)
 
     def _step_of(self, number: int, rate: float, scale: float | DeviceArray) -> None:
         """Update the share of a stage."""

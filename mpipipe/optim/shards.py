@@ -12,9 +12,10 @@ the parameters is updated by one replica and copied to the others. So all have t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from mpipipe.optim.norm import gpu_of
 from mpipipe.stages import StageAdapter
 
 Range: TypeAlias = tuple[int, int]
+
+DIFFER = "the replicas of an optimizer differ"
+SAMPLE = 256  # elements
 
 
 def shares_of(size: int, replicas: int) -> list[Range]:
@@ -53,11 +57,12 @@ class Shards:
             "optim: the parameters that replicas share",
             (("parameters of the stages", str(facts)),),
             error=error,
-            message="the replicas of an optimizer differ",
+            message=DIFFER,
             remedy="give it the ranks with the same stages, such as mesh.replicas",
         )
         self.ranges = [shares_of(stage.parameters.flat.size, self.group.size) for stage in stages]
         self._underway: list[tuple[ReplicaSum, StageAdapter, list[Range]]] = []
+        self._first = True  # step
         self._nccl: NcclSums | None = None
         if agree_on_nccl([self.group], "cpu" if gpu_of(stages) is None else "cuda").sums:
             self._nccl = cached(replicas, "optim: parameters by NCCL", lambda: NcclSums(self.group))
@@ -66,8 +71,14 @@ class Shards:
         """Return this replica's share of the stage of this number."""
         return self.ranges[number][self.group.rank]
 
-    def begin(self, steps: int, stages: Sequence[StageAdapter]) -> None:
-        """Find that all replicas make this step, with the parameters that there were; collective."""
+    @contextmanager
+    def step(self, stages: Sequence[StageAdapter], **numbers: Any) -> Iterator[None]:
+        """Within this context replicas make a step, from equal parameters, gradients and numbers; collective.
+
+        Replicas that differ would have equal parameters after it, each share from another replica, and nothing later
+        would find that. So a sample of parameters and gradients is compared before; on GPUs, which it lets the host
+        wait for, in the first step alone.
+        """
         now, error = _flats(stages), None
         if now != self.flats:
             error = ArgumentError(
@@ -76,7 +87,28 @@ class Shards:
                 expected=", ".join(self.flats),
                 remedy="build the pipeline first, and then the optimizer: it lets tied parameters share storage",
             )
-        self.group.agree("optim: a step over the replicas", (("steps of the optimizer", steps),), error=error)
+        sampled = [stage for stage in stages if self._first or not arrays.is_device(stage.parameters.flat)]
+        self._first = False
+        for name in ("parameters", "gradients"):
+            numbers[f"sum of a sample of the {name}"] = sum(_sample(getattr(stage, name).flat) for stage in sampled)
+        self.group.agree(
+            "optim: a step over the replicas",
+            tuple(numbers.items()),
+            error=error,
+            message=DIFFER,
+            remedy="give Pipeline the same replicas, which sums gradients over them, and change parameters, gradients "
+            "and learning rates on all of them alike",
+        )
+        with self.group.failing("a step of a sharded optimizer"):
+            try:
+                yield
+                self._wait()
+            except BaseException:
+                for pending, _, _ in self._underway:
+                    pending.Cancel()
+                raise
+            finally:
+                self._underway = []
 
     def give(self, number: int, stage: StageAdapter) -> None:
         """Begin to give this replica's share of the parameters to the others, and to get theirs."""
@@ -94,20 +126,14 @@ class Shards:
     def _others(self, ranges: list[Range]) -> list[Range]:
         return [*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]]
 
-    def end(self) -> None:
+    def _wait(self) -> None:
         """Wait for the parameters of all replicas, and round what is new to the copy in a half dtype, if any."""
-        underway, self._underway = self._underway, []
-        try:
-            for pending, stage, ranges in underway:
-                self.group.wait(pending, "the parameters of the other replicas", everyone=True)
-                flat, copy = stage.parameters.flat, stage.kept_copy
-                if copy is not None:
-                    for start, stop in self._others(ranges):
-                        stage.kernels.cast(flat[start:stop], copy[start:stop])
-        except BaseException:
-            for pending, _, _ in underway:
-                pending.Cancel()
-            raise
+        for pending, stage, ranges in self._underway:
+            self.group.wait(pending, "the parameters of the other replicas", everyone=True)
+            flat, copy = stage.parameters.flat, stage.kept_copy
+            if copy is not None:
+                for start, stop in self._others(ranges):
+                    stage.kernels.cast(flat[start:stop], copy[start:stop])
 
     def shard(self, number: int, start: int, like: Array, state: Array) -> StateShard:
         """Return this replica's part of the state of one parameter, which starts here in the flat one of its stage."""
@@ -119,6 +145,12 @@ class Shards:
 
 def _flats(stages: Sequence[StageAdapter]) -> list[str]:
     return [f"{stage.parameters.flat.dtype.name}[{stage.parameters.flat.size}]" for stage in stages]
+
+
+def _sample(flat: Array) -> float:
+    """Return the sum of some elements, the same ones on all replicas: NaN for any NaN, whose bits MPI may change."""
+    values: list[float] = arrays.download(flat[:: -(-flat.size // SAMPLE) or 1].copy()).tolist()
+    return sum(values)
 
 
 @dataclass(frozen=True)

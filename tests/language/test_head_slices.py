@@ -45,16 +45,18 @@ def parameters(folder):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied):
-    """Also resumed, with replicas, evaluated, and with a sample; auto takes no slices where they do not help."""
+    """Also with replicas, shards and slices of sequences, a sample at the end, and resumed."""
     whole = config("whole", tied=tied, sample_bytes=12)
     train(whole, GPT, comm)
     said = capsys.readouterr().out
-    for name, keys in {
-        "slices": dict(head_slices=3),
+    trainings = {
         "split": dict(head_slices="5", schedule="zero_bubble_h1", recompute=True),
         "replicas": dict(head_slices=2, pipe=1),
+        "shards of the optimizer": dict(head_slices=3, pipe=1, shard_optimizer=True),
+        "slices of sequences": dict(head_slices=3, slices=2),
         "shards of sequences": dict(head_slices=2, pipe=None, seq=min(comm.size, 2)),
-    }.items():
+    }
+    for name, keys in {"slices": dict(head_slices=3), **dict([*trainings.items()][tied::2])}.items():
         sliced = config(name, tied=tied, sample_bytes=12, save_every=2, **keys)
         train(sliced, GPT, comm)
         close_records(sliced, whole)
@@ -62,15 +64,13 @@ def test_a_training_has_the_losses_of_the_whole_head(comm, config, capsys, tied)
             capsys.readouterr().out.partition("--- sample")[2].splitlines()[:3]
             == (said.partition("--- sample")[2].splitlines()[:3])
         )
-    again = config("again", tied=tied, head_slices=3, resume=str(Path(config("slices").out, "checkpoints")))
-    last = records(config("slices"))[-1]
-    if comm.rank == 0:
-        assert records(whole)[-1]["step"] == last["step"] == 4
-    newest = Path(config("slices").out, "checkpoints", "step-00000002")
-    train(replace(again, resume=str(newest)), GPT, comm)
+    last, saved = records(config("slices"))[-1], Path(config("slices").out, "checkpoints", "step-00000002")
+    assert last["step"] == 4
+    again = config("again", tied=tied, head_slices="auto", resume=str(saved))  # takes those of the checkpoint
+    train(again, GPT, comm)
     assert records(again)[-1]["loss"] == last["loss"]
     with pytest.raises(ConfigError, match="another configuration"):
-        train(replace(again, out=again.out + "2", resume=str(newest), head_slices=2), GPT, comm)
+        train(replace(again, out=again.out + "2", head_slices=2), GPT, comm)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -107,6 +107,13 @@ def test_folders_have_the_whole_head_and_are_cut_where_they_are_read(comm, confi
     np.testing.assert_allclose(validations[1:], [validations[0]] * 2, rtol=1e-9)
     with pytest.raises(ConfigError, match="their head in other slices"):
         train(small(config, "refused", Path(ours.out), head_slices=2), GPT, comm)
+    with pytest.raises(ConfigError, match="their head in other slices"):
+        train(config("whole", tied=tied, init=str(ours.out)), GPT, comm)
+    with pytest.raises(ConfigError, match="their head in other slices"):
+        train(config("other init", tied=tied, head_slices=2, init=ours.out), GPT, comm)
+    assert (
+        train(config("init", tied=tied, head_slices=2, init=str(Path(saved.out, "huggingface"))), GPT, comm).step == 4
+    )
     kept = small(config, "kept", Path(ours.out), lora="2,4,q_proj,v_proj")
     assert train(kept, GPT, comm).step == 2
 
@@ -128,7 +135,7 @@ def test_auto_balances_the_stages():
     assert balanced_slices(MODEL, 1) == balanced_slices(MODEL, 2) == balanced_slices(GPT(vocab=3, dim=8), 4) == 1
     config = TrainConfig(dim=16, layers=2, heads=2, hidden=32, seq_len=16, batch=8, vocab=4000, head_slices="auto")
     ranks = estimate(config, GPT, 2)
-    assert ranks.task.slices == balanced_slices(model, 2) and len(ranks.ranks) == 2
+    assert ranks.task.head_slices == balanced_slices(model, 2) and len(ranks.ranks) == 2
 
 
 def test_what_cannot_be_cut_is_an_error():

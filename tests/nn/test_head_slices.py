@@ -165,6 +165,9 @@ def test_what_does_not_fit_is_an_error():
             nn.Stage(layers, "float64").forward(H)
     with pytest.raises(ArgumentError, match="one loss for each target"):
         nn.mean_of_losses(np.zeros((2, 3)), np.zeros(6))
+    for targets in (np.array([3, -100]), np.array([1.0, 0.0])):  # ignored ones, and weights
+        with pytest.raises(ArgumentError, match=r"some targets are no labels(.|\n)*leave positions out"):
+            nn.mean_of_losses(np.zeros(2), targets)
 
 
 @pytest.mark.parametrize("places", [(0, 1, None), (1, 0), (0,), (None, 1), (0, None, 1)])

@@ -15,7 +15,7 @@ from support.tolerance import bound, close, eps, largest, within
 
 from mpipipe import Pipeline, arrays, nn
 from mpipipe.errors import ArgumentError
-from mpipipe.nn.loss import TILE_BYTES, tile_rows
+from mpipipe.nn.layers.head_slices import TILE_BYTES, tile_rows
 
 RANDOM = np.random.default_rng(7)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gpu_emulator.fixture import own_gpus
 from support import dense
+from support.device_pipelines import all_aborted
 from support.gradients import fill
 from support.small_gpt import build, text
 
@@ -241,12 +242,41 @@ def test_an_optimizer_that_is_older_than_the_pipeline_is_refused_where_that_ties
         assert optimizer.steps == 0
 
 
+def set_steps(stages, optimizer):
+    optimizer.steps = 7
+
+
+def write(stages, optimizer):
+    stages[1].parameters.flat[...] = 0
+
+
+def keep_gradients(stages, optimizer):
+    fill(stages, 1)
+
+
+def set_rate(stages, optimizer):
+    optimizer.lr = 0.2
+
+
 @pytest.mark.mpi(min_size=2)
-def test_replicas_that_make_other_steps_are_told(comm):
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (set_steps, "steps"),
+        (set_rate, "lr 0.2"),
+        (write, "sample of the parameters"),
+        (keep_gradients, "sample of the gradients"),
+    ],
+)
+def test_replicas_that_differ_before_a_step_are_told(comm, change, named):
+    """After it they would not: each share would come from another replica."""
     stages = made()
     optimizer = optim.AdamW(stages, 0.1, replicas=comm)
-    optimizer.steps = comm.rank
-    with pytest.raises(MismatchError, match="steps of the optimizer"):
+    fill(stages)
+    optimizer.step()
+    if comm.rank == 1:
+        change(stages, optimizer)
+    with pytest.raises(MismatchError, match=rf"{named}(.|\n)*Pipeline"):
         optimizer.step()
 
 
@@ -262,3 +292,19 @@ def test_a_failure_on_one_replica_ends_the_step_on_all():
             optimizer.step()
 
     inprocess.run(3, on_each_rank)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nccl", ["off", "on"])
+def test_so_it_does_on_gpus(comm, monkeypatch, nccl):
+    """One replica fails before its second share, while the others wait for the first; their memory stays."""
+    monkeypatch.setenv("MPIPIPE_NCCL", nccl)
+    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
+    with own_gpus(comm.rank) as device:
+        stages = made(device="cuda")
+        optimizer = optim.AdamW(stages, 0.1, replicas=comm.Dup())  # never freed after a failure
+        if comm.rank == 1:
+            monkeypatch.setattr(optimizer, "_step_of", lambda number, *_: number and 1 / 0)
+        with pytest.raises(ZeroDivisionError if comm.rank == 1 else PeerError):
+            optimizer.step()
+        all_aborted(device.machine)

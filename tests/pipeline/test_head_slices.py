@@ -18,12 +18,12 @@ CUTS = [("one_f_one_b", 1), ("zero_bubble_h1", 1), ("interleaved_1f1b", 2)]
 HEAD = 1 + 2 * MODEL["layers"]
 
 
-def cut(comm, schedule, slices, labels=True, dtype="float64", **sizes):
+def cut(comm, schedule, slices, labels=True, dtype="float64", device="cpu", **sizes):
     """(the plan, this rank's stages) of a model with slices."""
     model = GPT(**{**MODEL, "vocab": 33, **sizes}, head_slices=slices)
     layers = model.build(Local(causal=True), labels=labels)
     plan = LayerPlan(schedule, partition(model.costs(), schedule.stages), 1).with_names(layers)
-    return plan, plan.stages(comm.rank, layers, dtype, seed=3)
+    return plan, plan.stages(comm.rank, layers, dtype, 3, device)
 
 
 def named_as_the_whole(comm, arrays_of_stages, slices, tied):
@@ -105,3 +105,17 @@ def test_halves_send_sums_in_float32(comm):
         with Pipeline(stages, plan.schedule, comm, loss=loss) as pipeline:
             losses.append(pipeline.step(*batch).loss)
     assert abs(losses[0] - losses[1]) < 1e-3 * losses[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_on_gpus_hand_on_the_sums(comm, sending, tied):
+    losses, (x, t) = [], text(4)
+    for device in ("cpu", "cuda"):
+        plan, stages = cut(comm, gpipe(comm.size, 2), 3, device=device, tied=tied)
+        batch = dense.placed(plan.schedule, comm.rank, Branches(x, labels=t), t)
+        with Pipeline(stages, plan.schedule, comm, loss=nn.mean_of_losses) as pipeline:
+            optimizer = optim.AdamW(stages, lr=1e-2)
+            for _ in range(2):
+                losses.append(pipeline.step(*batch).loss)
+                optimizer.step()
+    np.testing.assert_allclose(losses[2:], losses[:2], rtol=1e-10)

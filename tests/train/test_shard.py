@@ -11,7 +11,7 @@ from mpipipe.attention import Local
 from mpipipe.errors import ConfigError
 from mpipipe.language.models import GPT
 from mpipipe.language.task import TextTask
-from mpipipe.nn.loss import TILE_BYTES
+from mpipipe.nn.layers.head_slices import TILE_BYTES
 from mpipipe.train import Shard, TrainConfig
 
 

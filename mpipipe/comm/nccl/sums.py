@@ -84,9 +84,10 @@ class NcclSums:
         self.channel.abort()
 
     def close(self) -> None:
-        """Free the communicator; collective, and only when no sum is under way."""
+        """Free the communicator; collective, and only when no sum is under way. After a failure it is kept."""
         unregister_progress(self)
-        close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
+        if self.group.failure is None:
+            close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
 
 
 class NcclSum:

@@ -197,8 +197,7 @@ class GPT:
         """Return the head, or its slices; `name` is that of its weight."""
         if self.head_slices == 1:
             return [nn.Head(self.dim, self.vocab, tie=tie)]
-        sizes = self.dim, self.vocab
-        of = self.head_slices
+        sizes, of = (self.dim, self.vocab), self.head_slices
         return [nn.HeadSlice(*sizes, number, of, tie, labels=labels, stream=name) for number in range(of)]
 
     def _attend_with(

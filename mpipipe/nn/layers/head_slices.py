@@ -16,7 +16,7 @@ the backward computes them again: four products, or five in a split backward, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +33,11 @@ from mpipipe.nn.parameters import matrix, row_slices
 LABELS = "labels"  # their name among the inputs
 TILE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # of logits that are computed at a time
 KEPT_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}  # of all logits of a micro-batch, up to which slices keep theirs
+
+
+def tile_rows(vocab: int, itemsize: int, device: str) -> int:
+    """Return how many rows of logits make a tile of about `TILE_BYTES`, at least 1; nn/loss.py has its costs."""
+    return max(1, TILE_BYTES[device] // (vocab * itemsize))
 
 
 class HeadSlice(Layer):
@@ -203,10 +208,13 @@ class HeadSlice(Layer):
         kernels.running_lse_backward(before.reshape(-1, 1), ids, self.vocab, lse, slopes, dbefore)
         return dx.reshape(shape), dbefore.reshape(shape[:-1]), slopes[1].reshape(shape[:-1])
 
-    def _tiles(self, count: int) -> Sequence[slice]:
-        """Return rows whose logits are computed at a time."""
-        step = max(1, TILE_BYTES[self.stage.device] // (len(self.weight) * self.weight.dtype.itemsize))
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    def _tiles(self, count: int) -> Iterator[slice]:
+        """Yield rows whose logits are computed at a time; between them messages advance."""
+        step = tile_rows(len(self.weight), self.weight.dtype.itemsize, self.stage.device)
+        for start in range(0, count, step):
+            if start and self.stage.poll is not None:
+                self.stage.poll()
+            yield slice(start, min(start + step, count))
 
 
 def check_slices(entries: Sequence[Any]) -> None:

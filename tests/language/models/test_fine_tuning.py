@@ -18,7 +18,7 @@ from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models import GPT
 from mpipipe.language.models.fine_tuning import FineTuning, parse_lora
 from mpipipe.language.models.model_folder import convert, open_model
-from mpipipe.nn.loss import TILE_BYTES
+from mpipipe.nn.layers.head_slices import TILE_BYTES
 from mpipipe.planning.problem import declared, layers_with
 from mpipipe.train import TrainConfig, train
 from mpipipe.train.survival import _arrays_of
