@@ -113,7 +113,7 @@ def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any], what: str 
     if norms is not None:
         raise ConfigError(
             f"{where} returns a gradient that is not that of a mean over the {what}s",
-            found="norm {:.6g}; {:.6g} where each {} is there twice".format(*norms, what),
+            found=f"norm {norms[0]:.6g}; {norms[1]:.6g} where each {what} is there twice",
             expected="half of it then, since the value is divided by twice as much",
             remedy="divide the gradient by what the value is divided by; "
             "`python -m mpipipe train FILE.py --check` compares it with differences",
