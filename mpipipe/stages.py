@@ -202,7 +202,14 @@ class StageAdapter:
     def check_slices(self, number: int, lengths: Sequence[int] | int) -> None:
         """Raise ArgumentError where a stage may mix positions in another way than from slice to slice."""
         layers = [name for model in self.models for name in model.unsliceable(lengths)]
-        if not self.is_model and not getattr(self.given, "slices", False):
+        if lengths == 1 and layers:
+            raise ArgumentError(
+                "a stage attends to slices of sequences, and the schedule has whole ones",
+                stage=number,
+                found=f"layer {', '.join(layers)}",
+                remedy="take a schedule with as many slices, or attend without attention.Sliced",
+            )
+        if lengths != 1 and not self.is_model and not getattr(self.given, "slices", False):
             layers.append(f"{self.name}, which does not say that it takes slices")
         if layers:
             many = f"{lengths} slices" if isinstance(lengths, int) else f"lengths {', '.join(map(str, lengths))}"

@@ -14,7 +14,6 @@ from mpipipe.errors import ArgumentError
 from mpipipe.faces import renamed
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
-from mpipipe.nn.layers.attend import as_attend
 from mpipipe.nn.layers.containers import Sequential
 from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf
 from mpipipe.nn.layers.names import NamedChain, names_within, sum_of
@@ -280,14 +279,14 @@ class Stage(Differentiable):
         Parameters
         ----------
         rows : sequence of int, or int, optional
-            Rows of each slice, or the number of slices. A layer that attends to others cannot take these.
+            Rows of each slice, or the number of slices, 1 for whole sequences. A layer that attends to others cannot
+            take these.
         """
 
         def fits(layer: Layer) -> bool:
-            if "mixes_positions" not in vars(type(layer)) or layer.mixes_positions:
+            if rows != 1 and ("mixes_positions" not in vars(type(layer)) or layer.mixes_positions):
                 return False
-            attend = getattr(layer, "attend", None)
-            own = None if attend is None else as_attend(attend).slice_rows
+            own = getattr(getattr(layer, "attend", None), "slice_rows", None)
             return (
                 own is None
                 or rows is None

@@ -333,8 +333,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
         )
     if getattr(loss, "over_batch", False) and comm.rank == schedule.placement[-1]:
         check_forwards_first(schedule, "a loss over the batch")
-    if schedule.slices > 1 or arguments.slice_lengths is not None:
-        _check_slices(arguments, dict(zip(numbers, adapters)))
+    _check_slices(arguments, dict(zip(numbers, adapters)))
     return adapters
 
 
@@ -352,7 +351,7 @@ def _check_slices(arguments: Arguments, stages: dict[int, StageAdapter]) -> None
     for number, stage in stages.items():
         stage.check_slices(number, count if lengths is None else tuple(lengths))
     whole, by_rows = getattr(loss, "over_batch", False), getattr(loss, "mean_over_entries", None) is False
-    if arguments.schedule.stages - 1 in stages and (whole or by_rows):
+    if count > 1 and arguments.schedule.stages - 1 in stages and (whole or by_rows):
         raise ArgumentError(
             "the loss does not go together with the slices of sequences",
             found="loss.over_batch" if whole else "loss.mean_over_entries = False",

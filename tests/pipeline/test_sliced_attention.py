@@ -124,13 +124,14 @@ def test_attention_to_whole_sequences_is_refused():
     inprocess.run(1, on_rank)
 
 
-def test_attention_to_another_number_of_slices_is_refused():
-    """Where the lengths fit by chance, slices of two sequences would be those of one."""
-    schedule = schedules.by_name("gpipe", ranks=1, microbatches=3, slices=2)
+@pytest.mark.parametrize("slices, expected", [(2, "Sliced of 2 slices"), (1, "the schedule has whole ones")])
+def test_attention_to_another_number_of_slices_is_refused(slices, expected):
+    """Where the lengths fit by chance, slices of several sequences would be those of one."""
+    schedule = schedules.by_name("gpipe", ranks=1, microbatches=3, slices=slices)
 
     def on_rank(comm):
         stages = mpipipe.cut(GPT(**{**MODEL, "seq": 12}).build(Sliced(Local(), (4, 4, 4))), schedule, 0)
-        with pytest.raises(ArgumentError, match="Sliced of 2 slices"):
+        with pytest.raises(ArgumentError, match=expected):
             Pipeline(stages, schedule, comm, nn.softmax_cross_entropy)
 
     inprocess.run(1, on_rank)
