@@ -269,8 +269,8 @@ class Stage(Differentiable):
     def drop_sequences(self) -> None:
         """Drop what a call that failed has left of sequences in slices; a pipeline does this before its first call."""
         for _, layer in self._named_layers():
-            attend = getattr(layer, "_attend", None)
-            if attend is not None:
+            attend: Any = getattr(layer, "_attend", None)
+            if getattr(attend, "slice_rows", None) is not None:
                 attend.begin(Position(-1))
 
     def unsliceable(self, rows: Sequence[int] | int | None = None) -> list[str]:
