@@ -145,12 +145,12 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(tmp_path):
 
 
 def test_a_killed_rank_costs_a_start_and_no_bit(launch, tmp_path):
-    words = [*training_job(tmp_path, TRAINING), tmp_path / "whole", 0, *NEVER, 2, 8, ""]
+    words = [*training_job(tmp_path, TRAINING), tmp_path / "whole", 0, *NEVER, 2, 8, False, ""]
     whole = launch(2, [str(word) for word in words])
     assert whole.returncode == 0, whole.stderr
     (tmp_path / "job.sh").write_text(
         'echo start >> starts; moment=1000000000; [ "$(wc -l < starts)" != 1 ] || moment=30\n'
-        f'exec "{mpiexec()}" -n 2 "{sys.executable}" script.py text.txt killed 1 call $moment 2 8 ""\n'
+        f'exec "{mpiexec()}" -n 2 "{sys.executable}" script.py text.txt killed 1 call $moment 2 8 False ""\n'
     )
     command, env = ["bash", ROOT / "jobs/supervise.sh", "bash", "job.sh"], {"CHECKPOINTS": "killed/checkpoints"}
     job = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True, env=job_environment(env))

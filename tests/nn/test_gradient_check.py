@@ -262,6 +262,10 @@ LAYERS = {
     "Dropout": (lambda: nn.Dropout(0.3), ROWS),
     "Embedding": (lambda: nn.Embedding(11, WIDTH), np.arange(10).reshape(2, 5)),
     "Head": (lambda: nn.Head(WIDTH, 11), ROWS),
+    "HeadSlice": (
+        lambda: nn.Sequential([nn.HeadSlice(WIDTH, 11, number, 3, labels=True) for number in range(3)]),
+        Branches(ROWS, labels=np.arange(10).reshape(2, 5)),
+    ),
     "LearnedPositions": (lambda: nn.LearnedPositions(9, WIDTH), ROWS),
     "SelfAttention": (lambda: nn.SelfAttention(12, 2, attend=Local(), qk_norm=True, qkv_bias=True), numbers(2, 5, 12)),
     "Sequential": (lambda: nn.Sequential([nn.Linear(WIDTH, 4), nn.Gelu()]), ROWS),
