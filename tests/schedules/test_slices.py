@@ -347,7 +347,7 @@ def test_recomputation_frozen_stages_and_skips_keep_the_slices(slices, times):
 @pytest.mark.parametrize("slices", [2, 3])
 def test_what_repeats_is_what_the_whole_simulation_finds(name, slices, monkeypatch):
     chunks = 2 if name == "interleaved_1f1b" else 1
-    sizes = dict(ranks=16, chunks=chunks, microbatches=16, slices=slices)
+    sizes = dict(ranks=8, chunks=chunks, microbatches=16, slices=slices)
     monkeypatch.setattr(schedules.repeated, "ENOUGH", 1 << 8)
     found = schedules.simulate_repeated(name, **sizes, costs=Costs(2, 1, 1, 0.5))
     whole = simulate(by_name(name, **sizes), Costs(2, 1, 1, 0.5))

@@ -117,6 +117,7 @@ def test_it_is_planned(tmp_path, ranks):  # on one rank it is measured with more
     assert 'partition = "' in (tmp_path / "run" / "config.toml").read_text()
 
 
+@pytest.mark.long
 def test_a_plan_is_made_of_steps_with_a_sharded_optimizer(tmp_path):
     trained(2, TaskConfig(**{**KEYS, "pipe": 1}, plan="auto", shard_optimizer=True, out=str(tmp_path / "run")))
     assert "shard_optimizer = true" in (tmp_path / "run" / "config.toml").read_text()
