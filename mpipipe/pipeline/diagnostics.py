@@ -207,19 +207,26 @@ class ActivationBytes(NamedTuple):
     peak: int  # most in a training step
 
 
+AT_ONCE, EVERY = 4, 16  # so many new shapes are measured in their first step, then one in so many training steps
+
+
 class ActivationMeter:
     """The memory of what is held between forward and backward, after each action of a step that is measured."""
 
     def __init__(self, stages: Sequence[StageAdapter]) -> None:
         self.stages, self.peak, self.measures = stages, 0, False
+        self._shapes = self._steps = 0  # measured so far, and training steps since the last one
         self._peaks: dict[int, int] = {}  # by signature of the inputs
         self._signature = self._total = self._most = 0
         self._held: dict[tuple[int, int], list[tuple[int, int]]] = {}  # ranges of each activation
         self._users: Counter[tuple[int, int]] = Counter()  # activations that hold a range
 
     def begin(self, signature: int, training: bool) -> None:
-        self._signature, self.measures = signature, training and signature not in self._peaks
+        self._signature, self._steps = signature, self._steps + training
+        due = self._shapes < AT_ONCE or self._steps >= EVERY
+        self.measures = training and due and signature not in self._peaks
         if self.measures:
+            self._shapes, self._steps = self._shapes + 1, 0
             self._total, self._most, self._held, self._users = 0, 0, {}, Counter()
 
     def end(self) -> None:
@@ -227,7 +234,7 @@ class ActivationMeter:
             if len(self._peaks) == KNOWN_SHAPES:
                 self._peaks.clear()
             self._peaks[self._signature], self.measures = self._most, False
-        self.peak = self._peaks[self._signature]
+        self.peak = self._peaks.get(self._signature, self.peak)
 
     def measured(self, function: Function) -> Function:
         """An action, and a look at what it leaves of its activation."""

@@ -131,7 +131,7 @@ def test_all_ranks_of_a_job_count_the_same_cores(comm):
     ("text", "count"), [("3", 3), (" 2 ", 2), ("4,2", 4), *((text, None) for text in ("", "0", "x", "-2", "2,", ","))]
 )
 def test_a_number_that_the_user_set_is_known(monkeypatch, text, count):
-    for name in processor.THREAD_VARIABLES:
+    for name in ("MPIPIPE_THREADS", *processor.THREAD_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     assert processor.chosen_threads() == count

@@ -46,6 +46,17 @@ def test_the_peak_is_that_of_a_replay(comm, name):
             assert pipeline.activation_bytes == (0, expected)
 
 
+def test_of_shapes_that_are_new_in_every_step_few_are_measured(comm):
+    schedule = dense.build("gpipe", comm.size, 1, 2)
+    with Pipeline(dense.model(schedule, comm.rank), schedule, comm, dense.mean_squared) as pipeline:
+        expected = 0
+        for number, rows in enumerate(range(1, 25)):
+            pipeline.step(*feeds(schedule, comm.rank, rows))
+            if number < 4 or number == 3 + 16:
+                expected = replayed(schedule, comm.rank, rows)
+            assert pipeline.activation_bytes == (0, expected)
+
+
 @pytest.mark.parametrize("everything", [False, True])
 def test_recomputation_keeps_inputs_and_one_output(comm, everything):
     schedule = one_f_one_b(comm.size, 2 * comm.size)
