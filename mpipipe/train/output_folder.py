@@ -206,7 +206,7 @@ def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe:
 
 
 def absolute(path: str) -> str:
-    """Return the path of what is there as an absolute one, and any other text as it is."""
+    """Return an absolute path for one that exists, and any other text unchanged."""
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
