@@ -253,7 +253,7 @@ class Ring(Attend):
     def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
         # all rings on the communicator with arrays on one kind of device share an exchange; collective the first time
         comm, device = self._comm, plan.message.shapes.device
-        exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.synchronous_sends(), device))
+        exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device))
         return RingPass(plan, kernel, exchange, self.options.rotation, self.poll)
 
 
