@@ -84,7 +84,7 @@ def _kernels(comm: Communicator, repeats: int, threads: int, megabytes: int) -> 
     goal = f"at least 1.7, or {limit:.2f} of the copy"
     calls: dict[str, Call] = {
         "AdamW": partial(host.adamw, p, g, m, v, NUMBERS),
-        "LayerNorm": partial(host.layer_norm, x, gain, gain, 1e-5),
+        "LayerNorm": partial(host.norm, x, gain, gain, 1e-5),
         "GELU": partial(host.gelu, x),
         "softmax and cross-entropy": partial(host.softmax_cross_entropy, x, ids, 1.0, y),
     }

@@ -47,12 +47,12 @@ def _layers(rows: int, width: int, dtype: str) -> Iterator[Kernel]:
     x, dy, more = (normal((rows, width), dtype, seed) for seed in (1, 2, 4))
     gain = normal((width,), dtype)
     shape, one = f"{dtype} {rows} x {width}", x.nbytes
-    scale = kernels.rms_norm(x, gain, 1e-5)[2]
-    yield f"rms_norm, {shape}", lambda: kernels.rms_norm(x, gain, 1e-5), 2 * one
-    yield f"rms_norm_backward, {shape}", lambda: kernels.rms_norm_backward(dy, x, scale, gain), 3 * one
+    given = dy, x, kernels.norm(x, gain, None, 1e-5)[2], gain, False
+    yield f"rms_norm, {shape}", lambda: kernels.norm(x, gain, None, 1e-5), 2 * one
+    yield f"rms_norm_backward, {shape}", lambda: kernels.norm_backward(*given), 3 * one
     yield f"add, {shape}", lambda: kernels.add(x, dy), 3 * one
-    yield f"add_rms_norm, {shape}", lambda: kernels.rms_norm(x, gain, 1e-5, more), 4 * one
-    yield f"rms_norm_backward with a sum, {shape}", lambda: kernels.rms_norm_backward(dy, x, scale, gain, more), 4 * one
+    yield f"add_rms_norm, {shape}", lambda: kernels.norm(x, gain, None, 1e-5, more), 4 * one
+    yield f"rms_norm_backward with a sum, {shape}", lambda: kernels.norm_backward(*given, more), 4 * one
     half = normal((rows, width // 2), dtype, 3)
     yield f"swiglu, {shape}", lambda: kernels.swiglu(x), one + half.nbytes
     yield f"swiglu_backward, {shape}", lambda: kernels.swiglu_backward(x, half), 2 * one + 2 * half.nbytes
