@@ -198,7 +198,7 @@ class Ring(PlannedAttend):
         # all rings on the communicator with arrays on one kind of device share an exchange; collective the first time
         comm, device, exchange = self._comm, plan.message.shapes.device, None
         if plan.steps > 1:
-            exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.synchronous_sends(), device))
+            exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device))
         return RingPass(self, plan, kernel, exchange)
 
 
