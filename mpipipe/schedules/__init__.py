@@ -5,9 +5,9 @@ from mpipipe.schedules.bounds import Gap, gap, lower_bound
 from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv, from_file, is_path
-from mpipipe.schedules.draw import chrome_trace, grid, timeline
+from mpipipe.schedules.draw import chrome_trace, timeline
 from mpipipe.schedules.partition import partition, with_frozen
-from mpipipe.schedules.proof import check, check_part, digest, logical_time_of, recomputed_on, trains
+from mpipipe.schedules.proof import check, check_part, digest, grid, logical_time_of, recomputed_on, trains
 from mpipipe.schedules.recompute import before_backwards, with_recompute
 from mpipipe.schedules.registry import (
     ONE_STAGE,
@@ -26,7 +26,17 @@ from mpipipe.schedules.schedule import Schedule, Skip, with_skips
 from mpipipe.schedules.search.exact import Optimum, optimum
 from mpipipe.schedules.search.memory_limited import search_with_recompute
 from mpipipe.schedules.search.search import search
-from mpipipe.schedules.simulate import EQUAL_COSTS, FORM, TIMES, Costs, Links, Timeline, peak_memory, simulate
+from mpipipe.schedules.simulate import (
+    EQUAL_COSTS,
+    FORM,
+    TIMES,
+    Costs,
+    Links,
+    Timeline,
+    activations,
+    peak_memory,
+    simulate,
+)
 from mpipipe.schedules.zero_bubble import dualpipe_v, interleaved_zero_bubble, zero_bubble_h1, zero_bubble_v
 
 __all__ = [
