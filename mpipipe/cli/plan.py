@@ -141,9 +141,7 @@ def _on_paper(
 def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem, list[str]]:
     """Return the plans of a training on these ranks, what is planned, and lines on ranks and threads; collective."""
     config, task = task_of(config, comm)
-    with group_of(comm).raise_together("plan: the mesh"):
-        mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
-    with mesh:
+    with Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq) as mesh:
         place = select_device(config.device, comm)
         task.find_data(group_of(comm))
         measured = measured_ranks(config, task, mesh)

@@ -77,7 +77,15 @@ def train(
         processor.prepare_process(share_of_cores())
         group = group_of()
         with group.raise_together("train: its options"):
-            check_alone(ranks, profile)
+            if profile is not None:
+                raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
+            if ranks is not None:
+                raise ConfigError(
+                    "--ranks without --dry-run",
+                    found=f"--ranks {ranks}",
+                    remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run shows one on so many "
+                    "ranks",
+                )
         chosen = group.from_one("train: the configuration", load)
         stop_signals.change(chosen.preempt_signals)
         chosen, own = task_of(chosen, runtime.world())
@@ -227,18 +235,6 @@ def _announced(ranks: int) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def check_alone(ranks: int | None, profile: str | None) -> None:
-    """Raise ConfigError if --ranks or --profile is given to a training that really runs."""
-    if profile is not None:
-        raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
-    if ranks is not None:
-        raise ConfigError(
-            "--ranks without --dry-run",
-            found=f"--ranks {ranks}",
-            remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run shows one on so many ranks",
-        )
 
 
 def described(found: MemoryEstimate) -> str:

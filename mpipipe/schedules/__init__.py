@@ -12,9 +12,9 @@ from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, loo
 from mpipipe.schedules.csv_text import from_csv
 from mpipipe.schedules.csv_text import from_file as from_file
 from mpipipe.schedules.csv_text import is_path as is_path
-from mpipipe.schedules.draw import chrome_trace, grid, timeline
+from mpipipe.schedules.draw import chrome_trace, timeline
 from mpipipe.schedules.partition import partition, with_frozen
-from mpipipe.schedules.proof import check
+from mpipipe.schedules.proof import check, grid
 from mpipipe.schedules.proof import check_part as check_part
 from mpipipe.schedules.proof import digest as digest
 from mpipipe.schedules.proof import logical_time_of as logical_time_of
@@ -39,6 +39,7 @@ from mpipipe.schedules.simulate import EQUAL_COSTS as EQUAL_COSTS
 from mpipipe.schedules.simulate import FORM as FORM
 from mpipipe.schedules.simulate import TIMES as TIMES
 from mpipipe.schedules.simulate import Costs, Links, Timeline, peak_memory, simulate
+from mpipipe.schedules.simulate import activations as activations
 from mpipipe.schedules.zero_bubble import dualpipe_v, interleaved_zero_bubble, zero_bubble_h1, zero_bubble_v
 
 __all__ = [

@@ -138,7 +138,6 @@ class StepBarrier:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages of the optimizer."""
         return self.optimizer.stages
 
     @property
