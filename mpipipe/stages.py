@@ -64,8 +64,7 @@ class StageAdapter:
     def parameters(self) -> FlatBuffer | FlatView:
         """The parameters by name, with `flat`; of a user's stage a view, where complex ones are pairs of real ones."""
         if self.is_model:
-            buffer: FlatBuffer = self.given.parameters
-            return buffer
+            return self.given.parameters
         holder = getattr(self.given, "parameters", None)
         flat = flat_if_any(holder)
         key = (0, 0) if flat is None else (arrays.address(flat), flat.size)
@@ -87,8 +86,7 @@ class StageAdapter:
     def gradients(self) -> FlatBuffer | FlatView:
         """The gradients, laid out as the parameters."""
         if self.is_model:
-            buffer: FlatBuffer = self.given.gradients
-            return buffer
+            return self.given.gradients
         own = self.parameters
         assert isinstance(own, FlatView)
         return own if not own and not own.flat.size else own.like(getattr(self.given, "gradients", None))
