@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
-
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.attention import kernels
 from mpipipe.attention.bias import BiasFunction
-from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse, no_poll
-from mpipipe.attention.kernels.interface import attend_once
+from mpipipe.attention.kernels import AttentionKernel, Gradients
 from mpipipe.attention.layout import Layout
-from mpipipe.attention.local import as_one_sequence, by_rows, documents_of_rows, like
-from mpipipe.attention.ring_pass import RingPass
-from mpipipe.attention.ring_plan import RingAgreement, RingOptions, RingPlan, RingSaved, described
+from mpipipe.attention.ring_pass import PlannedAttend, RingPass
+from mpipipe.attention.ring_plan import RingAgreement, RingOptions, RingPlan, RingSaved
 from mpipipe.comm import RingExchange
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, cached, runtime, settings
-from mpipipe.nn import Attend
 from mpipipe.text import counted
 
 
-class Ring(Attend):
+class Ring(PlannedAttend):
     """Exact attention over a sequence that is sharded over the ranks of a communicator.
 
     Arrays are this rank's shards, (batch, local seq, heads, head_dim), of one dtype and on one kind of device on all
@@ -82,6 +74,8 @@ class Ring(Attend):
     True
     """
 
+    agreement: RingAgreement
+
     def __init__(
         self,
         comm: Communicator | None,
@@ -95,20 +89,13 @@ class Ring(Attend):
         bias: BiasFunction | None = None,
     ) -> None:
         self._comm = runtime.resolve(comm)
-        self.agreement = cached(self._comm, "ring agreement", lambda: RingAgreement(self._comm))  # of all its rings
-        self.group = self.agreement.group
-        self.poll: Callable[[], object] = no_poll
-        self.bytes_sent = 0
-        self.bias = bias
-        given = causal, layout, window, segments, scale, seq_len, rotation, bias
-        self.options = self.agreement.agree_on_options(RingOptions(*given))
-        self._digest = self.options.digest
+        agreement = cached(self._comm, "ring agreement", lambda: RingAgreement(self._comm))  # of all its rings
+        options = RingOptions(causal, layout, window, segments, scale, seq_len, rotation, bias=bias)
+        super().__init__(agreement, options)
+        self.group = agreement.group
         self.seq_len = length = self.options.seq_len
         rank, size = self.group.rank, self.group.size
         self._positions = None if length is None else self.options.whole(size, length).positions(rank)
-        self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
-        self._others: dict[int, Ring] = {}  # by their windows
-        self._packed: tuple[bytes, RingOptions, str] | None = None  # of the last segments by row
 
     def __repr__(self) -> str:
         options = self.options
@@ -135,24 +122,10 @@ class Ring(Attend):
         saved : RingSaved
             For `backward`, as that of `Local`: `saved.lse` is (batch, heads, local seq).
         """
-        options, digest, error = self._options_for(segments, q)
-        plan, kernel, call = self.agreement.agree_on_forward(options, digest, q, k, v, error=error)
-        shape = (*q.shape[:3], v.shape[3])
-        if options.rows is not None:
-            q, k, v = map(as_one_sequence, (q, k, v))
-        scale = q.shape[3] ** -0.5 if self.options.scale is None else self.options.scale
-        plan = plan._replace(function=self.bias)
+        plan, kernel, call = self._agreed(q, k, v, segments)
         with self.group.failing("the forward of a ring"):
             self._check_expected(plan, segments)
-            if plan.steps == 1:
-                message = None
-                block = KVBlock(q, k, v, scale, plan.slices[0], self.poll, plan.bias(0, q, k))
-                out, lse = attend_once(kernel, block)
-            else:
-                run = self._run(plan, kernel)
-                (out, lse), message = run.forward(scale, q, k, v)
-                self.bytes_sent += run.bytes_sent
-            return out.reshape(shape), RingSaved(plan, call, scale, q, k, v, out=out, lse=lse, message=message)
+            return self._pass(plan, kernel).forward(q, k, v, call)
 
     def backward(self, dout: Array, saved: RingSaved) -> Gradients:
         """Return the gradients of the inputs; collective.
@@ -169,39 +142,10 @@ class Ring(Attend):
         dq, dk, dv : array
             In the shapes and dtype of q, k and v.
         """
-        return Ring.backward_into(self, dout, saved, None)
+        return self._backward(dout, saved, None)
 
-    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
-        # a ring of several steps has gradients in its messages
-        batch, dout = dout.shape[0], like(dout, saved.out)
-        self.agreement.agree_on_backward(saved.call, dout, described(saved.out))
-        with self.group.failing("the backward of a ring"):
-            inputs, result = (saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
-            bias, kernel = saved.plan.bias(0, saved.q, saved.k), kernels.chosen(*inputs, self.bias)
-            block = KVBlock(*inputs, saved.scale, saved.plan.slices[0], self.poll, bias)
-            if saved.message is None:
-                fits = room is not None and room[0].shape == saved.q.shape
-                gradients = Gradients(*(room if room is not None and fits else map(arrays.empty_like, inputs)))
-                kernel.backward(block, dout, result, gradients, overwrite=True)
-            else:
-                run = self._run(saved.plan, kernel)
-                gradients = run.backward(block, dout, result, saved.message)
-                self.bytes_sent += run.bytes_sent
-            return Gradients(*(by_rows(arrays.cast(x, dout.dtype), batch) for x in gradients))
-
-    def _options_for(self, segments: np.ndarray | None, q: Array) -> tuple[RingOptions, str, Exception | None]:
-        """The options of a forward, their digest, and why this rank cannot take these segments."""
-        if segments is None:
-            return self.options, self._digest, None
-        try:
-            key = np.asarray(segments).tobytes()
-            if self._packed is None or self._packed[0] != key or len(self._packed[1].rows or ()) != q.shape[0]:
-                rows = documents_of_rows(segments, q.shape[0])
-                options = self.options._replace(segments=None, rows=rows)
-                self._packed = key, options, options.digest
-            return self._packed[1], self._packed[2], None
-        except Exception as error:
-            return self.options, self._digest, error
+    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]) -> Gradients:
+        return self._backward(dout, saved, room)
 
     def positions(self, rows: int) -> np.ndarray | None:
         if self.group.size == 1:
@@ -231,42 +175,31 @@ class Ring(Attend):
         if self._positions is None:
             self._expected = positions  # the length is known within the forward
         else:
-            check_positions(positions, self._positions, self.options.layout, self.group.rank)
+            self._compare(positions, self._positions)
 
     def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
         """Compare the positions that a layer has named with those of the shard, whose length is known by now."""
         expected, self._expected = self._expected, None
         if expected is not None and segments is None:
-            rank = self.group.rank
-            check_positions(expected, plan.layout.positions(rank), self.options.layout, rank)
+            self._compare(expected, plan.layout.positions(plan.rank))
 
-    def with_window(self, window: int) -> Ring:
-        # the first time for each window is collective
-        if window not in self._others:
-            other = copy(self)
-            other.options = self.agreement.agree_on_options(self.options._replace(window=window, bias=self.bias))
-            other._digest, other._others, other.bytes_sent = other.options.digest, {}, 0
-            other._packed = other._expected = None
-            self._others[window] = other
-        return self._others[window]
+    def _compare(self, found: np.ndarray, expected: np.ndarray) -> None:
+        if not np.array_equal(found, expected):
+            raise ArgumentError(
+                "a layer and its ring differ in the positions of this rank's rows",
+                rank=self.group.rank,
+                found=_listed(found),
+                expected=f"{_listed(expected)}, the {self.options.layout} shard that the ring attends by",
+                remedy="use one Layout for all: layout.shard(x, rank), Ring(comm, layout=layout), "
+                "layout.positions(rank)",
+            )
 
-    def _run(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
+    def _pass(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
         # all rings on the communicator with arrays on one kind of device share an exchange; collective the first time
-        comm, device = self._comm, plan.message.shapes.device
-        exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.synchronous_sends(), device))
-        return RingPass(plan, kernel, exchange, self.options.rotation, self.poll)
-
-
-def check_positions(found: np.ndarray, expected: np.ndarray, layout: str, rank: int) -> None:
-    """Raise ArgumentError unless a layer has the positions of its rows that a ring attends by."""
-    if not np.array_equal(found, expected):
-        raise ArgumentError(
-            "a layer and its ring differ in the positions of this rank's rows",
-            rank=rank,
-            found=_listed(found),
-            expected=f"{_listed(expected)}, the {layout} shard that the ring attends by",
-            remedy="use one Layout for all: layout.shard(x, rank), Ring(comm, layout=layout), layout.positions(rank)",
-        )
+        comm, device, exchange = self._comm, plan.message.shapes.device, None
+        if plan.steps > 1:
+            exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device))
+        return RingPass(self, plan, kernel, exchange)
 
 
 def _listed(positions: np.ndarray) -> str:

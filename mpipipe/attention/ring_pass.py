@@ -21,56 +21,157 @@ once. On a GPU the host only queues the kernels of a step; they run while messag
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse
+from mpipipe.attention import kernels
+from mpipipe.attention.kernels import AttentionKernel, Gradients, KVBlock, OutLse, no_poll
+from mpipipe.attention.kernels.interface import attend_once
 from mpipipe.attention.layout import ring_hops
-from mpipipe.attention.ring_plan import RingPlan
+from mpipipe.attention.ring_plan import (
+    Agreed,
+    Alone,
+    RingAgreement,
+    RingOptions,
+    RingPlan,
+    RingSaved,
+    described,
+    documents_of_rows,
+    is_view,
+    like,
+    with_batch,
+)
 from mpipipe.comm import RingExchange
+from mpipipe.nn import Attend
+
+Kind = TypeVar("Kind", bound="PlannedAttend")
+
+
+class PlannedAttend(Attend):
+    """What `Local` and `Ring` have in common: options are bound, plans follow from them, and a pass executes a plan."""
+
+    def __init__(self, agreement: Alone | RingAgreement, options: RingOptions) -> None:
+        self.agreement, self.bias = agreement, options.bias
+        self.options = agreement.agree_on_options(options)
+        self.poll: Callable[[], object] = no_poll
+        self.bytes_sent = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
+        self._others: dict[int, Any] = {}  # by their windows
+        self._packed: tuple[tuple, RingOptions] | None = None  # of the last segments by row
+
+    def with_window(self: Kind, window: int) -> Kind:
+        # over a ring the first time for each window is collective
+        if window not in self._others:
+            other = copy(self)
+            other.options = self.agreement.agree_on_options(replace(self.options, window=window, bias=self.bias))
+            other.bytes_sent = 0
+            other._forget()
+            self._others[window] = other
+        return self._others[window]
+
+    def _agreed(self, q: Array, k: Array, v: Array, segments: np.ndarray | None, more: str = "") -> Agreed:
+        return self.agreement.agree_on_forward(lambda: (self._options_for(segments, q), q, k, v), more)
+
+    def _options_for(self, segments: np.ndarray | None, q: Array) -> RingOptions:
+        if segments is None:
+            return self.options
+        numbers = np.asarray(segments)
+        key = numbers.tobytes(), numbers.dtype, numbers.shape, len(q)
+        if self._packed is None or self._packed[0] != key:
+            self._packed = key, replace(self.options, segments=None, rows=documents_of_rows(numbers, len(q)))
+        return self._packed[1]
+
+    def _pass(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
+        return RingPass(self, plan, kernel)
+
+    def _backward(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
+        self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
+        with self.agreement.failing("the backward of a ring"):
+            kernel = kernels.chosen(saved.q, saved.k, saved.v, self.bias)
+            return self._pass(saved.plan, kernel).backward(dout, saved, room)
 
 
 class RingPass:
-    """One forward or backward of a ring with more than one step.
-
-    `poll` is called after each tile, besides that of the exchange; `bytes_sent` are those of this rank, in this pass.
-    """
+    """One forward or backward: of a rank alone, or of a ring of several steps by an exchange."""
 
     def __init__(
-        self, plan: RingPlan, kernel: AttentionKernel, exchange: RingExchange, rotation: str, poll: Callable[[], object]
+        self, attend: PlannedAttend, plan: RingPlan, kernel: AttentionKernel, exchange: RingExchange | None = None
     ) -> None:
-        self.plan, self.kernel, self.exchange, self.rotation = plan, kernel, exchange, rotation
-        self.rank, self.size = exchange.group.rank, exchange.group.size
-        self.bytes_sent = 0
-        self._user_poll = poll
+        self.attend, self.kernel, self.exchange = attend, kernel, exchange
+        self.plan = plan._replace(function=attend.bias)
 
-    def forward(self, scale: float, q: Array, k: Array, v: Array) -> tuple[OutLse, Array]:
+    def forward(self, q: Array, k: Array, v: Array, call: int) -> tuple[Array, RingSaved]:
+        """Return the output, and what the backward needs."""
+        shape, scale = (*q.shape[:3], v.shape[3]), self.attend.options.scale
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        q, k, v = (with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v))
+        message = None
+        if self.exchange is None:
+            out, lse = attend_once(self.kernel, self.block(scale, q, k, v))
+        else:
+            (out, lse), message = self._around(self.exchange, scale, q, k, v)
+        return out.reshape(shape), RingSaved(self.plan, call, scale, q, k, v, out=out, lse=lse, message=message)
+
+    def backward(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
+        """Return the gradients in the dtype of `dout`: in `room`, where there is a single step and they fit."""
+        batch, inputs = len(dout), (saved.q, saved.k, saved.v)
+        if self.exchange is not None:
+            return Gradients(*(with_batch(arrays.cast(x, dout.dtype), batch) for x in self.sums(dout, saved)))
+        if room is None or not all(is_view(x, len(saved.q)) for x in room):
+            room = Gradients(*(with_batch(arrays.empty_like(x), batch) for x in inputs))
+        targets = Gradients(*(with_batch(x, len(saved.q)) for x in room))
+        block, result = self.block(saved.scale, *inputs), OutLse(saved.out, saved.lse)
+        self.kernel.backward(block, like(dout, saved.out), result, targets, overwrite=True)
+        return Gradients(*room)
+
+    def sums(self, dout: Array, saved: RingSaved) -> Gradients:
+        """Return the gradients as sums, as what was saved; dk and dv of a single step may be of another dtype."""
+        block, result = self.block(saved.scale, saved.q, saved.k, saved.v), OutLse(saved.out, saved.lse)
+        dout, packing = like(dout, saved.out), self.plan.message
+        dq = arrays.zeros(saved.q.shape, packing.sum_dtype, packing.shapes.device)
+        if self.exchange is None:
+            return Gradients(dq, *self.kernel.block_gradients(block, dout, result, dq))
+        assert saved.message is not None
+        return self._back_around(self.exchange, block, dout, result, dq, saved.message)
+
+    def block(self, scale: float, q: Array, k: Array, v: Array, step: int = 0) -> KVBlock:
+        """Return the work of a step."""
+        return KVBlock(q, k, v, scale, self.plan.slices[step], self._poll, self.plan.bias(step, q, k))
+
+    def _around(self, exchange: RingExchange, scale: float, q: Array, k: Array, v: Array) -> tuple[OutLse, Array]:
         """Return the result, and the message with the keys and values of the last step."""
-        plan, packing, rank = self.plan, self.plan.message, self.rank
+        plan, packing = self.plan, self.plan.message
         accumulator = self.kernel.make_accumulator(q, v, plan.overwrite)
-        message = packing.pack(k, v, rank)
-        for step, dest, source, owner in ring_hops(rank, self.size, plan.steps):
+        message = packing.pack(k, v, plan.rank)
+        for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps):
             if dest is not None:
                 incoming = packing.empty(packing.kv_bytes(owner - 1))
                 self._start(message, dest, incoming, source)
             keys, values = (k, v) if step == 0 else packing.unpack(message, owner)
-            bias = plan.bias(step, q, keys)
-            accumulator.attend(KVBlock(q, keys, values, scale, plan.slices[step], self._poll, bias))
-            self.exchange.finish()
+            accumulator.attend(self.block(scale, q, keys, values, step))
+            exchange.finish()
             if dest is not None:
                 message = incoming
         return accumulator.end(), message
 
-    def backward(self, own: KVBlock, dout: Array, result: OutLse, message: Array) -> Gradients:
-        """Return the gradients of the arrays of `own`, this rank's block, as sums, in the dtype in which they travel.
+    def _back_around(
+        self, exchange: RingExchange, own: KVBlock, dout: Array, result: OutLse, dq: Array, message: Array
+    ) -> Gradients:
+        """Add to `dq`; return it and the gradients of the keys and values of `own`, in the dtype in which they travel.
 
         `message` is what the forward returned. From the second step on it also has gradients, before keys and values.
         """
-        plan, packing, rank = self.plan, self.plan.message, self.rank
-        dq = arrays.zeros(own.q.shape, packing.sum_dtype, packing.shapes.device)
+        plan, packing = self.plan, self.plan.message
         behind = 0  # bytes of gradients at the front of the message
-        for step, dest, source, owner in ring_hops(rank, self.size, plan.steps, backward=True):
+        for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps, backward=True):
             ahead = step < plan.steps - 2  # the next block is not our own, so its keys and values must come
             split = packing.gradient_bytes(owner)
             incoming = packing.empty(split + (packing.kv_bytes(owner + 1) if ahead else 0))  # the next step's message
@@ -78,20 +179,20 @@ class RingPass:
                 outgoing = message if ahead else message[:behind]
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
             k, v = (own.k, own.v) if step == plan.steps - 1 else packing.unpack(message[behind:], owner)
-            back = plan.steps - 1 - step
-            bias = plan.bias(back, own.q, k)
-            block = replace(own, k=k, v=v, slices=plan.slices[back], poll=self._poll, bias=bias)
+            block = self.block(own.scale, own.q, k, v, plan.steps - 1 - step)
             parts = self.kernel.block_gradients(block, dout, result, dq)
-            self.exchange.finish()
+            exchange.finish()
             for sums, part in zip(packing.unpack_gradients(incoming, owner), parts):
                 arrays.strided_copy(part, sums, add=step > 0)
             message, behind = incoming, split
-        return Gradients(dq, *packing.unpack_gradients(message, rank))
+        return Gradients(dq, *packing.unpack_gradients(message, plan.rank))
 
     def _start(self, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
-        self.bytes_sent += outgoing.nbytes
-        self.exchange.start(self.rotation, outgoing, dest, incoming, source)
+        assert self.exchange is not None
+        self.attend.bytes_sent += outgoing.nbytes
+        self.exchange.start(self.attend.options.rotation, outgoing, dest, incoming, source)
 
     def _poll(self) -> None:
-        self.exchange.poll()
-        self._user_poll()
+        if self.exchange is not None:
+            self.exchange.poll()
+        self.attend.poll()

@@ -1,14 +1,18 @@
-"""What a rank does in one pass of a ring, and how blocks of keys and values are packed into messages."""
+"""What a rank does in one pass of attention, and how blocks of keys and values are packed into messages.
+
+A rank alone is a ring of one step.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,7 +32,8 @@ from mpipipe.text import counted
 BYTES = np.dtype(np.uint8)
 
 
-class RingOptions(NamedTuple):
+@dataclass(frozen=True)
+class RingOptions:
     """The options of a ring: as a user gives them, then `checked`, in plain types, so that equal ones compare equal."""
 
     causal: bool
@@ -36,8 +41,8 @@ class RingOptions(NamedTuple):
     window: int | None
     segments: Any  # when checked, None or a tuple of int
     scale: float | None
-    seq_len: int | None
-    rotation: str
+    seq_len: int | None = None
+    rotation: str = "overlap"
     bias: Any = None  # when checked, its name
     slice_lengths: tuple[int, ...] | None = None  # those of the Layout
     rows: tuple[tuple[int, ...], ...] | None = None  # in one forward, offsets of the documents of each row
@@ -45,7 +50,7 @@ class RingOptions(NamedTuple):
 
     def checked(self, ranks: int) -> RingOptions:
         """The options as the user gave them, in plain types; raises ArgumentError for one without sense."""
-        causal, layout, window, segments, scale, seq_len, rotation, bias, lengths, *_ = cast("tuple[Any, ...]", self)
+        layout, seq_len, segments, lengths = self.layout, self.seq_len, self.segments, self.slice_lengths
         if isinstance(layout, Layout):
             given = ranks, layout.seq_len if seq_len is None else seq_len
             if given != (layout.ranks, layout.seq_len):
@@ -57,28 +62,31 @@ class RingOptions(NamedTuple):
                 )
             lengths = layout.slice_lengths or lengths
             seq_len, layout = layout.seq_len, layout.kind
-        check_window(causal, window)
-        check_scale(scale)
-        for name, value, known in (("layout", layout, KINDS), ("rotation", rotation, ROTATIONS)):
+        check_window(self.causal, self.window)
+        check_scale(self.scale)
+        for name, value, known in (("layout", layout, KINDS), ("rotation", self.rotation, ROTATIONS)):
             if not isinstance(value, str) or value not in known:
                 raise ArgumentError(f"unknown {name}", found=repr(value), expected=" or ".join(known))
         if segments is not None:
             segments = tuple(np.asarray(segments).tolist()) if np.ndim(segments) == 1 else segments
             if not isinstance(segments, tuple) or not all(isinstance(number, int) for number in segments):
                 raise ArgumentError("segments", found=repr(segments)[:80], expected="one axis of integers")
-        window, seq_len = (None if value is None else int(value) for value in (window, seq_len))
-        scale = None if scale is None else float(scale)
-        options = RingOptions(bool(causal), layout, window, segments, scale, seq_len, rotation, bias=name_of(bias))
-        return options._replace(slice_lengths=lengths)
+        window, seq_len = (None if value is None else int(value) for value in (self.window, seq_len))
+        scale = None if self.scale is None else float(self.scale)
+        options = RingOptions(bool(self.causal), layout, window, segments, scale, seq_len, self.rotation)
+        return replace(options, bias=name_of(self.bias), slice_lengths=lengths)
 
     def whole(self, ranks: int, seq_len: int) -> Layout:
         """The layout of a sequence of this length on the ranks."""
         return Layout(self.layout, ranks, seq_len, self.slice_lengths)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A short text, the same for equal options. Segments can be long."""
-        return blake2b(repr(tuple(self)).encode(), digest_size=8).hexdigest()
+        return blake2b(repr(self).encode(), digest_size=8).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
 
 class RingShapes(NamedTuple):
@@ -170,7 +178,7 @@ class RingPlan(NamedTuple):
 
 
 class RingSaved(NamedTuple):
-    """What the forward of `Ring` keeps for its backward."""
+    """What the forward of `Local` or `Ring` keeps for its backward."""
 
     plan: RingPlan
     call: int  # number of the forward
@@ -183,20 +191,23 @@ class RingSaved(NamedTuple):
     message: Array | None  # keys and values of the last step's block; None in a ring of one step
 
 
-def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[int], keys: list[int]) -> RingPlan:
+@lru_cache(maxsize=64)
+def make_plan(
+    options: RingOptions, shapes: RingShapes, rank: int, rows: Sequence[int], keys: Sequence[int]
+) -> RingPlan:
     """The plan of a rank, from the numbers of rows and keys of all ranks; raises ArgumentError if they do not fit."""
     size = len(rows)
     if options.part is None:
         queries = _layout(options, rows, "queries", options.seq_len)
-        others = queries if keys == rows else _layout(options._replace(slice_lengths=None), keys, "keys")
+        others = queries if keys == rows else _layout(replace(options, slice_lengths=None), keys, "keys")
     else:
-        pairs, steps = slice_layouts(options._replace(segments=None, rows=None, part=None), size)
+        pairs, steps = slice_layouts(replace(options, segments=None, rows=None, part=None), size)
         queries, others = pairs[options.part]
     seq_len = sum(options.slice_lengths or rows)
     whole = document_offsets(options.segments, seq_len)
     documents = [whole] if options.rows is None else [list(offsets) for offsets in options.rows]
     if (documents[0] is not None or options.rows is not None) and others is not queries and options.part is None:
-        raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {rows}, keys {keys}")
+        raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {[*rows]}, keys {[*keys]}")
     if options.rows is not None and any(offsets[-1] != seq_len for offsets in options.rows):
         raise ArgumentError("segments of another sequence", found=options.rows[0][-1], expected=seq_len)
     views = [(options.causal, options.window, each, None if others is queries else others) for each in documents]
@@ -216,14 +227,14 @@ def make_plan(options: RingOptions, shapes: RingShapes, rank: int, rows: list[in
     return RingPlan(steps, slices, overwrite, message, queries, others, rank)
 
 
-def _layout(options: RingOptions, rows: list[int], name: str, seq_len: int | None = None) -> Layout:
+def _layout(options: RingOptions, rows: Sequence[int], name: str, seq_len: int | None = None) -> Layout:
     """The layout with these numbers of rows."""
     layout = options.whole(len(rows), sum(rows) if seq_len is None else seq_len)
     expected = [layout.length(rank) for rank in range(layout.ranks)]
-    if rows != expected:
+    if [*rows] != expected:
         raise ArgumentError(
             f"the shards of {name} do not cover the sequence",
-            found=f"{rows} rows on the ranks",
+            found=f"{[*rows]} rows on the ranks",
             expected=f"{expected}, the {layout.kind} shards of {layout.seq_len} positions",
             remedy="cut the sequence with attention.Layout(...).shard",
         )
@@ -254,11 +265,62 @@ def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, 
     return pairs, max(queries.steps(True, window, None, keys) for queries, keys in pairs)
 
 
+# -- Rows of a batch that hold several documents each: they are attended to as one sequence, row after row ------------
+#
+#     row 0   a a a b b b b b        as one sequence   a a a b b b b b|c c c c c c d d
+#     row 1   c c c c c c d d
+#
+# A row begins a document, so nothing is seen across rows, and one call does them all.
+
+
+def documents_of_rows(segments: np.ndarray, batch: int) -> tuple[tuple[int, ...], ...]:
+    """Return, for each row of `segments`, where its documents begin, rising from 0, and its length at the end.
+
+    `segments` (batch, seq) are integers, the document of each position; equal numbers of a row stand together.
+    """
+    numbers = np.asarray(segments)
+    if numbers.ndim != 2 or len(numbers) != batch or numbers.dtype.kind not in "iu":
+        raise ArgumentError(
+            "segments of a forward",
+            found=f"{numbers.dtype}{list(numbers.shape)}",
+            expected=f"integers ({batch}, seq), the document of each position of each row",
+        )
+    return tuple(tuple(document_offsets(row, numbers.shape[1]) or ()) for row in numbers)
+
+
+def with_batch(x: Array, batch: int) -> Array:
+    """Return rows of a batch as one sequence (1, rows, heads, dim), or the reverse: a view where strides allow it."""
+    if len(x) == batch:
+        return x
+    if arrays.is_device(x) and not is_view(x, batch):
+        x = arrays.copied(x)
+    return x.reshape(batch, x.shape[0] * x.shape[1] // batch, *x.shape[2:])
+
+
+def is_view(x: Array, batch: int) -> bool:
+    """Whether `with_batch` of an array is a view, so that what is written to it arrives."""
+    return len(x) in (1, batch) or x.strides[0] == x.shape[1] * x.strides[1]
+
+
+def like(dout: Array, out: Array) -> Array:
+    """Return a gradient as the output that a forward has saved, whose rows of a batch may be one sequence."""
+    fits = len(out) == 1 and arrays.is_array(dout) and dout.shape[2:] == out.shape[2:] and dout.size == out.size
+    return with_batch(dout, 1) if fits else dout
+
+
 # -- The ranks of a ring agree on what they do: one small all-gather before each forward and each backward ------------
 
 
-KEPT_PLANS = 64
 REMEDY = "give the same options and arrays of the same kind on all ranks, and make the same calls in the same order"
+Given: TypeAlias = "tuple[RingOptions, Array, Array, Array]"  # of a forward: its options, q, k and v
+Agreed: TypeAlias = (
+    "tuple[RingPlan, AttentionKernel, int]"  # the plan of a rank, its kernel, and the number of the call
+)
+
+
+def unchanged(options: RingOptions) -> RingOptions:
+    """The change of options that changes nothing."""
+    return options
 
 
 class RingAgreement:
@@ -269,60 +331,49 @@ class RingAgreement:
 
     def __init__(self, comm: Communicator) -> None:
         self.group = group_of(comm)
+        self.rank, self.size, self.failing = self.group.rank, self.group.size, self.group.failing
         self.calls = 0  # number of forwards so far
-        self.plans: dict[tuple, RingPlan] = {}  # by what they are made of, at most KEPT_PLANS
         self.settle: Callable[[], object] = lambda: None  # ends calls of other threads that are due before
 
     def agree_on_options(
-        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = lambda options: options
+        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = unchanged
     ) -> RingOptions:
         """Change and check the options of a ring, and check that all ranks have the same."""
         error: Exception | None = None
         facts: tuple = ()
         try:
-            options = change(options).checked(self.group.size)
-            facts = tuple(options._asdict().items())
+            options = change(options).checked(self.size)
+            facts = tuple(vars(options).items())
         except Exception as caught:
             error = caught
         self.group.agree("construction of a Ring", facts, error=error, remedy=REMEDY)
         return options
 
-    def agree_on_forward(
-        self, options: RingOptions, digest: str, q: Array, k: Array, v: Array, *, error: Exception | None = None
-    ) -> tuple[RingPlan, AttentionKernel, int]:
-        """Compare shapes and dtype; return the plan, this rank's kernel, and the number of the call.
-
-        `digest` is the hash of the options; `error`: why this rank has no options.
-        """
+    def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
+        """Compare options, shapes and dtype of what `given` returns or refuses, and `more`, a fact about the call."""
         self.settle()
         self.calls += 1
-        kernel: AttentionKernel | None = None
-        shapes: RingShapes | None = None
         facts: tuple = ()
-        lengths = 0, 0
+        lengths, error = (0, 0), None
         try:
+            options, q, k, v = given()
             check_arrays(q, k, v)
             kernel = kernels.chosen(q, k, v, options.bias)  # a rank without it must not leave the others waiting
             shapes = shapes_of(q, k, v)
-            facts, lengths = (*zip(shapes._fields, shapes), ("options", digest)), (q.shape[1], k.shape[1])
+            facts, lengths = (
+                (*zip(shapes._fields, shapes), ("options", options.digest + more)),
+                (q.shape[1], k.shape[1]),
+            )
         except Exception as caught:
-            error = error or caught
+            error = caught
         ballot = Ballot("forward", facts, error, None, REMEDY, number=self.calls, where=" of a ring")
         rows, keys = ballot.cast(self.group, lengths).T.tolist()
         ballot.decide()
-        assert kernel is not None and shapes is not None  # else the agreement has raised
-        return self._plan(options, shapes, rows, keys), kernel, self.calls
-
-    def _plan(self, options: RingOptions, shapes: RingShapes, rows: list[int], keys: list[int]) -> RingPlan:
-        key = shapes, options, tuple(rows), tuple(keys)
-        if key not in self.plans:
-            if len(self.plans) == KEPT_PLANS:
-                self.plans.clear()
-            try:
-                self.plans[key] = make_plan(options, shapes, self.group.rank, rows, keys)
-            except ArgumentError as found:  # every rank finds the same in the same table
-                raise_on_all(0, found, self.group)
-        return self.plans[key]
+        try:
+            plan = make_plan(options, shapes, self.rank, tuple(rows), tuple(keys))
+        except ArgumentError as found:  # every rank finds the same in the same table
+            raise_on_all(0, found, self.group)
+        return plan, kernel, self.calls
 
     def agree_on_backward(self, call: int, dout: Array, out: str, *, error: Exception | None = None) -> None:
         """Check that all ranks begin the backward of the same forward, with gradients of outputs so `described`."""
@@ -333,8 +384,31 @@ class RingAgreement:
         ballot.decide()
 
     def close(self) -> None:
-        """Drop the plans."""
-        self.plans.clear()
+        """Close nothing: the group is closed by itself."""
+
+
+class Alone:
+    """What a `RingAgreement` is, for a rank without others."""
+
+    rank, size = 0, 1
+
+    def agree_on_options(
+        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = unchanged
+    ) -> RingOptions:
+        return change(options).checked(1)
+
+    def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
+        options, q, k, v = given()
+        check_arrays(q, k, v)
+        plan = make_plan(options, shapes_of(q, k, v), 0, (q.shape[1],), (k.shape[1],))
+        return plan, kernels.chosen(q, k, v, options.bias), 0
+
+    def agree_on_backward(self, call: int, dout: Array, out: str, *, error: Exception | None = None) -> None:
+        if error := error or misfit(dout, out):
+            raise error
+
+    def failing(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def misfit(dout: Array, out: str) -> ArgumentError | None:

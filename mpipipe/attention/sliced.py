@@ -19,10 +19,9 @@ and backward a rank keeps the keys and values of one other rank besides its own,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
@@ -31,20 +30,21 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.kernels import Gradients, KVBlock, OutLse
-from mpipipe.attention.kernels.interface import attend_once, check_arrays
+from mpipipe.attention.kernels import Gradients, OutLse
+from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.layout import checked_lengths
-from mpipipe.attention.local import Local, as_one_sequence, by_rows, documents_of_rows, like, writable_as_one
+from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring
 from mpipipe.attention.ring_plan import (
+    Given,
     RingOptions,
     RingPlan,
-    RingShapes,
+    RingSaved,
     described,
+    documents_of_rows,
     first_seen,
-    make_plan,
-    misfit,
-    shapes_of,
+    like,
+    with_batch,
 )
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import Attend, Position
@@ -68,16 +68,11 @@ class _SlicedSequence:
 
 
 class SlicedSaved(NamedTuple):
-    """What the forward of a slice keeps for its backward. Arrays are as in `LocalSaved`."""
+    """What the forward of a slice keeps for its backward."""
 
     sequence: _SlicedSequence
     part: int  # number of the slice
-    plan: RingPlan
-    call: int
-    scale: float
-    q: Array
-    out: Array
-    lse: Array
+    own: RingSaved  # without keys and values
 
 
 class Sliced(Attend):
@@ -144,23 +139,18 @@ class Sliced(Attend):
                 expected="an attention.Local or an attention.Ring",
                 remedy="slices=1 for models that attend otherwise",
             )
-        self.inner, self._ring = inner, inner if isinstance(inner, Ring) else None
-        rank, size, with_slices = 0, 1, partial(_with_slices, lengths=lengths)
-        if isinstance(inner, Ring):
-            rank, size, options = inner.group.rank, inner.group.size, inner.options._replace(bias=inner.bias)
-            options = inner.agreement.agree_on_options(options, with_slices)
-        else:
-            given = inner.causal, "contiguous", inner.window, inner.segments, inner.scale, None, "overlap", inner.bias
-            options = with_slices(RingOptions(*given)).checked(1)
+        self.inner, self._agreement = inner, inner.agreement
+        given = replace(inner.options, bias=inner.bias)
+        options = self._agreement.agree_on_options(given, partial(_with_slices, lengths=lengths))
         self.lengths, self.seq_len = options.slice_lengths or (), sum(options.slice_lengths or ())
+        rank, size = self._agreement.rank, self._agreement.size
         self.layout = options.whole(size, self.seq_len)
         parts = [self.layout.part(part, part + 1) for part in range(len(self.lengths))]
         self._positions = [part.positions(rank) for part in parts]
         self.slice_rows = tuple(map(len, self._positions))
         self._starts = [[0, *accumulate(part.length(other) for part in parts)] for other in range(size)]  # of slices
         self._first_seen = [first_seen(self.lengths, part, options.window) for part in range(len(self.lengths))]
-        self._options = [options._replace(part=part) for part in range(len(self.lengths))]
-        self._digests = [each.digest for each in self._options]
+        self._options = [replace(options, part=part) for part in range(len(self.lengths))]
         self._rank, self._others = rank, dict[int, Sliced]()
         self._forget()
 
@@ -228,58 +218,28 @@ class Sliced(Attend):
         saved : SlicedSaved or None
             For `backward`; None where no backward follows (`Position.keeps`).
         """
-        sequence, part, keys, values, error = None, 0, k, v, None
-        options, digest = self._options[0], ""
-        try:
-            sequence, part = self._append(q, k, v)
-            keys, values = self._seen(sequence.kept, part, self._rank)
-            options, digest = self._options[part], self._digests[part]
-            if segments is not None:
-                options = options._replace(segments=None, rows=documents_of_rows(segments, q.shape[0]))
-                digest = options.digest
-        except Exception as caught:  # every rank of a ring raises it
-            error = caught
-        if self._ring is not None:
-            agreed = self._ring.agreement.agree_on_forward(options, digest, q, keys, values, error=error)
-        elif error is None:
-            plan = _plan_alone(options, shapes_of(q, keys, values), q.shape[1], keys.shape[1])
-            agreed = plan, kernels.chosen(q, keys, values, options.bias), 0
-        else:
-            raise error
-        plan, kernel, call = agreed
-        assert sequence is not None and self._now is not None  # else the agreement has raised
-        plan = plan._replace(function=self.inner.bias)
-        scale = q.shape[3] ** -0.5 if options.scale is None else options.scale
-        shape, keeps = (*q.shape[:3], v.shape[3]), self._now.keeps
+        plan, kernel, call = self._agreement.agree_on_forward(lambda: self._append(q, k, v, segments))
+        (number, part), keeps = self._unit(), self._keeps()
+        sequence = self._sequences[number]
         if keeps and not q.flags.c_contiguous:  # a view of an array with keys and values, which are kept elsewhere
             q = arrays.copied(q) if arrays.is_device(q) else np.ascontiguousarray(q)
-        if options.rows is not None:
-            q, keys, values = map(_as_one, (q, keys, values))
-        with self._failing("the forward of a slice"):
-            block = KVBlock(q, keys, values, scale, plan.slices[0], self.poll, plan.bias(0, q, keys))
-            if plan.steps == 1:
-                out, lse = attend_once(kernel, block)
-            else:
-                assert self._ring is not None
-                run = self._ring._run(plan, kernel)
-                (out, lse), message = run.forward(scale, q, keys, values)
-                self._ring.bytes_sent += run.bytes_sent
-                if keeps:
-                    self._keep_far(sequence, part, plan, message)
+        with self._agreement.failing("the forward of a slice"):
+            keys, values = self._seen(sequence.kept, part, self._rank)
+            out, own = self.inner._pass(plan, kernel).forward(q, keys, values, call)
+            if keeps and own.message is not None:
+                self._keep_far(sequence, part, plan, own.message)
         if not keeps:
             if part == len(self.lengths) - 1:
-                del self._sequences[sequence.number]
-            return out.reshape(shape), None
-        return out.reshape(shape), SlicedSaved(sequence, part, plan, call, scale, q, out=out, lse=lse)
+                del self._sequences[number]
+            return out, None
+        return out, SlicedSaved(sequence, part, own._replace(k=None, v=None, message=None))
 
     def backward(self, dout: Array, saved: SlicedSaved) -> Gradients:
         """Return the gradients of a slice of q, k and v, after those of all later slices of its sequence."""
         return Sliced.backward_into(self, dout, saved, None)
 
     def backward_into(self, dout: Array, saved: SlicedSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
-        sequence, part, plan, call, scale, q, out, lse = saved
-        dout = like(dout, out)
-        error = misfit(dout, described(out))
+        (sequence, part, own), error = saved, None
         if part != sequence.due:
             error = ArgumentError(
                 "backwards of slices are out of order",
@@ -289,41 +249,31 @@ class Sliced(Attend):
                 else "no backward, since that of slice 0 has been",
                 remedy="run the backwards of a sequence once each, in falling order of its slices",
             )
-        if self._ring is not None:
-            self._ring.agreement.agree_on_backward(call, dout, described(out), error=error)
-        elif error is not None:
-            raise error
+        dout, plan, q = like(dout, own.out), own.plan, own.q
+        self._agreement.agree_on_backward(own.call, dout, described(own.out), error=error)
         device, dtype = arrays.device_of(q), arrays.accumulator(q.dtype)
         if not sequence.sums:
             sequence.sums = [_rows_like(x, x.shape[1], dtype) for x in sequence.kept]
             for x in sequence.sums:
                 arrays.set_zero(x.swapaxes(1, 2))
-        keys, values = self._seen(sequence.kept, part, self._rank)
+        keys, values = (with_batch(x, len(q)) for x in self._seen(sequence.kept, part, self._rank))
         sums = self._seen(sequence.sums, part, self._rank)
-        if len(q) != len(keys):  # rows of a batch with documents of their own
-            keys, values = _as_one(keys), _as_one(values)
-        with self._failing("the backward of a slice"):
-            bias, kernel = plan.bias(0, q, keys), kernels.chosen(q, keys, values, self.inner.bias)
-            block, result = KVBlock(q, keys, values, scale, plan.slices[0], self.poll, bias), OutLse(out, lse)
-            more: Sequence[Array] = ()
-            if plan.steps > 1:
-                assert self._ring is not None
-                run = self._ring._run(plan, kernel)
-                dq, *more = run.backward(block, dout, result, self._far_message(sequence, part, plan))
-                self._ring.bytes_sent += run.bytes_sent
-            else:
+        own = own._replace(k=keys, v=values, message=self._far_message(sequence, part, plan))
+        with self._agreement.failing("the backward of a slice"):
+            kernel = kernels.chosen(q, keys, values, self.inner.bias)
+            run = self.inner._pass(plan, kernel)
+            if plan.steps == 1 and len(q) == len(sums[0]):
                 dq = arrays.zeros(q.shape, dtype, device)
-                if len(q) == len(sums[0]):
-                    kernel.backward(block, dout, result, Gradients(dq, *sums))
-                else:
-                    more = kernel.block_gradients(block, dout, result, dq)
-            for place, x in zip(sums, more):
-                arrays.strided_copy(by_rows(x, len(place)), place, add=True)
+                block = run.block(own.scale, q, keys, values)
+                kernel.backward(block, dout, OutLse(own.out, own.lse), Gradients(dq, *sums))
+            else:
+                dq, *more = run.sums(dout, own)
+                for place, x in zip(sums, more):
+                    arrays.strided_copy(with_batch(x, len(place)), place, add=True)
         sequence.due -= 1
         if not part and self._sequences.get(sequence.number) is sequence:
             del self._sequences[sequence.number]
-        start, stop = self._starts[self._rank][part : part + 2]
-        found = by_rows(dq, len(sums[0])), *(x[:, start:stop] for x in sequence.sums)
+        found = with_batch(dq, len(sums[0])), *self._own(sequence.sums, part, self._rank)
         targets = Gradients(*(room or (arrays.empty(x.shape, q.dtype, device) for x in found)))
         for x, target in zip(found, targets):
             arrays.strided_copy(x, target)
@@ -336,10 +286,13 @@ class Sliced(Attend):
             raise ArgumentError("Sliced attends to a slice without having been told which", remedy=remedy)
         return divmod(self._now.microbatch, len(self.lengths))
 
-    def _append(self, q: Array, k: Array, v: Array) -> tuple[_SlicedSequence, int]:
-        """Keep the keys and values of a slice; return its sequence, and its number."""
+    def _keeps(self) -> bool:
+        return self._now is not None and self._now.keeps
+
+    def _append(self, q: Array, k: Array, v: Array, segments: np.ndarray | None) -> Given:
+        """Keep the keys and values of a slice; return its options, and q, k and v of all that it sees."""
         check_arrays(q, k, v)
-        (number, part), keeps = self._unit(), self._now is not None and self._now.keeps
+        (number, part), keeps = self._unit(), self._keeps()
         if any(x.shape[1] != self.slice_rows[part] for x in (q, k)):
             raise self._wrong_rows(part, q.shape[1] if q.shape[1] != self.slice_rows[part] else k.shape[1])
         sequence = self._sequences.get(number)
@@ -354,8 +307,7 @@ class Sliced(Attend):
                 expected=f"slice {done % len(self.lengths)}: {counted(done, 'slice')} of it came before",
                 remedy="run the forwards of a sequence in rising order of its slices",
             )
-        start, stop = self._starts[self._rank][part : part + 2]
-        for x, place in zip((k, v), (whole[:, start:stop] for whole in sequence.kept)):
+        for x, place in zip((k, v), self._own(sequence.kept, part, self._rank)):
             if described(x) != described(place):
                 raise ArgumentError(
                     "the keys and values of a slice are not like those of the slices before it",
@@ -364,10 +316,19 @@ class Sliced(Attend):
                 )
             arrays.strided_copy(x, place)
         sequence.done = max(done, part + 1)
-        return sequence, part
+        options = self._options[part]
+        if segments is not None:
+            options = replace(options, segments=None, rows=documents_of_rows(segments, len(q)))
+        keys, values = self._seen(sequence.kept, part, self._rank)
+        return options, q, keys, values
+
+    def _own(self, both: Sequence[Array], part: int, rank: int) -> list[Array]:
+        """The rows of a slice, of arrays along all rows of a rank."""
+        start, stop = self._starts[rank][part : part + 2]
+        return [x[:, start:stop] for x in both]
 
     def _seen(self, both: Sequence[Array], part: int, rank: int) -> list[Array]:
-        """The rows that the queries of a slice may see, of arrays along all rows of a rank."""
+        """The rows that the queries of a slice may see."""
         starts = self._starts[rank]
         return [x[:, starts[self._first_seen[part]] : starts[part + 1]] for x in both]
 
@@ -376,25 +337,21 @@ class Sliced(Attend):
 
     def _keep_far(self, sequence: _SlicedSequence, part: int, plan: RingPlan, message: Array) -> None:
         other = (plan.rank - plan.steps + 1) % plan.layout.ranks
-        start, stop = self._starts[other][part : part + 2]
-        blocks = [by_rows(x, len(sequence.kept[0])) for x in plan.message.unpack(message, other)]
+        blocks = [with_batch(x, len(sequence.kept[0])) for x in plan.message.unpack(message, other)]
         if not sequence.far:
             sequence.far = [_rows_like(x, self._starts[other][-1], x.dtype) for x in blocks]
-        for x, far in zip(blocks, sequence.far):
-            arrays.strided_copy(x[:, x.shape[1] - (stop - start) :], far[:, start:stop])
+        for x, far in zip(blocks, self._own(sequence.far, part, other)):
+            arrays.strided_copy(x[:, x.shape[1] - far.shape[1] :], far)
 
-    def _far_message(self, sequence: _SlicedSequence, part: int, plan: RingPlan) -> Array:
+    def _far_message(self, sequence: _SlicedSequence, part: int, plan: RingPlan) -> Array | None:
+        if plan.steps == 1:
+            return None
         other = (plan.rank - plan.steps + 1) % plan.layout.ranks
-        k, v = self._seen(sequence.far, part, other)
-        if plan.message.shapes.batch != len(k):
-            k, v = _as_one(k), _as_one(v)
+        k, v = (with_batch(x, plan.message.shapes.batch) for x in self._seen(sequence.far, part, other))
         return plan.message.pack(k, v, other)
 
-    def _failing(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._ring is None else self._ring.group.failing(what)
-
     def _wrong_rows(self, part: int, rows: int) -> ArgumentError:
-        of_ring = "" if self._ring is None else f" on rank {self._rank}"
+        of_ring = "" if isinstance(self.inner, Local) else f" on rank {self._rank}"
         return ArgumentError(
             "the rows are not those of the slice",
             found=counted(rows, "row"),
@@ -418,20 +375,10 @@ def _with_slices(options: RingOptions, lengths: Sequence[int]) -> RingOptions:
             found=f"slice_lengths {options.slice_lengths}",
             expected=f"{lengths}, the lengths of Sliced",
         )
-    return options._replace(seq_len=sum(lengths), slice_lengths=lengths)
-
-
-def _as_one(x: Array) -> Array:
-    """The rows of a batch as one sequence; a copy where strides allow no view."""
-    return as_one_sequence(arrays.copied(x) if arrays.is_device(x) and not writable_as_one(x) else x)
+    return replace(options, seq_len=sum(lengths), slice_lengths=lengths)
 
 
 def _rows_like(x: Array, rows: int, dtype: np.dtype) -> Array:
     """Memory for some rows like those of x (batch, rows, heads, dim), in which the rows of a head lie together."""
     batch, _, heads, dim = x.shape
     return arrays.empty((batch, heads, rows, dim), dtype, arrays.device_of(x)).swapaxes(1, 2)
-
-
-@lru_cache(maxsize=64)
-def _plan_alone(options: RingOptions, shapes: RingShapes, rows: int, keys: int) -> RingPlan:
-    return make_plan(options, shapes, 0, [rows], [keys])

@@ -21,9 +21,9 @@ from mpipipe.arrays import Array, Shape
 from mpipipe.attention.bias import BiasFunction, of_heads
 from mpipipe.attention.kernels import Gradients
 from mpipipe.attention.layout import Layout
-from mpipipe.attention.local import Local, LocalSaved
+from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring
-from mpipipe.attention.ring_plan import described
+from mpipipe.attention.ring_plan import RingSaved, described
 from mpipipe.comm import PartMove, Transfer, all_to_all, exchange_on
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
@@ -34,7 +34,7 @@ from mpipipe.text import counted
 class UlyssesSaved(NamedTuple):
     """What the forward of `Ulysses` keeps for its backward."""
 
-    local: LocalSaved  # of the heads of this rank
+    local: RingSaved  # of the heads of this rank
     of_q: list[PartMove]
     of_kv: list[PartMove]
     shapes: tuple[Shape, Shape, Shape]  # of q, k and v
@@ -84,15 +84,14 @@ class Ulysses(Ring):
         bias: BiasFunction | None = None,
     ) -> None:
         super().__init__(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, bias=bias)
-        _, _, window, segments, scale, *_ = self.options
-        self._local = Local(self.options.causal, scale, window, segments)
+        options = self.options
+        self._local = Local(options.causal, options.scale, options.window, options.segments, bias)
 
     def forward(  # type: ignore[override]  # what it saves is its own
         self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None
     ) -> tuple[Array, UlyssesSaved]:
-        options, digest, error = self._options_for(segments, q)
-        facts = f"{digest} all-to-all"  # a Ring with the same options is another call
-        plan, _, call = self.agreement.agree_on_forward(options, facts, q, k, v, error=error)
+        # a Ring with the same options is another call
+        plan, _, call = self._agreed(q, k, v, segments, " all-to-all")
         size, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
         if heads < size:
             message = "Ulysses divides heads over ranks, and there are more ranks"
@@ -114,10 +113,7 @@ class Ulysses(Ring):
             self._transfer((out, mine, of_q), transposed=True)
             return mine, UlyssesSaved(kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine))
 
-    def backward(self, dout: Array, saved: UlyssesSaved) -> Gradients:  # type: ignore[override]
-        return Ulysses.backward_into(self, dout, saved, None)
-
-    def backward_into(  # type: ignore[override]
+    def _backward(  # type: ignore[override]
         self, dout: Array, saved: UlyssesSaved, room: tuple[Array, Array, Array] | None
     ) -> Gradients:
         self.agreement.agree_on_backward(saved.call, dout, saved.out)
@@ -136,7 +132,6 @@ class Ulysses(Ring):
 
     def with_window(self, window: int) -> Ulysses:
         other = super().with_window(window)
-        assert isinstance(other, Ulysses)
         other._local = self._local.with_window(window)
         return other
 

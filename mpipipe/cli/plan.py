@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from mpipipe import files, processor
+from mpipipe import files
 from mpipipe.cli.flags import parameters_of
-from mpipipe.cli.output import refusing
+from mpipipe.cli.output import on_ranks, refusing
 from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_config, task_of
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, current_rank, group_of, inprocess, run_or_abort, runtime, share_of_cores
+from mpipipe.job import Communicator, current_rank, group_of, inprocess, runtime
 from mpipipe.options import Option
 from mpipipe.planning import (
     Choice,
@@ -80,7 +80,6 @@ def plan(
         return int(current_rank().unwritten)
 
     def work() -> None:
-        processor.prepare_process(share_of_cores())
         comm = runtime.world()
         with group_of(comm).raise_together("plan: reading the configuration"):
             for name, value in (("--ranks", ranks), ("--transfer-model", transfer_model)):
@@ -106,7 +105,7 @@ def plan(
                     saved.save(Path(save_profile))
                     _say(f"mpipipe: the measurements are in {save_profile}: plan --profile, train --dry-run --profile")
 
-    return run_or_abort(work)
+    return on_ranks(work)()
 
 
 def check_outputs(*paths: str | None) -> None:
@@ -150,9 +149,7 @@ def _on_paper(
 def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem, list[str]]:
     """Return the plans of a training on these ranks, what is planned, and lines on ranks and threads; collective."""
     config, task = task_of(config, comm)
-    with group_of(comm).raise_together("plan: the mesh"):
-        mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
-    with mesh:
+    with Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq) as mesh:
         place = select_device(config.device, comm)
         task.find_data(group_of(comm))
         measured = measured_ranks(config, task, mesh)

@@ -8,7 +8,5 @@ models/                 GPT; folders of models, read and written; what of a mode
 inference/              text from a model, and its loss on a text
 """
 
-from mpipipe.language.config import TrainConfig as TrainConfig
-from mpipipe.language.task import TextTask as TextTask
-from mpipipe.language.task import estimate as estimate
-from mpipipe.language.task import train as train
+from mpipipe.language.config import TrainConfig
+from mpipipe.language.task import TextTask, estimate, train

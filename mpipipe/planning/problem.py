@@ -129,14 +129,25 @@ class PlanningProblem:
     @cached_property
     def states(self) -> tuple[int, ...]:
         """Bytes of parameters, gradients and the optimizer's state of each layer."""
-        narrow = arrays.dtype(self.dtype)
-        wide = arrays.accumulator(narrow).itemsize
-        half = narrow.itemsize if narrow.itemsize < wide else 0
+        wide = arrays.accumulator(arrays.dtype(self.dtype)).itemsize
         counts = self._per_layer(declared(self.layers))
         return tuple(
-            count * (wide + half) + trained * wide + self.moment_bytes(trained)
+            self.parameter_bytes(count, trained) + trained * wide + self.moment_bytes(trained)
             for count, trained in zip(counts, self.trained_counts)
         )
+
+    def parameter_bytes(self, count: int, trained: int) -> int:
+        """Bytes of this number of parameters in a training, with the copy that a half dtype computes with.
+
+        Replicas keep a share of the originals each, but for adapters (optim/shards.py).
+        """
+        narrow = arrays.dtype(self.dtype)
+        wide = arrays.accumulator(narrow)
+        if narrow == wide:
+            return count * wide.itemsize
+        adapted = any(part.adapters for layer in self.layers for _, part in layer.walk(""))
+        elsewhere = 0 if adapted else trained - -(-trained // self.shards)
+        return (count - elsewhere) * wide.itemsize + count * narrow.itemsize
 
     def moment_bytes(self, trained: int) -> int:
         """Bytes of the optimizer's state of this number of parameters, on one rank."""

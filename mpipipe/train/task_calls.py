@@ -9,7 +9,7 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -33,20 +33,13 @@ def place_of(task: Task, method: str) -> str:
     return name if task.file is None else f"{name} in {task.file.path.name}"
 
 
-def call(
-    task: Task,
-    method: str,
-    *arguments: Any,
-    when: str = "",
-    named: Mapping[str, Any] | None = None,
-    by: Callable[..., Any] | None = None,
-) -> Any:
+def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[..., Any] | None = None) -> Any:
     """Call a method of a task, or `by`, which does for it. An error says where it is: `when` is the step, and the rows.
 
     An error that names a method of the task already stays as it is.
     """
     try:
-        return (by or getattr(task, method))(*arguments, **named or {})
+        return (by or getattr(task, method))(*arguments)
     except MpipipeError as error:
         own = not type(task).__module__.startswith("mpipipe.") and f"{type(task).__name__}." not in error.message
         if own and not isinstance(error, PeerError):
@@ -87,8 +80,8 @@ def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:
 def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
     """Set what the layers of a task are on paper; return the list of its layers, from which stages are made."""
     entries = entries_of(task, shard, seed)
-    with_place = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
-    task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in with_place]
+    layers = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
+    task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in layers]
     return entries
 
 
@@ -252,7 +245,6 @@ class Reader:
         return found
 
     def validation(self, index: int) -> Pair:
-        """Return a batch of the validation."""
         if not self.reads:
             return None, None
         return self.begun(read(self.task, "validation", index, self.rows, self.shard))

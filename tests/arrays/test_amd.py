@@ -50,19 +50,19 @@ def test_sums_over_rows_have_the_same_bits(kind, rows, width):
     def compute(_):
         cuda = kernels.of("cuda")
         x, dy, gain, bias = given(kind, (rows, width), (rows, width), (width,), (width,))
-        _, y, scale = cuda.layer_norm(x, gain, bias, 1e-5)
-        _, z, root = cuda.rms_norm(x, gain, 1e-5)
+        _, y, scale = cuda.norm(x, gain, bias, 1e-5)
+        _, z, root = cuda.norm(x, gain, None, 1e-5)
         grad = arrays.zeros((width,), arrays.accumulator(x.dtype), "cuda")
         cuda.sum_rows(dy, grad)
         ids = arrays.upload(np.arange(rows) % width)
         return (
             *(y, scale, z, root, grad),
-            *cuda.layer_norm_backward(dy, x, scale, gain),
-            *cuda.rms_norm_backward(dy, x, root, gain),
-            *cuda.layer_norm(x, gain, bias, 1e-5, dy),
-            *cuda.rms_norm(x, gain, 1e-5, dy),
-            *cuda.layer_norm_backward(dy, x, scale, gain, dy),
-            *cuda.rms_norm_backward(dy, x, root, gain, dy),
+            *cuda.norm_backward(dy, x, scale, gain, True),
+            *cuda.norm_backward(dy, x, root, gain, False),
+            *cuda.norm(x, gain, bias, 1e-5, dy),
+            *cuda.norm(x, gain, None, 1e-5, dy),
+            *cuda.norm_backward(dy, x, scale, gain, True, dy),
+            *cuda.norm_backward(dy, x, root, gain, False, dy),
             *cuda.softmax_cross_entropy(x, ids),
             *cuda.mean_squared_error(x, dy),
             cuda.sums_of_squares(x.reshape(-1), [(0, 3), (3, rows * width)]),

@@ -177,7 +177,7 @@ def test_a_scale_is_a_finite_number_above_0():
             attention.Local(scale=scale)
         assert caught.value.found == repr(scale)
     for scale in (None, 1, 0.25, np.float32(0.5)):
-        assert attention.Local(scale=scale).scale is scale
+        assert attention.Local(scale=scale).options.scale == scale
 
 
 @pytest.mark.parametrize(("seq", "parts"), [(4, 1), (256, 4)])

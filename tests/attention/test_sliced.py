@@ -54,13 +54,13 @@ def through(attend, sequences, rank=0, segments=None, again=False, room=False, p
             kept = saved.pop((number, at))
             (dout,), three = part(number, at, (3,)), None
             if room:
-                batch, rows, heads, _ = kept.q.shape
+                batch, rows, heads, _ = kept.own.q.shape
                 qkv = np.full((batch, rows, heads + 4, mine[number][0].shape[3]), np.nan, dout.dtype)
                 three = qkv[:, :, :heads], qkv[:, :, heads : heads + 2], qkv[:, :, heads + 2 :]
             gradients = attend.backward(dout, kept) if three is None else attend.backward_into(dout, kept, three)
             assert three is None or all(one is other for one, other in zip(gradients, three))
             batch, rows, heads = dout.shape[:3]
-            lse = backend.download(kept.lse)
+            lse = backend.download(kept.own.lse)
             lse = lse.reshape(heads, batch, rows).transpose(1, 2, 0) if segments is not None else lse.transpose(0, 2, 1)
             found[number][at] = [backend.download(found[number][at][0]), lse, *backend.download(*gradients)]
     assert not attend._sequences

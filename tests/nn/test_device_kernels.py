@@ -271,8 +271,7 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
     gain, hgain = device(1 + draw(width) / 4, kind)
     bias, hbias = device(draw(width), kind)
     y, hscale, normal = normalised(hx, hgain, hbias * centred, 1e-5, centred)
-    name, more = ("layer_norm", (bias,)) if centred else ("rms_norm", ())
-    _, found, scale = getattr(cuda, name)(x, gain, *more, 1e-5)
+    _, found, scale = cuda.norm(x, gain, bias if centred else None, 1e-5)
     terms = hscale[:, None] * (np.abs(hx) + np.abs(hx).mean(1, keepdims=True) * centred)  # of a normalised number
     check(found, y, kind, 2 * width + 8, np.abs(hgain) * terms + np.abs(hbias) * centred)
     check(scale, hscale, scale.dtype, 2 * width + 8, hscale * (1 + terms.max(1, initial=0)))
@@ -282,7 +281,7 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
         - normal * (product * normal).mean(1, keepdims=True)
         - product.mean(1, keepdims=True) * centred
     )  # fmt: skip
-    results = getattr(cuda, f"{name}_backward")(dy, x, scale, gain)
+    results = cuda.norm_backward(dy, x, scale, gain, centred)
     size = np.abs(product) + terms * (np.abs(product) * terms).mean(1, keepdims=True)
     size = hscale[:, None] * (size + np.abs(product).mean(1, keepdims=True) * centred)
     check(results[0], dx, kind, 3 * width + 12, size)
@@ -292,7 +291,7 @@ def check_norm(cuda, kind, draw, rows, width, centred, skew=0):
         grad, hgrad = accumulated(draw(width), kind)
         cuda.add_parts(parts, grad)
         check(grad, hgrad + total, parts.dtype, rows + 2 * width + 9, size + np.abs(hgrad))
-    again = getattr(cuda, f"{name}_backward")(dy, x, scale, gain)
+    again = cuda.norm_backward(dy, x, scale, gain, centred)
     assert len(results) == 2 + centred and all(same_bits(a, b) for a, b in zip(results, again))
 
 
@@ -315,7 +314,7 @@ def test_a_nan_stays_in_its_row(cuda, kind):
     values[3, 5] = np.nan
     x, _ = device(values, kind)
     gain, bias = device(np.ones(32), kind)[0], device(np.zeros(32), kind)[0]
-    for _, y, scale in (cuda.rms_norm(x, gain, 1e-5), cuda.layer_norm(x, gain, bias, 1e-5)):
+    for _, y, scale in (cuda.norm(x, gain, None, 1e-5), cuda.norm(x, gain, bias, 1e-5)):
         bad = np.isnan(arrays.download(y).astype(np.float64))
         assert bad[3].all() and bad.sum() == 32 and np.isnan(arrays.download(scale)).sum() == 1
 
@@ -575,8 +574,8 @@ def test_nothing_waits_for_the_device(cuda, gpu, draw):
     flat, _ = device(draw(64), arrays.dtype("float32"))
     grad = arrays.zeros((32, 32), flat.dtype, "cuda")
     gpu.reset()
-    _, y, scale = cuda.rms_norm(x, gain, 1e-5)
-    cuda.rms_norm_backward(y, x, scale, gain)
+    _, y, scale = cuda.norm(x, gain, None, 1e-5)
+    cuda.norm_backward(y, x, scale, gain, False)
     cuda.softmax_cross_entropy(y, ids)
     cuda.embed_backward(y, ids, grad)
     cuda.linear_backward_weight(y, x, grad)

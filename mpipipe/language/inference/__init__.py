@@ -5,21 +5,14 @@ evaluation.py   windows of a text, and the loss of a model on them
 prompts.py      prompts of the command line and of files, and text that appears token by token
 """
 
-from mpipipe.language.inference.evaluation import Evaluation as Evaluation
-from mpipipe.language.inference.evaluation import Windows as Windows
-from mpipipe.language.inference.evaluation import build_evaluator as build_evaluator
-from mpipipe.language.inference.evaluation import open_tokens as open_tokens
-from mpipipe.language.inference.evaluation import perplexity as perplexity
-from mpipipe.language.inference.generation import Drawn as Drawn
-from mpipipe.language.inference.generation import Sampling as Sampling
-from mpipipe.language.inference.generation import answers as answers
-from mpipipe.language.inference.generation import build_decoder as build_decoder
-from mpipipe.language.inference.generation import check_prompts as check_prompts
-from mpipipe.language.inference.generation import forward_plan as forward_plan
-from mpipipe.language.inference.generation import shown as shown
-from mpipipe.language.inference.prompts import Bytes as Bytes
-from mpipipe.language.inference.prompts import FolderTokenizer as FolderTokenizer
-from mpipipe.language.inference.prompts import Prompts as Prompts
-from mpipipe.language.inference.prompts import TextStream as TextStream
-from mpipipe.language.inference.prompts import parse_ids as parse_ids
-from mpipipe.language.inference.prompts import read_prompts as read_prompts
+from mpipipe.language.inference.evaluation import Evaluation, Windows, build_evaluator, open_tokens, perplexity
+from mpipipe.language.inference.generation import (
+    Drawn,
+    Sampling,
+    answers,
+    build_decoder,
+    check_prompts,
+    forward_plan,
+    shown,
+)
+from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts

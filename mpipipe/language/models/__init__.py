@@ -7,9 +7,7 @@ weights.py         the folder that a training leaves; huggingface/ those of `tra
 """
 
 from mpipipe.language.models.gpt import GPT
-from mpipipe.language.models.huggingface.writing import SHARD_BYTES as SHARD_BYTES
-from mpipipe.language.models.model_folder import ModelFolder as ModelFolder
-from mpipipe.language.models.model_folder import convert as convert
-from mpipipe.language.models.model_folder import open_on_all as open_on_all
+from mpipipe.language.models.huggingface.writing import SHARD_BYTES
+from mpipipe.language.models.model_folder import ModelFolder, convert, open_on_all
 
 __all__ = ["GPT"]

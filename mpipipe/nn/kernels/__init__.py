@@ -12,7 +12,7 @@ import os
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -22,11 +22,6 @@ from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.nn.kernels import cuda
 from mpipipe.nn.kernels.host import any_dtype, full_precision
 from mpipipe.nn.kernels.interface import AdamWNumbers, Kernels, Update
-
-if TYPE_CHECKING:
-    from mpipipe.nn.kernels import torch_cpu
-
-    TORCH_CPU: Kernels = torch_cpu
 
 __all__ = ["AdamWNumbers", "Kernels", "Update", "describe", "multiplies", "of", "of_array"]
 
@@ -67,7 +62,7 @@ def _of_halves(dtype: np.dtype, asked: str) -> Kernels:
     if asked == "numpy" or not (asked or (_instructions(dtype) and find_spec("torch"))):
         return ANY_DTYPE
     try:
-        return cast(Kernels, import_module("mpipipe.nn.kernels.torch_cpu"))
+        return cast(Kernels, import_module("mpipipe.nn.kernels.torch_cpu").KERNELS)
     except ImportError as error:
         raise BackendError(
             f"products of {dtype.name} are to be PyTorch's, which cannot be imported",

@@ -116,29 +116,23 @@ class Kernels(Protocol):
 
     # -- normalisation of rows
 
-    def rms_norm(self, x: Array, gain: Array, eps: float, more: Array | None = None) -> tuple[Array, Array, Array]:
-        """Return (total, y, scale): y = gain * total * scale, scale (rows,) = 1 / sqrt(mean(total^2) + eps) of A.
+    def norm(
+        self, x: Array, gain: Array, bias: Array | None, eps: float, more: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Return (total, y, scale): y = gain * (total - mean) * scale + bias; without a bias y = gain * total * scale.
 
-        `total` is x, or x + more, rounded to T before it is normalised; gain (width,).
+        `total` is x, or x + more, rounded to T before it is normalised; scale (rows,) of A is 1 / sqrt(variance + eps)
+        or, without a bias, 1 / sqrt(mean(total^2) + eps); gain and bias are (width,).
         """
 
-    def rms_norm_backward(
-        self, dy: Array, x: Array, scale: Array, gain: Array, more: Array | None = None
+    def norm_backward(
+        self, dy: Array, x: Array, scale: Array, gain: Array, centred: bool, more: Array | None = None
     ) -> tuple[Array, ...]:
         """Return (dx, part): dx of T, and a matrix of A from which `add_parts` makes the gradient of the gain.
 
-        With `more`, of the shape of dx, the first result is more + dx, in the bits of `add`.
+        There is a second matrix, for the gradient of the bias, where the rows were `centred`: less their mean. With
+        `more`, of the shape of dx, the first result is more + dx, in the bits of `add`.
         """
-
-    def layer_norm(
-        self, x: Array, gain: Array, bias: Array, eps: float, more: Array | None = None
-    ) -> tuple[Array, Array, Array]:
-        """As `rms_norm`: y = gain * (total - mean) * scale + bias, scale (rows,) = 1 / sqrt(variance + eps)."""
-
-    def layer_norm_backward(
-        self, dy: Array, x: Array, scale: Array, gain: Array, more: Array | None = None
-    ) -> tuple[Array, ...]:
-        """As `rms_norm_backward`, with a second matrix, for the gradient of the bias."""
 
     # -- rotary positions
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -22,10 +23,11 @@ from mpipipe.nn.kernels.host import any_dtype
 share_threads()
 P = ParamSpec("P")
 R = TypeVar("R")
+KERNELS = SimpleNamespace(**vars(any_dtype))  # in which the functions below take the place of those of their names
 
 
 def _of_halves(function: Callable[P, R]) -> Callable[P, R]:
-    """Compute by this function what is of halves, and by that of `any_dtype` with its name all else."""
+    """Let KERNELS compute by this function what is of halves, and by that of `any_dtype` with its name all else."""
     other: Callable[P, R] = getattr(any_dtype, function.__name__)
 
     @wraps(function)
@@ -33,6 +35,7 @@ def _of_halves(function: Callable[P, R]) -> Callable[P, R]:
         values: tuple[Any, ...] = args
         return (function if values[0].itemsize == 2 else other)(*args, **kwargs)
 
+    setattr(KERNELS, function.__name__, run)
     return run
 
 
@@ -75,34 +78,6 @@ def gelu(x: np.ndarray) -> np.ndarray:
 def gelu_backward(dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     """As `Kernels.gelu_backward`."""
     return array_of(torch.ops.aten.gelu_backward(tensor_of(dy), tensor_of(x), approximate="tanh"))
-
-
-products = any_dtype.products
-sum_rows = any_dtype.sum_rows
-add_parts = any_dtype.add_parts
-accumulate = any_dtype.accumulate
-scale = any_dtype.scale
-cast = any_dtype.cast
-copy = any_dtype.copy
-swiglu = any_dtype.swiglu
-swiglu_backward = any_dtype.swiglu_backward
-rms_norm = any_dtype.rms_norm
-rms_norm_backward = any_dtype.rms_norm_backward
-layer_norm = any_dtype.layer_norm
-layer_norm_backward = any_dtype.layer_norm_backward
-rope_table = any_dtype.rope_table
-apply_rope = any_dtype.apply_rope
-embed = any_dtype.embed
-embed_backward = any_dtype.embed_backward
-dropout = any_dtype.dropout
-dropout_backward = any_dtype.dropout_backward
-mean_squared_error = any_dtype.mean_squared_error
-softmax_cross_entropy = any_dtype.softmax_cross_entropy
-running_lse = any_dtype.running_lse
-running_lse_backward = any_dtype.running_lse_backward
-adamw = any_dtype.adamw
-sgd = any_dtype.sgd
-sums_of_squares = any_dtype.sums_of_squares
 
 
 def _round(target: np.ndarray, values: np.ndarray) -> None:

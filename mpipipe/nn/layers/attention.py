@@ -199,7 +199,7 @@ class SelfAttention(Layer):
         kernels = self.stage.kernels
         plain = arrays.empty(heads.shape, heads.dtype, self.stage.device)
         kernels.copy(heads, plain)
-        _, normal, scale = kernels.rms_norm(rows(plain), gain, self.eps)
+        _, normal, scale = kernels.norm(rows(plain), gain, None, self.eps)
         self._turn(normal.reshape(heads.shape), table, heads)
         return rows(plain), scale
 
@@ -208,7 +208,7 @@ class SelfAttention(Layer):
         kernels, (x, scale) = self.stage.kernels, plain
         turned = arrays.empty(given.shape, given.dtype, self.stage.device)
         self._turn(given, table, turned, inverse=True)
-        dx, part = kernels.rms_norm_backward(rows(turned), x, scale, gain)
+        dx, part = kernels.norm_backward(rows(turned), x, scale, gain, False)
         kernels.copy(dx.reshape(room.shape), room)
         return part
 

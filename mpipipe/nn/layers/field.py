@@ -53,7 +53,7 @@ class GroupNorm(Layer):
         for group, target in enumerate(self._groups(y)):
             part = self._rows(x, group)
             gain, bias = (self._at_all_points(values, group, part.shape[1]) for values in (self.gain, self.bias))
-            _, normal, scale = self.stage.kernels.layer_norm(part, gain, bias, self.eps)
+            _, normal, scale = self.stage.kernels.norm(part, gain, bias, self.eps)
             self.stage.kernels.copy(normal.reshape(target.shape), target)
             saved.append((part, scale))
         return y, saved
@@ -62,7 +62,7 @@ class GroupNorm(Layer):
         dx, pending = arrays.empty(dy.shape, dy.dtype, self.stage.device), []
         for group, (target, (part, scale)) in enumerate(zip(self._groups(dx), saved)):
             gain = self._at_all_points(self.gain, group, part.shape[1])
-            result, *parts = self.stage.kernels.layer_norm_backward(self._rows(dy, group), part, scale, gain)
+            result, *parts = self.stage.kernels.norm_backward(self._rows(dy, group), part, scale, gain, True)
             self.stage.kernels.copy(result.reshape(target.shape), target)
             pending.append(parts)
         return dx, pending

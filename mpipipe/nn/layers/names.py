@@ -346,7 +346,7 @@ class AdaptiveNorm(Layer):
         else:
             for row in range(len(x)):
                 gain, shift = both[row, : self.size], both[row, self.size :]
-                _, normal, scale = kernels.layer_norm(points[row], gain, shift, self.eps)
+                _, normal, scale = kernels.norm(points[row], gain, shift, self.eps)
                 kernels.copy(normal, y[row])
                 scales.append(scale)
         return y.reshape(x.shape), (points, both, scales, of_linear)
@@ -360,8 +360,8 @@ class AdaptiveNorm(Layer):
                 dx[at], total[at] = _modulated_backward(dpoints[at], points[at], both[at], self.eps)
         else:
             for row, scale in enumerate(scales):
-                parts = dpoints[row], points[row], scale, both[row, : self.size]
-                result, *sums = kernels.layer_norm_backward(*parts)
+                gain = both[row, : self.size]
+                result, *sums = kernels.norm_backward(dpoints[row], points[row], scale, gain, True)
                 kernels.copy(result, dx[row])
                 for half, part in enumerate(sums):
                     kernels.add_parts(part, total[row, half])

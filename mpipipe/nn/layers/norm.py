@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,12 +15,12 @@ from mpipipe.nn.random import random_key
 
 
 class _Norm(Layer):
-    """What the norms share: each has kernels of its own for a normalisation of x + more and its backward."""
+    """What the norms share: the kernel centres rows where there is a bias."""
 
     takes_integers = False
 
     gain: np.ndarray
-    _backward: attrgetter[Callable[..., tuple[Array, ...]]]  # takes the kernel of the backward from the stage's
+    bias: np.ndarray | None = None
 
     def __init__(self, dim: int, eps: float):
         check_positive(dim=dim)
@@ -35,20 +33,18 @@ class _Norm(Layer):
 
     def _forward_unadded(self, x: Array, more: Array | None) -> tuple[Array, Array, None, Any]:
         check_features(self, x, self.dim)
-        total, y, scale = self._normalise(rows(x), None if more is None else rows(more))
+        added = None if more is None else rows(more)
+        total, y, scale = self.stage.kernels.norm(rows(x), self.gain, self.bias, self.eps, added)
         return x if more is None else total.reshape(x.shape), y.reshape(x.shape), None, (total, scale)
 
     def backward_input(self, dy: Array, saved: Any, more: Array | None = None) -> tuple[Array, Any]:
-        (x, scale), backward = saved, self._backward(self.stage.kernels)
-        dx, *parts = backward(rows(dy), x, scale, self.gain, None if more is None else rows(more))
+        (x, scale), added = saved, None if more is None else rows(more)
+        dx, *parts = self.stage.kernels.norm_backward(rows(dy), x, scale, self.gain, self.bias is not None, added)
         return dx.reshape(dy.shape), parts
 
     def backward_weight(self, pending: Any) -> None:
         for key, parts in zip(("gain", "bias"), pending):
             self._add(key, self.stage.kernels.add_parts, parts)
-
-    def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
-        raise NotImplementedError
 
 
 class RMSNorm(_Norm):
@@ -75,14 +71,10 @@ class RMSNorm(_Norm):
 
     recordable = True
     mixes_positions = False
-    _backward = attrgetter("rms_norm_backward")
     _forward_unadded = _Norm._forward_unadded  # which subclasses do not inherit: see layer.forward_unadded
 
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__(dim, eps)
-
-    def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
-        return self.stage.kernels.rms_norm(x, self.gain, self.eps, more)
 
 
 class LayerNorm(_Norm):
@@ -100,17 +92,11 @@ class LayerNorm(_Norm):
     recordable = True
     mixes_positions = False
     freezes_parts = True
-    _backward = attrgetter("layer_norm_backward")
     _forward_unadded = _Norm._forward_unadded
-
-    bias: np.ndarray
 
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__(dim, eps)
         self.declared = {**self.declared, "bias": vector(dim)}
-
-    def _normalise(self, x: Array, more: Array | None) -> tuple[Array, Array, Array]:
-        return self.stage.kernels.layer_norm(x, self.gain, self.bias, self.eps, more)
 
 
 # -- Dropout whose masks do not depend on where or how often they are drawn -------------------------------------------

@@ -2,7 +2,6 @@
 
 from mpipipe.language.models.huggingface.folder import Folder, Origin, open_folder
 from mpipipe.language.models.huggingface.reading import read
-from mpipipe.language.models.huggingface.writing import config_of as config_of
-from mpipipe.language.models.huggingface.writing import save
+from mpipipe.language.models.huggingface.writing import config_of, save
 
 __all__ = ["Folder", "Origin", "open_folder", "read", "save"]

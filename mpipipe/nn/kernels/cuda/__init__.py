@@ -10,9 +10,8 @@ from __future__ import annotations
 # isort: off
 from mpipipe.nn.kernels.cuda.elementwise import accumulate, add, cast, copy, dropout, dropout_backward, gelu
 from mpipipe.nn.kernels.cuda.elementwise import gelu_backward, scale, swiglu, swiglu_backward
-from mpipipe.nn.kernels.cuda.layers import add_parts, apply_rope, embed, embed_backward, layer_norm, layer_norm_backward
-from mpipipe.nn.kernels.cuda.layers import linear, linear_backward_input, linear_backward_weight, mean_squared_error
-from mpipipe.nn.kernels.cuda.layers import products, rms_norm, rms_norm_backward, rope_table, softmax_cross_entropy
-from mpipipe.nn.kernels.cuda.layers import running_lse, running_lse_backward, sum_rows
+from mpipipe.nn.kernels.cuda.layers import add_parts, apply_rope, embed, embed_backward, linear, linear_backward_input
+from mpipipe.nn.kernels.cuda.layers import linear_backward_weight, mean_squared_error, softmax_cross_entropy, sum_rows
+from mpipipe.nn.kernels.cuda.layers import norm, norm_backward, products, rope_table, running_lse, running_lse_backward
 from mpipipe.nn.kernels.cuda.optimizer import adamw, sgd, sums_of_squares
 # isort: on

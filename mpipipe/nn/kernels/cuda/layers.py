@@ -152,9 +152,11 @@ def _block(threads: int) -> tuple[int, int]:
     return (threads, PER_BLOCK // threads if threads == 32 else 1)
 
 
-def _forward(
-    name: str, x: DeviceArray, more: DeviceArray | None, *vectors: DeviceArray, eps: float
+def norm(
+    x: DeviceArray, gain: DeviceArray, bias: DeviceArray | None, eps: float, more: DeviceArray | None = None
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """Return (x + more, y, scale)."""
+    name, vectors = ("rms_norm", [gain]) if bias is None else ("layer_norm", [gain, bias])
     y, scale = arrays.empty_like(x), arrays.empty((len(x),), arrays.accumulator(x.dtype), "cuda")
     if more is None:
         _norm((x, *vectors), (y, scale), (name, eps))
@@ -177,14 +179,18 @@ def _pack_norm(x: DeviceArray, *rest: Any) -> Launch | None:
     return Launch(arrays.cuda_function(NORM, name, **constants), grid(rows, block[1]), block, numbers)
 
 
-def _backward(
-    name: str, count: int, given: tuple[DeviceArray, ...], more: DeviceArray | None
+def norm_backward(
+    dy: DeviceArray,
+    x: DeviceArray,
+    scale: DeviceArray,
+    gain: DeviceArray,
+    centred: bool,
+    more: DeviceArray | None = None,
 ) -> tuple[DeviceArray, ...]:
-    """Return dx and `count` parts of gradients of vectors, which have a row for each block; add_parts adds them up."""
-    _, x, scale, _ = given
-    dx, width = arrays.empty_like(x), x.shape[1]
-    if more is not None:
-        name, given = f"{name}_add", (*given, more)
+    """Return dx and parts of dgain and, where rows were centred, of dbias, with a row for each block."""
+    name, count = ("layer_norm_backward", 2) if centred else ("rms_norm_backward", 1)
+    dx, width, given = arrays.empty_like(x), x.shape[1], (dy, x, scale, gain, *([] if more is None else [more]))
+    name = name if more is None else f"{name}_add"
     call = _norm_backward.call(given, (dx,), (name,))
     if call is None:
         return (dx, *(arrays.zeros((1, width), scale.dtype, "cuda") for _ in range(count)))
@@ -207,34 +213,6 @@ def _pack_backward(dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: De
 
 
 _norm, _norm_backward = Packed(_pack_norm), Packed(_pack_backward)
-
-
-def rms_norm(
-    x: DeviceArray, gain: DeviceArray, eps: float, more: DeviceArray | None = None
-) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-    """Return (x + more, y, scale)."""
-    return _forward("rms_norm", x, more, gain, eps=eps)
-
-
-def rms_norm_backward(
-    dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, more: DeviceArray | None = None
-) -> tuple[DeviceArray, ...]:
-    """Return (dx, parts of dgain)."""
-    return _backward("rms_norm_backward", 1, (dy, x, scale, gain), more)
-
-
-def layer_norm(
-    x: DeviceArray, gain: DeviceArray, bias: DeviceArray, eps: float, more: DeviceArray | None = None
-) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-    """Return (x + more, y, scale)."""
-    return _forward("layer_norm", x, more, gain, bias, eps=eps)
-
-
-def layer_norm_backward(
-    dy: DeviceArray, x: DeviceArray, scale: DeviceArray, gain: DeviceArray, more: DeviceArray | None = None
-) -> tuple[DeviceArray, ...]:
-    """Return (dx, parts of dgain, parts of dbias)."""
-    return _backward("layer_norm_backward", 2, (dy, x, scale, gain), more)
 
 
 # -- Rows of a table by number, and their gradient, on a GPU ----------------------------------------------------------

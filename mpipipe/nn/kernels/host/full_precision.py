@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from mpipipe.arrays import upcast
 from mpipipe.nn.kernels.host import ELEMENTS, blocks, elementwise
 from mpipipe.nn.kernels.host.flat import adamw as adamw
 from mpipipe.nn.kernels.host.flat import sgd as sgd
@@ -276,82 +277,56 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 # Gradients of vectors are returned as matrices with a row for each piece, which add_parts adds to the gradient.
 
 
-def rms_norm(
-    x: np.ndarray, gain: np.ndarray, eps: float, more: np.ndarray | None = None
+def norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, more: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (x + more, y, scale)."""
     total = x if more is None else np.empty(x.shape, x.dtype)
     y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
 
     def work(at: slice) -> None:
-        part = x[at] if more is None else np.add(x[at], more[at], out=total[at])
+        part, out = x[at] if more is None else np.add(x[at], more[at], out=total[at]), y[at]
+        if bias is not None:
+            part = _centred(part, out)
         _inverse_root(part, eps, scale[at])
-        out = np.multiply(part, scale[at, None], out=y[at])
+        np.multiply(part, scale[at, None], out=out)
         np.multiply(out, gain, out=out)
+        if bias is not None:
+            np.add(out, bias, out=out)
 
     each(work, blocks(*x.shape))
     return total, y, scale
 
 
-def rms_norm_backward(
-    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, more: np.ndarray | None = None
+def norm_backward(
+    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, centred: bool, more: np.ndarray | None = None
 ) -> tuple[np.ndarray, ...]:
-    """Return (dx, part of dgain)."""
-    dx, pieces = np.empty(x.shape, x.dtype), blocks(*x.shape)
-    dgain = np.empty((len(pieces), len(gain)), gain.dtype)
-
-    def work(piece: tuple[int, slice]) -> None:
-        number, at = piece
-        normal = np.multiply(x[at], scale[at, None])
-        _backward_block(dy[at], normal, scale[at, None], gain, dx[at], dgain[number])
-        if more is not None:
-            np.add(more[at], dx[at], out=dx[at])
-
-    each(work, list(enumerate(pieces)))
-    return dx, dgain
-
-
-def layer_norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, more: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (x + more, y, scale)."""
-    total = x if more is None else np.empty(x.shape, x.dtype)
-    y, scale = np.empty(x.shape, x.dtype), np.empty(len(x), x.dtype)
-
-    def work(at: slice) -> None:
-        out = _centred(x[at] if more is None else np.add(x[at], more[at], out=total[at]), y[at])
-        _inverse_root(out, eps, scale[at])
-        np.multiply(out, scale[at, None], out=out)
-        np.multiply(out, gain, out=out)
-        np.add(out, bias, out=out)
-
-    each(work, blocks(*x.shape))
-    return total, y, scale
-
-
-def layer_norm_backward(
-    dy: np.ndarray, x: np.ndarray, scale: np.ndarray, gain: np.ndarray, more: np.ndarray | None = None
-) -> tuple[np.ndarray, ...]:
-    """Return (dx, part of dgain, part of dbias)."""
+    """Return (dx, part of dgain) and, where rows were centred, part of dbias."""
     dx, pieces = np.empty(x.shape, x.dtype), blocks(*x.shape)
     dgain, dbias = (np.empty((len(pieces), len(gain)), gain.dtype) for _ in range(2))
 
+    def mean(products: np.ndarray) -> np.ndarray:
+        return np.divide(products, len(gain), out=products)
+
     def work(piece: tuple[int, slice]) -> None:
         number, at = piece
-        part = dy[at]
-        normal = _centred(x[at], np.empty(part.shape, part.dtype))
-        np.multiply(normal, scale[at, None], out=normal)
-        mean = np.matmul(part, gain)
-        np.divide(mean, len(gain), out=mean)
-        np.multiply(mean, scale[at], out=mean)
-        _backward_block(part, normal, scale[at, None], gain, dx[at], dgain[number])
-        np.subtract(dx[at], mean[:, None], out=dx[at])
-        np.add.reduce(part, 0, out=dbias[number])
+        part, out, r = dy[at], dx[at], scale[at, None]
+        normal = np.empty(part.shape, part.dtype)
+        np.multiply(_centred(x[at], normal) if centred else x[at], r, out=normal)
+        product = np.multiply(part, normal)
+        np.add.reduce(product, 0, out=dgain[number])
+        np.multiply(normal, mean(np.matmul(product, gain))[:, None], out=normal)
+        np.multiply(part, gain, out=out)
+        np.subtract(out, normal, out=out)
+        np.multiply(out, r, out=out)
+        if centred:
+            np.subtract(out, mean(np.matmul(part, gain))[:, None] * r, out=out)
+            np.add.reduce(part, 0, out=dbias[number])
         if more is not None:
-            np.add(more[at], dx[at], out=dx[at])
+            np.add(more[at], out, out=out)
 
     each(work, list(enumerate(pieces)))
-    return dx, dgain, dbias
+    return (dx, dgain, dbias) if centred else (dx, dgain)
 
 
 def _inverse_root(x: np.ndarray, eps: float, out: np.ndarray) -> None:
@@ -370,20 +345,6 @@ def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.subtract(x, mean, out=out)
 
 
-def _backward_block(
-    dy: np.ndarray, normal: np.ndarray, scale: np.ndarray, gain: np.ndarray, dx: np.ndarray, dgain: np.ndarray
-) -> None:
-    """Dx = r * (gain * dy - n * mean(gain * dy * n)); dgain = sum over rows of dy * n. Overwrites `normal`, n."""
-    product = np.multiply(dy, normal)
-    np.add.reduce(product, 0, out=dgain)
-    mean = np.matmul(product, gain)
-    np.divide(mean, len(gain), out=mean)
-    np.multiply(normal, mean[:, None], out=normal)
-    np.multiply(dy, gain, out=dx)
-    np.subtract(dx, normal, out=dx)
-    np.multiply(dx, scale, out=dx)
-
-
 # -- Losses and their gradients, times a factor that is applied before the gradient is rounded ------------------------
 
 
@@ -398,22 +359,26 @@ def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1
 def softmax_cross_entropy(
     logits: np.ndarray, ids: np.ndarray, factor: float = 1.0, out: np.ndarray | None = None
 ) -> tuple[float, np.ndarray]:
-    """Return (mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its gradient)."""
+    """Return (mean of -log softmax(logits)[id] over the rows, summed in float64; factor * its gradient).
+
+    It takes halves, too, and upcasts a piece at a time: logits are the largest arrays of all.
+    """
     gradient = np.empty(logits.shape, logits.dtype) if out is None else out
     count = len(logits) / factor
-    value = summed(blocks(*logits.shape), lambda at: cross_entropy_block(logits[at], ids[at], count, gradient[at]))
-    return value / len(logits), gradient
 
+    def term(at: slice) -> float:
+        part, own, picks = upcast(logits[at]), ids[at], np.arange(at.stop - at.start)
+        to = gradient[at] if logits.itemsize > 2 else part
+        np.subtract(part, part.max(1, keepdims=True), out=to)
+        hits = to[picks, own]
+        np.exp(to, out=to)
+        sums = np.add.reduce(to, 1, keepdims=True)
+        value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
+        np.multiply(sums, count, out=sums)
+        np.divide(to, sums, out=to)
+        to[picks, own] -= 1 / count
+        if logits.itemsize == 2:
+            cast(to, gradient[at])
+        return value
 
-def cross_entropy_block(logits: np.ndarray, ids: np.ndarray, count: float, out: np.ndarray) -> float:
-    """Return the sum of the losses of some rows; out = their gradient over `count`. `out` may be `logits`."""
-    np.subtract(logits, logits.max(1, keepdims=True), out=out)
-    picks = np.arange(len(ids))
-    hits = out[picks, ids]
-    np.exp(out, out=out)
-    sums = np.add.reduce(out, 1, keepdims=True)
-    value = float(np.sum(np.log(sums[:, 0], dtype=np.float64) - hits))
-    np.multiply(sums, count, out=sums)
-    np.divide(out, sums, out=out)
-    out[picks, ids] -= 1 / count
-    return value
+    return summed(blocks(*logits.shape), term) / len(logits), gradient
