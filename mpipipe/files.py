@@ -38,6 +38,7 @@ FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 exists, is_folder = os.path.exists, os.path.isdir
 
 
+@contextmanager
 def reading(
     what: str,
     path: str | Path,
@@ -46,9 +47,17 @@ def reading(
     expected: str | None = REGULAR,
     remedy: str | None = None,
     also: tuple[type[Exception], ...] = (),
-) -> AbstractContextManager[None]:
+    done: str = "read",
+) -> Iterator[None]:
     """Turn an OSError, or an exception of `also`, into the error "`what` cannot be read", which names the file."""
-    return _explaining(f"{what} cannot be read", path, error, expected, remedy, also)
+    caught: tuple[type[Exception], ...] = (OSError, *also)
+    try:
+        yield
+    except caught as cause:
+        if isinstance(cause, MpipipeError):  # says already what is wrong
+            raise
+        text = f"{what} cannot be {done}: {reason(cause, path)}"
+        raise error(text, found=str(path), expected=expected, remedy=remedy) from cause
 
 
 def writing(
@@ -60,25 +69,7 @@ def writing(
     remedy: str | None = None,
 ) -> AbstractContextManager[None]:
     """Turn an OSError into the error "`what` cannot be written", which names the file or folder."""
-    return _explaining(f"{what} cannot be written", path, error, expected, remedy, ())
-
-
-@contextmanager
-def _explaining(
-    text: str,
-    path: str | Path,
-    error: type[MpipipeError],
-    expected: str | None,
-    remedy: str | None,
-    also: tuple[type[Exception], ...],
-) -> Iterator[None]:
-    caught: tuple[type[Exception], ...] = (OSError, *also)
-    try:
-        yield
-    except caught as cause:
-        if isinstance(cause, MpipipeError):  # says already what is wrong
-            raise
-        raise error(f"{text}: {reason(cause, path)}", found=str(path), expected=expected, remedy=remedy) from cause
+    return reading(what, path, error, expected=expected, remedy=remedy, done="written")
 
 
 def reason(error: Exception, path: str | Path = "") -> str:
@@ -143,13 +134,8 @@ def read_text(path: str | Path, most: int) -> str:
 
 def read_at(descriptor: int, start: int, count: int) -> bytes:
     """Read the bytes start .. start + count of an open file; fewer only where the file ends before."""
-    content = os.pread(descriptor, count, start)
-    while len(content) < count:  # one call may give less than there is
-        more = os.pread(descriptor, count - len(content), start + len(content))
-        if not more:
-            break
-        content += more
-    return content
+    content = bytearray(count)
+    return bytes(content[: read_into(descriptor, start, memoryview(content))])
 
 
 def read_into(descriptor: int, start: int, memory: memoryview) -> int:
@@ -232,6 +218,18 @@ def silence(stream: TextIO) -> None:
         os.close(descriptor)
 
 
+def new_folder(path: Path) -> Path:
+    """Make the folder `path`, or the first of path-2, path-3, ... that is not there, and return it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    place, number = path, 1
+    while True:
+        with suppress(FileExistsError):
+            place.mkdir()
+            return place
+        number += 1
+        place = Path(f"{path}-{number}")
+
+
 def sync_folder(folder: Path) -> None:
     """Force the names in a folder to the disk, where its file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -250,21 +248,3 @@ def _checked(status: os.stat_result, path: str | Path) -> os.stat_result:
     kind = next((words for is_kind, words in KINDS if is_kind(status.st_mode)), "no regular file")
     code = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
     raise OSError(code, f"it is {kind}, not a file", str(path))
-
-
-# -- Lines `name: value` in files of /proc -----------------------------------------------------------------------------
-
-
-def bytes_of_line(name: str, path: str = "/proc/meminfo") -> int | None:
-    """Return the bytes that a line of a file of /proc says in kB, None if there is no such thing."""
-    text = line_of(path, name).split()
-    return int(text[0]) * 1024 if text else None
-
-
-def line_of(path: str, name: str) -> str:
-    """Return what follows `name:` in a file of /proc; empty if there is no such thing."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name), "")

@@ -11,7 +11,7 @@ import math
 import operator
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mpipipe.errors import ArgumentError, ConfigError
@@ -71,7 +71,6 @@ class Option:
         )
 
     def has(self, value: float) -> bool:
-        """Return whether a number is in the range."""
         return all(
             holds(value, getattr(self, name)) for name, (_, holds) in LIMITS.items() if getattr(self, name) is not None
         )
@@ -86,9 +85,9 @@ def _shown(limit: float) -> str:
 # -- Options as the fields of a configuration, a dataclass ------------------------------------------------------------
 
 
-def option(default: Any, text: str, **description: Any) -> Any:
+def option(default: Any, text: str, key: bool = True, **description: Any) -> Any:
     """Return the field of a configuration with its default, help text, and what else an Option has."""
-    return field(default=default, metadata={"option": Option(text, key=True, **description)})
+    return field(default=default, metadata={"option": Option(text, key=key, **description)})
 
 
 def kinds_of(config: type) -> dict[str, type]:
@@ -105,8 +104,7 @@ def _kind(entry: dataclasses.Field, hint: Any) -> type:
 
 def option_of(entry: dataclasses.Field) -> Option:
     """Return the description of a field."""
-    described: Option = entry.metadata["option"]
-    return described
+    return entry.metadata["option"]
 
 
 def key_of(entry: dataclasses.Field) -> str:
@@ -187,7 +185,7 @@ def document(config: type) -> None:
     """Put the help texts of the fields into the docstring of a configuration, as its section Parameters."""
     lines = ["Parameters", "----------"]
     for entry in fields(config):
-        default = "" if entry.default is None else f", default {entry.default!r}"
+        default = "" if entry.default in (None, MISSING) else f", default {entry.default!r}"
         kind = str(entry.type).replace(" | None", ", optional")
         lines += [f"{entry.name} : {kind}{default}", f"    {option_of(entry).text}"]
     section = textwrap.indent("\n".join(lines), "    ") + "\n\n"

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple, TypeAlias
 
@@ -26,6 +28,7 @@ from mpipipe.analysis.records import RankRecord, StepRecord, Waited, deliveries
 from mpipipe.schedules import Action, Costs, Schedule, Timeline, simulate
 
 LATE = "late"
+ORDER = ("compute", "reading", LATE, "transfer", "sums", "optimizer", "overhead")
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
 # what spans of a recorder went into, and their names, by the first words that the recorder has for them
 SPANS = {
@@ -98,38 +101,24 @@ def _divided(step: StepRecord, number: int, replica: int, peers: Peers) -> list[
 
 
 def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
-    """Cut the pieces to what is visible of each, and fill up with overhead."""
-    order = ("compute", "reading", LATE, "transfer", "sums", "optimizer")
+    """Give each moment to the piece under way whose part comes first, of one part to the earliest; else to overhead."""
+    pieces = sorted([*found, Segment(*whole, "overhead", "overhead")], key=lambda piece: piece[:2])
+    moments = sorted({min(max(time, whole[0]), whole[1]) for piece in pieces for time in piece[:2]})
     visible: list[Segment] = []
-    for part in order:
-        layer = sorted((each for each in found if each.part == part), key=_times)
-        visible = sorted([*visible, *_outside(layer, visible, whole)], key=_times)
-    gaps = _outside([Segment(*whole, "overhead", "overhead")], visible, whole)
-    return sorted([*visible, *gaps], key=_times)
-
-
-def _times(segment: Segment) -> Interval:
-    return segment.start, segment.end
-
-
-def _outside(layer: Iterable[Segment], covered: Sequence[Segment], whole: Interval) -> list[Segment]:
-    """The pieces of a layer, in order, without what lies outside of `whole`, below `covered`, or below one another."""
-    left: list[Segment] = []
-    at, now = 0, whole[0]
-    for segment in layer:
-        now = max(now, segment.start)
-        end = min(segment.end, whole[1])
-        while at < len(covered) and covered[at].start < end:
-            if covered[at].start > now:
-                left.append(segment._replace(start=now, end=covered[at].start))
-            now = max(now, covered[at].end)
-            if covered[at].end > end:
-                break
-            at += 1
-        if now < end:
-            left.append(segment._replace(start=now, end=end))
-            now = end
-    return left
+    under_way: list[tuple[int, int]] = []
+    begun, before = 0, -1
+    for start, end in pairwise(moments):
+        while begun < len(pieces) and pieces[begun].start <= start:
+            heappush(under_way, (ORDER.index(pieces[begun].part), begun))
+            begun += 1
+        while pieces[under_way[0][1]].end <= start:
+            heappop(under_way)
+        number = under_way[0][1]
+        if number == before:
+            start = visible.pop().start
+        visible.append(pieces[number]._replace(start=start, end=end))
+        before = number
+    return visible
 
 
 # -- Where the time of each step went, in nine parts that add up to it -----------------------------------------------

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpipipe.arrays import Array, accumulator, aligned_empty
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.bias import BiasFunction, name_of
-from mpipipe.attention.decode import (
-    agree_on_facts,
-    attend_over_ranks,
-    causal_block,
-    merged_over_ranks,
-    nothing_yet,
-    shared_facts,
-    sharing_group,
-)
+from mpipipe.attention.bias import BiasFunction
+from mpipipe.attention.decode import CacheOptions, agree_on_facts, merged_over_ranks, nothing_yet, sharing_group
 from mpipipe.attention.kernels import KVBlock, OutLse, no_poll
 from mpipipe.attention.mask import PositionRange, Slice
 from mpipipe.errors import ArgumentError
@@ -30,10 +21,9 @@ from mpipipe.nn import Attend
 class _CausalCache(Attend):
     """Causal attention over keys and values that the ranks of a communicator share. There is no backward."""
 
-    def __init__(self, comm: Communicator | None, window: int | None, scale: float | None) -> None:
-        mask.check_window(True, window)
-        mask.check_scale(scale)
-        self.window, self.scale = window, scale
+    def __init__(self, comm: Communicator | None, options: CacheOptions) -> None:
+        options.check()
+        self.options = options
         self.group = sharing_group(comm)
         self.size, self.rank = (1, 0) if self.group is None else (self.group.size, self.group.rank)
         self.poll: Callable[[], object] = no_poll
@@ -99,9 +89,7 @@ class KVCache(_CausalCache):
             raise ArgumentError(
                 "capacity of a cache", found=repr(capacity), expected="an integer of at least 1, the positions in all"
             )
-        super().__init__(comm, window, scale)
-        name_of(bias)
-        self._options: Any = {"window": window, "scale": scale, "bias": bias}
+        super().__init__(comm, CacheOptions(window, scale, bias))
         self.capacity = int(capacity)
         part = -(-self.capacity // self.size)
         self.first, self.stop = (min(r * part, self.capacity) for r in (self.rank, self.rank + 1))
@@ -140,16 +128,15 @@ class KVCache(_CausalCache):
             If arrays do not fit together or to the cache, exceed its capacity, or differ in shape between ranks.
             Nothing is appended then.
         """
-        kernel = agree_on_facts(self.group, lambda: self._facts(q, k, v), self._options["bias"])
+        kernel = agree_on_facts(self.group, lambda: self._facts(q, k, v), self.options.bias)
         start, end = self.length, self.length + k.shape[1]
         keys, values = self._append(k, v, end)
-        block = causal_block(q, keys, values, start=start, first=self.first, **self._options)
-        out = attend_over_ranks(self.group, kernel, replace(block, poll=self.poll))
+        out = self.options.attend(self.group, kernel, (q, keys, values), start, self.first, self.poll)
         self.length = end
         return out, None
 
     def _facts(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, Any]:
-        facts = shared_facts(q, k, v, start=self.length, **self._options)
+        facts = self.options.facts(q, k, v, self.length)
         if q.shape[1] != k.shape[1]:
             raise ArgumentError(
                 "a cache takes queries, keys and values of the same new positions",
@@ -252,7 +239,7 @@ class SlotCache(_CausalCache):
         window: int | None = None,
         scale: float | None = None,
     ) -> None:
-        super().__init__(comm, window, scale)
+        super().__init__(comm, CacheOptions(window, scale))
         self.pieces, self.slots, self.capacity = pieces, slots, capacity
         self.rows = -(-capacity // self.size)  # of a slot here
 
@@ -276,7 +263,8 @@ class SlotCache(_CausalCache):
         if not self._kept:
             # (kv_heads, slots, rows, dim) of zeros: pages that no sequence reaches are never touched
             self._kept = [np.zeros((x.shape[2], self.slots, self.rows, x.shape[3]), x.dtype) for x in (k, v)]
-        scale = q.shape[3] ** -0.5 if self.scale is None else self.scale
+        window, scale, _ = self.options
+        scale = q.shape[3] ** -0.5 if scale is None else scale
 
         def attend(result: OutLse) -> None:
             nothing_yet(result)
@@ -285,14 +273,14 @@ class SlotCache(_CausalCache):
             for piece in pieces:
                 first, filled = self._append(piece, row, k, v)
                 if piece.rows == 1:
-                    low = 0 if self.window is None else max(0, piece.start + 1 - self.window - first)
+                    low = 0 if window is None else max(0, piece.start + 1 - window - first)
                     if low < filled:
                         keys, values = (kept[:, piece.slot, low:filled] for kept in self._kept)
                         result.out[0, row], result.lse[0, :, row] = _attend_one(q[0, row], keys, values, scale)
                 else:
                     queries = PositionRange(row, piece.rows, piece.start, 1)
                     held = PositionRange(piece.slot * self.rows, filled, first, 1)
-                    slices += mask.mask_slices([queries], [held], True, self.window)
+                    slices += mask.mask_slices([queries], [held], True, window)
                 row += piece.rows
             if slices:  # the slots side by side are one long sequence (1, slots x rows, kv_heads, dim), a view
                 k_long, v_long = (x.reshape(len(x), -1, x.shape[3]).swapaxes(0, 1)[None] for x in self._kept)

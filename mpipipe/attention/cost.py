@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.attention.layout import Layout
+from mpipipe.attention.layout import Layout, ring_hops
 from mpipipe.errors import ArgumentError
 
 BACKWARD_WORK = 2.5  # matrix products of the backward over those of the forward: five against two
@@ -34,8 +34,7 @@ def sent_forward(blocks: Sequence[int], rank: int, steps: int | None = None) -> 
     `blocks` are the `kv_bytes` of each rank, `steps` the ring steps (`Layout.steps`: fewer than N with a window), by
     default N. In every step t but the last, the rank passes on the block of rank - t.
     """
-    steps = len(blocks) if steps is None else steps
-    return sum(blocks[(rank - step) % len(blocks)] for step in range(steps - 1))
+    return sum(_messages(blocks, blocks, rank, len(blocks) if steps is None else steps, backward=False))
 
 
 def sent_backward(
@@ -51,9 +50,16 @@ def sent_backward(
     shards are even, and none for a rank alone.
     """
     steps = len(blocks) if steps is None else steps
-    gradients = blocks if gradients is None else gradients
-    order = [(rank - step) % len(blocks) for step in range(steps - 1, 0, -1)]
-    return sum(blocks[other] for other in order[:-1]) + sum(gradients[other] for other in order)
+    return sum(_messages(blocks, blocks if gradients is None else gradients, rank, steps, backward=True))
+
+
+def _messages(blocks: Sequence[int], gradients: Sequence[int], rank: int, steps: int, backward: bool) -> list[int]:
+    """Bytes that a rank sends in each step."""
+    last = steps - (2 if backward else 1)  # step in which keys and values need not go on
+    return [
+        (step < last) * blocks[owner] + (backward and step > 0) * gradients[owner - 1]
+        for step, *_, owner in ring_hops(rank, len(blocks), steps, backward)
+    ]
 
 
 def sent_backward_full_circle(block: int, ranks: int) -> int:
@@ -232,11 +238,7 @@ def ring_cost(
     costs = []
     for backward in (False, True):
         tables = [layout.table(rank, causal, window, backward=backward) for rank in range(layout.ranks)]
-        last = len(tables[0]) - (2 if backward else 1)  # step in which keys and values need not go on
-        sizes = [
-            [(row.step < last) * blocks[row.keys_of] + (backward and row.step > 0) * gradients[row.keys_of - 1]
-             for row in table] for table in tables
-        ]  # fmt: skip
+        sizes = [_messages(blocks, gradients, rank, len(table), backward) for rank, table in enumerate(tables)]
         rate = flops / BACKWARD_WORK if backward else flops
         times = [[attention_flops(batch * row.pairs, heads, head_dim) / rate for row in table] for table in tables]
         done = [0.0] * layout.ranks

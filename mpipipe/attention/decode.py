@@ -12,15 +12,14 @@ the same order, so all ranks get the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpipipe.arrays import accumulator, aligned_empty, cast, is_device
 from mpipipe.attention import kernels, mask
 from mpipipe.attention.bias import Bias, BiasFunction, evaluated, name_of
-from mpipipe.attention.kernels import AttentionKernel, KVBlock, OutLse
+from mpipipe.attention.kernels import AttentionKernel, KVBlock, OutLse, no_poll
 from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.mask import PositionRange
 from mpipipe.attention.merge import merge
@@ -84,43 +83,66 @@ def decode_attention(
     >>> bool(np.allclose(out, Local(causal=True).forward(q, k, v)[0][:, 5:]))
     True
     """
-    group = sharing_group(comm)
-    options: Any = {"start": start, "window": window, "scale": scale, "bias": bias}
-    kernel = agree_on_facts(group, lambda: shared_facts(q, k, v, **options), bias)
-    return attend_over_ranks(group, kernel, causal_block(q, k, v, first=first, **options))
+    group, options = sharing_group(comm), CacheOptions(window, scale, bias)
+    kernel = agree_on_facts(group, lambda: options.facts(q, k, v, start), bias)
+    return options.attend(group, kernel, (q, k, v), start, first)
 
 
-def causal_block(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    start: int,
-    first: int,
-    window: int | None,
-    scale: float | None,
-    bias: BiasFunction | None,
-) -> KVBlock:
-    """Return the work of queries from position `start` on keys from position `first`."""
-    queries, keys = PositionRange(0, q.shape[1], start, 1), PositionRange(0, k.shape[1], first, 1)
-    slices = mask.mask_slices([queries], [keys], True, window)
-    block = KVBlock(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices)
-    if bias is None:
-        return block
-    places = (np.arange(begin, begin + x.shape[1]) for x, begin in ((q, start), (k, first)))
-    return replace(block, bias=Bias(bias, *places))
+class CacheOptions(NamedTuple):
+    """How queries see cached keys, the same on all ranks."""
 
+    window: int | None
+    scale: float | None
+    bias: BiasFunction | None = None
 
-def attend_over_ranks(group: RankGroup | None, kernel: AttentionKernel, block: KVBlock) -> np.ndarray:
-    """Attend to this rank's block, and merge the results of all ranks."""
+    def check(self) -> None:
+        """Raise ArgumentError for an option without sense."""
+        mask.check_window(True, self.window)
+        mask.check_scale(self.scale)
+        name_of(self.bias)
 
-    def attend(result: OutLse) -> None:
-        overwrite = mask.each_row_once(block.slices, block.q.shape[1])
-        if not overwrite:
-            nothing_yet(result)
-        kernel.forward(block, result, overwrite)
+    def facts(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int) -> dict[str, Any]:
+        """What must be the same on all ranks; raises ArgumentError if this rank's arrays do not fit together."""
+        self.check()
+        check_arrays(q, k, v)
+        if is_device(q):
+            raise ArgumentError(
+                "a cache of keys and values is kept on the host",
+                found="device arrays",
+                expected="numpy arrays",
+                remedy="build the model that generates with device='cpu'",
+            )
+        window, scale, bias = self
+        if bias is not None:  # on all ranks, also on those without keys
+            evaluated(bias, q.shape[2], np.array([[start]]), np.array([start]))
+        facts = {"q": q.shape, "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": q.dtype.name}
+        window, scale = None if window is None else int(window), None if scale is None else float(scale)
+        return facts | {"start": int(start), "window": window, "scale": scale, "bias": name_of(bias)}
 
-    return merged_over_ranks(group, block.q, block.v.shape[3], attend)
+    def attend(
+        self,
+        group: RankGroup | None,
+        kernel: AttentionKernel,
+        qkv: tuple[np.ndarray, np.ndarray, np.ndarray],
+        start: int,
+        first: int,
+        poll: Callable[[], object] = no_poll,
+    ) -> np.ndarray:
+        """Attend from position `start` on to this rank's keys from position `first` on, and merge what ranks find."""
+        (q, k, v), (window, scale, bias) = qkv, self
+        queries, keys = PositionRange(0, q.shape[1], start, 1), PositionRange(0, k.shape[1], first, 1)
+        slices = mask.mask_slices([queries], [keys], True, window)
+        places = (np.arange(begin, begin + x.shape[1]) for x, begin in ((q, start), (k, first)))
+        added = None if bias is None else Bias(bias, *places)
+        block = KVBlock(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices, poll, added)
+
+        def attend(result: OutLse) -> None:
+            overwrite = mask.each_row_once(slices, q.shape[1])
+            if not overwrite:
+                nothing_yet(result)
+            kernel.forward(block, result, overwrite)
+
+        return merged_over_ranks(group, q, v.shape[3], attend)
 
 
 def merged_over_ranks(
@@ -159,34 +181,6 @@ def nothing_yet(result: OutLse) -> None:
     result.lse.fill(-np.inf)
 
 
-def shared_facts(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    start: int,
-    window: int | None,
-    scale: float | None,
-    bias: BiasFunction | None,
-) -> dict[str, Any]:
-    """What must be the same on all ranks; raises ArgumentError if this rank's arrays do not fit together."""
-    mask.check_window(True, window)
-    mask.check_scale(scale)
-    check_arrays(q, k, v)
-    if is_device(q):
-        raise ArgumentError(
-            "a cache of keys and values is kept on the host",
-            found="device arrays",
-            expected="numpy arrays",
-            remedy="build the model that generates with device='cpu'",
-        )
-    if bias is not None:  # on all ranks, also on those without keys
-        evaluated(bias, q.shape[2], np.array([[start]]), np.array([start]))
-    facts = {"q": q.shape, "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": q.dtype.name}
-    window, scale = None if window is None else int(window), None if scale is None else float(scale)
-    return facts | {"start": int(start), "window": window, "scale": scale, "bias": name_of(bias)}
-
-
 def agree_on_facts(
     group: RankGroup | None, find: Callable[[], dict[str, Any]], bias: BiasFunction | None
 ) -> AttentionKernel:
@@ -194,19 +188,19 @@ def agree_on_facts(
 
     An error on one rank, or a difference, raises on every rank.
     """
-    if group is None:
-        find()
-        return kernels.chosen(bias=bias)
     error: Exception | None = None
     facts: dict[str, Any] = {}
     try:
         facts = find()
-        kernels.chosen(bias=bias)  # a rank without it must not leave the others waiting
+        kernel = kernels.chosen(bias=bias)  # a rank without it must not leave the others waiting
     except Exception as caught:
         error = caught
-    remedy = "give the same new positions to all ranks"
-    group.agree("decode_attention", tuple(facts.items()), error=error, remedy=remedy)
-    return kernels.chosen(bias=bias)
+    if group is not None:
+        remedy = "give the same new positions to all ranks"
+        group.agree("decode_attention", tuple(facts.items()), error=error, remedy=remedy)
+    elif error is not None:
+        raise error
+    return kernel
 
 
 def sharing_group(comm: Communicator | None) -> RankGroup | None:

@@ -175,33 +175,31 @@ class Ring(PlannedAttend):
         if self._positions is None:
             self._expected = positions  # the length is known within the forward
         else:
-            check_positions(positions, self._positions, self.options.layout, self.group.rank)
+            self._compare(positions, self._positions)
 
     def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
         """Compare the positions that a layer has named with those of the shard, whose length is known by now."""
         expected, self._expected = self._expected, None
         if expected is not None and segments is None:
-            rank = self.group.rank
-            check_positions(expected, plan.layout.positions(rank), self.options.layout, rank)
+            self._compare(expected, plan.layout.positions(plan.rank))
+
+    def _compare(self, found: np.ndarray, expected: np.ndarray) -> None:
+        if not np.array_equal(found, expected):
+            raise ArgumentError(
+                "a layer and its ring differ in the positions of this rank's rows",
+                rank=self.group.rank,
+                found=_listed(found),
+                expected=f"{_listed(expected)}, the {self.options.layout} shard that the ring attends by",
+                remedy="use one Layout for all: layout.shard(x, rank), Ring(comm, layout=layout), "
+                "layout.positions(rank)",
+            )
 
     def _pass(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
         # all rings on the communicator with arrays on one kind of device share an exchange; collective the first time
         comm, device, exchange = self._comm, plan.message.shapes.device, None
         if plan.steps > 1:
-            exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.synchronous_sends(), device))
+            exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device))
         return RingPass(self, plan, kernel, exchange)
-
-
-def check_positions(found: np.ndarray, expected: np.ndarray, layout: str, rank: int) -> None:
-    """Raise ArgumentError unless a layer has the positions of its rows that a ring attends by."""
-    if not np.array_equal(found, expected):
-        raise ArgumentError(
-            "a layer and its ring differ in the positions of this rank's rows",
-            rank=rank,
-            found=_listed(found),
-            expected=f"{_listed(expected)}, the {layout} shard that the ring attends by",
-            remedy="use one Layout for all: layout.shard(x, rank), Ring(comm, layout=layout), layout.positions(rank)",
-        )
 
 
 def _listed(positions: np.ndarray) -> str:

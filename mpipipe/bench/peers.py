@@ -19,6 +19,7 @@ import numpy as np
 
 from mpipipe import Pipeline, attention, nn, processor, schedules
 from mpipipe.arrays import array_of, tensor_of
+from mpipipe.bench.attention import both_ways, random_arrays
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import Communicator, group_of, runtime
@@ -175,15 +176,8 @@ def _as_pytorch(model: GPT, name: str, array: np.ndarray) -> np.ndarray:
 def _rings(comm: Communicator, seq_len: int, heads: int, dim: int, repeats: int) -> None:
     """Report forward and backward of a causal ring, in float32."""
     layout = attention.Layout("zigzag", comm.size, seq_len)
-    rng = np.random.default_rng(0)
-    shards = [layout.shard(rng.standard_normal((1, seq_len, heads, dim), np.float32), comm.rank) for _ in range(4)]
-    ring = attention.Ring(comm, layout=layout)
-
-    def ours() -> list[np.ndarray]:
-        *inputs, dout = shards
-        out, saved = ring.forward(*inputs)
-        return [out, *ring.backward(dout, saved)]
-
+    shards = [layout.shard(array, comm.rank) for array in random_arrays(seq_len, heads, dim)]
+    ours = partial(both_ways, attention.Ring(comm, layout=layout), shards)
     theirs = partial(_torch_ring, *(torch.from_numpy(x).transpose(1, 2).contiguous() for x in shards))
     expected = [x.transpose(1, 2).numpy() for x in theirs()]
     _check(comm, "the ring", ours(), expected, NEAR["float32"])

@@ -216,7 +216,6 @@ class PingPong:
         self.schedule = self.mailbox.receive_schedule(self.envelopes, [[(array.shape, array.dtype)]] * count)
 
     def __call__(self) -> None:
-        """Play all turns."""
         mailbox, array = self.mailbox, self.array
         mailbox.begin_call(self.schedule, 1)
         for envelope in self.envelopes:

@@ -11,12 +11,13 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from time import perf_counter, sleep
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
 from mpipipe import Pipeline, attention, nn, optim, processor, schedules
 from mpipipe.attention import Local
+from mpipipe.bench.attention import both_ways, random_arrays
 from mpipipe.bench.timing import Call, Repeats, compare, on_ranks, report
 from mpipipe.bench.train import beside_torch
 from mpipipe.comm import Mesh
@@ -74,7 +75,6 @@ def _gain(comm: Communicator, repeats: int, threads: int, what: str, call: Call,
 
 
 def _kernels(comm: Communicator, repeats: int, threads: int, megabytes: int) -> None:
-    """Report kernels on large arrays."""
     host, size = kernels.of("cpu", np.dtype(np.float32)), megabytes * 1_000_000 // 4
     draw = np.random.default_rng(0).standard_normal
     p, g, m, v = (np.abs(draw(size, np.float32)) for _ in range(4))
@@ -144,17 +144,10 @@ def _replicas(comm: Communicator, repeats: int, threads: int, model: GPT, rows: 
 
 def _ring(comm: Communicator, repeats: int, threads: int, seq_len: int) -> None:
     """Report attention on one rank with threads, next to a ring with one thread on each rank."""
-    rng = np.random.default_rng(0)
-    whole = [rng.standard_normal((1, seq_len, 8, 64), dtype=np.float32) for _ in range(4)]
-    layout = attention.Layout("zigzag", comm.size, seq_len)
+    whole, layout = random_arrays(seq_len, 8, 64), attention.Layout("zigzag", comm.size, seq_len)
     shards = [layout.shard(array, comm.rank) for array in whole]
-
-    def both(attend: Any, arrays: list[np.ndarray]) -> None:
-        *inputs, dout = arrays
-        attend.backward(dout, attend.forward(*inputs)[1])
-
-    alone = _asleep(comm, _with(threads, partial(both, Local(), whole)))
-    ring = partial(both, attention.Ring(comm, layout=layout), shards)
+    alone = _asleep(comm, _with(threads, partial(both_ways, Local(), whole)))
+    ring = partial(both_ways, attention.Ring(comm, layout=layout), shards)
     ours, theirs = compare(comm, [alone, _with(1, ring)], repeats, WARMUP)
     what = f"attention, forward and backward, sequence {seq_len}, one rank with {threads} threads"
     report(comm, what, f"{ours:.3f} s, a ring of {comm.size} {theirs:.3f} s", theirs / ours, "at least 0.95")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import wraps
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 
-from mpipipe import arrays, processor
+from mpipipe import arrays, cli
 from mpipipe.arrays import DeviceArray, Shape
 from mpipipe.cli import show
-from mpipipe.job import Communicator, group_of, run_or_abort
+from mpipipe.job import Communicator, group_of
 from mpipipe.options import Option
 from mpipipe.text import text_table
 
@@ -23,17 +22,8 @@ Repeats = Annotated[int, Option("measured turns of each candidate; medians are s
 
 
 def on_ranks(measure: Callable[..., None]) -> Callable[..., int]:
-    """Make a command of a function that all ranks call, so that an error on one rank ends the job."""
-
-    @wraps(measure)
-    def command(**options: Any) -> int:
-        def work() -> None:
-            processor.prepare_process()
-            measure(**options)
-
-        return run_or_abort(work)
-
-    return command
+    """Make a command of a measurement on all ranks, which have one thread each."""
+    return cli.on_ranks(measure, threads=lambda: 1)
 
 
 def compare(
@@ -81,11 +71,9 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The value over that of the peer, None without a peer."""
         return None if self.peer_value is None else self.value / self.peer_value
 
     def facts(self) -> dict[str, str | float | None]:
-        """Return all fields and the ratio, for JSON."""
         return {**asdict(self), "ratio": self.ratio}
 
     def __str__(self) -> str:

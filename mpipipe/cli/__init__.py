@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from mpipipe.cli.flags import Operand as Operand
-from mpipipe.cli.output import refusing as refusing
-from mpipipe.cli.output import show as show
+from mpipipe.cli.flags import Operand
+from mpipipe.cli.output import on_ranks, refusing, show
 
 
 def main() -> None:

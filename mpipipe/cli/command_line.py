@@ -127,7 +127,6 @@ def _listing(prog: str, group: Command) -> str:
 
 
 def _run(command: Command, given: dict[str, Any]) -> int:
-    """Run a command; return its exit code."""
     level = given.pop("log_level", None)
     if level is not None:
         logging.basicConfig(format="%(name)s: %(levelname)s: %(message)s")
@@ -147,7 +146,6 @@ class Command:
     commands: Mapping[str, Command] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
-        """Import and return the function."""
         module, _, function = self.place.partition(":")
         return getattr(import_module(f"mpipipe.{module}"), function)
 
@@ -257,7 +255,6 @@ class Parser(argparse.ArgumentParser):
         show(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Raise Stop with what argparse says."""
         given = re.sub("ignored explicit argument (.*)", r"it takes no value, but \1 is given", message)
         raise wrong_usage(self.prog, given.removeprefix("argument "))
 
@@ -315,11 +312,15 @@ def _operand(entry: Argument, operand: Operand) -> dict[str, Any]:
 
 
 def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
-    options: dict[str, Any] = {"help": _help(entry, flag), "dest": entry.name, "default": argparse.SUPPRESS}
-    if entry.default is REQUIRED:
+    parts, default = [flag.text, flag.range_words], entry.default
+    if default is not REQUIRED and default is not None and not isinstance(default, (bool, list, tuple)):
+        parts.append(f"default: {default}")
+    text = _escaped("; ".join(filter(None, parts)))
+    options: dict[str, Any] = {"help": text, "dest": entry.name, "default": argparse.SUPPRESS}
+    if default is REQUIRED:
         options["required"] = True
     if entry.kind is bool:
-        alone = entry.default is False and not flag.key
+        alone = default is False and not flag.key
         return options | {"action": "store_true" if alone else argparse.BooleanOptionalAction}
     if entry.many:
         options["action"] = "append"
@@ -329,13 +330,6 @@ def _flag(entry: Argument, flag: Option) -> dict[str, Any]:
         noun = "path" if entry.kind is Path else NOUNS.get(entry.kind, "text").split()[-1]
         options["metavar"] = flag.metavar or noun.upper()
     return options | {"type": _converter(entry)}
-
-
-def _help(entry: Argument, flag: Option) -> str:
-    parts, default = [flag.text, flag.range_words], entry.default
-    if default is not REQUIRED and default is not None and not isinstance(default, (bool, list, tuple)):
-        parts.append(f"default: {default}")
-    return _escaped("; ".join(filter(None, parts)))
 
 
 def _converter(entry: Argument) -> Callable[[str], Any]:

@@ -6,16 +6,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from mpipipe import arrays, files, processor
+from mpipipe import arrays, files
 from mpipipe.cli.flags import Operand
+from mpipipe.cli.output import on_ranks
 from mpipipe.cli.train import load_config, task_of
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
-from mpipipe.job import group_of, run_or_abort, runtime, share_of_cores
+from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.language.inference import Evaluation, Windows, build_evaluator, open_tokens, perplexity
 from mpipipe.language.models import open_on_all
 from mpipipe.options import Option
@@ -23,6 +23,7 @@ from mpipipe.train import SafeStream, TaskConfig
 from mpipipe.train import evaluate as evaluate_task
 
 
+@on_ranks
 def evaluate(
     model: Annotated[str, Operand("folder with a model, or FILE.py[:CLASS] with a task", metavar="MODEL")],
     run: Annotated[str | None, Operand("run folder of the training of that task")] = None,
@@ -36,58 +37,48 @@ def evaluate(
     dtype: Annotated[str | None, Option("to compute in; default: that of the model")] = None,
     device: Annotated[str, Option("cpu, cuda, or auto: a GPU for each rank where all see one")] = "auto",
     out: Annotated[str | None, Option("new file for the results, as lines of JSON")] = None,
-) -> int:
+) -> None:
     """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate runs/first --data book.txt).
 
     Windows follow each other, and each token but the first is predicted once. The ranks are pipe x data x seq.
 
     With FILE.py RUN_FOLDER it is the validation of a task of your own, by the weights of that run.
     """
+    comm = runtime.world()
+    group = group_of(comm)
+
+    def check_output() -> None:
+        if out is not None:
+            files.check_new("the file of results", out)
+
+    group.from_one("evaluate: the output", check_output)
     if run is not None:
         text_only = {"data": data, "seq_len": seq_len, "by_document": by_document or None}
         given = {name: value for name, value in text_only.items() if value is not None}
-        return run_or_abort(
-            partial(_of_task, model, run, given, pipe=pipe, seq=seq, batch=batch, dtype=dtype, device=device, out=out)
-        )
-
-    def work() -> None:
-        processor.prepare_process(share_of_cores())
-        comm = runtime.world()
-        group, folder = group_of(comm), open_on_all(comm, model)
-        with group.raise_together("evaluate: the output"):
-            if comm.rank == 0 and out is not None:
-                files.check_new("the file of results", out)
-        with group.raise_together("evaluate: the mesh"):
-            mesh = Mesh(comm, pipe=pipe or max(1, comm.size // seq), seq=seq)
-        with mesh:
-            tokens, unit = open_tokens(folder, data or [], mesh)
-            place = select_device(device, comm)
-            with group.raise_together("evaluate: the windows"):
-                length = folder.model.seq if seq_len is None else seq_len
-                windows = Windows.of(tokens, length, by_document)
-            options: Any = {"layout": layout, "rows": batch, "dtype": dtype or folder.dtype, "device": place}
-            with arrays.own_stream(place), build_evaluator(folder, mesh, length, **options) as evaluator:
-                for _ in evaluator.run(tokens, windows):
-                    pass
-                found = evaluator.result(by_document, None if tokens.nbytes is None else tokens.nbytes / len(tokens))
-            with group.raise_together("evaluate: the results"):
-                if comm.rank == 0:
-                    report(found, unit, out)
-
-    return run_or_abort(work)
+        _of_task(comm, model, run, given, out=out, pipe=pipe, seq=seq, batch=batch, dtype=dtype, device=device)
+        return
+    folder = open_on_all(comm, model)
+    with Mesh(comm, pipe=pipe or max(1, comm.size // seq), seq=seq) as mesh:
+        tokens, unit = open_tokens(folder, data or [], mesh)
+        place = select_device(device, comm)
+        with group.raise_together("evaluate: the windows"):
+            length = folder.model.seq if seq_len is None else seq_len
+            windows = Windows.of(tokens, length, by_document)
+        options: Any = {"layout": layout, "rows": batch, "dtype": dtype or folder.dtype, "device": place}
+        with arrays.own_stream(place), build_evaluator(folder, mesh, length, **options) as evaluator:
+            for _ in evaluator.run(tokens, windows):
+                pass
+            found = evaluator.result(by_document, None if tokens.nbytes is None else tokens.nbytes / len(tokens))
+        group.from_one("evaluate: the results", lambda: report(found, unit, out))
 
 
-def _of_task(model: str, run: str, given: dict[str, Any], *, out: str | None, **flags: Any) -> None:
+def _of_task(comm: Communicator, model: str, run: str, given: dict[str, Any], *, out: str | None, **flags: Any) -> None:
     """Evaluate a task from a file, with the configuration of its run folder but for the mesh and what is given."""
-    processor.prepare_process(share_of_cores())
-    comm = runtime.world()
     group = group_of(comm)
 
     def read() -> TaskConfig:
         if given:
             raise ConfigError(f"{next(iter(given))} is an option of text", found=f"the task {model}")
-        if out is not None:
-            files.check_new("the file of results", out)
         config = load_config(model, str(Path(run, "config.toml")))
         changed = {name: value for name, value in flags.items() if value is not None or name == "pipe"}
         plain: dict[str, Any] = dict.fromkeys(("microbatches", "partition", "recompute_limit"))
@@ -95,11 +86,13 @@ def _of_task(model: str, run: str, given: dict[str, Any], *, out: str | None, **
 
     config, task = task_of(group.from_one("evaluate: the configuration", read), comm)
     found, place = evaluate_task(task, config, Path(run), comm)
-    with group.raise_together("evaluate: the results"):
-        if comm.rank == 0:
-            _write(out, [found])
-            numbers = " ".join(f"{name}={value:.8g}" for name, value in found.items())
-            SafeStream(sys.stdout).write(f"mpipipe: by {place}\nmpipipe: evaluated {numbers}\n")
+
+    def show_result() -> None:
+        _write(out, [found])
+        numbers = " ".join(f"{name}={value:.8g}" for name, value in found.items())
+        SafeStream(sys.stdout).write(f"mpipipe: by {place}\nmpipipe: evaluated {numbers}\n")
+
+    group.from_one("evaluate: the results", show_result)
 
 
 def report(found: Evaluation, unit: str, out: str | None) -> None:

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-from mpipipe import files, processor
+from mpipipe import files
 from mpipipe.cli.flags import Operand
+from mpipipe.cli.output import on_ranks
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
-from mpipipe.job import group_of, run_or_abort, runtime, share_of_cores
+from mpipipe.job import group_of, runtime
 from mpipipe.language.inference import (
     Bytes,
     Drawn,
@@ -38,6 +39,7 @@ DTYPES = ("float32", "float64")
 AT_ONCE = 8  # prompts for each micro-batch in flight, by default
 
 
+@on_ranks
 def generate(
     run: Annotated[str, Operand("folder with a model: of a training, or a checkpoint")],
     prompt: Annotated[str | None, Option("text to continue; default: a line break", empty=True)] = None,
@@ -54,53 +56,38 @@ def generate(
     seq: Annotated[int, Option("ranks that share each cache of keys and values", least=1)] = 1,
     batch: Annotated[int | None, Option("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
     out: Annotated[str | None, Option("new file for the answers, as lines of JSON")] = None,
-    dtype: Annotated[str | None, Option("float32 or float64, to compute in; default: that of the model")] = None,
-) -> int:
+    dtype: Annotated[str | None, Option("to compute in; default: that of the model", choices=DTYPES)] = None,
+) -> None:
     """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
 
     The ranks are pipe x seq, however the training was cut. A text may be longer than the sequences of the training.
     Each layer then looks back over their length. Many prompts go through the model at once; the answers come in their
     order.
     """
-
-    def work() -> None:
-        processor.prepare_process(share_of_cores())
-        comm = runtime.world()
-        group, folder = group_of(comm), open_on_all(comm, run)
-        with group.raise_together("generate: the mesh"):
-            mesh = Mesh(comm, pipe=max(1, comm.size // seq), seq=seq)
-        with mesh, ExitStack() as opened:
-            prepared, show = None, None
-            with group.raise_together("generate: the model"):
-                plan = forward_plan(folder.model, mesh.pipe.size)
-            with group.raise_together("generate: the prompts"):
-                check_dtype(dtype)
-                if mesh.rank == 0:
-                    vocab = folder.model.vocab
-                    tokenizer = tokenizer_of(folder, vocab)
-                    asked = read_prompts(prompt, prompts, tokens, tokenizer)
-                    check_prompts(asked.tokens, count, vocab)
-                    ids = stop_ids(stop, folder, tokenizer, vocab)
-                    prepared = asked.tokens, Sampling(temperature, top_k, top_p, seed, ids)
-                    show = opened.enter_context(output(asked, tokenizer, out, streams=prompts is None))
-            asked_tokens, sampling = group.broadcast("generate: the prompts", prepared)
-            capacity = max(map(len, asked_tokens)) + count
-            slots = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
-            load = partial(folder.load, mesh=mesh)
-            with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
-                for drawn in answers(decoder, asked_tokens, count, sampling):
-                    if show is not None:
-                        show(drawn)
-            with group.raise_together("generate: the end of the output"):
-                opened.close()
-
-    return run_or_abort(work)
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raise ConfigError for a type in which no model computes here."""
-    if dtype not in (None, *DTYPES):
-        raise ConfigError("--dtype", found=repr(dtype), expected=" or ".join(DTYPES))
+    comm = runtime.world()
+    group, folder = group_of(comm), open_on_all(comm, run)
+    with Mesh(comm, pipe=max(1, comm.size // seq), seq=seq) as mesh, ExitStack() as opened:
+        prepared, show = None, None
+        with group.raise_together("generate: the model and the prompts"):
+            plan = forward_plan(folder.model, mesh.pipe.size)
+            if mesh.rank == 0:
+                vocab = folder.model.vocab
+                tokenizer = tokenizer_of(folder, vocab)
+                asked = read_prompts(prompt, prompts, tokens, tokenizer)
+                check_prompts(asked.tokens, count, vocab)
+                ids = stop_ids(stop, folder, tokenizer, vocab)
+                prepared = asked.tokens, Sampling(temperature, top_k, top_p, seed, ids)
+                show = opened.enter_context(output(asked, tokenizer, out, streams=prompts is None))
+        asked_tokens, sampling = group.broadcast("generate: the prompts", prepared)
+        capacity = max(map(len, asked_tokens)) + count
+        slots = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
+        load = partial(folder.load, mesh=mesh)
+        with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
+            for drawn in answers(decoder, asked_tokens, count, sampling):
+                if show is not None:
+                    show(drawn)
+        with group.raise_together("generate: the end of the output"):
+            opened.close()
 
 
 def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:

@@ -7,11 +7,11 @@ import os
 import runpy
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from mpipipe import processor
 from mpipipe.cli.command_line import parser_of, program
-from mpipipe.cli.flags import Operand
+from mpipipe.cli.flags import Operand, fields_of, parameters_of
 from mpipipe.cli.jobscripts import MPIS, SCHEDULERS, Job, job_script
 from mpipipe.cli.launch import run_proven
 from mpipipe.cli.output import refusing, show
@@ -29,22 +29,10 @@ def jobscript(
     options: Annotated[
         list[str] | None, Operand("options of `train`, or run SCRIPT and its arguments", after_dashes=True)
     ] = None,
-    nodes: Annotated[int, Option("nodes of the job")] = 1,
-    ranks_per_node: Annotated[int, Option("ranks on each node")] = 1,
-    threads: Annotated[int, Option("cores of each rank, and its threads")] = 1,
-    gpus: Annotated[bool, Option("a GPU for each rank")] = False,
-    time: Annotated[str, Option("limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS")] = "00:30:00",
-    preemptable: Annotated[bool, Option("save and leave before the end, and start again until it is done")] = False,
-    notice: Annotated[int, Option("seconds before the end at which a preemptable job is told")] = 120,
-    array: Annotated[str | None, Option("numbers of a job array as in 0-3, each a seed")] = None,
-    long_context: Annotated[bool, Option("the ranks of a node share each sequence of 65 536")] = False,
-    account: Annotated[str | None, Option("account, project or bank")] = None,
-    queue: Annotated[str | None, Option("queue, which SLURM calls a partition")] = None,
-    name: Annotated[str | None, Option("name of the job")] = None,
     mpi: Annotated[str | None, Option("mpich | openmpi | cray; default: that of mpi4py")] = None,
-    launcher: Annotated[str, Option("under LSF: mpiexec | jsrun")] = "mpiexec",
     python: Annotated[str | None, Option("interpreter of the job; default: this one")] = None,
     module: Annotated[list[str] | None, Option("environment module to load; several may be given")] = None,
+    **flags: Any,
 ) -> None:
     """Print a job script that trains, or runs a script of your own, fit to edit.
 
@@ -54,16 +42,20 @@ def jobscript(
     """
     with refusing("jobscript"):
         script, options = _split(options or [])
+        python = python or sys.executable
         job = Job(
-            scheduler, nodes, ranks_per_node, threads,
-            gpus=gpus, time=time, preemptable=preemptable, notice=notice, array=array, long_context=long_context,
-            account=account, queue=queue, name=name, mpi=mpi or _mpi_of(python or sys.executable), launcher=launcher,
-            python=python or sys.executable, modules=tuple(module or ()), options=tuple(options), script=tuple(script),
+            scheduler, mpi=mpi or _mpi_of(python), python=python,
+            modules=tuple(module or ()), options=tuple(options), script=tuple(script), **flags,
         )  # fmt: skip
         text = job_script(job)
     show(text)
 
 
+OTHERWISE = ("scheduler", "mpi", "python", "modules", "options", "script")  # fields of Job that are no such flags
+jobscript.parameters = [  # type: ignore[attr-defined]
+    *parameters_of(jobscript),
+    *(entry for entry in fields_of(Job) if entry.name not in OTHERWISE),
+]
 jobscript.other_names = {"partition": "queue"}  # type: ignore[attr-defined]  # as SLURM calls it
 
 

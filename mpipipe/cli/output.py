@@ -1,16 +1,18 @@
-"""The standard output of a command: text, or one line of an error where nothing can be written."""
+"""What commands share: text on the standard output, refusals, and that all ranks of a job run one together."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
-from mpipipe import files
+from mpipipe import files, processor
 from mpipipe.errors import ConfigError, MpipipeError
-from mpipipe.job import AGREED, Stop, describe_error, heading, settings
+from mpipipe.job import AGREED, Stop, describe_error, heading, run_or_abort, settings, share_of_cores
 from mpipipe.text import counted
 
 UNWRITTEN = 1  # exit code
@@ -62,3 +64,17 @@ def refusing(alone: str | None = None) -> Iterator[None]:
         yield
     except MpipipeError as error:
         raise Stop(describe_error(error, heading(0, 1)), WRONG_USAGE) from error
+
+
+def on_ranks(work: Callable[..., object], threads: Callable[[], int] = share_of_cores) -> Callable[..., int]:
+    """Make a command of what all ranks do, with `threads()` threads each, so that an error on one rank ends the job."""
+
+    @wraps(work)
+    def command(*arguments: Any, **options: Any) -> int:
+        def main() -> None:
+            processor.prepare_process(threads())
+            work(*arguments, **options)
+
+        return run_or_abort(main)
+
+    return command

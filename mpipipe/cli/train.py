@@ -13,18 +13,9 @@ from typing import Annotated, Any
 
 from mpipipe import processor, schedules
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
-from mpipipe.cli.output import refusing, show
+from mpipipe.cli.output import on_ranks, refusing, show
 from mpipipe.errors import ConfigError
-from mpipipe.job import (
-    Communicator,
-    group_of,
-    inprocess,
-    launcher_size,
-    run_or_abort,
-    runtime,
-    share_of_cores,
-    stop_signals,
-)
+from mpipipe.job import Communicator, group_of, inprocess, launcher_size, run_or_abort, runtime, stop_signals
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option, key_of
@@ -74,10 +65,17 @@ def train(
     load = partial(load_config, task, config, **flags)
 
     def work() -> None:
-        processor.prepare_process(share_of_cores())
         group = group_of()
         with group.raise_together("train: its options"):
-            check_alone(ranks, profile)
+            if profile is not None:
+                raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
+            if ranks is not None:
+                raise ConfigError(
+                    "--ranks without --dry-run",
+                    found=f"--ranks {ranks}",
+                    remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run shows one on so many "
+                    "ranks",
+                )
         chosen = group.from_one("train: the configuration", load)
         stop_signals.change(chosen.preempt_signals)
         chosen, own = task_of(chosen, runtime.world())
@@ -87,7 +85,7 @@ def train(
         return print_check(load)
     if dry_run:
         return print_estimate(load, ranks, profile)
-    return run_or_abort(work)
+    return on_ranks(work)()
 
 
 def print_check(load: Callable[[], TaskConfig]) -> int:
@@ -227,18 +225,6 @@ def _announced(ranks: int) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def check_alone(ranks: int | None, profile: str | None) -> None:
-    """Raise ConfigError if --ranks or --profile is given to a training that really runs."""
-    if profile is not None:
-        raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
-    if ranks is not None:
-        raise ConfigError(
-            "--ranks without --dry-run",
-            found=f"--ranks {ranks}",
-            remedy="a training runs on the ranks that mpiexec or srun starts; --dry-run shows one on so many ranks",
-        )
 
 
 def described(found: MemoryEstimate) -> str:

@@ -65,6 +65,6 @@ def graphs() -> str:
         return "no GPU"
     if arrays.is_amd():
         return arrays.graphs_refused()
-    if not settings.graphs():
+    if not settings.GRAPHS.is_on:
         return f"off ({settings.GRAPHS.name}=1 turns them on)"
     return "on, for each stage whose layers can be recorded; the log of a run names the others"

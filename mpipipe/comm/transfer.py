@@ -40,7 +40,7 @@ def exchange_on(comm: Communicator, device: str) -> RingExchange:
     Collective the first time. It is closed when `comm` is freed.
     """
     key = "transfer", device
-    return cached(comm, key, lambda: RingExchange(comm, settings.synchronous_sends(), device, what="transfer"))
+    return cached(comm, key, lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device, what="transfer"))
 
 
 class Transfer:

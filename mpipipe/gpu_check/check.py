@@ -23,6 +23,7 @@ from mpipipe.environment import git_commit, versions
 GRACE = 10.0  # seconds between the polite and the final signal
 SHORTEST = 5.0  # seconds; with less time left a check is skipped
 LONGEST_LINE = 200
+SUMMARY = re.compile(r"\d+ (passed|skipped|failed|error).* in [\d.]+s")  # of pytest
 
 Kind = Literal["information", "correctness", "measurement"]
 Status = Literal["ok", "failed", "cut", "skipped"]
@@ -65,7 +66,7 @@ def run_check(
     code = _run_limited(command, limit, log, variables)
     seconds = round(monotonic() - start)
     printed = log.read_text(errors="replace").splitlines()
-    tests = next((line for line in reversed(printed) if _counts_tests(line)), "").replace("=", "").strip()
+    tests = next(filter(SUMMARY.search, reversed(printed)), "").replace("=", "").strip()
     if code == 0:
         return Outcome(kind, name, "ok", seconds, tests)
     if code is None:
@@ -74,10 +75,6 @@ def run_check(
         return Outcome(kind, name, "failed" if found_failure else "cut", seconds, why)
     why = tests or next((line for line in reversed(printed) if line.strip(" \t=_-")), "")[:LONGEST_LINE]
     return Outcome(kind, name, "failed", seconds, f"exit {code}; see {log}: {why}")
-
-
-def _counts_tests(line: str) -> bool:
-    return re.search(r"\d+ (passed|skipped|failed|error).* in [\d.]+s", line) is not None
 
 
 def _run_limited(command: Sequence[str], limit: float, log: Path, variables: Mapping[str, str]) -> int | None:

@@ -30,21 +30,44 @@ OWN_STREAM = {"MPIPIPE_TEST_GPU_STREAM": "own"}  # as trainings have it; the tes
 UNKNOWN = "this MPI is not known to take device memory"
 
 
+@dataclass
 class Suite:
     """All checks on this machine; they share the time from now on."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.deadline = settings, monotonic() + settings.limits.everything
+    python: str  # the interpreter that runs every part, by its name on PATH or its file
+    mpiexec: str | None  # launcher to try first
+    results: Path  # folder for gpu_check.json, gpu_check.md and the logs
+    quick: bool  # whether this is only the first look
+    limits: Limits
+    tests: tuple[str, ...]  # files or folders
+    processes: int  # that compile kernels at a time
+
+    def __post_init__(self) -> None:
+        self.deadline = monotonic() + self.limits.everything
         self.outcomes: list[Outcome] = []
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Suite:
+        """Read the variables that jobs/gpu_check.sh lists; raises CannotStartError for what is no number."""
+        quick = environment.get("QUICK") == "1"
+        limits = QUICK_LIMITS if quick else WHOLE_LIMITS
+        if text := environment.get("LIMIT"):
+            limits = replace(limits, everything=_number("LIMIT", text, "seconds"))
+        text = environment.get("PROCESSES") or str(min(MOST_PROCESSES, os.cpu_count() or 1))
+        processes = max(1, _number("PROCESSES", text, "processes"))
+        results = environment.get("RESULTS") or f"results/gpu_check-{datetime.now():%Y%m%d-%H%M%S}"
+        tests = tuple(environment.get("TESTS", "").split()) or (QUICK_TESTS if quick else ("tests",))
+        python, mpiexec = environment.get("PYTHON") or sys.executable, environment.get("MPIEXEC") or None
+        return cls(python, mpiexec, Path(results), quick, limits, tests=tests, processes=processes)
 
     def run(self) -> int:
         """Run every check, write the report, and return the exit code: 1 where a correctness check failed, else 0."""
-        python, limits, quick = self.settings.python, self.settings.limits, self.settings.quick
+        python, limits, quick = self.python, self.limits, self.quick
         reason = mpi_error(python)
         self._check("information", "info", 60, [python, "-m", "mpipipe", "info"], show=True)
         ask = [python, "-m", "mpipipe.gpu_check.extra"]
         self._check("correctness", "attention", limits.attention, [*ask, "attention"], show=True)
-        warm = [python, "-m", "gpu_emulator.warm_kernels", str(self.settings.processes)]
+        warm = [python, "-m", "gpu_emulator.warm_kernels", str(self.processes)]
         self._check("information", "compile", limits.compile, warm)
         if not quick:
             self._check("correctness", "extra", limits.extra, [*ask, "graphs", "nccl", "memory"], show=True)
@@ -53,39 +76,38 @@ class Suite:
         tests += [] if _ask(python, "import pytest_mpi").returncode == 0 else ["-p", "support.mpi_stand_in"]
         tests.append("--few-plans")
         if reason is None:
-            self._check("correctness", "tests-1", limits.tests, [*tests, *self.settings.tests], OWN_STREAM)
+            self._check("correctness", "tests-1", limits.tests, [*tests, *self.tests], OWN_STREAM)
         else:
-            self._say(NO_MPI.format(python=python, reason=reason))
+            print(NO_MPI.format(python=python, reason=reason), flush=True)
             self._skip("correctness", ["tests-1"], NO_LIBRARY)
         self._bench("bench", limits.bench, [], ["--quick", "--no-peers"] if quick else [])
         if not quick:
-            mpiexec = find_mpiexec(python, self.settings.mpiexec) if reason is None else None
+            mpiexec = find_mpiexec(python, self.mpiexec) if reason is None else None
             if mpiexec is None:
                 obstacle = NO_LIBRARY if reason else NO_LAUNCHER
                 self._skip("correctness", ["tests-2-staged", "tests-4-staged", "tests-direct"], obstacle)
                 self._skip("measurement", ["bench-2"], obstacle)
             else:
                 self._run_on_several_ranks(mpiexec, tests)
-        return check.write(self.settings.results, self.outcomes)
+        return check.write(self.results, self.outcomes)
 
     def _run_on_several_ranks(self, mpiexec: str, tests: Sequence[str]) -> None:
-        limits = self.settings.limits
-        self._bench("bench-2", limits.bench_ranks, [mpiexec, "-n", "2"], [])
+        self._bench("bench-2", self.limits.bench_ranks, [mpiexec, "-n", "2"], [])
         ways = {"staged": "0", "direct": "1"}
-        lines = _run(mpiexec, "-n", "2", self.settings.python, "-m", "mpipipe", "info").stdout.splitlines()
+        lines = _run(mpiexec, "-n", "2", self.python, "-m", "mpipipe", "info").stdout.splitlines()
         awareness = next((line for line in lines if line.startswith("GPU-aware")), UNKNOWN)
         if " direct: " not in awareness:
             del ways["direct"]
             self._skip("correctness", ["tests-direct"], awareness)
         for way, setting in ways.items():
             for ranks in ("2", "4"):
-                command = [mpiexec, "-n", ranks, *tests, "--several-ranks", *self.settings.tests]
+                command = [mpiexec, "-n", ranks, *tests, "--several-ranks", *self.tests]
                 variables = {"MPIPIPE_GPU_DIRECT": setting}
-                self._check("correctness", f"tests-{ranks}-{way}", limits.tests_ranks, command, variables)
+                self._check("correctness", f"tests-{ranks}-{way}", self.limits.tests_ranks, command, variables)
 
     def _bench(self, name: str, limit: float, launcher: Sequence[str], options: Sequence[str]) -> None:
-        command = [*launcher, self.settings.python, "-m", "mpipipe", "bench", "gpu", *options]
-        path = self.settings.results / f"{name}.json"
+        command = [*launcher, self.python, "-m", "mpipipe", "bench", "gpu", *options]
+        path = self.results / f"{name}.json"
         self._check("measurement", name, limit, [*command, "--json", str(path)], show=True)
 
     def _check(
@@ -98,10 +120,10 @@ class Suite:
         show: bool = False,
     ) -> None:
         """Run a check; one that fails does not stop the others. `show` prints its log."""
-        log = self.settings.results / f"{name}.log"
+        log = self.results / f"{name}.log"
         self._note(run_check(kind, name, limit, command, deadline=self.deadline, log=log, variables=variables or {}))
         if show and log.exists():
-            self._say(log.read_text(errors="replace").rstrip("\n"))
+            print(log.read_text(errors="replace").rstrip("\n"), flush=True)
 
     def _skip(self, kind: Kind, names: Sequence[str], why: str) -> None:
         for name in names:
@@ -109,11 +131,7 @@ class Suite:
 
     def _note(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        self._say(f"gpu_check: {outcome}")
-
-    @staticmethod
-    def _say(text: str) -> None:
-        print(text, flush=True)
+        print(f"gpu_check: {outcome}", flush=True)
 
 
 # -- What a GPU check is asked to do, from environment variables: see jobs/gpu_check.sh -------------------------------
@@ -139,33 +157,6 @@ class Limits:
 
 QUICK_LIMITS = Limits(everything=180, tests=100, bench=75)
 WHOLE_LIMITS = Limits()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One GPU check."""
-
-    python: str  # the interpreter that runs every part, by its name on PATH or its file
-    mpiexec: str | None  # launcher to try first
-    results: Path  # folder for gpu_check.json, gpu_check.md and the logs
-    quick: bool  # whether this is only the first look
-    limits: Limits
-    tests: tuple[str, ...]  # files or folders
-    processes: int  # that compile kernels at a time
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """Read the variables that jobs/gpu_check.sh lists; raises CannotStartError for what is no number."""
-        quick = environment.get("QUICK") == "1"
-        limits = QUICK_LIMITS if quick else WHOLE_LIMITS
-        if text := environment.get("LIMIT"):
-            limits = replace(limits, everything=_number("LIMIT", text, "seconds"))
-        text = environment.get("PROCESSES") or str(min(MOST_PROCESSES, os.cpu_count() or 1))
-        processes = max(1, _number("PROCESSES", text, "processes"))
-        results = environment.get("RESULTS") or f"results/gpu_check-{datetime.now():%Y%m%d-%H%M%S}"
-        tests = tuple(environment.get("TESTS", "").split()) or (QUICK_TESTS if quick else ("tests",))
-        python, mpiexec = environment.get("PYTHON") or sys.executable, environment.get("MPIEXEC") or None
-        return cls(python, mpiexec, Path(results), quick, limits, tests=tests, processes=processes)
 
 
 def _number(name: str, text: str, what: str) -> int:
@@ -234,13 +225,12 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 def main() -> int:
     """Run all checks. Returns 0 where no correctness check failed, 1 where one did, 2 where none could begin."""
     try:
-        settings = Settings.from_environment(os.environ)
-        suite = Suite(settings)
-        require_gpu(settings.python)
+        suite = Suite.from_environment(os.environ)
+        require_gpu(suite.python)
         try:
-            settings.results.mkdir(parents=True, exist_ok=True)
+            suite.results.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CannotStartError(f"cannot write to {settings.results}: {error.strerror}") from error
+            raise CannotStartError(f"cannot write to {suite.results}: {error.strerror}") from error
     except CannotStartError as error:
         sys.stderr.write(f"gpu_check: {error}\n")
         return 2

@@ -34,7 +34,7 @@ def wait_for_ranks(request: Testable, what: str, members: Collection[int], grace
     context = current_rank()
     test = advancing_first(context, request.Test) if context.advancing else request.Test
     try:
-        with LongWait(context, what, absent=members, grace=grace) as long_wait:
+        with LongWait(context, what, absent=frozenset(members), grace=grace) as long_wait:
             while not context.withdrawn.keys().isdisjoint(members) or not test():
                 if time.perf_counter() - long_wait.start < context.patience:
                     os.sched_yield()

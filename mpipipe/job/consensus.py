@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -41,6 +42,7 @@ class Reason(NamedTuple):
     world_rank: int
 
 
+@dataclass(eq=False)
 class Ballot:
     """One agreement, over one group or over the groups along two axes of a grid, one after the other.
 
@@ -48,21 +50,18 @@ class Ballot:
     to its name; `code`, the `digest(call, facts)` of a call that is repeated.
     """
 
-    def __init__(
-        self,
-        call: str,
-        facts: Facts = (),
-        error: Exception | None = None,
-        message: str | None = None,
-        remedy: str | None = None,
-        number: int | None = None,
-        where: str = "",
-        code: int = 0,
-    ) -> None:
-        self.call, self.facts, self.error, self.number = call, facts, error, number
-        self.message, self.remedy, self.where, self.code = message, remedy, where, code
+    call: str
+    facts: Facts = ()
+    error: Exception | None = None
+    message: str | None = None
+    remedy: str | None = None
+    number: int | None = None
+    where: str = ""
+    code: int = 0
+
+    def __post_init__(self) -> None:
         self.groups: list[OpenGroup] = []
-        self.failed = error is not None
+        self.failed = self.error is not None
 
     def cast(self, group: OpenGroup, values: Sequence[int] = ()) -> np.ndarray:
         """Return the values of all ranks, int64 (size, values); collective, even for a rank that has an error."""

@@ -250,7 +250,6 @@ class OpenGroup:
         return not self.closed and not finalized()
 
     def begin(self) -> None:
-        """Count one more call of this group."""
         if not self.usable:
             raise ArgumentError(
                 "the communicator is gone",

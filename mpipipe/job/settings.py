@@ -36,6 +36,11 @@ class Variable:
         self.check(text)
         return text
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it is set to 1 or on; raises as `text` does."""
+        return self.text in ("1", "on")
+
 
 def _seconds(text: str) -> float | None:
     """A finite number of seconds above 0, else None."""
@@ -44,10 +49,6 @@ def _seconds(text: str) -> float | None:
     except ValueError:
         return None
     return seconds if 0 < seconds < float("inf") else None
-
-
-def _is_limit(text: str) -> bool:
-    return _seconds(text) is not None or text.strip("0.") == ""
 
 
 def _is_count(text: str) -> bool:
@@ -59,7 +60,11 @@ def _is_count(text: str) -> bool:
 
 _is_switch = ("0", "1").__contains__
 
-TIMEOUT = Variable("MPIPIPE_TIMEOUT", "a number of seconds; 0 for no limit", _is_limit)
+TIMEOUT = Variable(
+    "MPIPIPE_TIMEOUT",
+    "a number of seconds; 0 for no limit",
+    lambda text: text.strip("0.") == "" or bool(_seconds(text)),
+)
 WATCHDOG = Variable(
     "MPIPIPE_WATCHDOG",
     "a number of seconds, 1 or more; 0 for no watchdog",
@@ -95,26 +100,6 @@ def timeout() -> float | None:
 def watchdog() -> float | None:
     """Return MPIPIPE_WATCHDOG in seconds; None for no watchdog, and for a value that `check_settings` refuses."""
     return _seconds(os.environ.get(WATCHDOG.name) or WATCHDOG_SECONDS)
-
-
-def synchronous_sends() -> bool:
-    """Whether MPIPIPE_SYNC_SENDS asks for synchronous sends."""
-    return SYNC_SENDS.text == "1"
-
-
-def nccl_is_demanded() -> bool:
-    """Whether MPIPIPE_NCCL makes it an error that NCCL cannot be used."""
-    return os.environ.get(NCCL.name) == "on"
-
-
-def graphs() -> bool:
-    """Whether MPIPIPE_GRAPHS asks for CUDA graphs."""
-    return os.environ.get(GRAPHS.name) == "1"
-
-
-def check() -> bool:
-    """Whether MPIPIPE_CHECK asks for check mode."""
-    return os.environ.get(CHECK.name) == "1"
 
 
 @contextmanager

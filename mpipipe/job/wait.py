@@ -22,8 +22,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from mpipipe.errors import MismatchError, StallError
@@ -90,31 +91,27 @@ def advancing_first(context: RankContext, test: Callable[[], bool]) -> Callable[
     return advance_and_test
 
 
+@dataclass(eq=False)
 class LongWait:
     """A wait that has become long: what the rank reads and sends meanwhile.
 
-    Parameters are those of `wait_for`, and: `start`, time.perf_counter() at its beginning, now by default; `absent`,
+    Fields are those of `wait_for`, and: `start`, time.perf_counter() at its beginning, now by default; `absent`,
     world ranks without which this wait cannot end, and which can send nothing but word of their end; `grace`, the
     seconds that it may still last once such a rank has left or failed, for what the rank has sent before.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        what: object,
-        group: OpenGroup | None = None,
-        everyone: bool = False,
-        start: float | None = None,
-        *,
-        absent: Iterable[int] = (),
-        grace: float = 0.0,
-        peer: int | None = None,
-    ) -> None:
-        self.context, self.what, self.group, self.everyone, self.peer = context, what, group, everyone, peer
-        self.start = time.perf_counter() if start is None else start
-        self.absent, self.grace = frozenset(absent), grace
+    context: RankContext
+    what: object
+    group: OpenGroup | None = None
+    everyone: bool = False
+    start: float = field(default_factory=time.perf_counter)
+    absent: frozenset[int] = frozenset()
+    grace: float = 0.0
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
         self.absent_since: float | None = None
-        self.known, self.warned = len(context.failures), False
+        self.known, self.warned = len(self.context.failures), False
         self.limit = settings.timeout()
         self.tell_after = TELL_SECONDS if self.limit is None else min(TELL_SECONDS, self.limit / 3)
 

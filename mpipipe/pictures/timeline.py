@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.pictures import sheet as paper
-from mpipipe.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Schedule, Timeline
+from mpipipe.schedules import Schedule, Timeline, activations
 from mpipipe.text import counted
 
 ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
@@ -235,23 +235,13 @@ def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[in
 
     The first time is 0 and the last one is the makespan.
     """
-    times, counts = [0.0], [0]
-    schedule = timeline.schedule
-    keeps = timeline.peak_activations[rank] > 0  # a schedule of forwards only keeps none
-    again = {(action.stage, action.microbatch) for action, _, _ in timeline.spans[rank] if action.op == RECOMPUTE}
-    for action, start, end in timeline.spans[rank]:
-        if action.op == FORWARD and keeps and schedule.has_backward(action.stage):
-            time, change = start, int((action.stage, action.microbatch) not in again)
-        elif action.op == RECOMPUTE:
-            time, change = start, 1
-        elif action.op in (BACKWARD, WEIGHT_GRAD):
-            time, change = end, -1
-        else:
-            continue
-        counts.append(counts[-1] + change)
-        times.append(time)
-        if times[-2] == time:  # one goes and one comes: no change that could be seen
-            del times[-2], counts[-2]
+    times, counts, spans = [0.0], [0], timeline.spans[rank]
+    for (begins, ends), (_, start, end) in zip(activations(timeline.schedule, [span[0] for span in spans]), spans):
+        if begins or ends:
+            times.append(start if begins else end)
+            counts.append(counts[-1] + begins - ends)
+            if times[-2] == times[-1]:  # one goes and one comes: no change that could be seen
+                del times[-2], counts[-2]
     return [*times, timeline.makespan], [*counts, counts[-1]]
 
 

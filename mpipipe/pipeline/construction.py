@@ -135,7 +135,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
     replicas, schedule = arguments.replicas, arguments.schedule
     try:
         settings.check_settings()
-        if arguments.check and settings.nccl_is_demanded():  # the host would wait for a device that waits for ranks
+        if arguments.check and settings.NCCL.is_on:  # the host would wait for a device that waits for ranks
             raise ArgumentError(
                 "check mode looks at arrays on the host, between messages",
                 found="MPIPIPE_NCCL=on",
@@ -154,7 +154,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
             ("slice_lengths", arguments.slice_lengths and tuple(arguments.slice_lengths)),
             (REPLICAS, "with replicas" if replicas is not None else "without replicas"),
             ("setting MPIPIPE_TAG_UB", largest_tag),
-            ("setting MPIPIPE_NCCL=on", settings.nccl_is_demanded()),
+            ("setting MPIPIPE_NCCL=on", settings.NCCL.is_on),
         )
         mine = tie_facts(adapters, schedule.stages_of(pipe.rank)), device_of(adapters)
     except Exception as caught:
@@ -178,7 +178,7 @@ def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
         ("recompute", bool(arguments.recompute)),
         ("check", arguments.check),
         ("input_grads", arguments.input_grads),
-        ("setting MPIPIPE_GRAPHS", settings.graphs()),
+        ("setting MPIPIPE_GRAPHS", settings.GRAPHS.is_on),
     )
 
 

@@ -69,7 +69,7 @@ class Engine:
         self.nccl = choose_nccl(partners, pairs)  # whether NCCL carries sums over replicas and messages, and why
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
         mailbox = make_mailbox(partners, tags.channels + ties.channels, pairs if self.nccl.messages else ())
-        warmup = 2 if settings.graphs() else 1  # the second one records graphs
+        warmup = 2 if settings.GRAPHS.is_on else 1  # the second one records graphs
         self.checks = checks = Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
         self.messages = StageMessages(mailbox, warmup) if checks is None else CheckedMessages(mailbox, warmup, checks)
         self.ties = Ties(pipe, mailbox.transport, stages, numbers, ties)
@@ -95,7 +95,7 @@ class Engine:
             stage.attach(number, poll, ends, runs_again)
             if checks is not None:
                 stage.computes = CheckedStage(stage, checks)
-            elif device == "cuda" and settings.graphs():
+            elif device == "cuda" and settings.GRAPHS.is_on:
                 use_graphs(stage, mailbox.waits_on_host)
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
         names = stages[0].input_names if numbers and numbers[0] == 0 else None
@@ -395,7 +395,7 @@ def choose_nccl(partners: Partners, pairs: Sequence[Pair]) -> NcclChoice:
     pipe, devices = partners.pipe, partners.devices
     if partners.check:  # the host would wait for a device that waits for another rank
         return NcclChoice(False, False, "check mode looks at arrays on the host")
-    if partners.replicas is None and "cuda" not in devices and not settings.nccl_is_demanded():
+    if partners.replicas is None and "cuda" not in devices and not settings.NCCL.is_on:
         return NcclChoice(False, False, "the ranks compute on the CPU")
     choice = agree_on_nccl(partners.groups, devices[pipe.rank], sum(pipe.rank in pair for pair in pairs))
     if devices[pipe.rank] == "cuda" and pipe.rank == 0:
@@ -407,5 +407,5 @@ def make_mailbox(partners: Partners, channels: int, pairs: Sequence[Pair]) -> Ma
     """Return the mailbox of this rank; `pairs` are the ranks whose messages go by NCCL. Collective."""
     pipe, devices = partners.pipe, partners.devices
     verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in devices else None
-    how = channels, settings.synchronous_sends(), devices[pipe.rank], verdict
+    how = channels, settings.SYNC_SENDS.is_on, devices[pipe.rank], verdict
     return Mailbox(make_transport(pipe.comm, *how, group=pipe, pairs=pairs), pipe)

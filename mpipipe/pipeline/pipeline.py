@@ -112,7 +112,7 @@ class Pipeline:
         slice_lengths: Sequence[int] | None = None,
     ):
         comm = runtime.resolve(comm)
-        check = settings.check() if check is None else bool(check)
+        check = settings.CHECK.is_on if check is None else bool(check)
         partners = agree_on_construction(
             comm,
             Arguments(

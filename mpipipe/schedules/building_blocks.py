@@ -27,12 +27,13 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
 from mpipipe.schedules.bounds import ROUNDING, least_time
 from mpipipe.schedules.checks import counts
+from mpipipe.schedules.classic import grouped, looped
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
 from mpipipe.schedules.search.problem import OrderProblem
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 from mpipipe.schedules.slices import in_slices
-from mpipipe.schedules.zero_bubble import v_placement, zero_bubble_h2
+from mpipipe.schedules.zero_bubble import split_order, v_placement
 
 PERIOD = 6
 
@@ -71,9 +72,7 @@ def v_min(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices: 
         Times of the 2P stages, for the places of the W's.
     slices : int, optional
     """
-    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
-    units, mean = microbatches * slices, costs.of_mean_slice()
-    return in_slices(_repeated("v_min", ranks, units, mean, SHORT, lambda p: 2 * ((p + 4) // 3)), slices)
+    return _repeated("v_min", SHORT, lambda p: 2 * ((p + 4) // 3), ranks, microbatches, costs, slices=slices)
 
 
 #     rank 0  F0 F1 F2 .  .  .  .  f0 i0 F3 w0 f1 i1 w1 .  f2 i2 w2 I0 W0 .  f3 i3 I1 w3 W1 .  I2 W2 I3 W3
@@ -99,34 +98,36 @@ def v_half(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, slices:
     >>> max(schedules.simulate(schedules.v_half(8, 16)).peak_activations), 8 + 2
     (10, 10)
     """
-    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
-    units, mean = microbatches * slices, costs.of_mean_slice()
-    return in_slices(_repeated("v_half", ranks, units, mean, MIDDLE, lambda p: 2 * ((p + 2) // 2)), slices)
+    return _repeated("v_half", MIDDLE, lambda p: 2 * ((p + 2) // 2), ranks, microbatches, costs, slices=slices)
 
 
 def _repeated(
     name: str,
+    steps: tuple[int, int, int, int],
+    limit: Callable[[int], int],
     ranks: int,
     microbatches: int,
     costs: Costs,
-    steps: tuple[int, int, int, int],
-    limit: Callable[[int], int],
+    *,
+    slices: int,
 ) -> Schedule:
     """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the best one."""
+    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
+    units, costs = microbatches * slices, costs.of_mean_slice()
     small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD  # its actions fall on the same cells of the six
     average = costs if small == ranks else costs.average(2 * ranks)
-    few = OrderProblem(v_placement(small), min(microbatches, small + TRIED), average, None)
+    few = OrderProblem(v_placement(small), min(units, small + TRIED), average, None)
     tried = []
     for block in _blocks(small, steps):
         for patience in PATIENCES:
             made = fill_waits(few, _queues(few, block), limit(small), patience)
             if made is not None:
                 tried.append((made.score, block, patience))
-    whole = OrderProblem(v_placement(ranks), microbatches, costs, None)
+    whole = OrderProblem(v_placement(ranks), units, costs, None)
     for _, block, patience in sorted(tried):
         made = fill_waits(whole, _queues(whole, block), limit(ranks), patience)
         if made is not None:
-            return whole.schedule(name, made.orders)
+            return in_slices(whole.schedule(name, made.orders), slices)
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
 
 
@@ -182,6 +183,10 @@ def _queues(problem: OrderProblem, block: BuildingBlock) -> Queues:
 # back. Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The
 # fastest is taken. Nothing is tried where all F's, I's and W's take the same time, messages take none, and there are
 # memory and micro-batches for the orders of ZB-H2: no rank waits in those.
+#
+#     rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
+#     rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
+#     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
 
 SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those next to the best of them
@@ -251,7 +256,7 @@ def zero_bubble_2p(
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, units) >= 2 * ranks - 1:
-        return in_slices(zero_bubble_h2(ranks, units), slices)
+        return looped("zero_bubble_2p", ranks, 1, microbatches, split_order, grouped, 2, slices=slices)
     whole = _Tries(ranks, units, costs, limit, kept)
     small = min(ranks, MANY)
     average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)

@@ -1,15 +1,12 @@
-"""Schedules to look at: a table of the orders, a timeline as text, and one for Chrome's trace viewer."""
+"""Schedules to look at: a timeline as text, and one for Chrome's trace viewer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mpipipe.schedules.action import place_of
-from mpipipe.schedules.proof import grid
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
-
-__all__ = ["chrome_trace", "grid", "timeline"]
 
 IDLE, BUSY = ".", "-"
 COLUMNS = 120  # width of a timeline, without the names of the ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -73,22 +73,22 @@ def _whole_numbers(costs: Sequence[float | Fraction]) -> list[int]:
 
 
 def _bottleneck(before: list[int], stages: int) -> int:
-    """Find the least possible cost of the most expensive stage.
+    """Find the least cost of the most expensive stage by bisection: each stage takes layers as long as they fit."""
+    low, high = max(stop - start for start, stop in pairwise(before)), before[-1]
+    while low < high:
+        limit, reached = (low + high) // 2, 0
+        for _ in range(stages):
+            reached = _stop(before, reached, limit)
+        if reached == len(before) - 1:
+            high = limit
+        else:
+            low = limit + 1
+    return low
 
-    best[j] is that cost for the first j layers in k stages. For k + 1 stages it is the minimum over i of
-    max(best[i], cost of layers i..j). With i the first term rises and the second falls: they cross at the minimum.
-    """
-    layers = len(before) - 1
-    best = before
-    for _ in range(1, stages):
-        following = [0] * (layers + 1)
-        for stop in range(1, layers + 1):
-            cross = bisect_left(range(stop), True, key=lambda cut: best[cut] >= before[stop] - before[cut])
-            following[stop] = min(
-                max(best[cut], before[stop] - before[cut]) for cut in (cross - 1, cross) if 0 <= cut < stop
-            )
-        best = following
-    return best[layers]
+
+def _stop(before: list[int], start: int, limit: int) -> int:
+    """Return where a stage from a layer on stops at the latest, if its cost is to be within the limit."""
+    return bisect_right(before, before[start] + limit) - 1
 
 
 def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[int, int]]:
@@ -99,27 +99,20 @@ def _most_even(before: list[int], stages: int, bottleneck: int) -> list[tuple[in
     def unevenness(start: int, stop: int) -> int:
         return (before[stop] - before[start]) ** 2 * scale + (stop - start) ** 2
 
-    # From the back: price[start] is that of the layers start.. in the stages treated so far, None without such a cut.
-    price: list[int | None] = [None] * layers + [0]
-    choices: list[list[int]] = []
-    for later in range(stages):
-        earlier: list[int | None] = [None] * (layers + 1)
-        choice = [0] * layers  # where the stage that starts at a layer stops
-        for start in range(stages - 1 - later, layers - later):
-            for stop in range(start + 1, layers - later + 1):
-                if before[stop] - before[start] > bottleneck:
-                    break
-                rest, best = price[stop], earlier[start]
-                if rest is None:
-                    continue
-                total = rest + unevenness(start, stop)
-                if best is None or total <= best:  # of equal ones the last: the longer stage
-                    earlier[start], choice[start] = total, stop
-        price = earlier
-        choices.append(choice)
+    # From the back: of the layers start.. in 0, 1, ... stages, if they fit, the price and minus the first stop. Of
+    # equal prices the least of these is taken: the longer stage.
+    tables: list[dict[int, tuple[int, int]]] = [{layers: (0, -layers)}]
+    for _ in range(stages):
+        rest, table = tables[-1], {}
+        for start in range(layers):
+            stops = (stop for stop in range(start + 1, _stop(before, start, bottleneck) + 1) if stop in rest)
+            cut = min(((rest[stop][0] + unevenness(start, stop), -stop) for stop in stops), default=None)
+            if cut is not None:
+                table[start] = cut
+        tables.append(table)
     cuts = [0]
-    for choice in reversed(choices):
-        cuts.append(choice[cuts[-1]])
+    for table in tables[:0:-1]:
+        cuts.append(-table[cuts[-1]][1])
     return list(pairwise(cuts))
 
 

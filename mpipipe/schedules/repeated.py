@@ -21,7 +21,7 @@ from typing import NamedTuple
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules.checks import counts
 from mpipipe.schedules.registry import SEVERAL_STAGES, WITH_COSTS, by_name, names
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Links, Timeline, simulate
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Links, Timeline, bubbles, simulate
 from mpipipe.text import counted
 
 ENOUGH = 1 << 15  # F's and backwards of the largest schedule that is simulated, if a repetition is found by then
@@ -174,14 +174,7 @@ class _Measure:
         """Add what follows from the makespan."""
         work = self.own[:1] if self.name == "forward_only" else self.own
         busy = ranks * self.chunks * microbatches * self.slices * sum(work)
-        idle, whole = ranks * makespan - busy, ranks * makespan
-        return Repetition(
-            makespan * self.unit,
-            idle / whole if whole else 0.0,
-            idle / busy if busy else math.inf if idle else 0.0,
-            peak,
-            tuple(self.sizes),
-        )
+        return Repetition(makespan * self.unit, *bubbles(ranks, makespan, busy), peak, tuple(self.sizes))
 
 
 def _lines(name: str, ranks: int, chunks: int, microbatches: int, slices: int, node_size: int) -> Iterator[_Line]:

@@ -205,19 +205,16 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]
     busy = schedule.units * math.fsum((*durations[FORWARD], *backwards))
     busy += math.fsum(durations[RECOMPUTE][stage] * shares[unit % len(shares)] for stage, unit in schedule.recomputed)
-    # Rounding of the sums must not make a negative bubble where there is none.
-    idle = max(0.0, schedule.ranks * makespan - busy)
+    fraction, ratio = bubbles(schedule.ranks, makespan, busy)
     return Timeline(
-        schedule,
-        makespan,
-        bubble_fraction=idle / (schedule.ranks * makespan) if makespan else 0.0,
-        bubble_ratio=idle / busy if busy else math.inf if idle else 0.0,
-        peak_activations=peaks,
-        durations=durations,
-        starts=starts,
-        ends=ends,
-        shares=shares,
+        schedule, makespan, fraction, ratio, peaks, durations=durations, starts=starts, ends=ends, shares=shares
     )
+
+
+def bubbles(ranks: int, makespan: float, busy: float) -> tuple[float, float]:
+    """Return idle time in all time, and in busy time; rounding of the sums makes no negative bubble."""
+    idle = max(0.0, ranks * makespan - busy)
+    return idle / (ranks * makespan) if makespan else 0.0, idle / busy if busy else math.inf if idle else 0.0
 
 
 def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
@@ -235,19 +232,22 @@ def action_times(costs: Costs, stages: int) -> dict[str, list[float]]:
 # -- How much a rank holds for its backwards, action by action; independent of costs ---------------------------------
 
 
+def activations(schedule: Schedule, order: Sequence[Action]) -> Iterator[tuple[bool, bool]]:
+    """Yield for each action whether a chunk activation lives from its start on, and whether one lives until its end."""
+    trained_from = schedule.stages if schedule.forwards_only else schedule.trained_from
+    recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
+    for stage, op, microbatch in order:
+        whole = op == FORWARD and stage >= trained_from and (stage, microbatch) not in recomputed
+        yield whole or op == RECOMPUTE, op in (BACKWARD, WEIGHT_GRAD)
+
+
 def peak_of(schedule: Schedule, order: Sequence[Action]) -> int:
     """Count the chunk activations that an order holds at once, at most."""
-    if schedule.forwards_only:
-        return 0
-    trained_from = schedule.trained_from
-    recomputed = {(stage, microbatch) for stage, op, microbatch in order if op == RECOMPUTE}
     alive = peak = 0
-    for stage, op, microbatch in order:
-        if op == FORWARD or op == RECOMPUTE:
-            alive += op == RECOMPUTE or (stage >= trained_from and (stage, microbatch) not in recomputed)
-            peak = max(peak, alive)
-        elif op != INPUT_GRAD:
-            alive -= 1
+    for begins, ends in activations(schedule, order):
+        alive += begins
+        peak = max(peak, alive)
+        alive -= ends
     return peak
 
 

@@ -46,7 +46,7 @@ def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedul
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-    return looped("zero_bubble_h1", ranks, 1, microbatches, _split, grouped, 1, slices=slices)
+    return looped("zero_bubble_h1", ranks, 1, microbatches, split_order, grouped, 1, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
@@ -64,22 +64,10 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int, *, slice
         Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the first group of
         micro-batches (see `interleaved_1f1b`).
     """
-    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, _split, grouped, 1, slices=slices)
+    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, split_order, grouped, 1, slices=slices)
 
 
-#     rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
-#     rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
-#     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
-def zero_bubble_h2(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-H2: no rank waits between its first action and its last, in twice the memory of 1F1B.
-
-    That holds where F, I and W take the same time f, messages take none, and M is 2P - 1 or more. The makespan is then
-    3Mf + (P-1)f. Source: Qi et al. 2023, arXiv:2401.10241, schedule ZB-H2.
-    """
-    return looped("zero_bubble_2p", ranks, 1, microbatches, _split, grouped, 2)
-
-
-def _split(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> list[Action]:
+def split_order(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> list[Action]:
     """Run the first F's, then an F, an I and, some I's later, its W in turn; at the end what is left."""
     forwards, inputs, first = forth_and_back(INPUT_GRAD, ranks, chunks, microbatches, step, rank)
     weights = [Action(stage, WEIGHT_GRAD, microbatch) for stage, _, microbatch in inputs]

@@ -15,27 +15,17 @@ The room trains any model, and knows nothing of tokens:
 
 from importlib import import_module
 
-from mpipipe.train.config import INSTEAD, PLANNED, TaskConfig
-from mpipipe.train.config import read_keys as read_keys
-from mpipipe.train.config import toml_line as toml_line
+from mpipipe.train.config import INSTEAD, PLANNED, TaskConfig, read_keys, toml_line
 from mpipipe.train.output_folder import absolute, shared_path
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
-from mpipipe.train.setup import check_same_config as check_same_config
-from mpipipe.train.setup import evaluate as evaluate
-from mpipipe.train.setup import export as export
-from mpipipe.train.setup import load, run
+from mpipipe.train.setup import check_same_config, evaluate, export, load, run
 from mpipipe.train.shard import Shard
 from mpipipe.train.sinks import MOST_BYTES, NAME
-from mpipipe.train.task import Pair as Pair
-from mpipipe.train.task import Task
-from mpipipe.train.task import too_few_pieces as too_few_pieces
-from mpipipe.train.task_calls import layers_of as layers_of
-from mpipipe.train.task_calls import outline as outline
-from mpipipe.train.task_check import TaskLoss as TaskLoss
-from mpipipe.train.task_check import check_task as check_task
-from mpipipe.train.task_file import TaskFileConfig as TaskFileConfig
-from mpipipe.train.task_file import load_task as load_task
+from mpipipe.train.task import Pair, Task, too_few_pieces
+from mpipipe.train.task_calls import layers_of, outline
+from mpipipe.train.task_check import TaskLoss, check_task
+from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.training_plan import (
     MemoryEstimate,
     check_actions,

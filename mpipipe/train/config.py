@@ -337,11 +337,8 @@ def _check_together(config: TaskConfig) -> None:
         found = f"resume {config.resume}, init {init}"
         raise _both_given("resume and init", found, "a checkpoint that is resumed has weights")
     if config.recompute and config.recompute_limit is not None:
-        found, why = (
-            f"recompute_limit {config.recompute_limit}",
-            "recompute runs all forwards again, recompute_limit some",
-        )
-        raise _both_given("recompute and recompute_limit", found, why)
+        why = "recompute runs all forwards again, recompute_limit some"
+        raise _both_given("recompute and recompute_limit", f"recompute_limit {config.recompute_limit}", why)
     if config.shard_optimizer and config.survive:
         why = "with shards no rank has the state of one that dies"
         raise _both_given("shard_optimizer and survive", None, why, "save checkpoints, and resume after a death")

@@ -13,8 +13,8 @@ import secrets
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -27,7 +27,7 @@ from mpipipe.job import Communicator, group_of
 from mpipipe.options import written
 from mpipipe.planning import LayerPlan
 from mpipipe.train.config import TaskConfig, toml_line
-from mpipipe.train.task import Task, TaskSource
+from mpipipe.train.task import Task
 
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1
@@ -50,22 +50,12 @@ def shared_path(comm: Communicator, path: str | None) -> str:
                 expected="an absolute path",
                 remedy="start the job in a folder that exists, or name an absolute path",
             ) from error
-        return _new(place) if path is None else place
+        if path is not None:
+            return place
+        with using(Path(place)):
+            return str(files.new_folder(Path(place)))
 
     return group_of(comm).from_one("the path of a folder", found)
-
-
-def _new(path: str) -> str:
-    """Make the folder `path`, or the first of path-2, path-3, ... that another job has not made in the same second."""
-    numbered = path
-    with using(Path(path)):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-    for number in count(2):
-        with using(Path(numbered)), suppress(FileExistsError):
-            os.mkdir(numbered)
-            break
-        numbered = f"{path}-{number}"
-    return numbered
 
 
 def own(comm: Communicator, path: str | None, replaced: Sequence[str] = ()) -> Owner:
@@ -111,18 +101,10 @@ def check_vacant(out: Path, resumable: bool) -> None:
         )
 
 
-@contextmanager
-def using(out: Path) -> Iterator[None]:
+def using(out: Path) -> AbstractContextManager[None]:
     """Turn an OSError into the error for a folder that cannot be used."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"the folder for metrics cannot be used: {error.strerror}",
-            found=str(out),
-            expected="a folder that can be made and written to",
-            remedy="choose another one with --out",
-        ) from error
+    expected, remedy = "a folder that can be made and written to", "choose another one with --out"
+    return files.reading("the folder for metrics", out, ConfigError, expected=expected, remedy=remedy, done="used")
 
 
 def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
@@ -210,26 +192,15 @@ def absolute(path: str) -> str:
     return os.path.abspath(path) if os.path.exists(path) else path
 
 
-def write(
-    out: Path,
-    keys: Mapping[str, Any],
-    environment: Mapping[str, Any],
-    given: str | None = None,
-    source: TaskSource | None = None,
-) -> None:
-    """Write both files on rank 0, and copies of the file of the task and of its modules.
-
-    `given` is the fingerprint of data without a key.
-
-    Raises OSError.
-    """
+def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], task: Task) -> None:
+    """Write both files on rank 0, and copies of the file of the task and of its modules. Raises OSError."""
     command = f"mpiexec -n {environment['ranks']} python -m mpipipe train --config {shlex.quote(str(out / CONFIG))}"
     content = f"# This training as it was resolved. Train it again:\n#   {command} --out NEW\n"
-    if given is not None:
-        content += f"# but for the data, which the caller of train handed over: fingerprint {given}\n"
+    if task.handed_over is not None:
+        content += f"# but for the data, which the caller of train handed over: fingerprint {task.handed_over}\n"
     content += "".join(toml_line(*key) for key in keys.items())
     _replace(out / CONFIG, content, lambda content: content)
-    if source is not None:
+    if (source := task.file) is not None:
         facts = {"file": str(source.path), "class": source.name, "sha256": source.checksum}
         environment = {**environment, "task": facts | {"modules": sorted(source.modules)}}
         for name, code in source.copies.items():

@@ -194,7 +194,6 @@ class Reporter:
         self.log.append(text)
 
     def advance(self) -> None:
-        """Count one more step."""
         self.pace.done += 1
         if self.bar is not None:
             self.bar.draw(self.pace.done, self.pace.rate(), self.pace.timing())
@@ -260,7 +259,6 @@ class Pace:
         self.begin()
 
     def begin(self) -> None:
-        """Let the time begin now."""
         self.start = self.last = time.monotonic()
 
     def rate(self) -> float:

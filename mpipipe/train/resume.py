@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,11 +173,9 @@ def _check_same(found: Checkpoint, config: TaskConfig, task: Task) -> None:
 
 
 def _holds(path: Path, code: bytes) -> bool:
-    """Whether this is what a file holds."""
-    try:
+    with suppress(OSError):
         return path.read_bytes() == code
-    except OSError:
-        return False
+    return False
 
 
 def plain(values: Any) -> Any:
@@ -203,6 +201,7 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
 AGAIN = "the training goes on, and tries again at the next save"
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves the progress of a training; a context manager, whose end finishes what is in flight.
 
@@ -214,19 +213,16 @@ class Checkpoints:
     meanwhile, `follow` begins another one.
     """
 
-    def __init__(
-        self,
-        config: RunOptions,
-        root: Path,
-        progress: Progress,
-        facts: Mapping[str, Any],
-        reporter: Reporter | NullReporter,
-        preemption: Preemption,
-    ) -> None:
-        self.config, self.progress, self.facts = config, progress, facts
-        self.reporter, self.preemption = reporter, preemption
-        stages, self.owed = progress.pipeline.stages, False
-        self.saver = checkpoint.Saver(root, progress.mesh, stages, progress.optimizer, keep=config.keep)
+    config: RunOptions
+    root: Path
+    progress: Progress
+    facts: Mapping[str, Any]
+    reporter: Reporter | NullReporter
+    preemption: Preemption
+
+    def __post_init__(self) -> None:
+        progress, stages, self.owed = self.progress, self.progress.pipeline.stages, False
+        self.saver = checkpoint.Saver(self.root, progress.mesh, stages, progress.optimizer, keep=self.config.keep)
 
     def follow(self, leaves: bool) -> None:
         """After a step: look how far the checkpoint in flight is, and begin another one where it is time for one.
@@ -238,16 +234,12 @@ class Checkpoints:
         lost = self.owed and not self.saver.in_flight
         then = "the job leaves without it" if leaves else AGAIN
         if leaves or lost or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
-            self._save(then)
+            self._look(partial(self.saver.wait, room_for=step), AGAIN)  # an earlier one may turn out to have failed
+            self.owed = True
+            with self._bearing(then):
+                self.saver.save(step, self.progress.state(self.facts), beforehand=self.reporter.sync)
         if leaves:
             self.finish(then)
-
-    def _save(self, then: str) -> None:
-        """Begin to save a checkpoint once there is room for it, also where an earlier one turns out to have failed."""
-        self._look(partial(self.saver.wait, room_for=self.progress.step), AGAIN)
-        self.owed = True
-        with self._bearing(then):
-            self.saver.save(self.progress.step, self.progress.state(self.facts), beforehand=self.reporter.sync)
 
     def finish(self, then: str = AGAIN) -> None:
         """Wait until nothing is in flight; `then` is what the training does without a checkpoint that failed."""

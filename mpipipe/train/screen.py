@@ -169,7 +169,6 @@ class SafeStream:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> None:
-        """Write the text and flush the stream."""
         stream = self.stream
         if stream is None:
             return

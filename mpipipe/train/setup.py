@@ -26,10 +26,10 @@ from mpipipe.train.shard import Shard
 from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, layers_of
-from mpipipe.train.task_check import TaskLoss, rehearse, scores_of, validate
+from mpipipe.train.task_check import TaskLoss, rehearse, validate
 from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.trainer import Tracing, Trainer, trace_folder
-from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, with_order
+from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, shard_of, with_order
 
 
 def check_same_config(group: RankGroup, config: TaskConfig) -> None:
@@ -62,25 +62,18 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     comm = runtime.resolve(comm)
     group = group_of(comm)
     check_same_config(group, config)
-    with group.raise_together("train: where metrics go"):
-        if comm.rank == 0:
-            sinks.check_installed(config.metrics_to)
+    group.from_one("train: where metrics go", lambda: sinks.check_installed(config.metrics_to))
     owned = output_folder.own(comm, config.out, task.folders)
+    out, pipe = owned.folder, pipe_of(config, comm.size)
     with released_at_end(owned, None if config.survive else group):
-        return _run_owned(task, with_order(config, comm, owned.folder), comm, owned.folder)
-
-
-def _run_owned(task: Task, config: TaskConfig, comm: Communicator, out: Path) -> Record:
-    trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
-    pipe = pipe_of(config, comm.size)
-    if config.survive:
-        elastic = ElasticRun(config, comm, pipe, out)
-        with watching(config.watchdog, out):
-            return elastic.train(lambda mesh: _train(mesh, task, config, out, trace, elastic))
-    with group_of(comm).raise_together("train: the mesh"):
-        mesh = Mesh(comm, pipe=pipe, seq=config.seq)
-    with watching(config.watchdog, out), mesh:
-        return _train(mesh, task, config, out, trace)
+        config = with_order(config, comm, out)
+        trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
+        if config.survive:
+            elastic = ElasticRun(config, comm, pipe, out)
+            with watching(config.watchdog, out):
+                return elastic.train(lambda mesh: _train(mesh, task, config, out, trace, elastic))
+        with watching(config.watchdog, out), Mesh(comm, pipe=pipe, seq=config.seq) as mesh:
+            return _train(mesh, task, config, out, trace)
 
 
 def _train(
@@ -115,15 +108,28 @@ def _train(
         elif start is not None:
             progress.load(start)
         else:
-            resume.begin(config, task, mesh, stages)
+            with progress.whole_parameters():
+                resume.begin(config, task, mesh, stages)
         named: Sequence[str] = ()  # metrics of the task
         reader = Reader(task, shard, plan, mesh, config.steps)
         if task.rehearses and survivor is None:
             check_replicas(mesh, stages)  # values that were drawn without the seed
             named = rehearse(task, reader, pipeline, mesh, progress.step, loss)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
-        make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-        reporter = _reporter(config, task, plan, mesh, device, out, make=make, named=named)
+        reporter: Reporter | NullReporter = NullReporter()
+        surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
+        with group.raise_together("train: the reporter"):
+            if surroundings is not None:  # on rank 0
+                make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
+                reporter = make(task.unit, surroundings["oversubscribed"])
+                keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
+                try:
+                    output_folder.write(out, keys, surroundings, task)
+                except OSError as error:
+                    reporter.warn(
+                        f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on"
+                    )
+                reporter.open_sinks(config.metrics_to, keys, named)
         stack.enter_context(reporter)
         preemption = stack.enter_context(
             Preemption(
@@ -136,19 +142,7 @@ def _train(
         )
         tracing = Tracing(None if survivor else trace, pipeline, mesh, reporter.say)
         trainer = Trainer(
-            config,
-            task,
-            mesh,
-            plan,
-            progress,
-            shard=shard,
-            reader=reader,
-            loss=loss,
-            norm=norm,
-            preemption=preemption,
-            reporter=reporter,
-            tracing=tracing,
-            out=out,
+            config, progress, reader, plan, loss, norm, reporter, preemption=preemption, tracing=tracing, out=out
         )
         if elastic is not None:
             elastic.enlist(trainer)
@@ -176,9 +170,7 @@ def _stages(
 def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> tuple[dict[str, float], str]:
     """Return the losses of the validation of what is newest in a run folder: by name, and what that is; collective."""
     group = group_of(comm)
-    with group.raise_together("evaluate: the mesh"):
-        mesh = Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq)
-    with mesh:
+    with Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq) as mesh:
         device = select_device(config.device, comm)
         with arrays.own_stream(device):
             task.find_data(group)
@@ -192,7 +184,7 @@ def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> t
                 stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, slice_lengths=shard.slice_lengths
             ) as pipeline:
                 reader = Reader(task, shard, plan, mesh, 0)
-                value, named = validate(pipeline, reader, scores_of(task, loss), config.eval_batches, group)
+                value, named = validate(pipeline, reader, loss, config.eval_batches, group)
     same = found.state.get("fingerprint") in (None, task.fingerprint)
     return {"loss": value, **named}, f"{found.path}{'' if same else ', which another version of the file has trained'}"
 
@@ -225,9 +217,7 @@ def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:
     def work(comm: Communicator) -> tuple[Task, nn.Stage]:
         task = load_task(str(config.task), config.set, comm)
         task.find_data(group_of(comm))
-        shard = task.shard(comm, 1)
-        shard.dtype = arrays.dtype(config.dtype)
-        layers = layers_of(task, shard, config.seed)
+        layers = layers_of(task, shard_of(config, task, comm, 1), config.seed)
         stage = nn.Stage(layers, config.dtype, config.seed, device, frozen=tuple(task.freeze))
         with Mesh(comm) as mesh:
             checkpoint.load(resume.newest_state(Path(run)).path, mesh, [stage])
@@ -306,29 +296,3 @@ def make_reporter(
     for path in aside:
         reporter.say(f"mpipipe: a checkpoint after the one that is resumed is now called {path}")
     return reporter
-
-
-def _reporter(
-    config: TaskConfig,
-    task: Task,
-    plan: LayerPlan,
-    mesh: Mesh,
-    device: str,
-    out: Path,
-    *,
-    make: Callable[..., Reporter],
-    named: Sequence[str],
-) -> Reporter | NullReporter:
-    """Make the reporter, on rank 0 by `make`, and write down what the training depends on; collective."""
-    surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-    with group_of(mesh.comm).raise_together("train: the reporter"):
-        if surroundings is None:  # not on rank 0
-            return NullReporter()
-        reporter = make(task.unit, surroundings["oversubscribed"])
-        keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
-        try:
-            output_folder.write(out, keys, surroundings, task.handed_over, task.file)
-        except OSError as error:
-            reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
-        reporter.open_sinks(config.metrics_to, keys, named)
-        return reporter

@@ -228,11 +228,9 @@ class RetainedState:
 
     @property
     def step(self) -> int:
-        """Number of steps made."""
         return self.step_barrier.made
 
     def report(self) -> SurvivorReport:
-        """Return what the others are to know."""
         return SurvivorReport(self.pipe, self.step, self.step_barrier.pending is not None, self.facts)
 
     def catch_up(self, step: int) -> None:

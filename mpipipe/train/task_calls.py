@@ -9,7 +9,7 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -33,20 +33,13 @@ def place_of(task: Task, method: str) -> str:
     return name if task.file is None else f"{name} in {task.file.path.name}"
 
 
-def call(
-    task: Task,
-    method: str,
-    *arguments: Any,
-    when: str = "",
-    named: Mapping[str, Any] | None = None,
-    by: Callable[..., Any] | None = None,
-) -> Any:
+def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[..., Any] | None = None) -> Any:
     """Call a method of a task, or `by`, which does for it. An error says where it is: `when` is the step, and the rows.
 
     An error that names a method of the task already stays as it is.
     """
     try:
-        return (by or getattr(task, method))(*arguments, **named or {})
+        return (by or getattr(task, method))(*arguments)
     except MpipipeError as error:
         own = not type(task).__module__.startswith("mpipipe.") and f"{type(task).__name__}." not in error.message
         if own and not isinstance(error, PeerError):
@@ -87,8 +80,8 @@ def layers_of(task: Task, shard: Shard, seed: int) -> list[nn.Layer]:
 def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
     """Set what the layers of a task are on paper; return the list of its layers, from which stages are made."""
     entries = entries_of(task, shard, seed)
-    with_place = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
-    task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in with_place]
+    layers = (as_layer(entry, place, seed) for place, entry in enumerate(entries))
+    task.outline = [layer.forget() if isinstance(layer, ForeignLayer) else layer for layer in layers]
     return entries
 
 
@@ -158,9 +151,14 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tup
     return inputs, targets, found[2] if len(found) == 3 else None
 
 
+def has_example(task: Task) -> bool:
+    """Whether the task has batches of its own for measurements, which need no data."""
+    return type(task).example is not Task.example
+
+
 def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | None = None) -> Pair:
     """Return inputs and targets as they may come, for measurements: those of step 0, again where it has `most` rows."""
-    if type(task).example is not Task.example:
+    if has_example(task):
         return task.example(rows, microbatches, shard)
     pair = read(task, "batch", 0, range(min(rows, most or rows)), shard)[:2]
     if most is None or rows <= most:
@@ -247,7 +245,6 @@ class Reader:
         return found
 
     def validation(self, index: int) -> Pair:
-        """Return a batch of the validation."""
         if not self.reads:
             return None, None
         return self.begun(read(self.task, "validation", index, self.rows, self.shard))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -89,11 +90,6 @@ def rows_twice(tree: Tree, axis: int = 0) -> Tree:
     """Return a micro-batch with each row twice, or each position along axis 1."""
     both = merge([tree, tree], axis)
     return tree._make(both) if hasattr(tree, "_make") else both  # a loss may know its output as named
-
-
-def same_loss(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether (value, gradient, weight) of two calls of a loss are the same."""
-    return one[2] == other[2] and _near(one[0], other[0], 1e-5) and _halved(one, other, 1) is None
 
 
 def check_mean(where: str, once: Sequence[Any], twice: Sequence[Any], what: str = "row") -> None:
@@ -202,11 +198,10 @@ class TaskLoss:
         self.__signature__ = signature(task.loss)  # by which the pipeline knows whether it takes a factor
 
     def __call__(self, output: Any, target: Any, **factor: float) -> Any:
-        """Return what the loss of the task returns."""
         if self.over_batch and not isinstance(output, list):  # of a measurement, which has one micro-batch
             value, gradient, *weight = self([output], [target], **factor)
             return value, gradient[0], *weight
-        result = call(self.task, "loss", output, target, named=factor, by=self._evaluate)
+        result = call(self.task, "loss", output, target, by=partial(self._evaluate, **factor))
         if self.collects:
             for y, goal in zip(output, target) if self.over_batch else [(output, target)]:
                 entries = sum(leaf.size for leaf in arrays.flatten(goal)[0])
@@ -218,7 +213,6 @@ class TaskLoss:
         return result
 
     def rehearse(self, collects: bool) -> None:
-        """Rehearse from now on."""
         self.rehearses, self.collects, self.suspect, self.judged = True, collects, None, False
 
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
@@ -264,8 +258,8 @@ class TaskLoss:
         if weight == 0 or self.judged:
             return
         self.judged = True
-        if not same_loss(checked, once):
-            return
+        if once[2] != weight or not _near(once[0], checked[0], 1e-5) or _halved(checked, once, 1) is not None:
+            return  # it draws random numbers
         with self._suspecting():
             if weight is not None and not math.isclose(doubled[2] or 0, 2 * weight, rel_tol=1e-2):
                 raise self._weight_error(f"{weight}, and {doubled[2]} with each row twice")
@@ -329,10 +323,10 @@ def row_traits(task: Task, method: str, number: int, shard: Shard) -> dict[str, 
 
 
 def validate(
-    pipeline: Pipeline, reader: Reader, scores: TaskLoss | None, batches: int, group: RankGroup
+    pipeline: Pipeline, reader: Reader, loss: Any, batches: int, group: RankGroup
 ) -> tuple[float, dict[str, float]]:
     """Return the mean loss over the batches of the validation and the means of the task's metrics; collective."""
-    values = []
+    values, scores = [], scores_of(reader.task, loss)
     if scores is not None:
         scores.collects = True
     for index in range(batches):

@@ -25,10 +25,9 @@ from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
-from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, call
-from mpipipe.train.task_check import doubts, scores_of, shown, validate
+from mpipipe.train.task_check import doubts, shown, validate
 
 
 @dataclass
@@ -40,21 +39,19 @@ class Trainer:
     """
 
     config: TaskConfig
-    task: Task
-    mesh: Mesh
-    plan: LayerPlan
     progress: Progress
-    shard: Shard
     reader: Reader
+    plan: LayerPlan
     loss: Callable[..., Any]
     norm: optim.GlobalNorm
-    preemption: Preemption
     reporter: Reporter | NullReporter
+    preemption: Preemption
     tracing: Tracing
     out: Path
 
     def __post_init__(self) -> None:
-        self.scores, self.group = scores_of(self.task, self.loss), group_of(self.mesh.comm)
+        self.task, self.mesh = self.reader.task, self.progress.mesh
+        self.group = group_of(self.mesh.comm)
         root, facts = resume.checkpoints_of(self.out), resume.facts_of(self.config, self.task)
         self.checkpoints = Checkpoints(self.config, root, self.progress, facts, self.reporter, self.preemption)
         for stage in self.progress.pipeline.stages:
@@ -137,10 +134,11 @@ class Trainer:
             validation = self.validate()
             more = task.derived(record.loss, validation)
             record = replace(record, step=self.progress.step, validation=validation, metrics=self.named, **more)
-        task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
-        self.reporter.draw_losses()
-        sample = task.sample(self.plan, pipeline, self.mesh, self.shard)
-        sample = sample or shown(task, self.plan, pipeline, self.mesh, self.shard)
+        with self.progress.whole_parameters():
+            task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
+            self.reporter.draw_losses()
+            sample = task.sample(self.plan, pipeline, self.mesh, self.reader.shard)
+            sample = sample or shown(task, self.plan, pipeline, self.mesh, self.reader.shard)
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))
@@ -192,14 +190,11 @@ class Trainer:
         The means of the task's metrics are `named` then.
         """
         pipeline, batches = self.progress.pipeline, self.config.eval_batches
-        loss, self.named = validate(pipeline, self.reader, self.scores, batches, self.group)
-        return loss
+        value, self.named = validate(pipeline, self.reader, self.loss, batches, self.group)
+        return value
 
     def speed(self, times: np.ndarray) -> dict[str, Any]:
-        """Return tokens per second and the bubble of some steps, and the bubble that the stages' durations predict.
-
-        Collective. Nothing is returned for no steps at all.
-        """
+        """Return tokens per second, bubble and predicted bubble of some steps, nothing for none; collective."""
         if times[0] == 0:
             return {}
         pipeline = self.progress.pipeline
@@ -242,19 +237,20 @@ def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool
     if trace is None:
         return None
     folder = Path(output_folder.shared_path(comm, trace))
-    with group_of(comm).raise_together("train: the folder of the trace"):
-        if comm.rank == 0:
-            if folder == out or folder in out.parents or out in folder.parents:
-                raise ConfigError(
-                    "one of out and trace is inside the other",
-                    found=f"out {out}, trace {folder}",
-                    expected="a folder of its own for the trace",
-                )
-            if not (resumes and folder.exists()):
-                check_new(folder)
-            library()
-    is_there = group_of(comm).gather("train: whether there is a trace", comm.rank == 0 and folder.exists())[0]
-    return None if is_there else folder
+
+    def is_there() -> bool:
+        if folder == out or folder in out.parents or out in folder.parents:
+            raise ConfigError(
+                "one of out and trace is inside the other",
+                found=f"out {out}, trace {folder}",
+                expected="a folder of its own for the trace",
+            )
+        if not (resumes and folder.exists()):
+            check_new(folder)
+        library()
+        return folder.exists()
+
+    return None if group_of(comm).from_one("train: the folder of the trace", is_there) else folder
 
 
 class Tracing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -23,7 +24,7 @@ from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingO
 from mpipipe.train.progress import make_optimizer, make_scaler
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import agree_on_layers, chain, example, layers_of, outline, shapes_of
+from mpipipe.train.task_calls import Reader, agree_on_layers, chain, example, has_example, layers_of, outline, shapes_of
 from mpipipe.train.task_check import TaskLoss
 
 logger = logging.getLogger("mpipipe")
@@ -211,9 +212,11 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
     )
 
 
-def _cut(config: TaskConfig, task: Task, shard: Shard) -> Shard:
-    """Return a share of samples that come in slices, if they do."""
-    if config.slices > 1:
+def shard_of(config: TaskConfig, task: Task, comm: Communicator, size: int, sliced: bool = False) -> Shard:
+    """Return this rank's share of samples, `sliced` as the configuration says or whole."""
+    shard = task.shard(comm, size)
+    shard.dtype = arrays.dtype(config.dtype)
+    if sliced and config.slices > 1:
         shard.cut = partial(task.slice_lengths, slices=config.slices)
     return shard
 
@@ -226,10 +229,7 @@ def make_shard(config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True) 
     """
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
-        shard, task.pipe = task.shard(mesh.seq, mesh.seq.size), mesh.pipe.size
-        shard.dtype = arrays.dtype(config.dtype)
-        if sliced:
-            _cut(config, task, shard)
+        shard, task.pipe = shard_of(config, task, mesh.seq, mesh.seq.size, sliced), mesh.pipe.size
     with group.raise_together("train: the layers"):
         layers = outline(task, shard, config.seed)
     with group.raise_together("train: the layers on paper"):
@@ -258,6 +258,9 @@ def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | Non
         message_shape=lambda rows: task.message_shape(rows, shard) or (rows, largest),
         optimizer=lambda pipeline, mesh: make_optimizer(config, pipeline, task, mesh),
         scaler=lambda: make_scaler(config),
+        batches=None
+        if has_example(task)
+        else lambda plan, steps: Reader(task, copy(shard), plan, mesh, min(steps, config.steps)),
         lr=config.lr,
         clip=config.clip,
         seed=config.seed,
@@ -320,28 +323,22 @@ def mesh_of(config: ParallelOptions, ranks: int) -> tuple[int, int]:
 def on_paper(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> tuple[Shard, planning.PlanningProblem]:
     """Return the share of samples of one of `ranks` ranks, for which `comm` stands, and what is to be planned."""
     pipe, replicas = mesh_of(config, ranks)
-    shard, task.pipe = task.shard(comm, config.seq), pipe
-    shard.dtype = arrays.dtype(config.dtype)
+    shard, task.pipe = shard_of(config, task, comm, config.seq), pipe
     outline(task, shard, config.seed)
     problem = problem_of(config, task, pipe, replicas)
     return shard, replace(problem, inputs=tuple(map(shapes_of, inputs_of(config, task, shard))))
 
 
-def slice_shares(config: TaskConfig, task: Task, comm: Communicator) -> list[float]:
-    """Return the shares of the slices in a sequence; raises where the layers attend in another way."""
-    if config.slices == 1:
-        return [1.0]
-    shard = _cut(config, task, task.shard(comm, config.seq))
-    outline(task, shard, config.seed)
-    lengths = shard.slice_lengths or [1] * config.slices
-    return [length / sum(lengths) for length in lengths]
+def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks: int) -> MemoryEstimate:
+    """Return what the training of a task would be on `ranks` ranks, in one process without MPI; raises as that would.
 
-
-def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
-    """Estimate the memory of a training on `ranks` ranks, in one process, which is `comm`; raises as that would.
-
-    One micro-batch runs on the processor, through each kind of layer.
+    `make` returns configuration and task, for the communicator of one rank. One micro-batch runs on the processor,
+    through each kind of layer.
     """
+    return inprocess.run(1, lambda comm: _estimate(*make(comm), ranks, comm))[0]
+
+
+def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) -> MemoryEstimate:
     if config.plan == "auto":
         raise ConfigError(
             "a dry run cannot foresee what a plan chooses",
@@ -349,9 +346,14 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
             expected="no: a plan is made of measurements on the ranks of the training",
             remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
         )
-    config = with_order(config, comm, Path(config.out or "."))
+    task.find_data(group_of(comm))
+    config, shares = with_order(config, comm, Path(config.out or ".")), [1.0]
     shard, problem = on_paper(config, task, ranks, comm)
-    shares = slice_shares(config, task, comm)
+    if config.slices > 1:
+        sliced = shard_of(config, task, comm, config.seq, sliced=True)
+        outline(task, sliced, config.seed)  # raises where the layers attend in another way
+        lengths = sliced.slice_lengths or [1] * config.slices
+        shares = [length / sum(lengths) for length in lengths]
     plan = plan_layers(config, task, problem.ranks, problem.replicas)
     rows = plan.microbatch_rows
     sample, layers = example(task, rows, 1, shard), layers_of(task, shard, config.seed)
@@ -361,20 +363,6 @@ def estimate_memory(config: TaskConfig, task: Task, ranks: int, comm: Communicat
     how: dict[str, Any] = dict(recompute=config.recompute, copied=task.copies, shares=shares)
     found = planning.rank_bytes(problem, plan, measured, sample, **how)
     return MemoryEstimate(config, task, problem, plan, found)
-
-
-def estimate_task(make: Callable[[Communicator], tuple[TaskConfig, Task]], ranks: int) -> MemoryEstimate:
-    """Return what the training of a task would be on `ranks` ranks; for one process, without MPI.
-
-    `make` returns configuration and task, for the communicator of one rank.
-    """
-
-    def work(comm: Communicator) -> MemoryEstimate:
-        config, task = make(comm)
-        task.find_data(group_of(comm))
-        return estimate_memory(config, task, ranks, comm)
-
-    return inprocess.run(1, work)[0]
 
 
 def plans_on_paper(

@@ -55,7 +55,8 @@ def test_attention_forward_and_backward_of_each_length(gpu, dtype):
 
 
 def test_published_rates_stand_beside_their_own_sizes_only(gpu, monkeypatch):
-    monkeypatch.setattr(kernels, "_attention_seconds", lambda *_: (1e-3, 2e-3))
+    monkeypatch.setattr(kernels, "_whole", lambda *_: [])
+    monkeypatch.setattr(kernels, "_alone", lambda *_: (1e-3, 2e-3))
     beside = [row for row in kernels.measure_attention(1, lengths=(8192, 4000), peers=False)]
     assert [row.peer_value for row in beside] == [644, 541, None, None]
     close(beside[0].value, 4 * 8192**2 / 2 * 64 * 128 / 1e-3 / 1e12, 8)
@@ -238,7 +239,8 @@ def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch,
 
 
 def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):
-    monkeypatch.setattr(kernels, "_attention_seconds", lambda *_: (1e-3, 2e-3))
+    monkeypatch.setattr(kernels, "_whole", lambda *_: [])
+    monkeypatch.setattr(kernels, "_alone", lambda *_: (1e-3, 2e-3))
     monkeypatch.setattr(steps, "_step_seconds", lambda *_: 1e-3)
     known = {
         kernels: (kernels.measure_attention, ("cuDNN on H200, published",)),

@@ -87,10 +87,10 @@ def test_limits_of_a_wait_and_of_the_watchdog(unset, monkeypatch, value, wait, w
 
 
 def test_integers_and_switches(unset, monkeypatch):
-    assert settings.TAG_UB.text == "" and not settings.synchronous_sends()
+    assert settings.TAG_UB.text == "" and not settings.SYNC_SENDS.is_on
     monkeypatch.setenv("MPIPIPE_TAG_UB", "9")
     monkeypatch.setenv("MPIPIPE_SYNC_SENDS", "1")
-    assert settings.TAG_UB.text == "9" and settings.synchronous_sends()
+    assert settings.TAG_UB.text == "9" and settings.SYNC_SENDS.is_on
     monkeypatch.setenv("MPIPIPE_TAG_UB", "x")
     with pytest.raises(ArgumentError, match="an integer"):
         _ = settings.TAG_UB.text

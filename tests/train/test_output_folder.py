@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.small_training import config_in
 
+from mpipipe import files
 from mpipipe.errors import ConfigError, OwnerError
 from mpipipe.language.models import GPT, weights
 from mpipipe.train import output_folder, train
@@ -47,11 +48,11 @@ def test_a_relative_folder_and_the_default_are_those_of_rank_0(comm, own_folder,
 
 
 def test_two_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
-    taken = str(tmp_path / "runs" / "20261231-235959")
+    taken = tmp_path / "runs" / "20261231-235959"
     with ThreadPoolExecutor(8) as jobs:
-        made = list(jobs.map(output_folder._new, [taken] * 8))
-    assert sorted(made) == [taken, *(f"{taken}-{number}" for number in range(2, 9))]
-    assert all(os.path.isdir(path) for path in made)
+        made = list(jobs.map(files.new_folder, [taken] * 8))
+    assert sorted(made) == [taken, *(Path(f"{taken}-{number}") for number in range(2, 9))]
+    assert all(path.is_dir() for path in made)
 
 
 def test_nothing_is_written_through_links(comm, mpi_tmp_path, config, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from support.small_training import records
 from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
-from mpipipe.train import TrainConfig, output_folder, train
+from mpipipe.train import Task, TrainConfig, output_folder, train
 from mpipipe.train.config import read_keys
 
 SMALL = dict(
@@ -89,12 +90,12 @@ def test_a_training_that_ended_before_its_first_checkpoint_can_begin_again_in_it
 def test_values_come_back_from_the_file_as_they_were(tmp_path):
     odd = 'a "quoted" \\ path\x7f\n\t\u00fc\U0001f600'
     keys = {"text": odd, "list": ("a", odd), "no": False, "count": 2**62, "small": 1e-300, "large": float("inf")}
-    output_folder.write(tmp_path, keys, {"ranks": 1}, given="abc\u00fc")
+    output_folder.write(tmp_path, keys, {"ranks": 1}, SimpleNamespace(handed_over="abc\u00fc", file=None))
     found = read_keys(tmp_path / "config.toml")
     assert found == {**keys, "list": list(keys["list"])}
     assert "abc\u00fc" in (tmp_path / "config.toml").read_text()
     # a path that is no text is written as it is
-    output_folder.write(tmp_path, {"data": (os.fsdecode(b"/data/\xff"),)}, {"ranks": 1})
+    output_folder.write(tmp_path, {"data": (os.fsdecode(b"/data/\xff"),)}, {"ranks": 1}, Task())
     assert b'data = ["/data/\xff"]' in (tmp_path / "config.toml").read_bytes()
     with pytest.raises(ConfigError, match="not TOML"):
         read_keys(tmp_path / "config.toml")

@@ -43,7 +43,6 @@ def measure_memory(
 
 
 def _layers(rows: int, width: int, dtype: str) -> Iterator[Kernel]:
-    """Yield the kernels of layers."""
     kernels = nn.kernels.of("cuda")
     x, dy, more = (normal((rows, width), dtype, seed) for seed in (1, 2, 4))
     gain = normal((width,), dtype)
@@ -138,7 +137,7 @@ def measure_attention(
     ours: dict[int, tuple[float, list[tuple[str, float, str]]]] = {}
     for length in lengths:  # all before PyTorch loads another cuDNN
         work = cost.attention_flops(length**2 / 2, heads, head_dim)
-        rates = _rates(work, _attention_seconds(repeats, length, *sizes))
+        rates = _rates(work, _alone(repeats, _whole(length, *sizes)))
         what = f"{dtype}, {heads} heads over {kv_heads}, dim {head_dim}, sequence {length}"
         directions = zip(("forward", "backward"), rates)
         ours[length] = work, [(f"attention {way}, {what}", rate, "TFLOP/s") for way, rate in directions]
@@ -158,13 +157,6 @@ def measure_attention(
 def _rates(work: float, times: Sequence[float]) -> list[float]:
     """Return TFLOP/s of a forward of `work` operations, and of its backward."""
     return [factor * work / each / 1e12 for factor, each in zip((1, cost.BACKWARD_WORK), times)]
-
-
-def _attention_seconds(
-    repeats: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype: str
-) -> tuple[float, float]:
-    """Return the seconds of a forward and of a backward."""
-    return _alone(repeats, _whole(length, heads, kv_heads, head_dim, dtype))
 
 
 def _whole(length: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[DeviceArray]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from typing import ClassVar
 
 from mpipipe.errors import ArgumentError
 from mpipipe.job import parse_duration
+from mpipipe.options import document, option
 
 SCHEDULERS = ("slurm", "pbs", "lsf", "flux")
 ARRAYS = ("slurm", "pbs", "lsf")  # the schedulers that have job arrays
@@ -22,35 +24,6 @@ MODULE = re.compile(r"(?!-)[^\s'\"\\$`#]+")
 @dataclass(frozen=True)
 class Job:
     """What a job script asks its scheduler for, and what it trains or runs.
-
-    Parameters
-    ----------
-    scheduler : str
-        One of SCHEDULERS.
-    nodes, ranks_per_node, threads : int
-        The size of the job; threads are cores of each rank, and the threads that it computes with.
-    gpus : bool
-        Whether each rank has a GPU.
-    time : str
-        Limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS.
-    preemptable : bool
-        Whether the job saves, leaves and starts again, until it is done.
-    notice : int
-        Seconds before the end at which the scheduler tells a preemptable job, where it can.
-    array : str, optional
-        Numbers of a job array such as "0-3", each of them the seed of a training.
-    long_context : bool
-        Whether the ranks of a node share each sequence.
-    account, queue, name : str, optional
-        Account, partition or queue, and name of the job.
-    mpi, launcher : str
-        One of MPIS, on which the words for the launcher depend; "jsrun" where LSF starts ranks by it.
-    python : str
-        The interpreter that has mpipipe.
-    modules : tuple of str
-        Environment modules to load.
-    options, script : tuple of str
-        Further options of `mpipipe train`; or the words after `mpipipe run`, a script with its arguments.
 
     Raises
     ------
@@ -69,25 +42,27 @@ class Job:
       remedy: submit a script without an array once for each seed: `flux batch FILE --seed 1`
     """
 
-    scheduler: str
-    nodes: int = 1
-    ranks_per_node: int = 1
-    threads: int = 1
-    gpus: bool = False
-    time: str = "00:30:00"
-    preemptable: bool = False
-    notice: int = 120
-    array: str | None = None
-    long_context: bool = False
-    account: str | None = None
-    queue: str | None = None
-    name: str | None = None
-    mpi: str = "mpich"
-    launcher: str = "mpiexec"
-    python: str = "python3"
-    modules: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    script: tuple[str, ...] = ()
+    heading: ClassVar[str] = "options"
+
+    scheduler: str = option(MISSING, "one of SCHEDULERS")
+    nodes: int = option(1, "nodes of the job")
+    ranks_per_node: int = option(1, "ranks on each node")
+    threads: int = option(1, "cores of each rank, and its threads")
+    gpus: bool = option(False, "a GPU for each rank", key=False)
+    time: str = option("00:30:00", "limit of the job: seconds, MM:SS, HH:MM:SS or D-HH:MM:SS")
+    preemptable: bool = option(False, "save and leave before the end, and start again until it is done", key=False)
+    notice: int = option(120, "seconds before the end at which a preemptable job is told")
+    array: str | None = option(None, "numbers of a job array as in 0-3, each a seed")
+    long_context: bool = option(False, "the ranks of a node share each sequence of 65 536", key=False)
+    account: str | None = option(None, "account, project or bank")
+    queue: str | None = option(None, "queue, which SLURM calls a partition")
+    name: str | None = option(None, "name of the job")
+    mpi: str = option("mpich", "one of MPIS, on which the words for the launcher depend")
+    launcher: str = option("mpiexec", "under LSF: mpiexec | jsrun")
+    python: str = option("python3", "the interpreter that has mpipipe")
+    modules: tuple[str, ...] = option((), "environment modules to load")
+    options: tuple[str, ...] = option((), "further options of `mpipipe train`")
+    script: tuple[str, ...] = option((), "the words after `mpipipe run`: a script with its arguments")
 
     def __post_init__(self) -> None:
         _one_of("scheduler", self.scheduler, SCHEDULERS)
@@ -115,8 +90,13 @@ class Job:
             self._check_array(self.array)
         if self.launcher == "jsrun" and self.scheduler != "lsf":
             raise ArgumentError("jsrun is a launcher of LSF", found=f"scheduler={self.scheduler!r}", expected="lsf")
-        for text in (self.python, *self.modules, *self.options, *self.script):
-            _check_printed(text)
+        for text in (self.python, *self.modules, *self.options, *self.script):  # no quotes would help
+            if len(text.splitlines()) > 1 or any(unicodedata.category(each) in ("Cc", "Cs") for each in text):
+                raise ArgumentError(
+                    "a word for the script has more than one line, or a character that no text has",
+                    found=ascii(text),
+                    expected="one line of text in UTF-8",
+                )
         if self.script and (self.options or self.long_context):
             raise ArgumentError(
                 "a script of your own has no options of `mpipipe train`",
@@ -160,14 +140,7 @@ class Job:
             raise ArgumentError("LSF counts the jobs of an array from 1", found=repr(array), expected="as in 1-4")
 
 
-def _check_printed(text: str) -> None:
-    """Raise ArgumentError for a word that a line of a script cannot hold, however it is quoted."""
-    if len(text.splitlines()) > 1 or any(unicodedata.category(each) in ("Cc", "Cs") for each in text):
-        raise ArgumentError(
-            "a word for the script has more than one line, or a character that no text has",
-            found=ascii(text),
-            expected="one line of text in UTF-8",
-        )
+document(Job)
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:

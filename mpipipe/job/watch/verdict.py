@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpipipe import files
 from mpipipe.job.flight import Message
 from mpipipe.job.rank_list import by_text, named
 from mpipipe.job.report import heading, write
@@ -213,14 +214,8 @@ def publish(
 
 def _write_files(verdict: HangVerdict, dumps: Mapping[int, Dump], folder: Path | None) -> Path:
     """Return a folder named by the time: report.txt for all ranks, rank-N.txt for each of the first culprits."""
-    stem = (folder if folder is not None and folder.is_dir() else Path()) / time.strftime("hang-%Y%m%d-%H%M%S")
-    path = stem
-    for number in range(1, 100):
-        try:
-            path.mkdir()
-            break
-        except FileExistsError:
-            path = Path(f"{stem}-{number}")
+    parent = folder if folder is not None and folder.is_dir() else Path()
+    path = files.new_folder(parent / time.strftime("hang-%Y%m%d-%H%M%S"))
     texts = [*verdict.lines(), ""]
     for rank, dump in sorted(dumps.items()):
         texts += [f"rank {rank} on {dump.host}, quiet for {dump.quiet:.1f} s, at {dump.where}", *_operations(dump), ""]

@@ -13,7 +13,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import accumulate, repeat
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
@@ -37,6 +37,7 @@ class OrderProblem:
     awaited_by : of each task the F or I that waits for it, -1 without one
     own, tasks : of each rank its stages, ascending, and their tasks
     limit : activations that a rank may hold at once; no more than there are
+    opened : of each task, activations more that its rank holds after it
     busy : time of the busiest rank for one micro-batch
     """
 
@@ -62,6 +63,7 @@ class OrderProblem:
         for task, before in enumerate(self.waits_for):
             if before >= 0 and task % 3 != 2:
                 self.awaited_by[before] = task
+        self.opened = [1, 0, -1] * stages
         self.busy = max(math.fsum(sum(self.seconds[3 * s : 3 * s + 3]) for s in stages) for stages in self.own)
 
     def chain(self) -> list[int]:
@@ -111,15 +113,7 @@ class OrderProblem:
 
     def peak(self, order: Sequence[int]) -> int:
         """Return the most activations that a rank holds at once."""
-        held = peak = 0
-        for task in order:
-            if task % 3 == 0:
-                held += 1
-                if held > peak:
-                    peak = held
-            elif task % 3 == 2:
-                held -= 1
-        return peak
+        return max(accumulate(map(self.opened.__getitem__, order)), default=0)
 
     def fits(self, orders: Orders) -> bool:
         """Whether all ranks keep the limit."""
