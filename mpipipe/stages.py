@@ -119,6 +119,13 @@ class StageAdapter:
         return self.given.kept_copy if self.is_model else None
 
     @property
+    def originals(self) -> FlatBuffer | None:
+        """The parameters, where the stage computes with a copy in a half dtype alone: sums with adapters need them."""
+        model = self.given
+        halves = self.is_model and model.compute is not model.parameters and not model.adapted
+        return model.parameters if halves else None
+
+    @property
     def tied_copies(self) -> set[str]:
         """Names of parameters that norms count elsewhere."""
         return self.given.buffers.tied_copies if self.is_model else set()
@@ -134,10 +141,11 @@ class StageAdapter:
         return getattr(self.given, "before_write", None) or []
 
     @property
-    def contents(self) -> Mapping[str, Array]:
-        """All arrays by their names in the whole model: `state_dict()` where there is one, else `parameters`."""
+    def contents(self) -> Mapping[str, Any]:
+        """All arrays, or StateShards of them, by their names in the whole model: `state_dict()`, else `parameters`."""
         give = getattr(self.given, "state_dict", None)
-        return self.given.parameters if give is None else give()
+        named: Mapping[str, Any] = self.given.parameters if give is None else give()
+        return {name: named.entry(name) for name in named} if isinstance(named, FlatBuffer) else named
 
     def set_contents(self, values: Callable[[str], Array]) -> None:
         """Let a stage with `load_state_dict` take values by name; those of any other stage have been set in place."""
