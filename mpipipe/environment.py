@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from typing import Any
 
-from mpipipe import __version__, arrays, files, processor
+from mpipipe import __version__, arrays, processor
 from mpipipe.comm import thread_level
 from mpipipe.job import (
     Communicator,
@@ -163,10 +163,10 @@ def _here(gpus: bool) -> dict[str, Any]:
         "packages": found,
         "host": {
             "host": socket.gethostname(),
-            "processor": files.line_of("/proc/cpuinfo", "model name") or platform.processor(),
+            "processor": processor.line_of("/proc/cpuinfo", "model name") or platform.processor(),
             "cores": os.cpu_count(),
-            "memory": files.bytes_of_line("MemTotal"),
-            "free_memory": files.bytes_of_line("MemAvailable"),
+            "memory": processor.bytes_of_line("MemTotal"),
+            "free_memory": processor.bytes_of_line("MemAvailable"),
             "gpus": arrays.describe_gpus() if gpus else [],
         },
         "cores": own_cores(),

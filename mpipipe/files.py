@@ -248,21 +248,3 @@ def _checked(status: os.stat_result, path: str | Path) -> os.stat_result:
     kind = next((words for is_kind, words in KINDS if is_kind(status.st_mode)), "no regular file")
     code = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
     raise OSError(code, f"it is {kind}, not a file", str(path))
-
-
-# -- Lines `name: value` in files of /proc -----------------------------------------------------------------------------
-
-
-def bytes_of_line(name: str, path: str = "/proc/meminfo") -> int | None:
-    """Return the bytes that a line of a file of /proc says in kB, None if there is no such thing."""
-    text = line_of(path, name).split()
-    return int(text[0]) * 1024 if text else None
-
-
-def line_of(path: str, name: str) -> str:
-    """Return what follows `name:` in a file of /proc; empty if there is no such thing."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name), "")

@@ -104,8 +104,7 @@ def _kind(entry: dataclasses.Field, hint: Any) -> type:
 
 def option_of(entry: dataclasses.Field) -> Option:
     """Return the description of a field."""
-    described: Option = entry.metadata["option"]
-    return described
+    return entry.metadata["option"]
 
 
 def key_of(entry: dataclasses.Field) -> str:

@@ -113,14 +113,7 @@ def _threads(text: str) -> list[int]:
 @cache
 def features() -> frozenset[str]:
     """Return the names of what this processor can do, as Linux has them; none elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    parts = (line.partition(":") for line in lines)
-    return next(
-        (frozenset(text.split()) for name, _, text in parts if name.strip() in ("flags", "Features")), frozenset()
-    )
+    return frozenset((line_of("/proc/cpuinfo", "flags") or line_of("/proc/cpuinfo", "Features")).split())
 
 
 # -- The pool ---------------------------------------------------------------------------------------------------------
@@ -280,3 +273,21 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and (mallopt(M_MMAP_THRESHOLD, 1 << 30) or mallopt(M_MMAP_THRESHOLD, 1 << 25)):
         mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+# -- Lines `name: value` in files of /proc -----------------------------------------------------------------------------
+
+
+def bytes_of_line(name: str, path: str = "/proc/meminfo") -> int | None:
+    """Return the bytes that a line of a file of /proc says in kB, None if there is no such thing."""
+    text = line_of(path, name).split()
+    return int(text[0]) * 1024 if text else None
+
+
+def line_of(path: str, name: str) -> str:
+    """Return what follows `name:` in a file of /proc; empty if there is no such thing."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name), "")

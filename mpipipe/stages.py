@@ -64,8 +64,7 @@ class StageAdapter:
     def parameters(self) -> FlatBuffer | FlatView:
         """The parameters by name, with `flat`; of a user's stage a view, where complex ones are pairs of real ones."""
         if self.is_model:
-            buffer: FlatBuffer = self.given.parameters
-            return buffer
+            return self.given.parameters
         holder = getattr(self.given, "parameters", None)
         flat = flat_if_any(holder)
         key = (0, 0) if flat is None else (arrays.address(flat), flat.size)
@@ -87,8 +86,7 @@ class StageAdapter:
     def gradients(self) -> FlatBuffer | FlatView:
         """The gradients, laid out as the parameters."""
         if self.is_model:
-            buffer: FlatBuffer = self.given.gradients
-            return buffer
+            return self.given.gradients
         own = self.parameters
         assert isinstance(own, FlatView)
         return own if not own and not own.flat.size else own.like(getattr(self.given, "gradients", None))
@@ -121,6 +119,13 @@ class StageAdapter:
         return self.given.kept_copy if self.is_model else None
 
     @property
+    def originals(self) -> FlatBuffer | None:
+        """The parameters, where the stage computes with a copy in a half dtype alone: sums with adapters need them."""
+        model = self.given
+        halves = self.is_model and model.compute is not model.parameters and not model.adapted
+        return model.parameters if halves else None
+
+    @property
     def tied_copies(self) -> set[str]:
         """Names of parameters that norms count elsewhere."""
         return self.given.buffers.tied_copies if self.is_model else set()
@@ -136,11 +141,11 @@ class StageAdapter:
         return getattr(self.given, "before_write", None) or []
 
     @property
-    def contents(self) -> Mapping[str, Array]:
-        """All arrays by their names in the whole model: `state_dict()` where there is one, else `parameters`."""
+    def contents(self) -> Mapping[str, Any]:
+        """All arrays, or StateShards of them, by their names in the whole model: `state_dict()`, else `parameters`."""
         give = getattr(self.given, "state_dict", None)
-        named: Mapping[str, Array] = self.given.parameters if give is None else give()
-        return named
+        named: Mapping[str, Any] = self.given.parameters if give is None else give()
+        return {name: named.entry(name) for name in named} if isinstance(named, FlatBuffer) else named
 
     def set_contents(self, values: Callable[[str], Array]) -> None:
         """Let a stage with `load_state_dict` take values by name; those of any other stage have been set in place."""

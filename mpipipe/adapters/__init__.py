@@ -15,13 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
-from mpipipe.adapters.layers import ForeignLayer as ForeignLayer
-from mpipipe.adapters.layers import Held as Held
-from mpipipe.adapters.layers import WithSkips
-from mpipipe.adapters.layers import as_layer as as_layer
-from mpipipe.adapters.layers import counting as counting
-from mpipipe.adapters.layers import names_of_entry as names_of_entry
-from mpipipe.adapters.layers import seeded as seeded
+from mpipipe.adapters.layers import ForeignLayer, Held, WithSkips, as_layer, counting, names_of_entry, seeded
 from mpipipe.adapters.trees import skip_names
 from mpipipe.nn import ForwardAndBackward
 from mpipipe.text import optional_library

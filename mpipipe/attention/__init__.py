@@ -16,12 +16,8 @@ cost                  bytes on the wire, and when computation hides the transfer
 
 from __future__ import annotations
 
-from mpipipe.attention.bias import BiasFunction as BiasFunction
-from mpipipe.attention.bias import alibi
-from mpipipe.attention.cache import Cached, KVCache
-from mpipipe.attention.cache import Piece as Piece
-from mpipipe.attention.cache import Pieces as Pieces
-from mpipipe.attention.cache import SlotCache as SlotCache
+from mpipipe.attention.bias import BiasFunction, alibi
+from mpipipe.attention.cache import Cached, KVCache, Piece, Pieces, SlotCache
 from mpipipe.attention.cost import slice_lengths
 from mpipipe.attention.decode import decode_attention
 from mpipipe.attention.layout import Layout, RingStep, RingTable

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
+from types import SimpleNamespace
 from typing import Annotated
 
 import numpy as np
@@ -73,20 +74,12 @@ def save_and_load(
             shutil.rmtree(place, ignore_errors=True)
 
 
-class _Arrays:
-    """A stage of nothing but arrays."""
-
-    def __init__(self, rank: int, nbytes: int) -> None:
-        random = np.random.default_rng(rank)
-        size = nbytes // ARRAYS // 4
-        self.parameters = {f"{rank}.{n}": random.random(size, dtype=np.float32) for n in range(ARRAYS)}
-        self.nbytes = ARRAYS * size * 4
-
-
 def _beside_dd(mesh: Mesh, place: Path, nbytes: int, repeats: int) -> float:
     """Report saving and loading, and return the bytes per second of dd in writing."""
-    stage = _Arrays(mesh.rank, nbytes)
-    whole, plain = stage.nbytes * mesh.comm.size, place / f"dd-{mesh.rank}"
+    random, size = np.random.default_rng(mesh.rank), nbytes // ARRAYS // 4
+    parameters = {f"{mesh.rank}.{n}": random.random(size, dtype=np.float32) for n in range(ARRAYS)}
+    stage, nbytes = SimpleNamespace(parameters=parameters), ARRAYS * size * 4
+    whole, plain = nbytes * mesh.comm.size, place / f"dd-{mesh.rank}"
     mine = place / "step-00000001" / f"part-{mesh.rank}.safetensors"
 
     def dd(*arguments: str) -> None:
@@ -112,9 +105,7 @@ def _beside_dd(mesh: Mesh, place: Path, nbytes: int, repeats: int) -> float:
         return whole / seconds[1]
 
     save = partial(checkpoint.save, place, mesh, [stage], step=1)
-    write = partial(
-        dd, "if=/dev/zero", f"of={plain}", f"count={stage.nbytes}", "iflag=count_bytes,fullblock", "conv=fsync"
-    )
+    write = partial(dd, "if=/dev/zero", f"of={plain}", f"count={nbytes}", "iflag=count_bytes,fullblock", "conv=fsync")
     rate = beside("save", save, write, remove)
     save()
     plain.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, files
+from mpipipe import files
 from mpipipe.arrays import Array
 from mpipipe.checkpoint import folders
 from mpipipe.checkpoint.contents import PARAMETERS, Optimizer, check_shards, contents_of
@@ -51,12 +51,11 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     with group.raise_together("checkpoint.load: the arrays to set"):
         held = contents_of(adapters, optimizer)
         check_shards(held, mesh.replicas)
-        shards = {name: array for name, array in held.items() if isinstance(array, StateShard)}
         # a new array where a stage hands out what must not be written to
         wanted = {
-            name: array if arrays.is_device(array) or array.flags.writeable else np.empty_like(array)
+            name: np.empty_like(array) if isinstance(array, np.ndarray) and not array.flags.writeable else array
             for name, array in held.items()
-            if name not in shards
+            if not isinstance(array, StateShard) or array.part.size or array.copy is not None
         }
     saved = group.from_one("checkpoint.load: the manifest", lambda: read(path))
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
@@ -67,12 +66,6 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
         writers: list[Any] = [each for each in (*adapters, optimizer) if hasattr(each, "before_write")]
         announce_write(*writers)  # a save that still reads these arrays finishes first
         read_arrays(saved, wanted)
-        for kind in sorted(kinds):
-            here = {name: shard for name, shard in shards.items() if name.startswith(f"{kind}/") and shard.part.size}
-            whole = {name: np.empty(shard.shape, shard.dtype) for name, shard in here.items()}
-            read_arrays(saved, whole)
-            for name, shard in here.items():
-                shard.take(whole[name])
         if optimizer is not None:
             optimizer.steps = saved.optimizer_steps or 0
         for stage in adapters:
@@ -121,7 +114,7 @@ def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer
             )
 
 
-def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array]) -> None:
+def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array | StateShard]) -> None:
     """Set arrays, by their names in a checkpoint. Shapes and dtypes are compared before anything is read.
 
     Raises ArgumentError, with the name of the file. One rank may call this.
@@ -140,6 +133,10 @@ def read_arrays(saved: Checkpoint, wanted: Mapping[str, Array]) -> None:
         what, says = "a file of the checkpoint", f"what {MANIFEST} says"
         with open_tensors(saved.path / file, what, says, COPY_AGAIN, saved.files[file]) as reader:
             for name in (name for name, place in places.items() if place == file):
-                checksum, expected = reader.read_summed(name, wanted[name]), reader.arrays[name].checksum
+                array = wanted[name]
+                values = np.empty(array.shape, array.dtype) if isinstance(array, StateShard) else array
+                checksum, expected = reader.read_summed(name, values), reader.arrays[name].checksum
                 if checksum != expected:
                     raise ValueError(f"{name} has the checksum {checksum} and not {expected}")
+                if isinstance(array, StateShard):
+                    array.take(values)

@@ -68,7 +68,8 @@ def check_replicas(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | Non
     Parameters
     ----------
     mesh, stages, optimizer : see `save`
-        The ranks of `mesh.replicas` must have the same, but for the state of a sharded optimizer: each has a share.
+        The ranks of `mesh.replicas` must have the same, but for what a sharded optimizer has shares of: its state, and
+        parameters in float32, whose copies in half precision are compared.
 
     Raises
     ------
@@ -124,7 +125,8 @@ def compare(everyone: Sequence[Hashes]) -> list[Difference]:
 
 def _held(mesh: Mesh, stages: Sequence[Any], optimizer: Optimizer | None) -> Hashes:
     everything, hashes = contents_of(stages, optimizer), {}
-    contents = {name: array for name, array in everything.items() if not isinstance(array, StateShard)}
+    whole = {name: array.copy if isinstance(array, StateShard) else array for name, array in everything.items()}
+    contents = {name: array for name, array in whole.items() if array is not None}
     known: dict[tuple[int, str, Shape], str] = {}  # a tied parameter is one array for all its places on a rank
     for name, array in contents.items():
         place = arrays.address(array), array.dtype.name, array.shape

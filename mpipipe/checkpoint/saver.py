@@ -6,8 +6,8 @@
     rank 1   ... step 7 | save | forwards, backwards of step 8   : optimizer | poll | save | step 9
     thread                |read, write .........................:| fsync, rename |
 
-Parameters and moments change in an optimizer's step alone, so nothing is copied; but for moments that are sharded over
-replicas: `save` puts together those that this rank writes, on the host. An optimizer that comes before its own
+Parameters and moments change in an optimizer's step alone, so nothing is copied; but for what replicas of an optimizer
+have shares of: `save` puts together what this rank writes of it, on the host. An optimizer that comes before its own
 rank has read everything waits for that (`:`), and for nothing else. The threads make no call of MPI: `poll` learns how
 far all ranks are, and lets rank 0 write the manifest once all files have their names. While the arrays of one
 checkpoint are on their way, the manifest of the one before may be written; no more is in flight.

@@ -8,15 +8,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from mpipipe import files, processor
+from mpipipe import files
 from mpipipe.cli.flags import parameters_of
-from mpipipe.cli.output import refusing
+from mpipipe.cli.output import on_ranks, refusing
 from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_config, task_of
 from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, current_rank, group_of, inprocess, run_or_abort, runtime, share_of_cores
+from mpipipe.job import Communicator, current_rank, group_of, inprocess, runtime
 from mpipipe.options import Option
-from mpipipe.planning import Choice, PlanningProblem, PlanReport, SavedProfile, compare_placements, find_plan, table
+from mpipipe.planning import (
+    Choice,
+    PlanningProblem,
+    PlanReport,
+    SavedProfile,
+    compare_placements,
+    find_plan,
+    shown_seconds,
+    table,
+)
 from mpipipe.schedules import FORM, Links
 from mpipipe.text import counted
 from mpipipe.train import (
@@ -71,7 +80,6 @@ def plan(
         return int(current_rank().unwritten)
 
     def work() -> None:
-        processor.prepare_process(share_of_cores())
         comm = runtime.world()
         with group_of(comm).raise_together("plan: reading the configuration"):
             for name, value in (("--ranks", ranks), ("--transfer-model", transfer_model)):
@@ -97,7 +105,7 @@ def plan(
                     saved.save(Path(save_profile))
                     _say(f"mpipipe: the measurements are in {save_profile}: plan --profile, train --dry-run --profile")
 
-    return run_or_abort(work)
+    return on_ranks(work)()
 
 
 def check_outputs(*paths: str | None) -> None:
@@ -155,6 +163,11 @@ def show(found: PlanReport, more: Sequence[str] = ()) -> None:
     _say(
         *table(found.plans),
         f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above",
+        *(
+            [f"reading the next batch meanwhile adds {shown_seconds(found.reading)}, counted, too"]
+            if found.reading
+            else []
+        ),
         *([found.oversubscribed] if found.oversubscribed else []),
         *more,
     )

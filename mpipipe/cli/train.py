@@ -13,18 +13,9 @@ from typing import Annotated, Any
 
 from mpipipe import processor, schedules
 from mpipipe.cli.flags import Operand, fields_of, parameters_of
-from mpipipe.cli.output import refusing, show
+from mpipipe.cli.output import on_ranks, refusing, show
 from mpipipe.errors import ConfigError
-from mpipipe.job import (
-    Communicator,
-    group_of,
-    inprocess,
-    launcher_size,
-    run_or_abort,
-    runtime,
-    share_of_cores,
-    stop_signals,
-)
+from mpipipe.job import Communicator, group_of, inprocess, launcher_size, run_or_abort, runtime, stop_signals
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option, key_of
@@ -74,7 +65,6 @@ def train(
     load = partial(load_config, task, config, **flags)
 
     def work() -> None:
-        processor.prepare_process(share_of_cores())
         group = group_of()
         with group.raise_together("train: its options"):
             if profile is not None:
@@ -95,7 +85,7 @@ def train(
         return print_check(load)
     if dry_run:
         return print_estimate(load, ranks, profile)
-    return run_or_abort(work)
+    return on_ranks(work)()
 
 
 def print_check(load: Callable[[], TaskConfig]) -> int:

@@ -166,11 +166,8 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     arrays.fill(gradient, factor / output.size)
     if device == "cpu":
         return float(np.mean(output, dtype=np.float64)), gradient
-    wide, total = (make(shape, np.dtype(np.float64), device) for make, shape in
-                   ((arrays.empty, (output.size, 1)), (arrays.zeros, (1,))))  # fmt: skip
-    of = kernels.of_array(output)
-    of.cast(output.reshape(-1, 1), wide)
-    of.add_parts(wide, total)
+    of, total = kernels.of_array(output), arrays.zeros((1,), np.dtype(np.float64), device)
+    of.add_parts(arrays.cast(output.reshape(-1, 1), total.dtype), total)
     return of.scale(total, 1 / output.size).reshape(()), gradient
 
 

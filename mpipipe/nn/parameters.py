@@ -110,7 +110,8 @@ class FlatBuffer(Mapping[str, Any]):
     """Named arrays that are views of one buffer.
 
     `flat` is one-dimensional and starts on a 64-byte boundary, as does every array in it. The gaps between the arrays
-    are zero at the start, and stay zero under everything that maps zeros to zeros.
+    are zero at the start, and stay zero under everything that maps zeros to zeros. While replicas keep a share of it
+    each (optim/shards.py), `flat` and its arrays raise ArgumentError.
 
     Parameters
     ----------
@@ -154,14 +155,58 @@ class FlatBuffer(Mapping[str, Any]):
         for name in shapes if order is None else order:
             self.offsets[name] = end
             end += -(-math.prod(shapes[name]) // step) * step
-        self.flat = self.whole = arrays.zeros(end, dtype, device)
-        self._views = {
-            name: self.flat[start : start + math.prod(shape)].reshape(shape)
-            for (name, shape), start in ((entry, self.offsets[entry[0]]) for entry in shapes.items())
-        }
+        self._views: dict[str, Any] = {}
+        self._elsewhere: dict[str, tuple[FlatBuffer, str]] = {}  # names that lie in another buffer, and there
+        self._lay_out(arrays.zeros(end, dtype, device), shapes)
+
+    def _lay_out(self, flat: Array, shapes: Mapping[str, Shape]) -> None:
+        self.flat = self.whole = flat
+        for name, shape in shapes.items():
+            start = self.offsets[name]
+            self._views[name] = flat[start : start + math.prod(shape)].reshape(shape)
+
+    @property
+    def flat(self) -> Array:
+        if self._flat is None:
+            raise _divided_error("")
+        return self._flat
+
+    @flat.setter
+    def flat(self, flat: Array) -> None:
+        self._flat: Array | None = flat
 
     def __getitem__(self, name: str) -> Array:
+        entry = self.entry(name)
+        if not arrays.is_array(entry):
+            raise _divided_error(f" {name}")
+        return entry
+
+    def entry(self, name: str) -> Any:
+        """Return an array or, where replicas keep a share of it each, the optim.StateShard."""
+        if name in self._elsewhere:
+            buffer, there = self._elsewhere[name]
+            return buffer.entry(there)
         return self._views[name]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether replicas keep a share of `flat` each."""
+        return self._flat is None
+
+    @property
+    def here(self) -> Array:
+        """`flat`, or this replica's share of it."""
+        return self.whole if self._flat is None else self._flat
+
+    def divide(self, share: Array, entries: Mapping[str, Any]) -> None:
+        """Let `flat` go but for a share, and `entry` return these. Views of it become NaN: they are never old."""
+        arrays.fill(self.flat, math.nan)
+        self.whole, self._flat = share, None
+        self._views.update(entries)
+
+    def unite(self, flat: Array) -> None:
+        """Have all of `flat` again."""
+        self._lay_out(flat, {name: self.entry(name).shape for name in self.offsets})
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)
@@ -173,8 +218,17 @@ class FlatBuffer(Mapping[str, Any]):
 def showing(buffer: FlatBuffer, views: Mapping[str, Array]) -> FlatBuffer:
     """Return a buffer with the same `flat`, and these arrays, which are not to be looked up in it."""
     other = copy(buffer)
-    other._views, other.offsets = dict(views), {}
+    other._views, other.offsets, other._elsewhere = dict(views), {}, {}
     return other
+
+
+def _divided_error(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"the parameters{name} in float32 lie in shares on the replicas of a sharded optimizer",
+        found="one share of them here, and all of them in half precision, as `compute`",
+        remedy="read and write them within `with optimizer.whole_parameters():`, on all replicas together; build "
+        "pipelines and set values before the optimizer",
+    )
 
 
 def drawn(
@@ -310,7 +364,7 @@ class StageBuffers:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         made = {id(each): each for each in (*self._trained, self.held, self.held_compute)}
-        return sum(each.flat.nbytes for each in made.values())
+        return sum(each.here.nbytes for each in made.values())
 
     @property
     def _trained(self) -> list[FlatBuffer]:
@@ -336,7 +390,7 @@ class StageBuffers:
     def point(self, name: str, other: StageBuffers, there: str) -> None:
         """Let a name be another name of the array that `other` calls `there`."""
         for buffer, storage in zip(self._trained, other._trained):
-            buffer._views[name] = storage[there]
+            buffer._views[name], buffer._elsewhere[name] = None, (storage, there)
             buffer.offsets.pop(name, None)
             if buffer is storage:
                 buffer.offsets[name] = storage.offsets[there]

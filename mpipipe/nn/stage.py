@@ -143,7 +143,7 @@ class Stage(Differentiable):
         self.end_backward(False)
 
     def __repr__(self) -> str:
-        size = sum(array.size for array in self.parameters.values())
+        size = sum(array.size for array in self.compute.values())
         layers, parameters = counted(len(self.layers), "layer"), counted(size, "parameter")
         return f"<{type(self).__name__} of {layers}, {parameters} in {self.dtype} on {self.device}>"
 
@@ -212,7 +212,7 @@ class Stage(Differentiable):
         """
         held = self.buffers.held, self.buffers.held_compute
         for wide, compute in ((self.parameters, self.compute), held):
-            if compute is not wide and wide.flat.size:
+            if compute is not wide and not wide.is_divided and wide.flat.size:
                 self.kernels.cast(wide.flat, compute.flat)
         merge(self, self.buffers.merged, anew=True)
 

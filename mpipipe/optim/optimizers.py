@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
@@ -52,13 +52,13 @@ class FlatOptimizer:
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
         self.state: list[dict[str, Array]] = [
-            {kind: arrays.zeros_like(stage.parameters.flat[slice(*self._share(number))]) for kind in kinds}
+            {kind: arrays.zeros_like(stage.gradients.flat[slice(*self._share(number))]) for kind in kinds}
             for number, stage in enumerate(self._updated)
         ]
 
     def _share(self, number: int) -> tuple[int, int]:
         """What of the flat parameters of a stage is updated here."""
-        return (0, self._updated[number].parameters.flat.size) if self._shards is None else self._shards.own(number)
+        return (0, self._updated[number].gradients.flat.size) if self._shards is None else self._shards.own(number)
 
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
         """Make one step with the gradients of the stages.
@@ -82,31 +82,57 @@ class FlatOptimizer:
         rate, shards = self.lr if lr is None else lr, self._shards
         at = scale if isinstance(scale, float) else None  # else it is on the GPU
         numbers = dict(steps=self.steps, lr=float(rate), weight_decay=self.weight_decay, scale=at)
-        with nullcontext() if shards is None else shards.step(self._updated, **numbers):
+        with nullcontext() if shards is None else shards.step(**numbers):
             announce_write(self, *self._updated)
             self.steps += 1
-            for number, stage in enumerate(self._updated):
+            for number in range(len(self._updated)):
                 self._step_of(number, rate, scale)
                 if shards is not None:
-                    shards.give(number, stage)
+                    shards.give(number)
 
     def _step_of(self, number: int, rate: float, scale: float | DeviceArray) -> None:
         """Update the share of a stage."""
         stage, state, share = self._updated[number], self.state[number], self._share(number)
-        parameters, gradients, copy = stage.parameters.flat, stage.gradients.flat, stage.kept_copy
+        original = None if self._shards is None else self._shards.originals[number]
+        parameters = stage.parameters.flat[slice(*share)] if original is None else original
+        gradients, copy = stage.gradients.flat, stage.kept_copy
         # a pipeline may have shortened the parameters
         for at, factor, decay, ranges in pieces(stage, self.groups, share):
             there = slice(at.start - share[0], at.stop - share[0])
             own = {kind: buffer[there] for kind, buffer in state.items()}
             decay = self.weight_decay if decay is None else decay
             update = Update(scale, ranges, None if copy is None else copy[at])
-            self._update(stage.kernels, parameters[at], gradients[at], own, rate * factor, decay, update)
+            self._update(stage.kernels, parameters[there], gradients[at], own, rate * factor, decay, update)
 
     def _update(
         self, kernels: Kernels, p: Array, g: Array, state: State, rate: float, decay: float, how: Update
     ) -> None:
         """Update a piece."""
         raise NotImplementedError
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Within this context `stage.parameters` of all stages are whole, to be read and written; collective.
+
+        With `replicas`, a stage that computes in half precision keeps float32 parameters of this replica's share alone,
+        and reading the others raises ArgumentError. Here they are put together, at 4 bytes for each. What is written is
+        to be equal on all replicas, and counts from the end on; arrays of the parameters are NaN then: take copies.
+        Elsewhere, as without `replicas`, parameters are whole anyway.
+
+        Examples
+        --------
+        >>> from mpipipe import nn, optim
+        >>> from mpipipe.job import inprocess
+        >>> def on_each_rank(comm):
+        ...     stage = nn.Stage([nn.RMSNorm(2)], "bfloat16")
+        ...     stage.gradients["0.gain"][...] = 1
+        ...     optimizer = optim.SGD([stage], lr=0.5, replicas=comm)
+        ...     optimizer.step()
+        ...     with optimizer.whole_parameters():
+        ...         return stage.parameters["0.gain"].tolist()
+        >>> inprocess.run(2, on_each_rank)
+        [[0.5, 0.5], [0.5, 0.5]]
+        """
+        return nullcontext() if self._shards is None else self._shards.whole()
 
     def named_state(self) -> dict[str, dict[str, Any]]:
         """Return the state by kind and by the names of parameters: views, which may be read and set.
@@ -157,7 +183,8 @@ class AdamW(FlatOptimizer):
     replicas : communicator, optional
         The ranks with the same stages and gradients, as for `Pipeline`: each keeps the state of a share of the
         parameters and updates that, and gets the rest from the others, for the same bits as without. The constructor,
-        which comes after that of the pipeline, and each step are collective over them then.
+        which comes after that of the pipeline, and each step are collective over them then. Parameters of stages in
+        half precision are read and written by `whole_parameters` from then on.
 
     Attributes
     ----------
@@ -317,15 +344,15 @@ def pieces(stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int] 
 
     Of a `share` (start, stop) there are the pieces that lie within.
     """
-    size = stage.parameters.flat.size
+    size = stage.gradients.flat.size
     low, high = (0, size) if share is None else share
     if not groups and (low, high) == (0, size):
         return [GroupPiece(slice(0, size), 1.0, None, stage.decay_ranges)]
     ties = {name: key for key, names in stage.ties.items() for name in names}
-    pair = getattr(stage.parameters, "parts", 1) - 1  # an axis that complex parameters have here alone
+    pair = getattr(stage.gradients, "parts", 1) - 1  # an axis that complex parameters have here alone
     cuts: list[tuple[int, float, float | None]] = [(0, 1.0, None)]
-    for name, start in sorted(stage.parameters.offsets.items(), key=lambda entry: entry[1]):
-        shape = stage.parameters[name].shape
+    for name, start in sorted(stage.gradients.offsets.items(), key=lambda entry: entry[1]):
+        shape = stage.gradients[name].shape
         group = next((g for g in groups if g._has(ties.get(name, name), shape[: len(shape) - pair])), Group("*"))
         if 0 not in shape and cuts[-1][1:] != (group.lr, group.weight_decay):
             cuts = [cut for cut in cuts if cut[0] != start] + [(start, group.lr, group.weight_decay)]
@@ -361,7 +388,7 @@ def state_by_name(
                     stage=stage.index,
                     remedy="give the optimizer all stages of this rank",
                 )
-            start = (stage if owner is stage.given else owner).parameters.offsets[there]
+            start = (stage if owner is stage.given else owner).gradients.offsets[there]
             for kind, buffer in buffers[id(owner)].items():
                 if name in named[kind]:
                     raise duplicate_name_error(name)

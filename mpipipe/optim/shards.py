@@ -7,6 +7,9 @@ This is the first stage of ZeRO (Rajbhandari et al., "ZeRO: memory optimizations
 models", 2020). Gradients are summed as ever, and whole on each replica: so norms, clipping and the sums of tied
 parameters have the bits that they have without shares, for any number of replicas, and by MPI as by NCCL. An element of
 the parameters is updated by one replica and copied to the others. So all have the bits of an optimizer without shares.
+
+A stage that computes with a copy in a half dtype has no other use for its parameters in float32: each replica keeps
+its share of these originals alone, and the copy is what is sent. Stages with adapters keep them, for sums with these.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from mpipipe.comm import AllGather, NcclSums, agree_on_nccl
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup, ReplicaSum, cached, group_of
+from mpipipe.nn import announce_write, kernels
 from mpipipe.optim.norm import gpu_of
 from mpipipe.stages import StageAdapter
 
@@ -50,7 +54,12 @@ class Shards:
         self.group, self.flats = group_of(replicas), _flats(stages)
         # with names: two stages of one shape are no replicas
         facts = [
-            (flat, stage.index, {name: array.shape for name, array in stage.parameters.items()})
+            (
+                flat,
+                getattr(stage.given, "dtype", None),
+                stage.index,
+                {name: g.shape for name, g in stage.gradients.items()},
+            )
             for flat, stage in zip(self.flats, stages)
         ]
         self.group.agree(
@@ -60,26 +69,30 @@ class Shards:
             message=DIFFER,
             remedy="give it the ranks with the same stages, such as mesh.replicas",
         )
-        self.ranges = [shares_of(stage.parameters.flat.size, self.group.size) for stage in stages]
-        self._underway: list[tuple[ReplicaSum, StageAdapter, list[Range]]] = []
+        self.ranges = [shares_of(stage.gradients.flat.size, self.group.size) for stage in stages]
+        self.stages = list(stages)
+        self.originals: list[Array | None] = [None] * len(stages)  # this replica's share, where it is all that is here
+        self._underway: list[ReplicaSum] = []
         self._first = True  # step
         self._nccl: NcclSums | None = None
         if agree_on_nccl([self.group], "cpu" if gpu_of(stages) is None else "cuda").sums:
             self._nccl = cached(replicas, "optim: parameters by NCCL", lambda: NcclSums(self.group))
+        self._divide()
 
     def own(self, number: int) -> Range:
         """Return this replica's share of the stage of this number."""
         return self.ranges[number][self.group.rank]
 
     @contextmanager
-    def step(self, stages: Sequence[StageAdapter], **numbers: Any) -> Iterator[None]:
+    def step(self, **numbers: Any) -> Iterator[None]:
         """Within this context replicas make a step, from equal parameters, gradients and numbers; collective.
 
         Replicas that differ would have equal parameters after it, each share from another replica, and nothing later
         would find that. So a sample of parameters and gradients is compared before; on GPUs, which it lets the host
         wait for, in the first step alone.
         """
-        now, error = _flats(stages), None
+        stages, error = self.stages, None
+        now = _flats(stages)
         if now != self.flats:
             error = ArgumentError(
                 "the parameters of a sharded optimizer are others than at its construction",
@@ -87,10 +100,10 @@ class Shards:
                 expected=", ".join(self.flats),
                 remedy="build the pipeline first, and then the optimizer: it lets tied parameters share storage",
             )
-        sampled = [stage for stage in stages if self._first or not arrays.is_device(stage.parameters.flat)]
+        sampled = [n for n, stage in enumerate(stages) if self._first or not arrays.is_device(stage.gradients.flat)]
         self._first = False
-        for name in ("parameters", "gradients"):
-            numbers[f"sum of a sample of the {name}"] = sum(_sample(getattr(stage, name).flat) for stage in sampled)
+        numbers["sum of a sample of the parameters"] = sum(_sample(self._exchanged(n)[0]) for n in sampled)
+        numbers["sum of a sample of the gradients"] = sum(_sample(stages[n].gradients.flat) for n in sampled)
         self.group.agree(
             "optim: a step over the replicas",
             tuple(numbers.items()),
@@ -99,20 +112,41 @@ class Shards:
             remedy="give Pipeline the same replicas, which sums gradients over them, and change parameters, gradients "
             "and learning rates on all of them alike",
         )
-        with self.group.failing("a step of a sharded optimizer"):
+        with self._exchange("a step of a sharded optimizer"):
+            yield
+        for stage, original, ranges in zip(stages, self.originals, self.ranges):
+            copy = stage.kept_copy if original is None else None
+            if copy is not None:
+                for start, stop in self._others(ranges):
+                    stage.kernels.cast(stage.parameters.flat[start:stop], copy[start:stop])
+
+    @contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        """Wait at the end for all that has begun within this context."""
+        with self.group.failing(what):
             try:
                 yield
-                self._wait()
+                for pending in self._underway:
+                    self.group.wait(pending, "the parameters of the other replicas", everyone=True)
             except BaseException:
-                for pending, _, _ in self._underway:
+                for pending in self._underway:
                     pending.Cancel()
                 raise
             finally:
                 self._underway = []
 
-    def give(self, number: int, stage: StageAdapter) -> None:
+    def _exchanged(self, number: int) -> tuple[Array, list[Range]]:
+        """What is whole on each replica between two steps, and the ranges in it: halves as int32, which MPI knows."""
+        stage, ranges = self.stages[number], self.ranges[number]
+        if self.originals[number] is None:
+            return stage.parameters.flat, ranges
+        return stage.given.compute.flat.view(np.int32), [(start // 2, stop // 2) for start, stop in ranges]
+
+    def give(self, number: int) -> None:
         """Begin to give this replica's share of the parameters to the others, and to get theirs."""
-        flat, ranges = stage.parameters.flat, self.ranges[number]
+        self._gather(*self._exchanged(number))
+
+    def _gather(self, flat: Array, ranges: list[Range]) -> None:
         if not flat.size:
             return
         if self._nccl is None:
@@ -121,30 +155,59 @@ class Shards:
             for start, stop in self._others(ranges):
                 arrays.set_zero(flat[start:stop])
             pending = self._nccl.start(flat.view(np.int32))
-        self._underway.append((pending, stage, ranges))
+        self._underway.append(pending)
 
     def _others(self, ranges: list[Range]) -> list[Range]:
         return [*ranges[: self.group.rank], *ranges[self.group.rank + 1 :]]
 
-    def _wait(self) -> None:
-        """Wait for the parameters of all replicas, and round what is new to the copy in a half dtype, if any."""
-        for pending, stage, ranges in self._underway:
-            self.group.wait(pending, "the parameters of the other replicas", everyone=True)
-            flat, copy = stage.parameters.flat, stage.kept_copy
-            if copy is not None:
-                for start, stop in self._others(ranges):
-                    stage.kernels.cast(flat[start:stop], copy[start:stop])
+    # -- originals in float32 of stages that compute in a half dtype
 
-    def shard(self, number: int, start: int, like: Array, state: Array) -> StateShard:
+    def _divide(self) -> None:
+        """Keep this replica's share of the originals alone, where they are whole."""
+        with self.group.failing("the shares of a sharded optimizer"):
+            for number, stage in enumerate(self.stages):
+                originals = stage.originals
+                if originals is None or originals.is_divided or not originals.flat.size:
+                    continue
+                announce_write(stage)  # a save may read them
+                stage.given.optimizer_writes_compute()
+                stage.sync_compute()
+                share = self.originals[number] = arrays.copy(originals.flat[slice(*self.own(number))])
+                compute, places = stage.given.compute, originals.offsets.items()
+                originals.divide(
+                    share, {name: self.shard(number, at, compute[name], share, compute[name]) for name, at in places}
+                )
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within this context the originals are whole on all replicas; collective."""
+        wholes = {}
+        with self._exchange("the whole parameters of a sharded optimizer"):
+            for number, share in enumerate(self.originals):
+                if share is not None:
+                    whole = wholes[number] = arrays.empty_like(self.stages[number].gradients.flat)
+                    arrays.copy_into(whole[slice(*self.own(number))], share)
+                    self._gather(whole, self.ranges[number])
+        for number, whole in wholes.items():
+            self.stages[number].given.parameters.unite(whole)
+            self.originals[number] = None
+        try:
+            yield
+        finally:
+            if wholes:
+                self._divide()
+
+    def shard(self, number: int, start: int, like: Array, state: Array, copy: Array | None = None) -> StateShard:
         """Return this replica's part of the state of one parameter, which starts here in the flat one of its stage."""
         parts = [(min(max(a - start, 0), like.size), min(max(b - start, 0), like.size)) for a, b in self.ranges[number]]
         (first, last), begin = parts[self.group.rank], start - self.own(number)[0]
         part = state[begin + first : begin + last] if first < last else state[:0]
-        return StateShard(like.shape, state.dtype, part, parts, self.group)
+        return StateShard(like.shape, state.dtype, part, parts, self.group, copy)
 
 
 def _flats(stages: Sequence[StageAdapter]) -> list[str]:
-    return [f"{stage.parameters.flat.dtype.name}[{stage.parameters.flat.size}]" for stage in stages]
+    flats = [(stage.gradients if stage.is_model else stage.parameters).flat for stage in stages]
+    return [f"{flat.dtype.name}[{flat.size}]" for flat in flats]
 
 
 def _sample(flat: Array) -> float:
@@ -155,7 +218,9 @@ def _sample(flat: Array) -> float:
 
 @dataclass(frozen=True)
 class StateShard:
-    """What one replica has of an array of a sharded optimizer's state; all replicas together have the array.
+    """What one replica has of an array of a sharded optimizer; all replicas together have the array.
+
+    That is its state, and parameters in float32 of stages that compute with a copy in a half dtype.
 
     Attributes
     ----------
@@ -167,6 +232,8 @@ class StateShard:
         The ranges of all replicas.
     group : RankGroup
         The replicas.
+    copy : array or None
+        Of parameters the whole array in a half dtype, which each replica has.
     """
 
     shape: Shape
@@ -174,6 +241,7 @@ class StateShard:
     part: Array = field(repr=False)
     ranges: list[Range]
     group: RankGroup = field(repr=False)
+    copy: Array | None = field(repr=False, default=None)
 
     @property
     def nbytes(self) -> int:
@@ -190,21 +258,24 @@ class StateShard:
         """
         flat = np.empty(math.prod(self.shape), self.dtype)
         start, stop = self.ranges[self.group.rank]
-        with self.group.failing("the state of the optimizer"):
+        what = "the shares of a sharded optimizer"
+        with self.group.failing(what):
             flat[start:stop] = arrays.download(self.part)
             if flat.size:
                 pending = AllGather(self.group.comm, flat, self.ranges)
-                self.group.wait(pending, "the state of the optimizer on the other replicas", everyone=True)
+                self.group.wait(pending, what, everyone=True)
         return flat.reshape(self.shape)
 
     def take(self, whole: np.ndarray) -> None:
-        """Set this replica's part from the whole array.
+        """Set this replica's part, and the copy, from the whole array.
 
         Parameters
         ----------
         whole : numpy.ndarray
             On the host, of `shape` and `dtype`.
         """
-        start, stop = self.ranges[self.group.rank]
-        values = np.ascontiguousarray(whole.reshape(-1)[start:stop])
-        arrays.copy_into(self.part, arrays.upload(values) if arrays.is_device(self.part) else values)
+        flat = np.ascontiguousarray(whole).reshape(-1)
+        placed: Any = arrays.upload if arrays.is_device(self.part) else np.asarray
+        arrays.copy_into(self.part, placed(flat[slice(*self.ranges[self.group.rank])]))
+        if self.copy is not None:
+            kernels.of_array(self.copy).cast(placed(flat), self.copy.reshape(-1))

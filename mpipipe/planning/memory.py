@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, files, nn
+from mpipipe import arrays, nn, processor
 from mpipipe.adapters import Held
 from mpipipe.errors import ConfigError
 from mpipipe.text import exact_bytes, shown_bytes
@@ -66,12 +66,12 @@ def resident() -> int:
         trim(0)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return files.bytes_of_line("VmRSS", "/proc/self/status") or 0
+    return processor.bytes_of_line("VmRSS", "/proc/self/status") or 0
 
 
 def peak() -> int:
     """Return the most bytes that were resident since `resident` was called, or since the process began."""
-    return files.bytes_of_line("VmHWM", "/proc/self/status") or 0
+    return processor.bytes_of_line("VmHWM", "/proc/self/status") or 0
 
 
 # -- How many bytes work allocates ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,15 @@ from mpipipe.planning.predict import Choice
 from mpipipe.planning.search import Space
 
 Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
+
+
+class Batches(Protocol):
+    """Reads the batches of `steps` steps: each while the step before is made."""
+
+    steps: int
+
+    def batch(self, step: int) -> tuple[Any, Any]:
+        """Return inputs and targets of a step; the steps are asked for in order."""
 
 
 def declared(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
@@ -120,14 +129,25 @@ class PlanningProblem:
     @cached_property
     def states(self) -> tuple[int, ...]:
         """Bytes of parameters, gradients and the optimizer's state of each layer."""
-        narrow = arrays.dtype(self.dtype)
-        wide = arrays.accumulator(narrow).itemsize
-        half = narrow.itemsize if narrow.itemsize < wide else 0
+        wide = arrays.accumulator(arrays.dtype(self.dtype)).itemsize
         counts = self._per_layer(declared(self.layers))
         return tuple(
-            count * (wide + half) + trained * wide + self.moment_bytes(trained)
+            self.parameter_bytes(count, trained) + trained * wide + self.moment_bytes(trained)
             for count, trained in zip(counts, self.trained_counts)
         )
+
+    def parameter_bytes(self, count: int, trained: int) -> int:
+        """Bytes of this number of parameters in a training, with the copy that a half dtype computes with.
+
+        Replicas keep a share of the originals each, but for adapters (optim/shards.py).
+        """
+        narrow = arrays.dtype(self.dtype)
+        wide = arrays.accumulator(narrow)
+        if narrow == wide:
+            return count * wide.itemsize
+        adapted = any(part.adapters for layer in self.layers for _, part in layer.walk(""))
+        elsewhere = 0 if adapted else trained - -(-trained // self.shards)
+        return (count - elsewhere) * wide.itemsize + count * narrow.itemsize
 
     def moment_bytes(self, trained: int) -> int:
         """Bytes of the optimizer's state of this number of parameters, on one rank."""
@@ -148,6 +168,8 @@ class MeasuredRanks:
     layers : makes the layers of the whole model, bound to this rank's share of samples
     loss_for : makes the loss after a stage, for the samples of a micro-batch
     example : makes inputs and targets: of a number of rows, for a number of micro-batches
+    batches : makes what reads the batches of a plan's first steps, so many at most, one step ahead, as in the training;
+        None where `example` stands for them
     message_shape : of what a stage hands to the next, for the samples of a micro-batch
     optimizer, scaler : make those of the training; the optimizer over a mesh, or on one rank
     lr, clip, seed : of the training
@@ -162,6 +184,7 @@ class MeasuredRanks:
     message_shape: Callable[[int], tuple[int, ...]]
     optimizer: Callable[[Pipeline, Mesh | None], Optimizer]
     scaler: Callable[[], optim.LossScaler]
+    batches: Callable[[LayerPlan, int], Batches] | None
     lr: float
     clip: float
     seed: int

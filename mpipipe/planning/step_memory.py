@@ -231,13 +231,14 @@ class RankBytes:
     rank : of the pipeline
     stages : its stages, each with (start, stop) of its layers
     count : elements of its parameters
-    parameters : with the copy that a narrower dtype computes with
+    parameters : with the copy that a narrower dtype computes with, whose originals replicas may keep shares of
     gradients, moments : of what is trained
     tables : what is made once, such as rotary tables
     activations, messages, scratch : at the peak of a step
     batch : inputs and targets, also those of the next step
     start : what drawing the initial values takes, besides parameters and gradients
-    sample : what a step has taken, with parameters and gradients of the decoder that writes the sample at the end
+    sample : what a step has taken, with what comes at the end: parameters that replicas have shares of, made whole, and
+        parameters and gradients of the decoder that writes the sample
     sums : what MPI takes for sums over replicas; 0 without replicas
     process : Python with its libraries and MPI, and what they keep for themselves once a training runs
     """
@@ -303,8 +304,7 @@ def rank_bytes(
         stages.append(replace(whole, output=whole.output + sum(named[name] for name in gives)))
     windows, process = receive_windows(schedule), process_bytes()
     row = 2 * (sum(map(bytes_of, example)) // len(first)) * plan.rows  # the next batch is read meanwhile
-    narrow = arrays.dtype(problem.dtype)
-    wide = arrays.accumulator(narrow).itemsize
+    wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
     ranks = []
     for rank in range(problem.ranks):
         window = windows(rank) if schedule.ranks > 1 else 0
@@ -314,13 +314,15 @@ def rank_bytes(
         sizes = [parameters_of(problem.layers[start:stop]) for start, stop in ranges]
         own = [stages[number] for number in schedule.stages_of(rank)]
         count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
-        step = sum(held) + batch
+        step, parameters = sum(held) + batch, problem.parameter_bytes(count, trained)
+        elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
+        buffers = [*([size * wide for size in (*sizes, *sizes)] if copied else []), *([elsewhere] if elsewhere else [])]
         ranks.append(
             RankBytes(
                 rank=rank,
                 stages=dict(zip(plan.schedule.stages_of(rank), ranges)),
                 count=count,
-                parameters=count * (wide + (narrow.itemsize if narrow.itemsize != wide else 0)),
+                parameters=parameters,
                 gradients=trained * wide,
                 moments=problem.moment_bytes(trained),
                 tables=round(sum(stage.tables for stage in own)),
@@ -328,8 +330,8 @@ def rank_bytes(
                 messages=held[1],
                 scratch=held[2],
                 batch=batch,
-                start=round(max(stage.drawing for stage in own)),
-                sample=_with_buffers(step, [size * wide for size in (*sizes, *sizes)]) if copied else 0,
+                start=round(max(stage.drawing for stage in own)) + elsewhere,
+                sample=_with_buffers(step, buffers) if buffers else 0,
                 # MPI sums with a buffer as large, where a step has been
                 sums=trained * wide if problem.replicas * problem.seq > 1 else 0,
                 process=process,

@@ -13,8 +13,8 @@ import secrets
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -101,18 +101,10 @@ def check_vacant(out: Path, resumable: bool) -> None:
         )
 
 
-@contextmanager
-def using(out: Path) -> Iterator[None]:
+def using(out: Path) -> AbstractContextManager[None]:
     """Turn an OSError into the error for a folder that cannot be used."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"the folder for metrics cannot be used: {error.strerror}",
-            found=str(out),
-            expected="a folder that can be made and written to",
-            remedy="choose another one with --out",
-        ) from error
+    expected, remedy = "a folder that can be made and written to", "choose another one with --out"
+    return files.reading("the folder for metrics", out, ConfigError, expected=expected, remedy=remedy, done="used")
 
 
 def make_folder(out: Path, comm: Communicator, writes: bool) -> None:

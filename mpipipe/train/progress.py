@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 from mpipipe import checkpoint, optim
@@ -50,6 +50,11 @@ class Progress:
     def scaling(self) -> dict[str, Any]:
         """Return what a record says of the loss scale, where that is dynamic."""
         return {"loss_scale": self.scaler.scale, "skipped": self.scaler.skipped} if self.scaler.dynamic else {}
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Within this context the parameters of the stages can be read and set; collective."""
+        whole: Any = getattr(self.optimizer, "whole_parameters", nullcontext)  # not every task's own has it
+        return whole()
 
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint remembers besides the arrays: `facts`, such as the configuration, and this state."""

@@ -108,7 +108,8 @@ def _train(
         elif start is not None:
             progress.load(start)
         else:
-            resume.begin(config, task, mesh, stages)
+            with progress.whole_parameters():
+                resume.begin(config, task, mesh, stages)
         named: Sequence[str] = ()  # metrics of the task
         reader = Reader(task, shard, plan, mesh, config.steps)
         if task.rehearses and survivor is None:

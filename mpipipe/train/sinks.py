@@ -1,7 +1,7 @@
 """Where metrics go besides metrics.jsonl (--metrics-to): a table in CSV, TensorBoard, Weights & Biases, or several.
 
-A sink takes the facts of each record. If a sink fails, it gets no further records, and one warning says so: no training
-ends because its metrics cannot be shown.
+A sink takes the facts of each record, by `write`, until `close`. If either raises anything, it gets no further records,
+and one warning says so: no training ends because its metrics cannot be shown.
 """
 
 from __future__ import annotations
@@ -14,21 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mpipipe import files
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.text import optional_library
 
 Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
-
-
-class Sink(Protocol):
-    """Takes the metrics of a training, on rank 0. Any method may raise any Exception."""
-
-    def write(self, facts: Facts) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,7 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-KINDS: dict[str, Callable[[SinkContext], Sink]] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+KINDS: dict[str, Any] = {"csv": Csv, "tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # library of a sink; its extra has the name of the sink
 
 
@@ -142,7 +134,7 @@ class Sinks:
     """Several sinks that cannot end the training: `warn` is called with a warning if one fails."""
 
     def __init__(self, names: Sequence[str], run: SinkContext, warn: Callable[[str], None]) -> None:
-        self.open: dict[str, Sink] = {}
+        self.open: dict[str, Any] = {}
         self.warn = warn
         for name in names:
             with self._trying(name):

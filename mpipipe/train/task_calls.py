@@ -151,9 +151,14 @@ def read(task: Task, method: str, number: int, rows: range, shard: Shard) -> tup
     return inputs, targets, found[2] if len(found) == 3 else None
 
 
+def has_example(task: Task) -> bool:
+    """Whether the task has batches of its own for measurements, which need no data."""
+    return type(task).example is not Task.example
+
+
 def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | None = None) -> Pair:
     """Return inputs and targets as they may come, for measurements: those of step 0, again where it has `most` rows."""
-    if type(task).example is not Task.example:
+    if has_example(task):
         return task.example(rows, microbatches, shard)
     pair = read(task, "batch", 0, range(min(rows, most or rows)), shard)[:2]
     if most is None or rows <= most:

@@ -134,10 +134,11 @@ class Trainer:
             validation = self.validate()
             more = task.derived(record.loss, validation)
             record = replace(record, step=self.progress.step, validation=validation, metrics=self.named, **more)
-        task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
-        self.reporter.draw_losses()
-        sample = task.sample(self.plan, pipeline, self.mesh, self.reader.shard)
-        sample = sample or shown(task, self.plan, pipeline, self.mesh, self.reader.shard)
+        with self.progress.whole_parameters():
+            task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
+            self.reporter.draw_losses()
+            sample = task.sample(self.plan, pipeline, self.mesh, self.reader.shard)
+            sample = sample or shown(task, self.plan, pipeline, self.mesh, self.reader.shard)
         if sample:
             self.reporter.say(sample)
         record = replace(record, **self.speed(self.times[1]))

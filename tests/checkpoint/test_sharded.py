@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.saved_model import fill, trained, values
 
-from mpipipe import Mesh, checkpoint, nn, optim
+from mpipipe import Mesh, arrays, checkpoint, nn, optim
 from mpipipe.errors import ArgumentError, ReplicaError
 
 CUTS = [(1, 1), (2, 1), (2, 2)]
@@ -20,37 +20,49 @@ def saved(comm, root, pipe, sharded, step=3, **keys):
         return checkpoint.save(root, mesh, stages, fill(optimizer), step=step)
 
 
+def computed(stages):
+    return [arrays.download(array).tobytes() for stage in stages for array in stage.compute.values()]
+
+
 def parts(path):
     return {name: (path / name).read_bytes() for name in os.listdir(path) if name.startswith("part")}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("pipe", "chunks"), CUTS)
-def test_the_files_are_those_of_an_optimizer_that_is_not_sharded(comm, mpi_tmp_path, pipe, chunks):
+def test_the_files_are_those_of_an_optimizer_that_is_not_sharded(comm, mpi_tmp_path, pipe, chunks, dtype):
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
-    whole, cut = (saved(comm, mpi_tmp_path / str(sharded), pipe, sharded, chunks=chunks) for sharded in (False, True))
+    keys = {"chunks": chunks, "dtype": dtype}
+    whole, cut = (saved(comm, mpi_tmp_path / str(sharded), pipe, sharded, **keys) for sharded in (False, True))
     assert parts(cut) == parts(whole) != {}
     with Mesh(comm, pipe=pipe) as mesh:
-        right = values(*(lambda stages, optimizer: (stages, fill(optimizer)))(*trained(mesh, chunks=chunks)))
+        stages, optimizer = trained(mesh, **keys)
+        right, copies = values(stages, fill(optimizer)), computed(stages)
         for sharded in (False, True):
-            stages, optimizer = trained(mesh, seed=9, chunks=chunks, sharded=sharded)
+            stages, optimizer = trained(mesh, seed=9, sharded=sharded, **keys)
             checkpoint.load(cut, mesh, stages, optimizer)
             got = values(stages, optimizer)
+            assert computed(stages) == copies
             assert optimizer.steps == 7 and got.keys() == right.keys()
             for name, array in got.items():
                 np.testing.assert_array_equal(array, right[name], name)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_other_meshes_load_it_sharded_or_not(request, comm, mpi_tmp_path, device):
+def test_other_meshes_load_it_sharded_or_not(request, comm, mpi_tmp_path, device, dtype):
     if device == "cuda":
         request.getfixturevalue("gpu")
-    path, seen = saved(comm, mpi_tmp_path, 1, True, device=device), {}
+    path, seen = saved(comm, mpi_tmp_path, 1, True, device=device, dtype=dtype), {}
     for pipe in {1, 2, comm.size}:
         for sharded in (False, True) if comm.size % pipe == 0 else ():
             with Mesh(comm, pipe=pipe) as mesh:
-                stages, optimizer = trained(mesh, seed=9, sharded=sharded, device=device)
+                stages, optimizer = trained(mesh, seed=9, sharded=sharded, device=device, dtype=dtype)
                 checkpoint.load(path, mesh, stages, optimizer)
+                with optimizer.whole_parameters():
+                    whole = [stage.parameters.flat for stage in stages]
+                    assert not any(np.isnan(arrays.download(flat)).any() for flat in whole)
                 for name, array in values(stages, optimizer).items():
                     np.testing.assert_array_equal(array, seen.setdefault(name, array), name)
     alone = comm.Split(comm.rank, 0)
@@ -62,9 +74,10 @@ def test_other_meshes_load_it_sharded_or_not(request, comm, mpi_tmp_path, device
         np.testing.assert_array_equal(array, right[name], name)
 
 
-def test_a_save_goes_on_while_the_next_step_changes_the_state(comm, mpi_tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_save_goes_on_while_the_next_step_changes_the_state(comm, mpi_tmp_path, dtype):
     with Mesh(comm, pipe=1) as mesh:
-        stages, optimizer = trained(mesh, sharded=True)
+        stages, optimizer = trained(mesh, sharded=True, dtype=dtype)
         for stage in stages:
             stage.gradients.flat[...] = 2
         optimizer.step()
@@ -74,20 +87,30 @@ def test_a_save_goes_on_while_the_next_step_changes_the_state(comm, mpi_tmp_path
             for stage in stages:
                 stage.gradients.flat[...] = 1
             optimizer.step()
+            with optimizer.whole_parameters():
+                saver.save(2)
         assert values(stages, optimizer).keys() == before.keys()
-        checkpoint.load(mpi_tmp_path, mesh, stages, optimizer)
-        for name, array in values(stages, optimizer).items():
-            np.testing.assert_array_equal(array, before[name], name)
+        after, (first, second) = values(stages, optimizer), checkpoint_folders(mpi_tmp_path)
+        for folder, right in ((second, after), (first, before)):
+            checkpoint.load(folder, mesh, stages, optimizer)
+            for name, array in values(stages, optimizer).items():
+                np.testing.assert_array_equal(array, right[name], name)
+
+
+def checkpoint_folders(root):
+    return sorted(root.glob("step-*"))
 
 
 @pytest.mark.mpi(min_size=2)
-def test_replicas_are_compared_by_their_parameters_alone(comm):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replicas_are_compared_by_their_parameters_alone(comm, dtype):
+    """In half precision by those that layers compute with."""
     with Mesh(comm, pipe=1) as mesh:
-        stages, optimizer = trained(mesh, sharded=True)
+        stages, optimizer = trained(mesh, sharded=True, dtype=dtype)
         fill(optimizer)
         checkpoint.check_replicas(mesh, stages, optimizer)
         if comm.rank == 1:
-            stages[0].parameters.flat[3] += 1
+            stages[0].compute.flat[3] += 1
         with pytest.raises(ReplicaError, match="parameters/"):
             checkpoint.check_replicas(mesh, stages, optimizer)
 

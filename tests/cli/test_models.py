@@ -82,7 +82,6 @@ def test_what_cannot_be_continued_is_one_report(mpipipe, model, other, tmp_path)
         (model, ["--prompts", tmp_path / "absent"], "the prompts cannot be read"),
         (other, ["--tokens", "5,48"], "has a token that the model does not know"),
         (model, ["--top-p", "0"], "top-p"),
-        (model, ["--dtype", "float16"], "--dtype"),
         (tmp_path / "absent", [], "no model is here"),
     ]
     for place, options, match in cases if AT_LENGTH else cases[:1]:

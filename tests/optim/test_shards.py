@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,8 +43,16 @@ def on_host(array):
     return np.array(arrays.download(array))
 
 
-def parameters(stages):
-    return [on_host(flat).tobytes() for stage in stages for flat in (stage.parameters.flat, stage.compute.flat)]
+def parameters(stages, optimizer):
+    """What layers compute with, and the parameters, put together where they are divided; collective."""
+    copies = computed(stages)
+    with optimizer.whole_parameters():
+        assert computed(stages) == copies
+        return copies + [on_host(stage.parameters.flat).tobytes() for stage in stages]
+
+
+def computed(stages):
+    return [on_host(stage.compute.flat).tobytes() for stage in stages]
 
 
 def state(optimizer):
@@ -69,10 +78,12 @@ def steps_alike(comm, name, dtype, device="cpu", count=6):
             max_norm = (5.0, 1e9, math.inf)[step % 3]
             norm = optim.begin_step(optimizer, max_norm, scaler=scaler, lr=0.02).wait()
             assert (norm is None) == (step == 2)
-        assert parameters(cut) == parameters(whole)
+        assert computed(cut) == computed(whole)
+        assert {stage.parameters.is_divided for stage in cut} == {comm.size > 1 and dtype in arrays.HALVES}
+    assert parameters(cut, second) == parameters(whole, first)
     assert first.steps == second.steps == count - 1 and scalers[0].scale == scalers[1].scale
     assert state(second) == state(first)
-    assert len(set(comm.allgather(str(parameters(cut))))) == 1
+    assert len(set(comm.allgather(str(parameters(cut, second))))) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
@@ -94,7 +105,8 @@ def test_so_they_have_on_gpus(comm, monkeypatch, name, dtype, nccl):
         replicas = comm.Dup()
         steps_alike(replicas, name, dtype, "cuda", count=4)
         replicas.Free()
-    assert len(started) == (12 if nccl == "on" and comm.size > 1 else 0)
+    wholes = 2 * 3 if dtype == "bfloat16" else 0
+    assert len(started) == (12 + wholes if nccl == "on" and comm.size > 1 else 0)
 
 
 def test_threads_of_one_process_are_replicas_as_well():
@@ -103,7 +115,7 @@ def test_threads_of_one_process_are_replicas_as_well():
         optimizer = optim.AdamW(stages, 0.01, replicas=comm)
         fill(stages)
         optimizer.step()
-        return parameters(stages), [array.size for kinds in optimizer.state for array in kinds.values()]
+        return parameters(stages, optimizer), [array.size for kinds in optimizer.state for array in kinds.values()]
 
     (first, sizes), (second, others), (third, _) = inprocess.run(3, on_each_rank)
     assert first == second == third and sizes[0] > others[2] == 0
@@ -144,7 +156,7 @@ def trained(mesh, schedule, steps, sharded, dtype="float16", frozen=()):
             pipeline.step(*batch, scale=scaler.scale / 2)
             pipeline.launch(*batch, scale=scaler.scale / 2, accumulate=True)
             norms.append(optim.begin_step(optimizer, 0.5, scaler=scaler, comm=mesh.pipe).wait())
-    return parameters(stages), norms, state(optimizer), optimizer
+    return parameters(stages, optimizer), norms, state(optimizer), optimizer
 
 
 CUTS = {
@@ -210,6 +222,84 @@ def test_a_stage_of_ones_own_may_have_any_flat_buffers(comm, kind):
         optimizer.step(scale=0.5)
         optimizer.step()
         ends.append((stage.parameters.flat.tobytes(), state(optimizer)))
+    assert ends[0] == ends[1]
+
+
+# -- parameters in float32 of stages that compute in half precision: a share on each replica
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_replica_keeps_its_part_of_the_originals_alone(request, comm, device):
+    if device == "cuda":
+        request.getfixturevalue("gpu")
+    stages = made("bfloat16", device, ((300, 200), (200, 400)))
+    count = sum(stage.gradients.flat.size for stage in stages)
+    memory = weakref.ref(stages[0].parameters.flat.base) if device == "cpu" else lambda: None
+    optimizer = optim.AdamW(stages, 0.1, replicas=comm)
+    for _ in range(2):
+        held = sum(stage.buffers.nbytes for stage in stages)
+        held += sum(array.nbytes for kinds in optimizer.state for array in kinds.values())
+        assert held / count == pytest.approx(6 + 12 / comm.size, rel=0.01) and memory() is None
+        with optimizer.whole_parameters():
+            flat = stages[0].parameters.flat
+        assert np.isnan(on_host(flat)).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_is_not_here_is_neither_read_nor_written_but_is_whole_where_it_is_asked_for(comm):
+    ends, right = [], np.random.default_rng(3).standard_normal(37 * 13).reshape(13, 37)
+    for replicas in (None, comm):
+        (stage,) = stages = made("float16", sizes=((37, 13),))
+        stage.parameters["0.weight"][...] = right / 2  # before the optimizer
+        old = stage.parameters["0.weight"]
+        optimizer = optim.AdamW(stages, 0.1, replicas=replicas)
+        if replicas is not None:
+            assert np.isnan(old).all() and repr(stage).startswith("<Stage of 2 layers, 507 parameters")
+            for use in (
+                lambda stage: stage.parameters["0.weight"],
+                lambda stage: stage.parameters.flat,
+                lambda stage: dict(stage.parameters),
+                lambda stage: optim.SGD([stage], 0.1),
+            ):
+                with pytest.raises(ArgumentError, match=r"shares on the replicas(.|\n)*optimizer\.whole_parameters"):
+                    use(stage)
+        for scale in (1, 2):
+            fill(stages, scale)
+            optimizer.step()
+            with optimizer.whole_parameters(), optimizer.whole_parameters():
+                stage.parameters["0.weight"][...] *= scale
+                if replicas is None:
+                    stage.sync_compute()
+            stage.sync_compute()
+        ends.append(computed(stages) + parameters(stages, optimizer) + [str(state(optimizer))])
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_pipeline_of_tied_stages_is_built_where_they_are_whole(comm):
+    schedule, tied = one_f_one_b(1, 2), nn.softmax_cross_entropy
+    with Mesh(comm, pipe=1) as mesh:
+        *_, optimizer = trained(mesh, schedule, 1, sharded=True, dtype="bfloat16")
+        with pytest.raises(ArgumentError, match=r"whole_parameters\(\)"):
+            Pipeline(optimizer.stages, schedule, mesh.pipe, loss=tied, replicas=mesh.replicas)
+        with optimizer.whole_parameters(), Pipeline(optimizer.stages, schedule, mesh.pipe, loss=tied) as pipeline:
+            assert math.isfinite(pipeline.step(*text(4, 0)).loss)
+        optimizer.step()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parts_that_are_frozen_are_whole_on_each_replica(comm):
+    ends = []
+    for replicas in (None, comm):
+        stages = [nn.Stage([nn.Linear(30, 40), nn.RMSNorm(40)], "bfloat16", frozen=("0.bias", "1.*"))]
+        optimizer = optim.AdamW(stages, 0.1, replicas=replicas)
+        fill(stages)
+        optimizer.step()
+        gain = stages[0].parameters["1.gain"]
+        gain[...] = 3
+        stages[0].sync_compute()
+        ends.append([gain.tobytes(), *parameters(stages, optimizer), stages[0].compute["1.gain"].tobytes()])
     assert ends[0] == ends[1]
 
 

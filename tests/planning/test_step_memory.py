@@ -92,7 +92,19 @@ def test_parameters_gradients_and_moments_are_those_of_the_layers():
         sharded = estimate(TrainConfig(**SIZES, shard_optimizer=True, pipe=3, seq=seq), GPT, 3 * replicas * seq)
         for wide, rank in zip(found.ranks, sharded.ranks):
             assert rank.moments == pytest.approx(8 * wide.count / (replicas * seq), rel=0.01)
-            assert rank.gradients == wide.gradients
+            assert rank.gradients == wide.gradients and rank.parameters == wide.parameters
+        more = {"dtype": "bfloat16", "freeze": ("0.*",)}
+        plain, sharded = (
+            estimate(TrainConfig(**SIZES, **more, shard_optimizer=cut, pipe=3, seq=seq), GPT, 3 * replicas * seq)
+            for cut in (False, True)
+        )
+        for whole, rank in zip(plain.ranks, sharded.ranks):
+            trained, there = whole.gradients // 4, 1 / (replicas * seq)
+            assert rank.parameters == pytest.approx(whole.parameters - 4 * trained * (1 - there), rel=1e-3)
+            assert rank.start + rank.parameters == pytest.approx(whole.start + whole.parameters, rel=0.01)
+            assert rank.total >= rank.process + rank.parameters + rank.gradients + rank.moments + 4 * trained * (
+                1 - there
+            )
 
 
 class Tanh(nn.Layer):

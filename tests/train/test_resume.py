@@ -166,6 +166,21 @@ def test_a_sharded_optimizer_trains_the_same_and_goes_on_with_and_without_shards
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("keys", [{"freeze": ("0.*",)}, {"tied": True, "optimizer": "sgd"}])
+def test_what_a_sharded_training_begins_with_and_leaves_is_that_of_one_without_shards(comm, config, keys):
+    base, ends = config("base", pipe=1, steps=1, tied="tied" in keys), []
+    train(base, GPT, comm)
+    for sharded in (False, True):
+        run = config(
+            str(sharded), pipe=1, dtype="bfloat16", shard_optimizer=sharded, check_weights=1, save_as="huggingface",
+            init=base.out, **keys,
+        )  # fmt: skip
+        train(run, GPT, comm)
+        ends.append((records(run), arrays_of(run), content(run.out + "/huggingface")))
+    assert ends[0] == ends[1] and len(ends[0][2]) > 1
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_checkpoint_of_all_ranks_is_resumed_on_one(comm, config, cut_short):
     whole, first = (config(name, dtype="float64") for name in ("whole", "run"))
     train(whole, GPT, comm)

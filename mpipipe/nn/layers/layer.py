@@ -297,8 +297,7 @@ class Layer(Differentiable):
             )
             columns = dy if stop - start == dy.shape[1] else dy[:, start:stop]
             if columns is not dy and arrays.is_device(dy):  # whose products take whole rows alone
-                columns = arrays.empty(columns.shape, dy.dtype, "cuda")
-                kernels.copy(dy[:, start:stop], columns)
+                columns = arrays.copied(columns)
             inner = kernels.linear(x, a)
             kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
             inner = kernels.linear_backward_input(columns, b)

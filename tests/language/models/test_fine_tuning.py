@@ -91,20 +91,22 @@ def test_an_adapter_is_a_model_by_itself_and_what_a_training_has_left_counts_bef
         assert "some/name" in str(caught.value)
 
 
-def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm, run, base):
-    whole = run("whole", from_=str(base), lora=LORA, steps=6)
-    half = run("half", from_=str(base), lora=LORA, steps=6, save_every=3)
+@pytest.mark.parametrize("sharded", [{}, {"dtype": "bfloat16", "pipe": 1, "shard_optimizer": True}])
+def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm, run, base, sharded):
+    keys = dict(from_=str(base), lora=LORA, steps=6, **sharded)
+    whole = run("whole", **{**keys, "shard_optimizer": False})
+    half = run("half", **keys, save_every=3)
     for name in ("weights", "adapter"):
         if comm.rank == 0:
             assert theirs.tensors_in(half / name).keys() == theirs.tensors_in(whole / name).keys()
-    again = run("again", from_=str(base), lora=LORA, steps=6, resume=str(half / "checkpoints" / "step-00000003"))
+    again = run("again", **keys, resume=str(half / "checkpoints" / "step-00000003"))
     if comm.rank == 0:
         found, expected = theirs.tensors_in(again / "adapter"), theirs.tensors_in(whole / "adapter")
         assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
         with pytest.raises(ConfigError, match="adapters apart from their matrices"):
             open_model(half / "checkpoints" / "step-00000006")
         assert open_model(half).path == half / "weights"
-    more = run("more", from_=str(base), lora=str(whole / "adapter"), steps=1)
+    more = run("more", **{**keys, "lora": str(whole / "adapter"), "steps": 1})
     assert validations(more)[0] == validations(whole)[-1]
 
 
