@@ -57,7 +57,7 @@ class PlannedAttend(Attend):
 
     def __init__(self, agreement: Alone | RingAgreement, options: RingOptions) -> None:
         self.agreement, self.bias = agreement, options.bias
-        self.options = agreement.agree_on_options(options)
+        self.options = agreement.agree_on_options(lambda: options)
         self.poll: Callable[[], object] = no_poll
         self.bytes_sent = 0
         self._forget()
@@ -70,8 +70,8 @@ class PlannedAttend(Attend):
     def with_window(self: Kind, window: int) -> Kind:
         # over a ring the first time for each window is collective
         if window not in self._others:
-            other = copy(self)
-            other.options = self.agreement.agree_on_options(replace(self.options, window=window, bias=self.bias))
+            other, options = copy(self), replace(self.options, window=window, bias=self.bias)
+            other.options = self.agreement.agree_on_options(lambda: options)
             other.bytes_sent = 0
             other._forget()
             self._others[window] = other
