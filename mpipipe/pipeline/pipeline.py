@@ -113,15 +113,10 @@ class Pipeline:
     ):
         comm = runtime.resolve(comm)
         check = settings.CHECK.is_on if check is None else bool(check)
-        partners = agree_on_construction(
-            comm,
-            Arguments(
-                stages, schedule, loss, recompute, replicas, check=check, input_grads=bool(input_grads),
-                slice_lengths=slice_lengths,
-            ),
-        )  # fmt: skip
+        arguments = Arguments(stages, schedule, loss, recompute, replicas, check, bool(input_grads), slice_lengths)
+        partners = agree_on_construction(comm, arguments)
         try:
-            self.engine = Engine(partners, schedule, loss, recompute, bool(input_grads), slice_lengths)
+            self.engine = Engine(partners, arguments)
         except BaseException as error:
             end_groups(partners.groups, error)
             raise
