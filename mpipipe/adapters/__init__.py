@@ -131,12 +131,7 @@ def with_skips(entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = 
     gives, takes : sequence of str
         Names of what it gives, for which it returns (y, one tree for each), and of what it takes, for which it is
         called with one argument more each, after x. A later layer takes what it gives; what it takes, an earlier layer
-        gives, or the inputs have it (`mpipipe.Branches`).
-
-    Raises
-    ------
-    ArgumentError
-        The names are no tuple of identifiers.
+        gives, or the inputs have it (`mpipipe.Branches`). ArgumentError for what is no tuple of names.
 
     Examples
     --------

@@ -332,17 +332,6 @@ class Engine:
             recorders.add(recorder)
             self._forget = weakref.finalize(self, recorders.discard, recorder)  # this pipeline may never be closed
 
-    @property
-    def peak(self) -> int:
-        """Most activations in the last training step, as a simulation of the user's schedule, without R's, counts."""
-        return self.executor.peaks[self.recompute]
-
-    @property
-    def live(self) -> int:
-        """Activations that are held now, counted as those of `peak`."""
-        state = self.executor.state
-        return 0 if state is None else (state.alive, state.under_way)[self.recompute]
-
     def share_durations(self) -> np.ndarray:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
         pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.recompute)

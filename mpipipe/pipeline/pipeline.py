@@ -257,13 +257,17 @@ class Pipeline:
 
     @property
     def peak_activations(self) -> int:
-        """Most activations of a unit in a stage held at once in the last training step, as `simulate` counts."""
-        return self.engine.peak
+        """Most activations of a unit in a stage held at once in the last training step, as `simulate` counts.
+
+        That is as for the schedule that was given, without the R's of `recompute`.
+        """
+        return self.engine.executor.peaks[self.engine.recompute]
 
     @property
     def live_activations(self) -> int:
         """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step is under way."""
-        return self.engine.live
+        state = self.engine.executor.state
+        return 0 if state is None else (state.alive, state.under_way)[self.engine.recompute]
 
     @property
     def activation_bytes(self) -> ActivationBytes:

@@ -159,7 +159,8 @@ def measured_costs(
 ) -> list[float]:
     """Measure what each layer costs, on rank 0, for the costs of `cut`; collective.
 
-    The seconds of its forward and backward, the median of five turns, are returned on every rank.
+    The seconds of its forward and backward, the median of five turns, are returned on every rank. Raises an error of a
+    layer, and ArgumentError for what is no layer, on every rank.
 
     Parameters
     ----------
@@ -171,11 +172,6 @@ def measured_costs(
         The ranks that are to know, COMM_WORLD by default.
     dtype, device : str
         As for `nn.Stage`.
-
-    Raises
-    ------
-    ArgumentError
-        Something is no layer; any other error of a layer. On every rank.
     """
 
     def measured(y: Tree) -> list[float]:
