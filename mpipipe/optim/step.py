@@ -204,10 +204,8 @@ class _OptimizerStep(NamedTuple):
     lr: float | None
     norm: Norm
 
-    def at_once(self) -> float | None:
-        """Measure and make the step. On a device it is made or left out there, before the host knows the norm."""
-        if not self.norm.on_device:
-            return self.with_norm(self.norm.measure(self.scaler.scale))
+    def on_device(self) -> float | None:
+        """Measure, and make the step or leave it out there, before the host knows the norm."""
         asked = self.norm.ask(self.scaler.scale, self.max_norm, divisor=self.scaler.scale)
         try:
             self.optimizer.step(lr=self.lr, scale=asked.factor)
@@ -282,9 +280,7 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    check_finished(optimizer.stages)
-    check_max_norm(max_norm)
-    return _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over)).at_once()
+    return begin_step(optimizer, max_norm, scaler=scaler, lr=lr, comm=comm, skip=skip, over=over).wait()
 
 
 def begin_step(
@@ -341,7 +337,7 @@ def begin_step(
     scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
     step = _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over))
     if step.norm.on_device:
-        return PendingUpdate(step.at_once, optimizer.stages)
+        return PendingUpdate(step.on_device, optimizer.stages)
     measured = step.norm.begin(scaler.scale)
     return PendingUpdate(lambda: step.with_norm(measured()), optimizer.stages)
 
