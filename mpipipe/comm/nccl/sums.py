@@ -86,7 +86,7 @@ class NcclSums:
         """Free the communicator; collective, and only when no sum is under way. After a failure it is kept."""
         unregister_progress(self)
         if self.group.failure is None:
-            close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
+            close_together([self.channel], self.group)
 
 
 class NcclSum:
@@ -179,4 +179,4 @@ class NcclRow:
 
     def close(self) -> None:
         """Free the communicator; collective, and only when no row is under way."""
-        close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
+        close_together([self.channel], self.group)
