@@ -149,11 +149,6 @@ class LossScaler:
         self.dynamic = dynamic
         self.good = self.skipped = 0
 
-    @property
-    def can_shrink(self) -> bool:
-        """Whether a smaller scale may cure an overflow."""
-        return self.dynamic and self.scale > SMALLEST
-
     def update(self, finite: bool) -> None:
         """Take note of a step.
 
@@ -162,17 +157,12 @@ class LossScaler:
         finite : bool
             Whether all gradients of the step were finite.
         """
-        if not finite:
-            self.skipped += 1
-            self.good = 0
-            if self.dynamic:
-                self.scale = max(SMALLEST, self.scale * self.backoff)
-            return
-        self.good += 1
+        factor = 1.0 if finite else self.backoff
+        self.good, self.skipped = self.good + 1 if finite else 0, self.skipped + (not finite)
         if self.good == self.interval:
-            self.good = 0
-            if self.dynamic:
-                self.scale = min(LARGEST, self.scale * self.growth)
+            self.good, factor = 0, self.growth
+        if self.dynamic:
+            self.scale = min(LARGEST, max(SMALLEST, self.scale * factor))
 
 
 # -- A step with clipping and scaling ---------------------------------------------------------------------------------
@@ -225,7 +215,7 @@ class _OptimizerStep(NamedTuple):
 
     def _is_good(self, measured: MeasuredNorm) -> bool:
         """Let the scaler know; raise NonFiniteError where no smaller scale can help."""
-        if measured.bad is not None and not self.scaler.can_shrink:
+        if measured.bad is not None and not (self.scaler.dynamic and self.scaler.scale > SMALLEST):
             measured.bad.refuse(self.norm.comm)
         self.scaler.update(measured.bad is None)
         return measured.bad is None

@@ -15,7 +15,6 @@ from mpipipe.arrays import (
     DeviceArray,
     Launch,
     Packed,
-    batched_gemm,
     bitwise_or,
     element_strides,
     gemm,
@@ -75,19 +74,6 @@ def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, a
         gemm(dy, x, grad, transpose_a=True, add=add)
     elif not add:
         arrays.set_zero(grad)
-
-
-def products(
-    a: DeviceArray,
-    b: DeviceArray,
-    c: DeviceArray,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    add: bool = False,
-) -> None:
-    """C = a b or, with `add`, c += a b, for each of some problems."""
-    if c.size:
-        batched_gemm(a, b, c, transpose_a, transpose_b, add)
 
 
 def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
