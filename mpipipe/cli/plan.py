@@ -16,7 +16,16 @@ from mpipipe.comm import Mesh, select_device
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, current_rank, group_of, inprocess, runtime
 from mpipipe.options import Option
-from mpipipe.planning import Choice, PlanningProblem, PlanReport, SavedProfile, compare_placements, find_plan, table
+from mpipipe.planning import (
+    Choice,
+    PlanningProblem,
+    PlanReport,
+    SavedProfile,
+    compare_placements,
+    find_plan,
+    shown_seconds,
+    table,
+)
 from mpipipe.schedules import FORM, Links
 from mpipipe.text import counted
 from mpipipe.train import (
@@ -154,6 +163,11 @@ def show(found: PlanReport, more: Sequence[str] = ()) -> None:
     _say(
         *table(found.plans),
         f"real steps take {scale:.3f} of what measured layers and messages add up to; that is counted above",
+        *(
+            [f"reading the next batch meanwhile adds {shown_seconds(found.reading)}, counted, too"]
+            if found.reading
+            else []
+        ),
         *([found.oversubscribed] if found.oversubscribed else []),
         *more,
     )

@@ -25,12 +25,14 @@ STEPS = 5  # real steps of each
 class PlanReport:
     """The plans of a training: on rank 0 all of them, the fastest first, and on every rank the choice of that one.
 
+    `reading` are the seconds that a step is longer while the batch of the next one is read, which `profile.step` has;
     `oversubscribed` says which ranks share cores; "" where none do.
     """
 
     plans: Sequence[Plan]
     choice: Choice
     profile: Profile
+    reading: float
     oversubscribed: str
 
 
@@ -48,17 +50,19 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
             plans = find_plans(profile, space, problem.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))
     whole, times = [replace(choice, slices=1) for choice in tried], []  # sequences, as they are measured
+    reading = 0.0
     for choice in whole:
         with trial_steps(measured, choice) as trial:
             times.append(median(trial.steps(STEPS)))
+            reading = reading if times[1:] else trial.reading(times[0])
     if group.rank == 0:
         expected = [predict(profile, choice, problem.rows, problem.trained_layers).seconds for choice in whole]
         scales = [
             max(1e-9, seconds - profile.step) / max(1e-9, each - profile.step) for each, seconds in zip(expected, times)
         ]
-        profile = replace(profile, scale=median(scales))
-        plans = [_scaled(plan, profile) for plan in plans]
-    return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), oversubscribed)
+        plans = [_scaled(plan, profile.step, median(scales), reading) for plan in plans]
+        profile = replace(profile, scale=median(scales), step=profile.step + reading)
+    return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), reading, oversubscribed)
 
 
 def measure(measured: MeasuredRanks) -> Profile:
@@ -105,9 +109,9 @@ def _different(plans: Sequence[Plan]) -> list[Choice]:
     return tried[:REAL]
 
 
-def _scaled(plan: Plan, profile: Profile) -> Plan:
+def _scaled(plan: Plan, step: float, scale: float, reading: float) -> Plan:
     prediction = plan.prediction
-    seconds = profile.step + profile.scale * (prediction.seconds - profile.step)
+    seconds = step + reading + scale * (prediction.seconds - step)
     return replace(plan, prediction=replace(prediction, seconds=seconds))
 
 

@@ -23,7 +23,7 @@ from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Choice
-from mpipipe.planning.problem import MeasuredRanks
+from mpipipe.planning.problem import Batches, MeasuredRanks
 from mpipipe.planning.profile import Link
 from mpipipe.schedules import Schedule
 
@@ -135,33 +135,43 @@ def _seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float
 
 
 WARMUP = 2  # steps: in the first ones memory is allocated
+READING = 1.0  # seconds of steps with batches that are read, and of as many without
 
 
 class TrialSteps:
     """Makes steps as the trainer does, on example data. All of its methods are collective over all ranks."""
 
     def __init__(self, measured: MeasuredRanks, plan: LayerPlan, pipeline: Pipeline, norm: optim.GlobalNorm) -> None:
-        self.measured, self.pipeline, self.norm = measured, pipeline, norm
+        self.measured, self.plan, self.pipeline, self.norm = measured, plan, pipeline, norm
         self.group = group_of(measured.mesh.comm)
         self.optimizer, self.scaler = measured.optimizer(pipeline, measured.mesh), measured.scaler()
         inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
         placement, rank = plan.schedule.placement, measured.mesh.pipe.rank
         self.batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
 
-    def steps(self, count: int) -> list[float]:
-        """Make steps one after the other; return the seconds of each on the slowest rank."""
+    def steps(self, count: int, batches: Batches | None = None) -> list[float]:
+        """Make steps one after the other, with `batches` if given; return the seconds of each on the slowest rank."""
         self.group.agree("plan: all ranks begin to make steps")
         times, last = [], perf_counter()
-        for _ in range(count):
-            self._step()
+        for step in range(count):
+            self._step(self.batch if batches is None else batches.batch(step))
             now = perf_counter()
             times.append(now - last)
             last = now
         return [max(step) for step in zip(*self.group.gather("plan: the seconds of steps", times))]
 
-    def _step(self) -> None:
+    def reading(self, seconds: float) -> float:
+        """Return by how much longer a step takes, which takes these seconds, while the next batch is read."""
+        if self.measured.batches is None:
+            return 0.0
+        count = min(max(REPEATS[0], int(READING / max(seconds, 1e-9))), REPEATS[1])
+        batches = self.measured.batches(self.plan, count)
+        read, alone = (median(self.steps(batches.steps, each)) for each in (batches, None))
+        return max(0.0, read - alone)
+
+    def _step(self, batch: tuple[Any, Any]) -> None:
         measured, scaler = self.measured, self.scaler
-        pending = self.pipeline.launch(*self.batch, scale=scaler.scale)
+        pending = self.pipeline.launch(*batch, scale=scaler.scale)
         lr = measured.lr / 100
         optim.begin_step(self.optimizer, measured.clip, scaler=scaler, lr=lr, over=self.norm).wait()
         pending.wait()
