@@ -185,10 +185,7 @@ def whole_file(path: Path, before_naming: Callable[[], object] | None = None) ->
 
 
 def begin_writing(file: BinaryIO, start: int, count: int) -> None:
-    """Let the system begin to write these bytes of an open file to the disk, where it can be asked to; an advice.
-
-    Else it would begin at the `fsync`, when all is in its cache (Linux: sync_file_range(2)).
-    """
+    """Let the system begin to write bytes of a file before its `fsync`, where it can (Linux: sync_file_range(2))."""
     function = _sync_file_range()
     if function is not None:
         function(file.fileno(), start, count, SYNC_FILE_RANGE_WRITE)

@@ -32,33 +32,22 @@ class Option:
 
     A bool whose default is False is one flag, `--quick`. Any other bool is a pair, `--tied` and `--no-tied`. A list is
     a flag that may be repeated.
-
-    text : what it means, for the help
-    names : names of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
-    least, above, below, most : range of a number; `least` and `most` are in the range
-    choices : all values that it can have
-    metavar : what stands for the value in the help
-    group : heading under which the help lists it
-    empty : whether an empty text means something; else it is refused, as a variable of a shell that is not set
-    key : whether it is a key of a configuration, which checks its range and can undo a bool of its file
-    parse, show : read a text with a meaning of its own as a typed value, and write such a value as text again
-    decides : whether it decides which numbers a training gives, so that it cannot change when that is resumed
     """
 
-    text: str = ""
-    names: tuple[str, ...] = ()
-    least: float | None = None
+    text: str = ""  # what it means, for the help
+    names: tuple[str, ...] = ()  # of the flag; by default one, made of the parameter's name: `seq_len` is `--seq-len`
+    least: float | None = None  # of a number; `least` and `most` are in the range
     above: float | None = None
     below: float | None = None
     most: float | None = None
-    choices: tuple[str, ...] | None = None
-    metavar: str | None = None
-    group: str = "options"
-    empty: bool = False
-    key: bool = False
-    parse: Callable[[str], Any] | None = None
-    show: Callable[[Any], str] = str
-    decides: bool = False
+    choices: tuple[str, ...] | None = None  # all values that it can have
+    metavar: str | None = None  # what stands for the value in the help
+    group: str = "options"  # heading under which the help lists it
+    empty: bool = False  # whether an empty text means something; else it is refused, as a variable that is not set
+    key: bool = False  # whether it is a key of a configuration, which checks its range and can undo a bool of its file
+    parse: Callable[[str], Any] | None = None  # reads a text with a meaning of its own as a typed value
+    show: Callable[[Any], str] = str  # writes such a value as text again
+    decides: bool = False  # which numbers a training gives, so that it cannot change when that is resumed
 
     @property
     def range_words(self) -> str:

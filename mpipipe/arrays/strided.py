@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipipe.arrays.cuda import Launch, Packed, bitwise_or, cuda_function, over, vector_width
-from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, Tree, is_device
+from mpipipe.arrays.dtypes import Array, DeviceArray, Shape, Tree, device_of, is_device
 from mpipipe.arrays.memory import copy_into, empty
 from mpipipe.arrays.trees import flatten, unflatten
 
@@ -106,15 +106,15 @@ def _walk(shape: Shape, source_strides: tuple[int, ...], target_strides: tuple[i
     return _Walk(tuple(map(index, (*extents[1:], *sources, *targets))), index, divides)
 
 
-def copied(x: DeviceArray, dtype: DTypeLike | None = None) -> DeviceArray:
+def copied(x: Array, dtype: DTypeLike | None = None) -> Array:
     """Return a new C-contiguous array with the values of x, which may have any strides, in `dtype` or its own."""
-    new = empty(x.shape, x.dtype if dtype is None else dtype, "cuda")
+    new = empty(x.shape, x.dtype if dtype is None else dtype, device_of(x))
     strided_copy(x, new)
     return new
 
 
 def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
-    """Put at least one array together along axis 0 or 1: C-contiguous arrays of one dtype on one device."""
+    """Put at least one array together along an axis from 0 on: C-contiguous arrays of one dtype on one device."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis)
     shape = [*parts[0].shape]
@@ -123,7 +123,8 @@ def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
     for part in parts:
         stop = start + part.shape[axis]
         if axis:
-            strided_copy(part, whole[:, start:stop])
+            place = (slice(None),) * axis + (slice(start, stop),)
+            strided_copy(part, whole[place])
         else:
             copy_into(whole[start:stop], part)
         start = stop

@@ -9,7 +9,7 @@ import numpy as np
 from mpipipe.arrays import Array
 from mpipipe.attention.bias import BiasFunction
 from mpipipe.attention.kernels import Gradients
-from mpipipe.attention.ring_pass import PlannedAttend
+from mpipipe.attention.ring_pass import PlannedAttend, RingPass
 from mpipipe.attention.ring_plan import Alone, RingOptions, RingSaved
 
 
@@ -96,7 +96,7 @@ class Local(PlannedAttend):
             stand one after the other as one sequence in it, as in all arrays of `saved`.
         """
         plan, kernel, call = self._agreed(q, k, v, segments)
-        return self._pass(plan, kernel).forward(q, k, v, call)
+        return RingPass(self, plan, kernel).forward(q, k, v, call)
 
     def backward(self, dout: Array, saved: RingSaved) -> Gradients:
         return self._backward(dout, saved, None)

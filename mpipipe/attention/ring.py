@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from mpipipe.arrays import Array
 from mpipipe.attention.bias import BiasFunction
-from mpipipe.attention.kernels import AttentionKernel, Gradients
+from mpipipe.attention.kernels import Gradients
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.ring_pass import PlannedAttend, RingPass
 from mpipipe.attention.ring_plan import RingAgreement, RingOptions, RingPlan, RingSaved
@@ -125,7 +125,7 @@ class Ring(PlannedAttend):
         plan, kernel, call = self._agreed(q, k, v, segments)
         with self.group.failing("the forward of a ring"):
             self._check_expected(plan, segments)
-            return self._pass(plan, kernel).forward(q, k, v, call)
+            return RingPass(self, plan, kernel).forward(q, k, v, call)
 
     def backward(self, dout: Array, saved: RingSaved) -> Gradients:
         """Return the gradients of the inputs; collective.
@@ -194,12 +194,12 @@ class Ring(PlannedAttend):
                 "layout.positions(rank)",
             )
 
-    def _pass(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
-        # all rings on the communicator with arrays on one kind of device share an exchange; collective the first time
-        comm, device, exchange = self._comm, plan.message.shapes.device, None
-        if plan.steps > 1:
-            exchange = cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device))
-        return RingPass(self, plan, kernel, exchange)
+    def exchange(self, plan: RingPlan) -> RingExchange | None:
+        # all rings on the communicator with arrays on one kind of device share one; collective the first time
+        comm, device = self._comm, plan.message.shapes.device
+        if plan.steps == 1:
+            return None
+        return cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device))
 
 
 def _listed(positions: np.ndarray) -> str:

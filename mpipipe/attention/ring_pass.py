@@ -89,23 +89,22 @@ class PlannedAttend(Attend):
             self._packed = key, replace(self.options, segments=None, rows=documents_of_rows(numbers, len(q)))
         return self._packed[1]
 
-    def _pass(self, plan: RingPlan, kernel: AttentionKernel) -> RingPass:
-        return RingPass(self, plan, kernel)
+    def exchange(self, plan: RingPlan) -> RingExchange | None:
+        """Return what sends the messages of a plan; None where it has a single step."""
+        return None
 
     def _backward(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
         self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
         with self.agreement.failing("the backward of a ring"):
             kernel = kernels.chosen(saved.q, saved.k, saved.v, self.bias)
-            return self._pass(saved.plan, kernel).backward(dout, saved, room)
+            return RingPass(self, saved.plan, kernel).backward(dout, saved, room)
 
 
 class RingPass:
     """One forward or backward: of a rank alone, or of a ring of several steps by an exchange."""
 
-    def __init__(
-        self, attend: PlannedAttend, plan: RingPlan, kernel: AttentionKernel, exchange: RingExchange | None = None
-    ) -> None:
-        self.attend, self.kernel, self.exchange = attend, kernel, exchange
+    def __init__(self, attend: PlannedAttend, plan: RingPlan, kernel: AttentionKernel) -> None:
+        self.attend, self.kernel, self.exchange = attend, kernel, attend.exchange(plan)
         self.plan = plan._replace(function=attend.bias)
 
     def forward(self, q: Array, k: Array, v: Array, call: int) -> tuple[Array, RingSaved]:

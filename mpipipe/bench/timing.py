@@ -29,10 +29,7 @@ def on_ranks(measure: Callable[..., None]) -> Callable[..., int]:
 def compare(
     comm: Communicator, candidates: Sequence[Call], repeats: int, warmup: int = 3, before: Call | None = None
 ) -> list[float]:
-    """Return the median seconds of each candidate. Of each turn the time of the slowest rank counts.
-
-    What is called before each turn is not measured.
-    """
+    """Return the median seconds of each candidate on the slowest rank, without what is called before each turn."""
     group = group_of(comm)
     times: list[list[float]] = [[] for _ in candidates]
     for turn in range(warmup + repeats):
@@ -120,7 +117,7 @@ def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
 
 
 def seconds_behind(work: Call, call: Call, repeats: int) -> tuple[float, bool]:
-    """Return the median device time of `call()` when all of it is queued before it begins, and whether it always was.
+    """Return the median device time of `call()`, and whether all of it was always queued before it began.
 
     Enough of `work()` is queued in front, so that no latency of the host is in the result.
     """

@@ -9,10 +9,7 @@ from mpipipe.cli.output import on_ranks, refusing, show
 
 
 def main() -> None:
-    """Run the command that sys.argv names, and exit with its code.
-
-    Wrong usage exits with 2, and one rank reports it.
-    """
+    """Run the command that sys.argv names, and exit with its code: 2 for wrong usage, which one rank reports."""
     name, *words = sys.argv[1:] or [""]
     if name == "launch":
         from mpipipe.cli.launch import start

@@ -55,10 +55,7 @@ def run() -> int:
 
 
 def execute(words: list[str]) -> int:
-    """Run the command that `words` name, in this process alone; return its exit code.
-
-    Raises Stop for wrong usage and for what a command refuses, and SystemExit where the help was asked for.
-    """
+    """Run a command in this process; return its exit code. Raises Stop for what is refused, SystemExit after a help."""
     return _chosen(words)()
 
 

@@ -105,10 +105,7 @@ def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:
 
 
 def stop_ids(text: str | None, folder: ModelFolder, tokenizer: FolderTokenizer | None, vocab: int) -> tuple[int, ...]:
-    """Return the ids that end an answer, as --stop names them, or else the folder, or else its tokenizer.
-
-    Raises ConfigError for ids that the model does not have.
-    """
+    """Return the ids that end an answer: of --stop, the folder, or its tokenizer. Raises ConfigError."""
     if text is None:
         return folder.ends or (() if tokenizer is None or tokenizer.end is None else (tokenizer.end,))
     ids = tuple(parse_ids(text, "--stop")) if text else ()
@@ -185,10 +182,7 @@ def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
 
 @contextmanager
 def written_lines(prompts: Prompts, tokenizer: FolderTokenizer | None, path: str) -> Iterator[Take]:
-    """Write a file with one line of JSON for each prompt, which appears when all are there.
-
-    Raises ConfigError if the file exists already, or cannot be written.
-    """
+    """Write a new file with a line of JSON for each prompt, which appears as a whole. Raises ConfigError."""
     writing = partial(files.writing, "the answers", path, remedy="name another --out")
     files.check_new("the file of answers", path)
     with ExitStack() as opened:

@@ -52,18 +52,13 @@ def jobscript(
 
 
 OTHERWISE = ("scheduler", "mpi", "python", "modules", "options", "script")  # fields of Job that are no such flags
-jobscript.parameters = [  # type: ignore[attr-defined]
-    *parameters_of(jobscript),
-    *(entry for entry in fields_of(Job) if entry.name not in OTHERWISE),
-]
+_own, _fields = parameters_of(jobscript), [entry for entry in fields_of(Job) if entry.name not in OTHERWISE]
+jobscript.parameters = [*_own[:2], *_fields, *_own[2:]]  # type: ignore[attr-defined]
 jobscript.other_names = {"partition": "queue"}  # type: ignore[attr-defined]  # as SLURM calls it
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words for `run` and the options of `train`, one of them empty.
-
-    Raises Stop if the command would not understand them: now, and not when the job begins.
-    """
+    """Return the words for `run` and the options of `train`, one of them empty; wrong ones raise Stop now."""
     if words[:1] == ["run"]:
         parser_of(f"{program()} run", run).parse(words[1:])
         return words[1:], []

@@ -31,10 +31,7 @@ def start(words: list[str]) -> int | None:
 
 
 def run_proven(command: list[str], folder: str) -> int:
-    """Run a command whose ranks write the proof of their end into `folder`; return its exit code.
-
-    0 becomes 1, with a sentence on stderr, where the proof is missing.
-    """
+    """Run a command whose ranks prove their end in `folder`; return its exit code, 1 where it is 0 without a proof."""
     path = os.path.join(os.path.abspath(folder), ended.PREFIX + os.urandom(8).hex())
     if not command:
         _say("there is no command to start", "  remedy: mpipipe launch -- mpiexec -n 4 python -m mpipipe run script.py")

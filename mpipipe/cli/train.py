@@ -116,10 +116,7 @@ def check_task_file(task: str | None) -> None:
 
 
 def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfig:
-    """Return the configuration of a task in a file, if one is named here or in the file of a configuration, or of text.
-
-    Raises ConfigError for options that are not those of such a training.
-    """
+    """Return the configuration of the task that is named here or in a file, or of text. Raises ConfigError."""
     keys = {} if config is None else read_keys(Path(config))
     if task is None and "task" not in keys:
         return TrainConfig.load(config, **flags)
@@ -137,10 +134,7 @@ def load_config(task: str | None, config: str | None, **flags: Any) -> TaskConfi
 
 
 def task_of(config: TaskConfig, comm: Communicator) -> tuple[TaskConfig, Task]:
-    """Return the task of a configuration, of text or from a file, and the configuration with what it says; collective.
-
-    Raises the same error on every rank.
-    """
+    """Return the configuration with what its task says, and that task, of text or from a file; collective."""
     check_same_config(group_of(comm), config)
     if isinstance(config, TaskFileConfig):
         return config, load_task(str(config.task), config.set, comm)
@@ -166,10 +160,7 @@ COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scr
 
 
 def print_estimate(load: Callable[[], TaskConfig], ranks: int | None, profile: str | None = None) -> int:
-    """Show what a training would be: on `ranks` ranks in one process without MPI, or on the ranks of this job.
-
-    With a profile, which `mpipipe plan --save-profile` has written, also how long a step would take.
-    """
+    """Show what a training would be, on `ranks` ranks or on those of this job; with a profile, the time of a step."""
     if launcher_size(os.environ) is not None:
         return run_or_abort(lambda: _in_job(load, ranks, profile))
     with refusing():

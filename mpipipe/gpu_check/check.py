@@ -53,10 +53,7 @@ def run_check(
     log: Path,
     variables: Mapping[str, str],
 ) -> Outcome:
-    """Run a command for `limit` seconds at most, and no longer than to the `deadline` of time.monotonic.
-
-    Its output goes to the file `log`; `variables` are set on top of the environment.
-    """
+    """Run a command for `limit` seconds at most, and not past the `deadline` of time.monotonic, with its log."""
     left = deadline - monotonic()
     whose = "its own limit" if limit <= left else "what was left for everything"
     limit = min(limit, left)
@@ -263,11 +260,7 @@ EXPECTATIONS = (
 
 
 def beside(row: Mapping[str, Any], gpus: Iterable[str]) -> dict[str, str]:
-    """Return what was expected of a row, and "kept", "beaten" or "missed"; empty texts where nothing was.
-
-    row : a measurement, as in the JSON of `bench gpu`
-    gpus : descriptions of the GPUs; nothing was expected of others than GPUS, nor of several kinds at once
-    """
+    """Return what was expected of a row of `bench gpu`, and "kept", "beaten" or "missed"; "" if nothing was."""
     kinds = {next((kind for kind in GPUS if re.search(rf"\b{kind}\b", gpu)), "") for gpu in gpus}
     kind = kinds.pop() if len(kinds) == 1 else ""
     entry = next((each for each in EXPECTATIONS if _concerns(each, row)), None)

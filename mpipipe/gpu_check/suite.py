@@ -196,10 +196,7 @@ def mpi_error(python: str) -> str | None:
 
 
 def find_mpiexec(python: str, preferred: str | None) -> str | None:
-    """Return a launcher that starts ranks which see each other, or None.
-
-    The preferred one is tried first, then the one next to the interpreter, then the one on PATH.
-    """
+    """Return a launcher whose ranks see each other, or None: the preferred one, the interpreter's, or that on PATH."""
     beside = Path(_ask(python, "import sys; print(sys.executable)").stdout.strip() or python).parent / "mpiexec"
     for mpiexec in filter(None, (preferred, str(beside), "mpiexec")):
         if shutil.which(mpiexec) is not None:

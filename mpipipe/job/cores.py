@@ -23,10 +23,7 @@ def own_cores() -> str:
 
 
 def oversubscribed(binding: Sequence[Place]) -> str | None:
-    """Return a sentence if more ranks than cores share cores, such as "4 ranks share 2 cores"; else None.
-
-    It names the cores with the most ranks on each. `binding` has `rank`, `host` and `cores` of each rank.
-    """
+    """Return a sentence about the fullest cores, such as "4 ranks share 2 cores"; None if each rank has its own."""
     ranks, _, count, host = _fullest(binding, len)
     if not ranks:
         return None
@@ -35,11 +32,7 @@ def oversubscribed(binding: Sequence[Place]) -> str | None:
 
 
 def oversubscribed_threads(binding: Sequence[Place]) -> str | None:
-    """Say if ranks have more threads than cores, such as "rank 0 has 4 threads on 1 core of n1".
-
-    It names the cores with the most threads on each. `binding` also has `threads` of each rank. Ranks with one thread
-    each are the business of `oversubscribed`.
-    """
+    """Return the same of threads, as "rank 0 has 4 threads on 1 core of n1"; None if no rank has several."""
 
     def load(places: Sequence[Place]) -> int:
         threads = [place["threads"] for place in places]
@@ -122,10 +115,7 @@ def cores_of(threads: Collection[int], topology: Path = TOPOLOGY) -> frozenset[i
 
 
 def fair_shares(places: Sequence[tuple[str, Collection[int]]]) -> list[int]:
-    """Return for each rank its part of the cores that it shares with other ranks, at least one.
-
-    `places` has the host of each rank, and the cores that it may run on; none if they are not known.
-    """
+    """Return each rank's part, at least one, of the cores that it shares, by hosts and cores; none: not known."""
     shares = [1] * len(places)
     for host in {host for host, _ in places}:
         rest = {rank: frozenset(cores) for rank, (name, cores) in enumerate(places) if name == host and cores}

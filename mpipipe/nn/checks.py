@@ -83,8 +83,8 @@ def check_slice_count(slices: int, vocab: int) -> None:
         )
 
 
-def check_integers(x: Array, limit: int, what: str) -> None:
-    """Raise ArgumentError unless x is an array of integers, and those on the host are in 0 ... limit - 1."""
+def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
+    """Return integers on `device`; host arrays, uploaded as int64, must be in 0 ... limit - 1, else ArgumentError."""
     if x.dtype.kind not in "iu":
         raise ArgumentError(f"{what} must be integers", found=str(x.dtype), expected=f"integers in 0 ... {limit - 1}")
     if not arrays.is_device(x) and x.size and (x.min() < 0 or x.max() >= limit):
@@ -94,11 +94,6 @@ def check_integers(x: Array, limit: int, what: str) -> None:
             expected=f"0 ... {limit - 1}",
             remedy="check the data against the size of the vocabulary",
         )
-
-
-def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
-    """Check integers as `check_integers` does, and return them on `device`: host arrays are uploaded as int64."""
-    check_integers(x, limit, what)
     return arrays.upload(x.astype(np.int64)) if device == "cuda" and not arrays.is_device(x) else x
 
 

@@ -141,8 +141,7 @@ def merge_into(stage: StageOfLayer, name: str, layer: Layer, target: Array) -> N
     for adapter in layer.adapters[key]:
         a, b = (parameters[f"{prefix}.{adapter.target}.{part}"] for part in (LORA_A, LORA_B))
         matrix, out = (array[adapter.start : adapter.stop] for array in (parameters[name], target))
-        turned = arrays.empty(b.shape[::-1], b.dtype, stage.device)
-        kernels.copy(b.T, turned)
+        turned = arrays.copied(b.T)
         kernels.scale(turned, adapter.scale, turned)
         total = out if out.dtype == matrix.dtype else arrays.empty(matrix.shape, matrix.dtype, stage.device)
         step = len(matrix) if stage.device == "cuda" else max(1, PIECE // matrix.shape[1])
@@ -172,9 +171,7 @@ class PlainStage:
     def __init__(self, stage: Any, merged: bool):
         views = {name: array for name, array in stage.parameters.items() if not is_adapter(name)}
         for name, layer in stage.adapted.items() if merged else ():
-            wide = views[name]
-            views[name] = arrays.empty(wide.shape, wide.dtype, stage.device)
-            stage.kernels.copy(wide, views[name])
+            views[name] = arrays.copied(views[name])
             merge_into(stage, name, layer, views[name])
         self.parameters = showing(stage.parameters, views)
         self.before_write, self.index = stage.before_write, stage.index

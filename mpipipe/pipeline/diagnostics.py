@@ -183,7 +183,8 @@ def held_by(stages: Sequence[StageAdapter], state: CallState | None) -> HeldByte
     models = [model for stage in stages for model in stage.models]
     buffers = [buffer for model in models for buffer in (model.parameters, model.compute, model.gradients)]
     own = list(_spans([buffer.whole for buffer in buffers]))
-    used = [buffer.here for buffer in buffers] + [part for model in models for part in model.buffers.parts.values()]
+    used = [buffer.whole if buffer.is_divided else buffer.flat for buffer in buffers]
+    used += [part for model in models for part in model.buffers.parts.values()]
     parameters = _covered(own)
     idle = parameters - _covered(_spans(used))
     if state is None:

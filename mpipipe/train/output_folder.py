@@ -35,10 +35,7 @@ MARKER = ".mpipipe-marker"
 
 
 def shared_path(comm: Communicator, path: str | None) -> str:
-    """Return, on every rank, the absolute path that `path` is on rank 0; None is runs/ and the time. Collective.
-
-    The ranks may have different working folders. Raises ConfigError if the working folder of rank 0 is gone.
-    """
+    """Return on every rank what `path` is on rank 0 as an absolute one; None is runs/ and the time. Collective."""
 
     def found() -> str:
         try:

@@ -111,10 +111,7 @@ def summary(record: Record, unit: str = "tokens") -> str:
 
 
 def lines_of(record: Record, steps: int, unit: str, timing: str) -> list[str]:
-    """Return the lines of a record, one of its step and one of its validation, of at most COLUMNS characters.
-
-    `timing` is the time gone and left, in words; empty if that is not known.
-    """
+    """Return the lines of a record, of its step and of its validation, of at most COLUMNS characters."""
     facts, place = record.facts(), f"step {record.step:>{len(str(steps))}}/{steps}"
 
     def line(forms: Mapping[str, str], *more: str) -> str:
@@ -299,10 +296,7 @@ Points = Mapping[str, Sequence[tuple[int, float]]]  # (step, loss), by the name 
 
 
 def read_points(out: Path, step: int) -> Points | None:
-    """Return the losses in the metrics of an output folder up to a step; None if they are too few for a curve.
-
-    Raises ConfigError if the metrics cannot be read.
-    """
+    """Return losses up to a step from the metrics; None if they are too few for a curve. Raises ConfigError."""
     kept, _ = sinks.kept_records(out, step)
     records = [json.loads(line) for line in kept.splitlines()]
     points = {

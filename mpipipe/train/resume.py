@@ -184,10 +184,7 @@ def plain(values: Any) -> Any:
 
 
 def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
-    """Rename checkpoints and weights in `out` after the one that is resumed: else they would be found as the newest.
-
-    Returns what they are called now. Raises OSError.
-    """
+    """Rename what was saved after the resumed checkpoint, or it would be the newest; return the new names."""
     if found is None or not _is_in(found, out):
         return []
     there = [path for place in (checkpoints_of(out), out / "weights") for path in checkpoint.find(place)]
@@ -225,10 +222,7 @@ class Checkpoints:
         self.saver = checkpoint.Saver(self.root, progress.mesh, stages, progress.optimizer, keep=self.config.keep)
 
     def follow(self, leaves: bool) -> None:
-        """After a step: look how far the checkpoint in flight is, and begin another one where it is time for one.
-
-        `leaves` says whether the job leaves now: with a whole checkpoint of this step.
-        """
+        """After a step: look at the checkpoint in flight; begin another where it is time, or the job `leaves`."""
         self._look(self.saver.poll, AGAIN)
         config, step = self.config, self.progress.step
         lost = self.owed and not self.saver.in_flight

@@ -106,10 +106,7 @@ class Bar:
 
 
 def find_terminal(stream: TextIO | None = None) -> int | None:
-    """Open the terminal on which `stream`, by default the standard output, is shown; None without a terminal.
-
-    It may be that terminal itself; for a rank it is the terminal of its launcher, on the same host.
-    """
+    """Open the terminal on which `stream`, or the launcher of this rank, shows text; None without a terminal."""
     stream = stream or sys.stdout
     try:
         own = stream.fileno() if stream is not None else -1

@@ -239,10 +239,7 @@ def _config_of(run: str | Path) -> TaskFileConfig:
 
 
 def export(run: Path, target: Path) -> str:
-    """Write the weights that `load` takes from a run folder into one file of safetensors; return what was done.
-
-    They are called what `Task.state_name` says. One array at a time is in memory.
-    """
+    """Write the weights that `load` takes into one file, named by `Task.state_name`; return what was done."""
     config = _config_of(run)
     task = inprocess.run(1, lambda comm: load_task(str(config.task), config.set, comm))[0]
     found, arrays_by_name = resume.newest_state(run), {}
@@ -270,10 +267,7 @@ def export(run: Path, target: Path) -> str:
 
 
 def make_plan(config: TaskConfig, task: Task, mesh: Mesh, device: str) -> LayerPlan:
-    """Plan the training, and check that it fits into memory and that its end can be written.
-
-    All ranks raise the same error.
-    """
+    """Plan the training, and check that it fits into memory and can be written; all ranks raise the same error."""
     with group_of(mesh.comm).raise_together("train: the plan"):
         plan = plan_layers(config, task, mesh.pipe.size, mesh.data.size)
         sample, message = task.sample_bytes(plan.microbatch_rows, config.dtype)

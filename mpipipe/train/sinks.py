@@ -34,10 +34,7 @@ class SinkContext:
 
 
 class Csv:
-    """metrics.csv: one row for each record, one column for each name. A cell is empty if its number was not measured.
-
-    Rows of earlier starts are made again from metrics.jsonl.
-    """
+    """metrics.csv: a row for each record, also of earlier starts; a cell is empty if its number was not measured."""
 
     def __init__(self, run: SinkContext) -> None:
         self.columns, path = run.columns, run.out / "metrics.csv"
@@ -193,10 +190,7 @@ def kept_records(out: Path, step: int) -> tuple[str, bool]:
 
 
 def cut(out: Path, step: int) -> int:
-    """Cut off the records after a step, all of them for 0; as a whole or not at all. Raises OSError.
-
-    Returns the step of the last record that is left, -1 where none is.
-    """
+    """Cut off the records after a step, as a whole or not at all; return the last step left, or -1. Raises OSError."""
     kept, others = kept_records(out, step)
     if others:
         files.write_whole(out / NAME, kept.encode())

@@ -254,10 +254,7 @@ class Assignment:
 
     @classmethod
     def of(cls, told: Sequence[SurvivorReport | None], pipe: int, config: TaskConfig) -> Assignment:
-        """Find the largest mesh of the survivors in which every stage has a rank that knows its state.
-
-        `told` is of each rank; None for one that has no state.
-        """
+        """Find the largest mesh in which every stage has a rank with its state; `told` is of each rank, or None."""
         known = [report for report in told if report is not None]
         if not known:
             return cls(problem="no step had been made")

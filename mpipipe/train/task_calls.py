@@ -34,13 +34,11 @@ def place_of(task: Task, method: str) -> str:
 
 
 def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[..., Any] | None = None) -> Any:
-    """Call a method of a task, or `by`, which does for it. An error says where it is: `when` is the step, and the rows.
-
-    An error that names a method of the task already stays as it is.
-    """
+    """Call a method of a task, or `by` in its place. An error says where it was, with `when`: the step and the rows."""
     try:
         return (by or getattr(task, method))(*arguments)
     except MpipipeError as error:
+        # one that names a method of the task already stays as it is
         own = not type(task).__module__.startswith("mpipipe.") and f"{type(task).__name__}." not in error.message
         if own and not isinstance(error, PeerError):
             error.message = f"{place_of(task, method)}{when}: {error.message}"
@@ -86,10 +84,7 @@ def outline(task: Task, shard: Shard, seed: int) -> list[Any]:
 
 
 def chain(task: Task, shard: Shard, seed: int, rows: int = 1) -> Iterator[tuple[nn.Stage, Tree]]:
-    """Yield each layer by itself, bound, and an input of it with these rows; collective over the ranks of the shard.
-
-    Raises ConfigError where a layer does not take what the one before it returns.
-    """
+    """Yield each layer by itself, bound, and an input of it; collective. Raises ConfigError where they do not fit."""
     x = example(task, rows, 1, shard)[0]
     values: dict[str, Tree] = {}
     for place, layer in enumerate(layers_of(task, shard, seed)):
@@ -168,10 +163,7 @@ def example(task: Task, rows: int, microbatches: int, shard: Shard, most: int | 
 
 
 def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
-    """Return a batch with floating arrays in the dtype of the training.
-
-    Raises DataError where it has another number of rows than was asked for, or is not finite.
-    """
+    """Return a batch in the dtype of the training; DataError for another number of rows, and what is not finite."""
     try:
         leaves, structure = arrays.flatten(tree)
     except MpipipeError as error:

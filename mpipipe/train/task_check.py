@@ -66,10 +66,7 @@ def alike(a: Traits, b: Traits) -> bool:
 
 
 def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]]) -> None:
-    """Raise DataError where ranks with the same share of a sample have got other arrays for row 0.
-
-    `found` is, for each rank that reads, which share it has, and the traits of its inputs and targets.
-    """
+    """Raise DataError where ranks with the same share have other arrays in row 0; `found`: (share, traits) of each."""
     for name in ("inputs", "targets"):
         first: dict[int, tuple[int, Traits]] = {}
         for rank, (share, each) in enumerate(found):
@@ -339,10 +336,7 @@ def validate(
 
 
 def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> list[str]:
-    """Read the first batches, and run them forward: what does not fit is found before anything is written.
-
-    Returns the names of the task's metrics.
-    """
+    """Read the first batches and run them forward, before anything is written; return the names of the metrics."""
     group, scores = group_of(mesh.comm), scores_of(task, loss)
     own = loss if isinstance(loss, TaskLoss) else None
     for method, number in (("batch", step), ("validation", 0)):

@@ -114,10 +114,7 @@ def imported(path: Path, code: str) -> ModuleType:
 
 
 def neighbours(folder: Path) -> dict[str, bytes]:
-    """Return the modules that were imported from a folder, with their content, by their paths in there.
-
-    What is installed below it, as in an environment, is imported from another folder.
-    """
+    """Return the modules that were imported from a folder itself, with their content, by their paths in there."""
     content = {}
     for name, file in not_installed():
         for inside in places_of(name):

@@ -156,10 +156,7 @@ class Trainer:
         return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
 
     def step(self, step: int) -> tuple[float, float, float | None]:
-        """Make one optimizer step, and return its loss, learning rate and gradient norm, the same on every rank.
-
-        The norm is None if the step was skipped.
-        """
+        """Make one optimizer step; return loss, learning rate and norm (None if skipped), the same on every rank."""
         config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
         self.step_barrier.begin(step)
         self.tracing.begin_step(config.steps - step)
@@ -185,10 +182,7 @@ class Trainer:
         return norm
 
     def validate(self) -> float:
-        """Return the mean loss over the validation batches, always the same ones; on every rank.
-
-        The means of the task's metrics are `named` then.
-        """
+        """Return the mean loss over the validation, always the same batches; means of metrics are `named` then."""
         pipeline, batches = self.progress.pipeline, self.config.eval_batches
         value, self.named = validate(pipeline, self.reader, self.loss, batches, self.group)
         return value

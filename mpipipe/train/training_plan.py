@@ -154,11 +154,7 @@ def fitting(table: str, pipe: int, chunks: int, microbatches: int | None, slices
 
 
 def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
-    """Return the configuration with the table where it names a file with one; collective.
-
-    A relative path begins in the working folder of rank 0. Raises ConfigError or ScheduleError on every rank where the
-    file cannot be read, or is no order that runs.
-    """
+    """Return the configuration with the table of the file that it names, as rank 0 reads it; collective."""
     if not is_path(config.schedule):
         return config
     table = group_of(comm).from_one("train: the order of the schedule", lambda: _read(config, out))
@@ -222,11 +218,7 @@ def shard_of(config: TaskConfig, task: Task, comm: Communicator, size: int, slic
 
 
 def make_shard(config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True) -> tuple[Shard, list[Any]]:
-    """Return this rank's share of samples and the layers of a task, whose outline is set; collective.
-
-    Raises the same error on every rank, also where they have different layers. What is measured for a plan are whole
-    sequences, not `sliced` ones.
-    """
+    """Return this rank's share of samples, `sliced` or whole, and a task's layers, whose outline is set; collective."""
     group = group_of(mesh.comm)
     with group.raise_together("train: the shards of sequences"):
         shard, task.pipe = shard_of(config, task, mesh.seq, mesh.seq.size, sliced), mesh.pipe.size
@@ -239,10 +231,7 @@ def make_shard(config: TaskConfig, task: Task, mesh: Mesh, sliced: bool = True) 
 
 
 def measured_ranks(config: TaskConfig, task: Task, mesh: Mesh, made: Shard | None = None) -> planning.MeasuredRanks:
-    """Return the ranks of a job as those to measure a training on, with the shard where it is made; collective.
-
-    Raises the same error on every rank.
-    """
+    """Return the ranks of a job as those to measure a training on, with their shard if it is `made`; collective."""
     shard = make_shard(config, task, mesh, sliced=False)[0] if made is None or made.cut else made
     with group_of(mesh.comm).raise_together("plan: the inputs of the layers"):
         inputs = inputs_of(config, task, shard)
@@ -368,10 +357,7 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
 def plans_on_paper(
     problem: planning.PlanningProblem, config: ParallelOptions, saved: planning.SavedProfile, links: Links | None
 ) -> list[planning.Plan]:
-    """Find the plans of a training on ranks that are not there, the fastest first.
-
-    Raises ConfigError where the profile is of another training, or no plan can be.
-    """
+    """Find the plans of a training on ranks that are not there, the fastest first. Raises ConfigError."""
     _check_cpu(config)
     profile: planning.Profile = planning.profile_of(problem, saved, problem.space.sizes, links)
     return planning.find_plans(profile, problem.space, problem.memory_limit)

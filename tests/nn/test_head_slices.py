@@ -200,6 +200,16 @@ def test_a_gpu_computes_the_same(gpu, monkeypatch, dtype, kept):
         np.testing.assert_allclose(found.astype(np.float64), wide, rtol=0, atol=64 * unit * (1 + largest(wide)))
 
 
+def test_a_gpu_gives_the_logits_without_labels(gpu):
+    stages = [sliced(3, labels=False, device=device) for device in ("cpu", "cuda")]
+    dy = RANDOM.standard_normal((*SHAPE, VOCAB))
+    for stage, place in zip(stages, (np.asarray, arrays.upload)):
+        logits, saved = stage.forward(place(H))
+        dx = stage.backward(place(dy), saved)
+        np.testing.assert_allclose(arrays.download(logits), H @ whole(stage).T, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(arrays.download(dx), dy @ whole(stage), rtol=1e-12, atol=1e-13)
+
+
 def test_a_gpu_shows_labels_outside(gpu):
     stage, labels = sliced(2, device="cuda"), LABELS.copy()
     labels[1, 2] = VOCAB

@@ -271,7 +271,7 @@ class _VirtualRank:
         self.out, self.lse = result.end()
 
     def backward(self) -> list[DeviceArray]:
-        """Run all steps, and return dq, and dk and dv summed over all blocks.
+        """Run all steps, and return dq, dk and dv.
 
         In a ring the gradients of keys and values would travel on; here they are summed over this rank's steps.
         """

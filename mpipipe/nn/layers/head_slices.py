@@ -43,11 +43,11 @@ def tile_rows(vocab: int, itemsize: int, device: str) -> int:
 class HeadSlice(Layer):
     """Slice `number` of a head that is cut into `of` slices of the vocabulary; all of them follow each other.
 
-    Without labels it gives logits: the first slice takes h (..., inputs), each but the last one gives (h, the logits so
-    far), and the last one all logits (..., vocab). With labels, integers (...) that the inputs have under the name
-    "labels" (mpipipe.Branches), it never holds more logits than its own: each slice but the last one gives (h, L, t),
-    and the last one the losses L - t (...), in nats, for `nn.mean_of_losses`. L is the log-sum-exp of the logits so
-    far, t the logit of the label; both have the dtype of parameters.
+    Without labels it gives logits: the first slice takes h (..., inputs), each but the last one gives (h, its logits
+    after those of the slices before), and the last one all logits (..., vocab). With labels, integers (...) that the
+    inputs have under the name "labels" (mpipipe.Branches), it never holds more logits than its own: each slice but the
+    last one gives (h, L, t), and the last one the losses L - t (...), in nats, for `nn.mean_of_losses`. L is the
+    log-sum-exp of the logits so far, t the logit of the label; both have the dtype of parameters.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ class HeadSlice(Layer):
 
     def forward(self, x: Any) -> tuple[Any, Any]:
         parts = x if isinstance(x, tuple) else (x,)
-        if len(parts) != (1 if not self.number else 3 if self.takes else 2):
+        if len(parts) - 1 != (2 * (self.number > 0) if self.takes else self.number):
             raise ArgumentError(
                 f"layer {self.name} (HeadSlice): slice {self.number} of {self.of} does not take what comes to it",
                 found=f"a tuple of {len(parts)}" if isinstance(x, tuple) else "one array",
@@ -124,34 +124,25 @@ class HeadSlice(Layer):
 
     # -- logits
 
-    def _logits(self, h: Array, before: Array | None = None) -> tuple[Any, Any]:
+    def _logits(self, h: Array, *before: Array) -> tuple[Any, Any]:
         flat = rows(h)
-        y = mine = self.stage.kernels.linear(flat, self.weight)
-        if before is not None:
-            y = arrays.empty((len(flat), self.first + mine.shape[1]), mine.dtype, self.stage.device)
-            self.stage.kernels.copy(rows(before), y[:, : self.first])
-            self.stage.kernels.copy(mine, y[:, self.first :])
-        y = y.reshape(*h.shape[:-1], y.shape[-1])
-        return (y if self.last else (h, y)), (h.shape, flat)
+        mine = self.stage.kernels.linear(flat, self.weight).reshape(*h.shape[:-1], len(self.weight))
+        logits = *before, mine
+        return arrays.concatenate(logits, h.ndim - 1) if self.last else (h, *logits), (h.shape, flat)
 
     def _back_from_logits(self, dy: Any, saved: Any, of_input: bool, of_weight: bool) -> Any:
         (shape, flat), kernels = saved, self.stage.kernels
-        dh, dlogits = (None, dy) if self.last else dy
-        both, mine = rows(dlogits), rows(dlogits)
-        if self.number:
-            mine = arrays.empty((len(flat), len(self.weight)), both.dtype, self.stage.device)
-            kernels.copy(both[:, self.first :], mine)
+        if self.last:
+            dy = None, *(arrays.copied(dy[..., part.start : part.stop]) for part in even_split(self.vocab, self.of))
+        dh, *dlogits = dy
+        mine = rows(dlogits.pop())
         if of_weight:
             self._add("weight", kernels.linear_backward_weight, mine, flat)
         if not of_input:
             return None
         dx = kernels.linear_backward_input(mine, self.weight).reshape(shape)
         dx = dx if dh is None else kernels.add(dh, dx)
-        if not self.number:
-            return dx
-        dbefore = arrays.empty((len(flat), self.first), both.dtype, self.stage.device)
-        kernels.copy(both[:, : self.first], dbefore)
-        return dx, dbefore.reshape(*shape[:-1], self.first)
+        return (dx, *dlogits) if dlogits else dx
 
     # -- losses
 

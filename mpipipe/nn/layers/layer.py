@@ -279,10 +279,6 @@ class Layer(Differentiable):
         if gradient is not None:
             kernel(*parts, gradient)
 
-    def _trains(self, key: str) -> bool:
-        """Return whether `_add_product` does anything for a matrix."""
-        return getattr(self, f"{key}_grad") is not None or key in self.adapters
-
     def _add_product(self, key: str, dy: Array, x: Array) -> None:
         """Add dy^T x to the gradient of a matrix (outputs, inputs), or to those of its adapters, unless it is frozen.
 
@@ -297,8 +293,7 @@ class Layer(Differentiable):
             )
             columns = dy if stop - start == dy.shape[1] else dy[:, start:stop]
             if columns is not dy and arrays.is_device(dy):  # whose products take whole rows alone
-                columns = arrays.empty(columns.shape, dy.dtype, "cuda")
-                kernels.copy(dy[:, start:stop], columns)
+                columns = arrays.copied(columns)
             inner = kernels.linear(x, a)
             kernels.linear_backward_weight(columns, kernels.scale(inner, scale, inner), db)
             inner = kernels.linear_backward_input(columns, b)

@@ -269,31 +269,19 @@ class Join(Layer):
             )
         if self.axis is None:
             return self.stage.kernels.add(x, other), None
-        size = x.shape[axis]
-        y = arrays.empty((*x.shape[:axis], size + other.shape[axis], *x.shape[axis + 1 :]), x.dtype, self.stage.device)
-        for part, target in zip((x, other), _cut(y, axis, size)):
-            self.stage.kernels.copy(part, target)
-        return y, size
+        return arrays.concatenate((x, other), axis), x.shape[axis]
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        parts = [dy, dy]
+        dx = dother = dy
         if saved is not None:
-            for place, part in enumerate(_cut(dy, (self.axis or 0) % dy.ndim, saved)):
-                parts[place] = arrays.empty(part.shape, dy.dtype, self.stage.device)
-                self.stage.kernels.copy(part, parts[place])
-        self.stage.add_gradient(self.takes[0], parts[1])
-        return parts[0], None
+            axis, parts = (self.axis or 0) % dy.ndim, (slice(saved), slice(saved, None))
+            dx, dother = (arrays.copied(dy[(slice(None),) * axis + (part,)]) for part in parts)
+        self.stage.add_gradient(self.takes[0], dother)
+        return dx, None
 
 
 def _described(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if arrays.is_array(value) else type(value).__name__
-
-
-def _cut(x: Array, axis: int, size: int) -> tuple[Array, Array]:
-    """Return views of the first `size` places along an axis, and of the others."""
-    before = (slice(None),) * axis
-    first, rest = (*before, slice(size)), (*before, slice(size, None))
-    return x[first], x[rest]
 
 
 class AdaptiveNorm(Layer):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import BLOCK, DeviceArray, Launch, Packed, grid, over, scalar_type, strided_copy, vector_width
+from mpipipe.arrays import BLOCK, DeviceArray, Launch, Packed, grid, over, scalar_type, vector_width
 from mpipipe.errors import ArgumentError
 
 ELEMENTWISE, SWIGLU, CAST = (Path(__file__).with_name(f"{name}.cu") for name in ("elementwise", "swiglu", "cast"))
@@ -20,17 +20,12 @@ def _pack_elements(x: DeviceArray, *rest: Any) -> Launch | None:
     return over(ELEMENTWISE, name, x.size, (np.int64(x.size),), T=x.dtype, V=vector_width(x, *others))
 
 
-def _pack_swiglu(both: DeviceArray, inner: DeviceArray) -> Launch | None:
-    check_contiguous("swiglu", both)
-    hidden, numbers = inner.shape[1], (np.int64(inner.size), np.int64(inner.shape[1]))
-    return over(SWIGLU, "swiglu", inner.size, numbers, T=both.dtype, V=vector_width(both, inner, divides=hidden))
-
-
-def _pack_swiglu_backward(both: DeviceArray, dinner: DeviceArray, dboth: DeviceArray, _: DeviceArray) -> Launch | None:
-    check_contiguous("swiglu_backward", both, dinner)
-    hidden, numbers = dinner.shape[1], (np.int64(dinner.size), np.int64(dinner.shape[1]))
-    width = vector_width(both, dinner, dboth, divides=hidden)
-    return over(SWIGLU, "swiglu_backward", dinner.size, numbers, words=1, T=both.dtype, V=width)
+def _pack_swiglu(both: DeviceArray, inner: DeviceArray, *fresh: DeviceArray) -> Launch | None:
+    name, words = ("swiglu_backward", 1) if fresh else ("swiglu", 2)
+    check_contiguous(name, both, inner)
+    numbers = np.int64(inner.size), np.int64(inner.shape[1])
+    width = vector_width(both, inner, *fresh, divides=inner.shape[1])
+    return over(SWIGLU, name, inner.size, numbers, words=words, T=both.dtype, V=width)
 
 
 def _pack_cast(source: DeviceArray, target: DeviceArray) -> Launch | None:
@@ -39,8 +34,7 @@ def _pack_cast(source: DeviceArray, target: DeviceArray) -> Launch | None:
     return over(CAST, "cast", source.size, numbers, S=source.dtype, T=target.dtype, V=width)
 
 
-_elements, _cast = Packed(_pack_elements), Packed(_pack_cast)
-_swiglu, _swiglu_backward = Packed(_pack_swiglu), Packed(_pack_swiglu_backward)
+_elements, _swiglu, _cast = Packed(_pack_elements), Packed(_pack_swiglu), Packed(_pack_cast)
 
 
 def add(x: DeviceArray, y: DeviceArray) -> DeviceArray:
@@ -89,7 +83,7 @@ def swiglu(both: DeviceArray) -> DeviceArray:
 def swiglu_backward(both: DeviceArray, dinner: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
     """Return (gradient of both, silu(gate) * up); the latter overwrites `dinner`."""
     dboth = arrays.empty_like(both)
-    _swiglu_backward((both, dinner), (dboth, dinner))
+    _swiglu((both, dinner), (dboth, dinner))
     return dboth, dinner
 
 
@@ -100,11 +94,6 @@ def cast(source: DeviceArray, target: DeviceArray) -> None:
         arrays.copy_into(target, source)
         return
     _cast((source, target))
-
-
-def copy(source: DeviceArray, target: DeviceArray, add: bool = False) -> None:
-    """Target = source or, with `add`, target += source, with any strides."""
-    strided_copy(source, target, add)
 
 
 # -- Dropout on a GPU, with the masks of nn/random.py -----------------------------------------------------------------

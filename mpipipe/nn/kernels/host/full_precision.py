@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from mpipipe.arrays import upcast
+from mpipipe.arrays import float32_like, round_into, upcast
 from mpipipe.nn.kernels.host import ELEMENTS, blocks, elementwise
 from mpipipe.nn.kernels.host.flat import adamw as adamw
 from mpipipe.nn.kernels.host.flat import sgd as sgd
@@ -18,8 +19,6 @@ from mpipipe.nn.kernels.host.products import linear_backward_input as linear_bac
 from mpipipe.nn.kernels.host.products import linear_backward_weight as linear_backward_weight
 from mpipipe.nn.kernels.host.products import products as products
 from mpipipe.nn.kernels.host.products import sum_rows as sum_rows
-from mpipipe.nn.kernels.host.running_lse import running_lse as running_lse
-from mpipipe.nn.kernels.host.running_lse import running_lse_backward as running_lse_backward
 from mpipipe.nn.random import random_bits
 from mpipipe.nn.rope import RopeScaling, angles
 from mpipipe.processor import each
@@ -382,3 +381,52 @@ def softmax_cross_entropy(
         return value
 
     return summed(blocks(*logits.shape), term) / len(logits), gradient
+
+
+# -- The sums of a `HeadSlice`, for every dtype; nn/layers/head_slices.py has the formulas ----------------------------
+
+
+def running_lse(
+    logits: np.ndarray,
+    ids: np.ndarray,
+    columns: tuple[int, int],
+    before: Sequence[np.ndarray],
+    after: Sequence[np.ndarray],
+) -> None:
+    """Set L and t from those before and some columns of logits."""
+
+    def work(at: slice) -> None:
+        part, lse, t, carried = upcast(logits[at]), after[0][at], after[1][at], before[0][at]
+        top = np.maximum(part.max(1), carried)
+        powers = np.subtract(part, top[:, None])
+        np.add.reduce(np.exp(powers, out=powers), 1, out=lse)
+        np.add(lse, np.exp(carried - top), out=lse)
+        np.add(np.log(lse, out=lse), top, out=lse)
+        t[...] = before[1][at]
+        rows, hits = _hits(ids[at], columns[0], part.shape[1])
+        t[rows] += part[rows, hits]
+
+    each(work, blocks(*logits.shape))
+
+
+def running_lse_backward(
+    logits: np.ndarray, ids: np.ndarray, first: int, lse: np.ndarray, slopes: Sequence[np.ndarray], out: np.ndarray
+) -> None:
+    """Set the gradient of the logits."""
+
+    def work(at: slice) -> None:
+        part = float32_like(out[at])
+        np.subtract(upcast(logits[at]), lse[at, None], out=part)
+        np.multiply(np.exp(part, out=part), slopes[0][at, None], out=part)
+        rows, hits = _hits(ids[at], first, part.shape[1])
+        part[rows, hits] += slopes[1][at][rows]
+        round_into(out[at], part)
+
+    each(work, blocks(*logits.shape))
+
+
+def _hits(ids: np.ndarray, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows whose ids are among `count` columns from `first` on, and in which of these each is."""
+    columns = ids.astype(np.int64) - first
+    rows = np.flatnonzero((columns >= 0) & (columns < count))
+    return rows, columns[rows]
