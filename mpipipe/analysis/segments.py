@@ -181,27 +181,16 @@ def _parts(step: Sequence[Segment], idle: Mapping[str, float]) -> dict[str, floa
 # -- What the recorded actions and messages cost, as `schedules.simulate` takes it ------------------------------------
 
 
-Durations = dict[tuple[str, int], list[float]]  # (op, stage) -> seconds of each
-
-
-def durations(records: Sequence[RankRecord]) -> Durations:
-    """Return the seconds of all recorded actions, by (op, stage)."""
-    found: Durations = defaultdict(list)
-    for record in records:
-        for step in record.steps:
-            for action, start, end in step.actions:
-                found[action.op, action.stage].append(end - start)
-    return found
-
-
 def measured_costs(records: Sequence[RankRecord], stages: int, slices: int = 1) -> Costs:
     """Return the mean costs of each stage, and of each edge the median time of messages that were waited for."""
     of_slices = [0.0] * slices
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)  # of each op in each stage
     for record in records:
         for step in record.steps:
             for action, start, end in step.actions:
                 of_slices[action.microbatch % slices] += end - start
-    means = {kind: fmean(seconds) for kind, seconds in durations(records).items()}
+                seconds[action.op, action.stage].append(end - start)
+    means = {kind: fmean(times) for kind, times in seconds.items()}
     each = range(stages)
     return Costs(
         forward=[means.get(("F", stage), 0.0) for stage in each],

@@ -23,7 +23,6 @@ from mpipipe.attention.decode import decode_attention
 from mpipipe.attention.layout import Layout, RingStep, RingTable
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
-from mpipipe.attention.ring_plan import RingSaved
 from mpipipe.attention.sliced import Sliced
 from mpipipe.attention.ulysses import Ulysses
 

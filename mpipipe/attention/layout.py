@@ -74,27 +74,11 @@ class Layout:
 
     @cached_property
     def _ranges(self) -> list[list[PositionRange]]:
-        """The position ranges of each rank, in the order of its rows."""
-        ranks = range(self.ranks)
-        if self.slice_lengths is not None:
-            return self._ranges_of_slices(self.slice_lengths)
-        if self.kind == "striped":
-            counts = [len(range(rank, self.seq_len, self.ranks)) for rank in ranks]
-            return [[PositionRange(0, count, rank, self.ranks)] for rank, count in zip(ranks, counts)]
-        chunks = self.ranks if self.kind == "contiguous" else 2 * self.ranks
-        parts = even_split(self.seq_len, chunks)
-        firsts = [PositionRange(0, len(parts[rank]), parts[rank].start, 1) for rank in ranks]
-        if self.kind == "contiguous":
-            return [[first] for first in firsts]
-        lasts = [parts[chunks - 1 - rank] for rank in ranks]
-        return [[one, PositionRange(one.rows, len(last), last.start, 1)] for one, last in zip(firsts, lasts)]
-
-    def _ranges_of_slices(self, lengths: Sequence[int]) -> list[list[PositionRange]]:
-        """The ranges of each rank in all slices."""
+        """The position ranges of each rank, in the order of its rows: those of one slice after the other."""
         ranges: list[list[PositionRange]] = [[] for _ in range(self.ranks)]
         first = self._first
-        for length in lengths:
-            for own, more in zip(ranges, Layout(self.kind, self.ranks, length)._ranges):
+        for length in self.slice_lengths or (self.seq_len,):
+            for own, more in zip(ranges, _shards(self.kind, self.ranks, length)):
                 rows = sum(part.rows for part in own)
                 own += [PositionRange(rows + start, count, first + at, stride) for start, count, at, stride in more]
             first += length
@@ -273,6 +257,19 @@ class Layout:
             of_all = "full" if pairs == most else "causal" if [part.kind for part in slices] == [CAUSAL] else "part"
             table.append(RingStep(*hop, of_all if pairs else "none", pairs))
         return table
+
+
+def _shards(kind: str, ranks: int, seq_len: int) -> list[list[PositionRange]]:
+    """The position ranges of each rank in a sequence that comes as a whole."""
+    if kind == "striped":
+        counts = [len(range(rank, seq_len, ranks)) for rank in range(ranks)]
+        return [[PositionRange(0, count, rank, ranks)] for rank, count in enumerate(counts)]
+    chunks = ranks if kind == "contiguous" else 2 * ranks
+    parts = even_split(seq_len, chunks)
+    firsts = [PositionRange(0, len(part), part.start, 1) for part in parts[:ranks]]
+    if kind == "contiguous":
+        return [[first] for first in firsts]
+    return [[one, PositionRange(one.rows, len(last), last.start, 1)] for one, last in zip(firsts, parts[::-1])]
 
 
 def checked_lengths(lengths: Sequence[int], seq_len: int | None = None) -> tuple[int, ...]:

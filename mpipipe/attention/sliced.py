@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
@@ -35,6 +34,7 @@ from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.layout import checked_lengths
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring
+from mpipipe.attention.ring_pass import RingPass
 from mpipipe.attention.ring_plan import (
     Given,
     RingOptions,
@@ -42,8 +42,8 @@ from mpipipe.attention.ring_plan import (
     RingSaved,
     described,
     documents_of_rows,
-    first_seen,
     like,
+    slice_layouts,
     with_batch,
 )
 from mpipipe.errors import ArgumentError
@@ -141,15 +141,15 @@ class Sliced(Attend):
             )
         self.inner, self._agreement = inner, inner.agreement
         given = replace(inner.options, bias=inner.bias)
-        options = self._agreement.agree_on_options(given, partial(_with_slices, lengths=lengths))
+        options = self._agreement.agree_on_options(lambda: _with_slices(given, lengths))
         self.lengths, self.seq_len = options.slice_lengths or (), sum(options.slice_lengths or ())
         rank, size = self._agreement.rank, self._agreement.size
         self.layout = options.whole(size, self.seq_len)
-        parts = [self.layout.part(part, part + 1) for part in range(len(self.lengths))]
-        self._positions = [part.positions(rank) for part in parts]
+        self._views, _ = slice_layouts(options, size)  # of queries, and of the keys that they may see
+        self._positions = [queries.positions(rank) for queries, _ in self._views]
         self.slice_rows = tuple(map(len, self._positions))
-        self._starts = [[0, *accumulate(part.length(other) for part in parts)] for other in range(size)]  # of slices
-        self._first_seen = [first_seen(self.lengths, part, options.window) for part in range(len(self.lengths))]
+        rows = [[queries.length(other) for queries, _ in self._views] for other in range(size)]
+        self._starts = [[0, *accumulate(of_slices)] for of_slices in rows]
         self._options = [replace(options, part=part) for part in range(len(self.lengths))]
         self._rank, self._others = rank, dict[int, Sliced]()
         self._forget()
@@ -225,7 +225,7 @@ class Sliced(Attend):
             q = arrays.copied(q) if arrays.is_device(q) else np.ascontiguousarray(q)
         with self._agreement.failing("the forward of a slice"):
             keys, values = self._seen(sequence.kept, part, self._rank)
-            out, own = self.inner._pass(plan, kernel).forward(q, keys, values, call)
+            out, own = RingPass(self.inner, plan, kernel).forward(q, keys, values, call)
             if keeps and own.message is not None:
                 self._keep_far(sequence, part, plan, own.message)
         if not keeps:
@@ -261,7 +261,7 @@ class Sliced(Attend):
         own = own._replace(k=keys, v=values, message=self._far_message(sequence, part, plan))
         with self._agreement.failing("the backward of a slice"):
             kernel = kernels.chosen(q, keys, values, self.inner.bias)
-            run = self.inner._pass(plan, kernel)
+            run = RingPass(self.inner, plan, kernel)
             if plan.steps == 1 and len(q) == len(sums[0]):
                 dq = arrays.zeros(q.shape, dtype, device)
                 block = run.block(own.scale, q, keys, values)
@@ -329,8 +329,8 @@ class Sliced(Attend):
 
     def _seen(self, both: Sequence[Array], part: int, rank: int) -> list[Array]:
         """The rows that the queries of a slice may see."""
-        starts = self._starts[rank]
-        return [x[:, starts[self._first_seen[part]] : starts[part + 1]] for x in both]
+        stop = self._starts[rank][part + 1]
+        return [x[:, stop - self._views[part][1].length(rank) : stop] for x in both]
 
     # In the last step of a ring a rank has the block of another one, with which its backward begins. The rows of each
     # slice are taken from there as they come, and packed again with those before them.

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
-from mpipipe.attention.bias import BiasFunction, of_heads
+from mpipipe.attention.bias import of_heads
 from mpipipe.attention.kernels import Gradients
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
@@ -27,7 +26,7 @@ from mpipipe.attention.ring_plan import RingSaved, described
 from mpipipe.comm import PartMove, Transfer, all_to_all, exchange_on
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.job import Communicator, raise_on_all
+from mpipipe.job import raise_on_all
 from mpipipe.text import counted
 
 
@@ -52,8 +51,8 @@ class Ulysses(Ring):
 
     Parameters
     ----------
-    comm, causal, layout, window, segments, scale, seq_len, bias : Communicator and options
-        As for `Ring`.
+    comm, causal, layout, window, segments, scale, seq_len, rotation, bias : Communicator and options
+        As for `Ring`; with "sendrecv" arrays go one after the other.
 
     Examples
     --------
@@ -72,20 +71,9 @@ class Ulysses(Ring):
     True
     """
 
-    def __init__(
-        self,
-        comm: Communicator | None,
-        causal: bool = True,
-        layout: Layout | str = "contiguous",
-        window: int | None = None,
-        segments: ArrayLike | None = None,
-        scale: float | None = None,
-        seq_len: int | None = None,
-        bias: BiasFunction | None = None,
-    ) -> None:
-        super().__init__(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, bias=bias)
-        options = self.options
-        self._local = Local(options.causal, options.scale, options.window, options.segments, bias)
+    def _forget(self) -> None:
+        super()._forget()
+        self._local: Local | None = None
 
     def forward(  # type: ignore[override]  # what it saves is its own
         self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None
@@ -130,14 +118,11 @@ class Ulysses(Ring):
             self._transfer(*zip(of_wholes, sums, moves), transposed=True, add=copies)
             return Gradients(*(arrays.cast(x, dout.dtype) for x in sums))
 
-    def with_window(self, window: int) -> Ulysses:
-        other = super().with_window(window)
-        other._local = self._local.with_window(window)
-        return other
-
     def _attend(self, heads: int, kv_heads: int) -> Local:
         """What attends for the heads of this rank."""
-        own = heads_of_ranks(heads, kv_heads, self.group.size)[0][self.group.rank]
+        own, options = heads_of_ranks(heads, kv_heads, self.group.size)[0][self.group.rank], self.options
+        if self._local is None:
+            self._local = Local(options.causal, options.scale, options.window, options.segments, self.bias)
         self._local.poll, self._local.bias = self.poll, of_heads(self.bias, heads, own)
         return self._local
 
@@ -153,10 +138,10 @@ class Ulysses(Ring):
         return all_to_all(rank, gives, takes)
 
     def _transfer(self, *parts: tuple[Array, Array, list[PartMove]], **options: bool) -> None:
-        """Run transfers (x, y, moves) at the same time."""
+        """Run transfers (x, y, moves) at the same time, or one after the other."""
         exchange = exchange_on(self._comm, arrays.device_of(parts[0][0]))
-        under_way = [Transfer(exchange, moves, x, y, **options) for x, y, moves in parts]
-        for transfer in under_way:
+        transfers = (Transfer(exchange, moves, x, y, **options) for x, y, moves in parts)
+        for transfer in transfers if self.options.rotation == "sendrecv" else [*transfers]:
             transfer.finish()
             self.bytes_sent += transfer.bytes_sent
 

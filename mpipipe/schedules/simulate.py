@@ -13,7 +13,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, changed
 from mpipipe.schedules.checks import LARGEST, at_least_one, one_per_stage
 from mpipipe.schedules.proof import check
-from mpipipe.schedules.replay import packed, replay
+from mpipipe.schedules.replay import hops, packed, replay
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
 
@@ -393,13 +393,11 @@ class Links:
         try:
             if len(parts) not in (2, 3, 5):
                 raise ValueError(text)
-            latency, bandwidth, inside_latency, inside_bandwidth = map(
-                float, [*parts[:2], *(parts[3:] or (0, math.inf))]
-            )
-            return cls(latency, bandwidth, int(parts[2]) if parts[2:] else 1, inside_latency, inside_bandwidth)
+            latency, bandwidth, *inside = map(float, parts[:2] + parts[3:])
+            return cls(latency, bandwidth, int(parts[2]) if parts[2:] else 1, *inside)
+        except ArgumentError:
+            raise
         except ValueError as error:
-            if isinstance(error, ArgumentError):
-                raise
             raise ArgumentError("no model of links", found=repr(text), expected=f"{FORM}, as in 5e-6,25e9,8") from error
 
     def times(self, placement: Sequence[int], message_bytes: float) -> list[float]:
@@ -424,6 +422,4 @@ class Links:
         outside = self.latency + message_bytes / self.bandwidth
         inside = self.inside_latency + message_bytes / self.inside_bandwidth
         nodes = [rank // self.node_size for rank in placement]
-        hops = (0.0 if placement[stage] == placement[stage + 1] else inside if here == there else outside
-                for stage, (here, there) in enumerate(pairwise(nodes)))  # fmt: skip
-        return [0.0, *hops]
+        return hops(placement, [0.0, *(inside if here == there else outside for here, there in pairwise(nodes))])

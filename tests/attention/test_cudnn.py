@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -28,13 +29,19 @@ def library(gpu, monkeypatch):
     if not cudnn_graph.available().usable:
         pytest.skip(cudnn_graph.available().reason)
     monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
-    cudnn_graph.clear()
+    cudnn_graph._mine.plan.cache_clear()
     with warnings.catch_warnings():
         # on a GPU an engine may refuse the tiny sizes of these tests; those of models are tested at the end
         warnings.filterwarnings("ignore" if gpu.real else "error", message="cuDNN refuses")
         yield sys.modules["cudnn"]
-    cudnn_graph.clear()
+    cudnn_graph._mine.plan.cache_clear()
     cudnn_graph._looked_up.cache_clear()  # a test may have changed the library
+
+
+def counts():
+    """How many plans this thread has found ready, has built, and keeps now."""
+    info = cudnn_graph._mine.plan.cache_info()
+    return info.hits, info.misses, info.currsize
 
 
 def only_emulated(gpu):
@@ -151,22 +158,21 @@ def test_documents_of_a_block_are_merged_together(gpu, library):
 def test_plans_are_kept_but_only_a_few(gpu, library, monkeypatch):
     whole = make("bfloat16", seq=16)
     through_local(whole)
-    assert cudnn_graph.counts() == (0, 2, 2)
+    assert counts() == (0, 2, 2)
     through_local(whole)
-    assert cudnn_graph.counts() == (2, 2, 2)
+    assert counts() == (2, 2, 2)
     q, k, v, _ = (arrays.upload(x) for x in make("bfloat16", seq=40))
     for start in (0, 8, 24):  # where a slice lies is no part of a plan
         part = mask.Slice(start, start + 16, 24 - start, 40 - start, None, 0)
         cudnn.forward(KVBlock(q, k, v, 0.5, [part]), empty_result(q, v, np.dtype(np.float32)), False)
-    assert cudnn_graph.counts() == (4, 3, 3)
+    assert counts() == (4, 3, 3)
     attention.Local(scale=0.1).forward(*(arrays.upload(x) for x in whole[:3]))
-    assert cudnn_graph.counts()[1] == 4
-    cudnn_graph.clear()
-    assert cudnn_graph.counts() == (0, 0, 0)
-    monkeypatch.setattr(cudnn_graph, "KEPT", 3)
+    assert counts()[1] == 4
+    monkeypatch.setattr(cudnn_graph._mine, "plan", lru_cache(3)(cudnn_graph._planned))
+    assert counts() == (0, 0, 0)
     for scale in (0.1, 0.2, 0.3, 0.4, 0.4, 0.1):
         attention.Local(scale=scale).forward(*(arrays.upload(x) for x in make("bfloat16", seq=8)[:3]))
-    assert cudnn_graph.counts() == (1, 5, 3)
+    assert counts() == (1, 5, 3)
 
 
 def test_one_handle_for_each_stream(gpu, library):
@@ -254,7 +260,7 @@ def test_a_refused_graph_is_computed_by_cupy(gpu, library, monkeypatch):
     agrees(found, reference(whole), "bfloat16")
     assert "sdpa" not in launched and "online_softmax" in launched
     through_local(whole, gpu)  # silent now, and asked no more
-    assert cudnn_graph.counts()[1] == 2
+    assert counts()[1] == 2
 
 
 # -- known errors of the library

@@ -21,9 +21,9 @@ from mpipipe.errors import BackendError
 def machine(emulated_gpu, monkeypatch):
     """The emulated machine; like most real ones it has the CUDA runtime in a pip package alone."""
     monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
-    cudnn_graph.clear()
+    cudnn_graph._mine.plan.cache_clear()
     yield emulated_gpu.machine
-    cudnn_graph.clear()
+    cudnn_graph._mine.plan.cache_clear()
 
 
 def chosen(dtype="bfloat16", **sizes):

@@ -165,6 +165,13 @@ def test_mistakes_are_one_error_on_all_ranks(comm):
     assert attend.bytes_sent > 0 and "Ulysses" in repr(attend)
 
 
+def test_arrays_that_go_one_after_the_other_have_the_same_bits(comm):
+    whole = arrays(9, heads=8)
+    one, other = (through(comm, whole, rotation=rotation) for rotation in ("overlap", "sendrecv"))
+    for first, second in zip(one, other):
+        np.testing.assert_array_equal(first, second)
+
+
 def test_a_window_for_each_layer():
     make = lambda comm, **options: Ulysses(comm, **options).with_window(2)  # noqa: E731
     found = inprocess.run(3, lambda comm: through(comm, arrays(9), attend=make))

@@ -24,9 +24,9 @@ def plain(monkeypatch):
     """Small sizes, and no choice of a kernel."""
     monkeypatch.delenv("MPIPIPE_ATTENTION", raising=False)
     monkeypatch.setattr(extra, "SIZES", ((128, 64), (40, 128)))
-    cudnn_graph.clear()
+    cudnn_graph._mine.plan.cache_clear()
     yield monkeypatch
-    cudnn_graph.clear()
+    cudnn_graph._mine.plan.cache_clear()
 
 
 def test_the_real_cudnn_is_asked_for_both_ways(emulated_gpu, plain, capsys):

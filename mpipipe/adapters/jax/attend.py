@@ -19,7 +19,7 @@ from jax.experimental import io_callback
 
 from mpipipe import arrays
 from mpipipe.adapters.jax.functions import JaxArray, called_back, wait_for_calls_back
-from mpipipe.attention import Local, Ring, RingSaved
+from mpipipe.attention import Local, Ring
 from mpipipe.attention.kernels import check_arrays
 from mpipipe.errors import ArgumentError
 from mpipipe.job import own_cores
@@ -128,14 +128,12 @@ class HostAttend:
     def forward_saving(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Any:
         """Return what `results` says."""
         out, saved = self.attend.forward(q, k, v)
-        lse, call, lengths = saved.lse, 0, (q.shape[1], k.shape[1])
+        lengths = saved.plan.layout.seq_len, sum(saved.plan.message.lengths)
         room = np.zeros(self.results(q, k, v)[3].shape, np.uint8)
-        if isinstance(saved, RingSaved):
-            call, lengths = saved.call, (saved.plan.layout.seq_len, sum(saved.plan.message.lengths))
-            if saved.message is not None:
-                room[: saved.message.size] = saved.message
-        self._kept[q.shape, k.shape, v.shape, q.dtype, lengths] = _with(saved, message=None, **dict.fromkeys(ARRAYS))
-        return out, lse, np.array([call, *lengths], np.int32), room
+        if saved.message is not None:
+            room[: saved.message.size] = saved.message
+        self._kept[q.shape, k.shape, v.shape, q.dtype, lengths] = saved._replace(message=None, **dict.fromkeys(ARRAYS))
+        return out, saved.lse, np.array([saved.call, *lengths], np.int32), room
 
     @called_back
     def backward(self, dout: np.ndarray, *given: np.ndarray) -> Any:
@@ -143,12 +141,7 @@ class HostAttend:
         q, k, v, *_, numbers, message = given
         call, *lengths = numbers.tolist()
         saved = self._kept[q.shape, k.shape, v.shape, q.dtype, tuple(lengths)]
-        if isinstance(saved, RingSaved) and saved.plan.steps > 1:
+        if saved.plan.steps > 1:
             last = self.attend.group.rank + 1 - saved.plan.steps  # whose block it is
             saved = saved._replace(message=message[: saved.plan.message.kv_bytes(last)])
-        return tuple(self.attend.backward(dout, _with(saved, call=call, **dict(zip(ARRAYS, given)))))
-
-
-def _with(saved: Any, **values: Any) -> Any:
-    """Return a named tuple with these values, of those that it has."""
-    return saved._replace(**{name: value for name, value in values.items() if name in saved._fields})
+        return tuple(self.attend.backward(dout, saved._replace(call=call, **dict(zip(ARRAYS, given)))))

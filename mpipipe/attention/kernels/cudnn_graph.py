@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import warnings
-from collections import OrderedDict
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,47 +105,27 @@ class GraphPlan(NamedTuple):
 
 
 class _OfThread(threading.local):
-    """A thread's plans by device and request, oldest first, how many it found ready and built; and its handles."""
+    """What a thread keeps: its last plans by library, device and request, and its handles."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[tuple, GraphPlan | None] = OrderedDict()
-        self.hits = self.built = 0
+        self.plan = lru_cache(maxsize=KEPT)(_planned)
         self.handles: dict[tuple, Any] = {}  # by library, device and stream
-
-
-_mine = _OfThread()
-
-
-def counts() -> tuple[int, int, int]:
-    """Return how many plans this thread has found ready, has built, and keeps now."""
-    return _mine.hits, _mine.built, len(_mine.plans)
-
-
-def clear() -> None:
-    """Drop this thread's plans, and start its counts from 0."""
-    _mine.plans.clear()
-    _mine.hits = _mine.built = 0
 
 
 def plan(request: GraphRequest) -> GraphPlan | None:
     """The plan for a request on the current GPU; None if cuDNN refuses the request, with one warning."""
-    cudnn = library()
-    key = cudnn, arrays.cupy().cuda.runtime.getDevice(), request
-    plans = _mine.plans
-    if key in plans:
-        _mine.hits += 1
-        plans.move_to_end(key)
-        return plans[key]
-    _mine.built += 1
+    return _mine.plan(library(), arrays.cupy().cuda.runtime.getDevice(), request)
+
+
+def _planned(cudnn: Any, _device: int, request: GraphRequest) -> GraphPlan | None:
     try:
-        made: GraphPlan | None = make_plan(request)
+        return make_plan(request)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-        made = None
-        warnings.warn(f"cuDNN refuses attention that it should do, CuPy does it: {error} ({request})", stacklevel=2)
-    plans[key] = made
-    if len(plans) > KEPT:
-        plans.popitem(last=False)
-    return made
+        warnings.warn(f"cuDNN refuses attention that it should do, CuPy does it: {error} ({request})", stacklevel=3)
+        return None
+
+
+_mine = _OfThread()
 
 
 def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mpipipe.errors import BackendError
 from mpipipe.schedules.action import FORWARD
 from mpipipe.schedules.bounds import least_time
 from mpipipe.schedules.checks import at_least_one, check_time, counts
@@ -16,7 +15,7 @@ from mpipipe.schedules.search.problem import OPS, OrderProblem, Orders
 from mpipipe.schedules.search.search import search
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, Timeline, simulate
 from mpipipe.schedules.slices import backward_unit, in_slices
-from mpipipe.text import how_to_install
+from mpipipe.text import optional_library
 
 STEPS = 200  # of the search whose result it begins with
 UNITS = tuple(10**digits for digits in range(7))  # in a unit of time: the first one that makes all costs whole
@@ -75,7 +74,8 @@ def optimum(
     if not isinstance(placement, Sequence):
         placement = looped_placement(at_least_one("ranks", placement), 1)
     check_time(seconds)
-    cp_model = _solver()
+    otherwise = "; or schedules.search, which needs nothing"
+    cp_model = optional_library("ortools.sat.python.cp_model", "find the fastest schedule of all", "search", otherwise)
     options = dict(memory_limit=memory_limit, slices=slices, seconds=seconds / 2, steps=STEPS)
     quick = search(placement, microbatches, costs, **options)  # type: ignore[arg-type]
     model = _Model(OrderProblem(placement, units, costs, memory_limit), cp_model, simulate(quick, costs))
@@ -87,17 +87,6 @@ def optimum(
     schedule = replace(schedule, name="optimum")
     least = least_time(placement, units, costs, memory_limit, slices=slices)
     return Optimum(schedule, makespan, min(makespan, max(bound, least)))
-
-
-def _solver() -> Any:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise BackendError(
-            "OR-Tools is not installed, which finds the fastest schedule of all",
-            remedy=f"{how_to_install('search')}, or schedules.search, which needs nothing",
-        ) from error
-    return cp_model
 
 
 class _Model:
