@@ -164,7 +164,7 @@ class RingPass:
         q, k, v = (with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v))
         message = None
         if self.exchange is None:
-            out, lse = attend_once(self.kernel, self.block(scale, q, k, v))
+            out, lse = attend_once(self.kernel, self.block(scale, q, k, v), self.plan.overwrite)
         else:
             (out, lse), message = self._around(self.exchange, scale, q, k, v)
         return out.reshape(shape), RingSaved(self.plan, call, scale, q, k, v, out=out, lse=lse, message=message)
@@ -202,7 +202,7 @@ class RingPass:
         message = packing.pack(k, v, plan.rank)
         for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps):
             if dest is not None:
-                incoming = packing.empty(packing.kv_bytes(owner - 1))
+                incoming = packing.empty(packing.nbytes(owner - 1))
                 self._start(message, dest, incoming, source)
             keys, values = (k, v) if step == 0 else packing.unpack(message, owner)
             accumulator.attend(self.block(scale, q, keys, values, step))
@@ -222,8 +222,8 @@ class RingPass:
         behind = 0  # bytes of gradients at the front of the message
         for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps, backward=True):
             ahead = step < plan.steps - 2  # the next block is not our own, so its keys and values must come
-            split = packing.gradient_bytes(owner)
-            incoming = packing.empty(split + (packing.kv_bytes(owner + 1) if ahead else 0))  # the next step's message
+            split = packing.nbytes(owner, packing.sum_dtype)
+            incoming = packing.empty(split + (packing.nbytes(owner + 1) if ahead else 0))  # the next step's message
             if dest is not None:
                 outgoing = message if ahead else message[:behind]
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
@@ -231,10 +231,10 @@ class RingPass:
             block = self.block(own.scale, own.q, k, v, plan.steps - 1 - step)
             parts = self.kernel.block_gradients(block, dout, result, dq)
             exchange.finish()
-            for sums, part in zip(packing.unpack_gradients(incoming, owner), parts):
+            for sums, part in zip(packing.unpack(incoming, owner, packing.sum_dtype), parts):
                 arrays.strided_copy(part, sums, add=step > 0)
             message, behind = incoming, split
-        return Gradients(dq, *packing.unpack_gradients(message, plan.rank))
+        return Gradients(dq, *packing.unpack(message, plan.rank, packing.sum_dtype))
 
     def _start(self, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
         assert self.exchange is not None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -120,13 +121,10 @@ class KVMessage:
     dtype: np.dtype
     sum_dtype: np.dtype  # of the gradients, which travel as sums
 
-    def kv_bytes(self, rank: int) -> int:
-        """Bytes of the keys and values of a rank."""
-        return self._rows(rank) * (self.shapes.head_dim + self.shapes.value_dim) * self.dtype.itemsize
-
-    def gradient_bytes(self, rank: int) -> int:
-        """Bytes of their gradients."""
-        return self.kv_bytes(rank) // self.dtype.itemsize * self.sum_dtype.itemsize
+    def nbytes(self, rank: int, dtype: np.dtype | None = None) -> int:
+        """Bytes of the keys and values of a rank or, in the dtype of sums, of their gradients."""
+        width = self.shapes.head_dim + self.shapes.value_dim
+        return prod(self._shape(rank)) * width * (self.dtype if dtype is None else dtype).itemsize
 
     def empty(self, nbytes: int) -> Array:
         """A buffer of bytes."""
@@ -134,27 +132,20 @@ class KVMessage:
 
     def pack(self, k: Array, v: Array, rank: int) -> Array:
         """A new buffer with the keys and values of a rank."""
-        message = self.empty(self.kv_bytes(rank))
+        message = self.empty(self.nbytes(rank))
         for place, x in zip(self.unpack(message, rank), (k, v)):
             arrays.strided_copy(x, place)
         return message
 
-    def unpack(self, message: Array, rank: int) -> tuple[Array, Array]:
-        """Views (k, v) of a buffer that begins with the keys and values of a rank."""
-        return self._views(message[: self.kv_bytes(rank)].view(self.dtype), rank)
-
-    def unpack_gradients(self, message: Array, rank: int) -> tuple[Array, Array]:
-        """Views (dk, dv) of a buffer that begins with the gradients of the keys and values of a rank."""
-        return self._views(message[: self.gradient_bytes(rank)].view(self.sum_dtype), rank)
-
-    def _rows(self, rank: int) -> int:
-        """Rows of length head_dim of the keys of a rank."""
-        return self.shapes.batch * self.lengths[rank % len(self.lengths)] * self.shapes.kv_heads
-
-    def _views(self, flat: Array, rank: int) -> tuple[Array, Array]:
-        shapes, middle = self.shapes, self._rows(rank) * self.shapes.head_dim
-        shape = shapes.batch, self.lengths[rank % len(self.lengths)], shapes.kv_heads
+    def unpack(self, message: Array, rank: int, dtype: np.dtype | None = None) -> tuple[Array, Array]:
+        """Views of a buffer that begins with keys and values of a rank or, in the dtype of sums, with their gradients."""
+        flat = message[: self.nbytes(rank, dtype)].view(self.dtype if dtype is None else dtype)
+        shape, shapes = self._shape(rank), self.shapes
+        middle = prod(shape) * shapes.head_dim
         return flat[:middle].reshape(*shape, shapes.head_dim), flat[middle:].reshape(*shape, shapes.value_dim)
+
+    def _shape(self, rank: int) -> tuple[int, int, int]:
+        return self.shapes.batch, self.lengths[rank % len(self.lengths)], self.shapes.kv_heads
 
 
 class RingPlan(NamedTuple):
