@@ -138,7 +138,7 @@ class KVMessage:
         return message
 
     def unpack(self, message: Array, rank: int, dtype: np.dtype | None = None) -> tuple[Array, Array]:
-        """Views of a buffer that begins with keys and values of a rank or, in the dtype of sums, with their gradients."""
+        """Views of the keys and values of a rank at the front of a buffer; in the dtype of sums, of their gradients."""
         flat = message[: self.nbytes(rank, dtype)].view(self.dtype if dtype is None else dtype)
         shape, shapes = self._shape(rank), self.shapes
         middle = prod(shape) * shapes.head_dim
