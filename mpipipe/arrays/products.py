@@ -24,7 +24,7 @@ import numpy as np
 from mpipipe.arrays.devices import check_computable, cupy, is_amd
 from mpipipe.arrays.dtypes import DeviceArray, accumulator, dtype
 from mpipipe.arrays.graphs import is_recording, workspace
-from mpipipe.arrays.memory import address, empty
+from mpipipe.arrays.memory import address, empty, set_zero
 from mpipipe.arrays.streams import record, seconds_between, stream
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.text import how_to_install
@@ -125,7 +125,7 @@ def gemm(
     transpose_b: bool = False,
     add: bool = False,
 ) -> None:
-    """C = a b or, with `add`, c += a b: C-contiguous matrices that are not empty.
+    """C = a b or, with `add`, c += a b: C-contiguous matrices.
 
     a : (m, k), or (k, m) with `transpose_a`
     b : (k, n), or (n, k) with `transpose_b`; of the dtype of a
@@ -135,6 +135,10 @@ def gemm(
     m, n = c.shape
     rows, columns = a.shape
     k = rows if transpose_a else columns
+    if not (c.size and k):
+        if not add:
+            set_zero(c)
+        return
     number, compute, zero_and_one = library.kinds[a.dtype]
     if library.measured:
         factors = (number, k, n) if transpose_b else (number, n, k), (number, columns, rows)

@@ -244,24 +244,17 @@ def _layout(options: RingOptions, rows: Sequence[int], name: str, seq_len: int |
 # -- Slices of a sequence: the queries of one see the keys of its own and of earlier ones (see sliced.py) --------------
 
 
-def first_seen(lengths: Sequence[int], part: int, window: int | None) -> int:
-    """Return the first slice of whose keys the queries of a slice see some."""
-    ends = list(accumulate(lengths))
-    return 0 if window is None else bisect_right(ends, max(0, ends[part] - lengths[part] - window + 1))
-
-
 @lru_cache(maxsize=64)
 def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, Layout]], int]:
     """Return the layouts of the queries of each slice and of the keys that they may see, and the number of ring steps.
 
     It is the same for all slices, so that the last step of each has the keys of one rank.
     """
-    lengths, window = options.slice_lengths or (), options.window
-    whole = options.whole(ranks, sum(lengths))
-    pairs = [
-        (whole.part(part, part + 1), whole.part(first_seen(lengths, part, window), part + 1))
-        for part in range(len(lengths))
-    ]
+    lengths, window, pairs = options.slice_lengths or (), options.window, []
+    whole, ends = options.whole(ranks, sum(lengths)), [*accumulate(lengths)]
+    for part, length in enumerate(lengths):
+        first = 0 if window is None else bisect_right(ends, max(0, ends[part] - length - window + 1))
+        pairs.append((whole.part(part, part + 1), whole.part(first, part + 1)))
     return pairs, max(queries.steps(True, window, None, keys) for queries, keys in pairs)
 
 
@@ -318,11 +311,6 @@ Agreed: TypeAlias = (
 )
 
 
-def unchanged(options: RingOptions) -> RingOptions:
-    """The change of options that changes nothing."""
-    return options
-
-
 class RingAgreement:
     """The agreements of all rings on one communicator.
 
@@ -335,14 +323,12 @@ class RingAgreement:
         self.calls = 0  # number of forwards so far
         self.settle: Callable[[], object] = lambda: None  # ends calls of other threads that are due before
 
-    def agree_on_options(
-        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = unchanged
-    ) -> RingOptions:
-        """Change and check the options of a ring, and check that all ranks have the same."""
+    def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
+        """Check the options of a ring that `given` returns or refuses, and that all ranks have the same."""
         error: Exception | None = None
         facts: tuple = ()
         try:
-            options = change(options).checked(self.size)
+            options = given().checked(self.size)
             facts = tuple(vars(options).items())
         except Exception as caught:
             error = caught
@@ -392,10 +378,8 @@ class Alone:
 
     rank, size = 0, 1
 
-    def agree_on_options(
-        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = unchanged
-    ) -> RingOptions:
-        return change(options).checked(1)
+    def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
+        return given().checked(1)
 
     def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
         options, q, k, v = given()

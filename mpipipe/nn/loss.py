@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import Array
+from mpipipe.arrays import Array, Shape
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
@@ -58,12 +58,7 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     >>> nn.mean_squared_error(np.array([1.0, 2.0]), np.array([0.0, 2.0]))
     (0.5, array([1., 0.]))
     """
-    if output.shape != target.shape or output.size == 0:
-        raise ArgumentError(
-            "mean_squared_error needs a target for each element of the output",
-            found=f"output {output.shape}, target {target.shape}",
-            expected="equal shapes, not empty",
-        )
+    _check_shapes("mean_squared_error needs a target for each element of the output", output, target, output.shape)
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
         _check_side(output, target)
         if arrays.is_device(output) and not arrays.is_device(target):
@@ -105,12 +100,8 @@ def softmax_cross_entropy(output: Array, target: Array, factor: float = 1.0) -> 
     >>> bool(np.isclose(value, np.log(4))), gradient
     (True, array([[ 0.25,  0.25, -0.75,  0.25]]))
     """
-    if output.ndim == 0 or output.shape[:-1] != target.shape or output.size == 0:
-        raise ArgumentError(
-            "softmax_cross_entropy needs one target for each row of logits",
-            found=f"logits {output.shape}, targets {target.shape}",
-            expected="logits (..., vocab) and targets (...), not empty",
-        )
+    expected = output.shape[:-1] if output.ndim else None
+    _check_shapes("softmax_cross_entropy needs one target for each row of logits", output, target, expected)
     _check_side(output, target)
     device = arrays.device_of(output)
     ids = checked_ids(target, output.shape[-1], "softmax_cross_entropy: the target", device).reshape(-1)
@@ -146,13 +137,8 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     >>> nn.mean_of_losses(np.array([[1.0, 2.0]]), np.array([[7, 8]]))
     (1.5, array([[0.5, 0.5]]))
     """
-    if output.shape != target.shape or not output.size:
-        raise ArgumentError(
-            "mean_of_losses needs one loss for each target",
-            found=f"output {output.shape}, target {target.shape}",
-            expected="equal shapes, not empty",
-            remedy="build the head of nn.HeadSlice(..., labels=True), or take nn.softmax_cross_entropy for logits",
-        )
+    remedy = "build the head of nn.HeadSlice(..., labels=True), or take nn.softmax_cross_entropy for logits"
+    _check_shapes("mean_of_losses needs one loss for each target", output, target, output.shape, remedy)
     if target.dtype.kind not in "iu" or (not arrays.is_device(target) and target.min() < 0):
         raise ArgumentError(
             "mean_of_losses counts all losses, and some targets are no labels",
@@ -169,6 +155,13 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     of, total = kernels.of_array(output), arrays.zeros((1,), np.dtype(np.float64), device)
     of.add_parts(arrays.cast(output.reshape(-1, 1), total.dtype), total)
     return of.scale(total, 1 / output.size).reshape(()), gradient
+
+
+def _check_shapes(message: str, output: Array, target: Array, shape: Shape | None, remedy: str = "") -> None:
+    if shape != target.shape or not output.size:
+        expected = "equal shapes, not empty" if shape == output.shape else f"a target of shape {shape}, not empty"
+        found = f"output {output.shape}, target {target.shape}"
+        raise ArgumentError(message, found=found, expected=expected, remedy=remedy)
 
 
 def _check_side(output: Array, target: Array) -> None:
@@ -263,12 +256,7 @@ class HeadCrossEntropy:
         """
         head, device = self.head, arrays.device_of(output)
         check_features(head, output, head.inputs)
-        if output.shape[:-1] != target.shape or not target.size:
-            raise ArgumentError(
-                "HeadCrossEntropy needs one target for each row",
-                found=f"output {output.shape}, targets {target.shape}",
-                expected="output (..., dim) and targets (...), not empty",
-            )
+        _check_shapes("HeadCrossEntropy needs one target for each row", output, target, output.shape[:-1])
         ids = checked_ids(target, head.outputs, "HeadCrossEntropy: the target", device).reshape(-1)
         x = rows(output)
         tile = self.tile or tile_rows(head.outputs, x.dtype.itemsize, device)

@@ -31,13 +31,7 @@ from mpipipe.language.data.tokenizer import NAME, Tokenizer, open_tokenizer
 from mpipipe.language.models import huggingface, weights
 from mpipipe.language.models.gpt import GPT
 from mpipipe.language.models.huggingface import writing
-from mpipipe.language.models.huggingface.adapter import (
-    ADAPTER_CONFIG,
-    AdapterFolder,
-    is_adapter_folder,
-    merge_adapter,
-    open_adapter,
-)
+from mpipipe.language.models.huggingface.adapter import ADAPTER_CONFIG, AdapterFolder, merge_adapter, open_adapter
 from mpipipe.language.models.huggingface.families import expressed
 from mpipipe.language.models.huggingface.folder import INDEX, PICKLES, SINGLE
 from mpipipe.language.models.huggingface.options import CONFIG, read_json
@@ -147,8 +141,7 @@ class WeightsFolder(TrainingFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        places = (checkpoint.standing_folder(path), checkpoint.standing_folder(weights.folder_of(path)))
-        return next((place for place in places if files.exists(place / weights.DESCRIPTION)), None)
+        return _standing((path, weights.folder_of(path)), weights.DESCRIPTION)
 
     @classmethod
     def open(cls, folder: Path) -> WeightsFolder:
@@ -208,9 +201,7 @@ class HuggingFaceFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        names = (CONFIG, SINGLE, INDEX, *PICKLES)  # tensors without a config.json, too
-        places = (checkpoint.standing_folder(path), checkpoint.standing_folder(path / INSIDE))
-        return next((place for place in places if any(files.exists(place / name) for name in names)), None)
+        return _standing((path, path / INSIDE), CONFIG, SINGLE, INDEX, *PICKLES)  # tensors without a config.json, too
 
     @classmethod
     def open(cls, folder: Path) -> HuggingFaceFolder:
@@ -240,7 +231,7 @@ class AdaptedFolder(ModelFolder):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        return checkpoint.standing_folder(path) if is_adapter_folder(checkpoint.standing_folder(path)) else None
+        return _standing((path,), ADAPTER_CONFIG)
 
     @classmethod
     def open(cls, folder: Path) -> AdaptedFolder:
@@ -269,6 +260,12 @@ class AdaptedFolder(ModelFolder):
         self.base.read(parameters)
         family, _ = expressed(self.model, huggingface.Origin.of(self.path).family)  # whose names the adapter has
         merge_adapter(self.adapter, family, self.model, parameters)
+
+
+def _standing(paths: Sequence[Path], *names: str) -> Path | None:
+    """Return the first of these folders that has a file of one of these names."""
+    places = map(checkpoint.standing_folder, paths)
+    return next((place for place in places if any(files.exists(place / name) for name in names)), None)
 
 
 PLAIN: tuple[type[ModelFolder], ...] = (WeightsFolder, HuggingFaceFolder, CheckpointFolder)

@@ -163,7 +163,8 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
     description = describe(folder)
     left, there = dict(parameters), 0
     for number in range(description.stages):
-        with _opened(folder / file_of(number)) as file:
+        path = folder / file_of(number)
+        with open_tensors(path, "a file of weights", "the safetensors format", COPY_AGAIN) as file:
             there += len(file.arrays)
             for name in [name for name in left if name in file.arrays]:
                 array = left.pop(name)
@@ -179,10 +180,6 @@ def read(folder: str | Path, parameters: Mapping[str, Array]) -> None:
             expected=f"{array.dtype.name}{list(array.shape)}",
             remedy=REMEDY,
         )
-
-
-def _opened(path: Path) -> AbstractContextManager[TensorFile]:
-    return open_tensors(path, "a file of weights", "the safetensors format", COPY_AGAIN)
 
 
 def _read_one(file: TensorFile, name: str, like: Array, checksums: dict[str, str] | None) -> np.ndarray:

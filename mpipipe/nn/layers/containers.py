@@ -60,34 +60,32 @@ class Sequential(Layer):
             saved.append(kept if place >= lowest else None)
         return total, x, more, saved
 
-    def _backwards(self) -> Iterable[Layer]:
-        return self.layers[self.lowest :][::-1] if self.lowest else reversed(self.layers)
+    def _backwards(self, values: Iterable[Any]) -> Iterator[tuple[Layer, Any]]:
+        """Yield the layers that have a backward, the last one first, each with the next one of some values."""
+        poll, layers = self.stage.poll, self.layers[self.lowest :] if self.lowest else self.layers
+        for place, pair in enumerate(zip(reversed(layers), values)):
+            if place and poll is not None:
+                poll()
+            yield pair
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
         pending: list = []
-        poll = self.stage.poll
-        for layer, kept in zip(self._backwards(), reversed(saved)):
-            if poll is not None and pending:
-                poll()
+        for layer, kept in self._backwards(reversed(saved)):
             dy, waiting = layer.backward_input(dy, kept)
             pending.append(None if layer.frozen else waiting)
         return None if self.lowest else dy, pending
 
     def backward_weight(self, pending: Any) -> None:
-        poll, done = self.stage.poll, self.on_layer_done
-        for place, (layer, waiting) in enumerate(zip(self._backwards(), pending)):
-            if poll is not None and place:
-                poll()
+        done = self.on_layer_done
+        for layer, waiting in self._backwards(pending):
             if not layer.frozen:
                 layer.backward_weight(waiting)
             if done is not None:
                 done(layer)
 
     def backward(self, dy: Array, saved: Any) -> Any:
-        poll, done = self.stage.poll, self.on_layer_done
-        for place, (layer, kept) in enumerate(zip(self._backwards(), reversed(saved))):
-            if poll is not None and place:
-                poll()
+        done = self.on_layer_done
+        for layer, kept in self._backwards(reversed(saved)):
             dy = layer.backward_input(dy, kept)[0] if layer.frozen else layer.backward(dy, kept)
             if done is not None:
                 done(layer)

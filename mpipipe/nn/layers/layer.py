@@ -279,10 +279,6 @@ class Layer(Differentiable):
         if gradient is not None:
             kernel(*parts, gradient)
 
-    def _trains(self, key: str) -> bool:
-        """Return whether `_add_product` does anything for a matrix."""
-        return getattr(self, f"{key}_grad") is not None or key in self.adapters
-
     def _add_product(self, key: str, dy: Array, x: Array) -> None:
         """Add dy^T x to the gradient of a matrix (outputs, inputs), or to those of its adapters, unless it is frozen.
 

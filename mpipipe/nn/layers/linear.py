@@ -108,7 +108,7 @@ class _TwoProducts(Layer):
     def backward_weight(self, pending: Any) -> None:
         x, dinner, dy, kept = pending
         self._add_product(self._first, dinner, x)
-        if self._trains("down"):
+        if self.__dict__["down_grad"] is not None or "down" in self.adapters:
             self._add_product("down", dy, self._f_of(kept))
         self._add(self._first_bias, self.stage.kernels.sum_rows, dinner)
         self._add("down_bias", self.stage.kernels.sum_rows, dy)

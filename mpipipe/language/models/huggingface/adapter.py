@@ -7,9 +7,9 @@ as in `names`. Options of adapter_config.json that change the result are refused
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from mpipipe.language.models.huggingface.folder import Origin, opened
 from mpipipe.language.models.huggingface.names import Part, Tensor, parts_of
 from mpipipe.language.models.huggingface.options import Options, read_json
 from mpipipe.language.models.huggingface.reading import FLOATS, host_for, read_part
-from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_jointly
+from mpipipe.language.models.huggingface.writing import METADATA, converted, explained, write_jointly, write_json
 from mpipipe.nn import LORA_A, LORA_B
 from mpipipe.planning import declared
 from mpipipe.text import counted
@@ -174,23 +174,16 @@ def save_adapter(
         family, _ = expressed(model, origin.family)
         parts = adapter_parts(lora, family, model)
         dtype = next(array.dtype for array in parameters.values())
-        planned = {
-            part.theirs: Planned(
-                dtype,
-                shape,
-                lambda part=part: converted(part, parameters[part.ours], dtype, model),  # type: ignore[misc]
-            )
-            for part, shape in parts.items()
-        }
+        planned = {part.theirs: Planned(dtype, shape, lambda: np.empty(0)) for part, shape in parts.items()}
         header, entries = header_of(planned, METADATA)
-    with replacing(target, group, explained) as partial:
-        own = [part.theirs for part in parts if part.ours in parameters] if mesh.replicas.rank == 0 else []
-        write_jointly(partial / TENSORS, header, mesh, {entries[name].start: planned[name].make for name in own})
+    own = [part for part in parts if part.ours in parameters] if mesh.replicas.rank == 0 else []
+    pieces = {entries[part.theirs].start: partial(converted, part, parameters[part.ours], dtype, model) for part in own}
+    with replacing(target, group, explained) as unnamed:
+        write_jointly(unnamed / TENSORS, header, mesh, pieces)
         with group.raise_together("saving an adapter: its description"), explained(target):
             if mesh.rank == 0:
                 base = None if origin.path is None else str(origin.path)
-                facts = config_of(lora, family, base)
-                files.write_whole(partial / ADAPTER_CONFIG, (json.dumps(facts, indent=2) + "\n").encode())
+                write_json(unnamed / ADAPTER_CONFIG, config_of(lora, family, base))
 
 
 # -- An adapter added to the matrices of the model that it was made for -----------------------------------------------

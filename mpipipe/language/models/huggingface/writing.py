@@ -176,11 +176,12 @@ def _describe(folder: Path, config: dict[str, Any], places: TensorPlaces, origin
     names = {name: file for name, (file, _) in places.items()}
     if len(set(names.values())) > 1:
         total = sum(size for _, size in places.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
-    _write_json(folder / CONFIG, config)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
+    write_json(folder / CONFIG, config)
 
 
-def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
+def write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write a JSON object. Raises OSError."""
     files.write_whole(path, (json.dumps(facts, indent=2) + "\n").encode())
 
 

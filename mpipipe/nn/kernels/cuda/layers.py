@@ -35,16 +35,10 @@ PARTS = 512  # blocks for sum_rows, where there is work for so many
 def linear(x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None) -> DeviceArray:
     """Return y = x weight^T + bias."""
     check_matrices("linear", x, 1, weight, 1)
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    y = arrays.empty((rows, outputs), x.dtype, "cuda")
-    if not y.size:
-        return y
+    y = arrays.empty((len(x), len(weight)), x.dtype, "cuda")
     if bias is not None:
-        _broadcast((bias,), (y,), (rows,))
-    elif not inputs:
-        arrays.set_zero(y)
-    if inputs:
-        gemm(x, weight, y, transpose_b=True, add=bias is not None)
+        _broadcast((bias,), (y,), (len(x),))
+    gemm(x, weight, y, transpose_b=True, add=bias is not None)
     return y
 
 
@@ -57,12 +51,8 @@ def _pack_broadcast(bias: DeviceArray, y: DeviceArray, _: int) -> Launch | None:
 def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
     """Return dx = dy weight."""
     check_matrices("linear_backward_input", dy, 1, weight, 0)
-    (rows, outputs), inputs = dy.shape, weight.shape[1]
-    dx = arrays.empty((rows, inputs), dy.dtype, "cuda")
-    if not outputs:
-        arrays.set_zero(dx)
-    elif dx.size:
-        gemm(dy, weight, dx)
+    dx = arrays.empty((len(dy), weight.shape[1]), dy.dtype, "cuda")
+    gemm(dy, weight, dx)
     return dx
 
 
@@ -70,10 +60,7 @@ def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, a
     """Grad += dy^T x; without `add` grad = dy^T x, and what was there is not read."""
     check_matrices("linear_backward_weight", dy, 0, x, 0)
     check_contiguous("linear_backward_weight", grad)
-    if grad.size and len(x):
-        gemm(dy, x, grad, transpose_a=True, add=add)
-    elif not add:
-        arrays.set_zero(grad)
+    gemm(dy, x, grad, transpose_a=True, add=add)
 
 
 def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 from mpipipe.arrays import upcast, upcast_halves
 from mpipipe.nn.kernels.host import full_precision
 
-# `returned`: the results that are activations, and rounded; all others are sums, statistics or parameters' gradients
+# `returned` are the results that are activations, and rounded, as is what is `written`; all others are sums, statistics
+# or gradients of parameters
 linear = upcast_halves(full_precision.linear, returned=(0,))
 linear_backward_input = upcast_halves(full_precision.linear_backward_input, returned=(0,))
 linear_backward_weight = upcast_halves(full_precision.linear_backward_weight)
@@ -18,6 +19,7 @@ gelu = upcast_halves(full_precision.gelu, returned=(0,))
 gelu_backward = upcast_halves(full_precision.gelu_backward, returned=(0,))
 swiglu = upcast_halves(full_precision.swiglu, returned=(0,))
 swiglu_backward = upcast_halves(full_precision.swiglu_backward, returned=(0, 1))
+apply_rope = upcast_halves(full_precision.apply_rope, written=(2,))
 embed_backward = upcast_halves(full_precision.embed_backward)
 dropout = upcast_halves(full_precision.dropout, returned=(0,))
 dropout_backward = upcast_halves(full_precision.dropout_backward, returned=(0,))
@@ -65,13 +67,3 @@ def norm_backward(
 
 _norm = upcast_halves(full_precision.norm, returned=(1,))
 _norm_backward = upcast_halves(full_precision.norm_backward, returned=(0,))
-
-
-def apply_rope(x: np.ndarray, table: np.ndarray, target: np.ndarray, inverse: bool = False) -> None:
-    """As full_precision.apply_rope."""
-    if x.dtype.itemsize != 2:
-        full_precision.apply_rope(x, table, target, inverse)
-    else:
-        turned = np.ascontiguousarray(upcast(x))
-        full_precision.apply_rope(turned, table, turned, inverse)
-        cast(turned, target)
