@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import socket
 import sys
 import tracemalloc
@@ -24,11 +23,7 @@ from mpipipe.text import exact_bytes, shown_bytes
 
 def machine_memory() -> int | None:
     """Return the bytes of memory of this machine, None if the operating system does not say."""
-    try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-    return pages * size if pages > 0 and size > 0 else None
+    return processor.bytes_of_line("MemTotal")
 
 
 def check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
