@@ -120,18 +120,13 @@ def array_bytes(thing: Any) -> dict[int, int]:
         if isinstance(each, Held):
             found |= each.bytes
         elif isinstance(each, np.ndarray):
-            owner = _owner(each)
-            found[arrays.address(owner)] = owner.nbytes
+            while isinstance(each.base, np.ndarray):
+                each = each.base
+            found[arrays.address(each)] = each.nbytes
         elif id(each) not in seen:
             seen.add(id(each))
             waiting.extend(_parts(each))
     return found
-
-
-def _owner(array: np.ndarray) -> np.ndarray:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
 
 
 OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)  # what holds no arrays of a micro-batch
