@@ -18,7 +18,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Layout
-from mpipipe.comm import Index, PartMove, Transfer, all_to_all, along, contiguous, exchange_on, halo_of
+from mpipipe.comm import Index, PartMove, Transfer, all_to_all, along, exchange_on, halo_of
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, group_of, raise_on_all, runtime
@@ -308,7 +308,7 @@ class HaloConv(HaloExchange):
             for start, stop, cover, piece in reversed(pieces):
                 if len(cover) == 1:  # the outputs that need no halo, for which it is complete
                     transfer = send()
-                dpart = contiguous(dy[along(self.axis, start, stop)])
+                dpart = arrays.in_c_order(dy[along(self.axis, start, stop)])
                 dpiece, waiting = self.conv.backward_input(dpart, piece)
                 pending.append(waiting)
                 for is_halo, part, place in cover:

@@ -63,8 +63,6 @@ def round_into(target: Any, values: Any) -> None:
 
 def rounded(values: np.ndarray, kind: np.dtype) -> np.ndarray:
     """Return a float32 array as one of halves."""
-    if kind not in faster_rounding:
-        return values.astype(kind)
     target = aligned_empty(values.shape, kind)
     round_to(target, values)
     return target

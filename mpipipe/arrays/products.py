@@ -170,6 +170,8 @@ def batched_gemm(
         Where a or b has one matrix, it is that of all problems.
     c : (problems, m, n) of the accumulator dtype of a, in which everything is summed
     """
+    if not c.size:
+        return
     library = _library()
     problems, m, n = c.shape
     k = a.shape[1] if transpose_a else a.shape[2]

@@ -23,14 +23,7 @@ def side_stream() -> Stream:
     return cupy().cuda.Stream(non_blocking=True)
 
 
-class _OwnStreams(threading.local):
-    """A thread's own streams by library and GPU; each is kept, for CuPy keeps memory by stream."""
-
-    def __init__(self) -> None:
-        self.made: dict[tuple, Stream] = {}
-
-
-_own = _OwnStreams()
+_own = threading.local()  # `made`: a thread's own streams by library and GPU; all are kept, as CuPy's memory by stream
 
 
 @contextmanager
@@ -45,9 +38,10 @@ def own_stream(device: str = "cuda") -> Iterator[None]:
         yield
         return
     key = cupy(), cupy().cuda.runtime.getDevice()
-    if key not in _own.made:
-        _own.made[key] = side_stream()
-    before, own = stream(), _own.made[key]
+    made: dict[tuple, Stream] = _own.__dict__.setdefault("made", {})
+    if key not in made:
+        made[key] = side_stream()
+    before, own = stream(), made[key]
     own.wait_event(record())
     with own:
         try:

@@ -113,7 +113,7 @@ def _measure(
     comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, repeats: int
 ) -> tuple[float, float]:
     """Return the median seconds of a step on the slowest rank, and of its simulation with this run's stages."""
-    lengths = slice_lengths(model.seq, schedule.slices, model.dim) if schedule.slices > 1 else None
+    lengths = slice_lengths(model.seq, schedule.slices, model.dim, unit=32) if schedule.slices > 1 else None
     attend = Local(causal=True) if lengths is None else Sliced(Local(causal=True), lengths)
     cuts, layers = schedules.partition(model.costs(), schedule.stages), model.build(attend)
     own = [cuts[number] for number in schedule.stages_of(comm.rank)]

@@ -51,26 +51,20 @@ def contents_of(stages: Sequence[Any], optimizer: Optimizer | None) -> dict[str,
     return contents
 
 
-def shares(contents: Mapping[str, Any], writers: int) -> list[dict[str, Any]]:
-    """Deal arrays to writers for about equal bytes: each to the one that has fewest, the largest first."""
-    dealt: list[dict[str, Any]] = [{} for _ in range(writers)]
-    heap = [(0, writer) for writer in range(writers)]
+def share_of(contents: Mapping[str, Any], replicas: Communicator) -> dict[str, Array]:
+    """Return the arrays that this replica writes, for about equal bytes; collective where there are StateShards.
+
+    Each array goes to the replica that has fewest bytes, the largest first.
+    """
+    share = {}
+    heap = [(0, writer) for writer in range(replicas.size)]
     for name, array in sorted(contents.items(), key=lambda entry: -entry[1].nbytes):
         size, writer = heapq.heappop(heap)
-        dealt[writer][name] = array
         heapq.heappush(heap, (size + array.nbytes, writer))
-    return dealt
-
-
-def share_of(contents: Mapping[str, Any], replicas: Communicator) -> dict[str, Array]:
-    """Return the arrays that this replica writes; collective over the replicas where there are StateShards."""
-    dealt = shares(contents, replicas.size)
-    for writer, share in enumerate(dealt):
-        for name, array in share.items():
-            if isinstance(array, StateShard):
-                whole = array.whole()
-                share[name] = whole if writer == replicas.rank else None
-    return dealt[replicas.rank]
+        whole = array.whole() if isinstance(array, StateShard) else array
+        if writer == replicas.rank:
+            share[name] = whole
+    return share
 
 
 def check_shards(contents: Mapping[str, Any], replicas: Communicator) -> None:

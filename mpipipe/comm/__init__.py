@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
     from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags, neighbours
-    from mpipipe.comm.transfer import Index, PartMove, Transfer, all_to_all, along, contiguous, exchange_on, halo_of
+    from mpipipe.comm.transfer import Index, PartMove, Transfer, all_to_all, along, exchange_on, halo_of
     from mpipipe.comm.transport.choose import make_transport
     from mpipipe.comm.transport.device import DeviceTransport
     from mpipipe.comm.transport.gpu_aware import GpuAwareness

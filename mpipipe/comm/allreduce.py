@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -50,13 +50,10 @@ class AllReduce:
     rounded once, at the end.
     """
 
-    def __init__(self, comm: Communicator, flat: Array) -> None:
-        self._begin(comm, flat, _Adding())
-
-    def _begin(self, comm: Communicator, flat: Array, how: _Adding) -> None:
+    def __init__(self, comm: Communicator, flat: Array, ranges: Sequence[Range] | None = None) -> None:
         self.queue: _Queue = cached(comm, "sums", lambda: _Queue(comm))
         kind = _DeviceSum if arrays.is_device(flat) else _HostSum
-        self.sum: _HostSum | _DeviceSum = kind(self.queue, flat, how)
+        self.sum: _HostSum | _DeviceSum = kind(self.queue, flat, _Operation(comm.rank, ranges))
         self.queue.add(self.sum)
 
     def Test(self) -> bool:
@@ -79,39 +76,26 @@ class AllGather(AllReduce):
     The ranges follow each other from 0 to the end. All else is as for sums; half types are not known here.
     """
 
-    def __init__(self, comm: Communicator, flat: Array, ranges: Sequence[Range]) -> None:
-        self._begin(comm, flat, _Gathering(ranges, comm.rank))
 
+class _Operation(NamedTuple):
+    """What MPI does with a bucket, in place: it adds, or gathers the ranges that ranks have."""
 
-class _Adding:
-    """What MPI does with a bucket, in place: it adds."""
+    rank: int
+    ranges: Sequence[Range] | None
 
     def buckets(self, size: int, itemsize: int, at_once: bool) -> list[Range]:
         """Ranges of elements that MPI gets; `at_once` where they take no other memory."""
-        return _cut(size, max(1, BUCKET_BYTES // itemsize))
+        most = GATHERED if at_once and self.ranges is not None else max(1, BUCKET_BYTES // itemsize)
+        return [(start, min(start + most, size)) for start in range(0, size, most)]
 
     def given(self, start: int, stop: int) -> Range:
         """What of a bucket this rank gives."""
-        return start, stop
+        return (start, stop) if self.ranges is None else _within(self.ranges[self.rank], start, stop)
 
     def begin(self, queue: _Queue, values: np.ndarray, start: int) -> Request:
         """Begin with the bucket that starts at `start`."""
-        return own(queue.comm.Iallreduce(queue.in_place, values))
-
-
-class _Gathering(_Adding):
-    """It gathers the parts that ranks have."""
-
-    def __init__(self, ranges: Sequence[Range], rank: int) -> None:
-        self.ranges, self.rank = ranges, rank
-
-    def buckets(self, size: int, itemsize: int, at_once: bool) -> list[Range]:
-        return _cut(size, GATHERED) if at_once else super().buckets(size, itemsize, at_once)
-
-    def given(self, start: int, stop: int) -> Range:
-        return _within(self.ranges[self.rank], start, stop)
-
-    def begin(self, queue: _Queue, values: np.ndarray, start: int) -> Request:
+        if self.ranges is None:
+            return own(queue.comm.Iallreduce(queue.in_place, values))
         parts = [_within(each, start, start + values.size) for each in self.ranges]
         counts, starts = [last - first for first, last in parts], [first - start for first, _ in parts]
         return own(queue.comm.Iallgatherv(queue.in_place, [values, (counts, starts)]))
@@ -180,15 +164,10 @@ class _Queue:
         self.returning.clear()
 
 
-def _cut(size: int, count: int) -> list[Range]:
-    """Ranges of at most `count` elements."""
-    return [(start, min(start + count, size)) for start in range(0, size, count)]
-
-
 class _HostSum:
     """The sum of a host buffer; half types are summed in a float32 copy."""
 
-    def __init__(self, queue: _Queue, flat: np.ndarray, how: _Adding) -> None:
+    def __init__(self, queue: _Queue, flat: np.ndarray, how: _Operation) -> None:
         self.queue, self.flat, self.how = queue, flat, how
         self.summed = flat if flat.dtype.itemsize >= 4 else flat.astype(np.float32)
         self.requests: list[Request] | None = None
@@ -220,7 +199,7 @@ class _HostSum:
 class _DeviceSum:
     """The sum of a device buffer. MPI adds up `sums`: `values` of a bucket in pinned memory, or float32 of halves."""
 
-    def __init__(self, queue: _Queue, flat: DeviceArray, how: _Adding) -> None:
+    def __init__(self, queue: _Queue, flat: DeviceArray, how: _Operation) -> None:
         self.queue, self.flat, self.how, self.ready = queue, flat, how, arrays.record()
         self.outward, self.inward = queue.streams
         self.buckets = deque(how.buckets(flat.size, max(4, flat.itemsize), at_once=False))
@@ -246,12 +225,11 @@ class _DeviceSum:
             if taken is None:
                 break
             self.buckets.popleft()
-            (first, last), itemsize = self.how.given(start, stop), self.flat.itemsize
+            (first, last), values = self.how.given(start, stop), taken[:nbytes].view(self.flat.dtype)
             with self.outward:
                 if first < last:
-                    place = taken[(first - start) * itemsize : (last - start) * itemsize]
-                    arrays.copy_to_host(place, self.flat[first:last])
-                self.copying.append((arrays.record(), taken, taken[:nbytes].view(self.flat.dtype), (start, stop)))
+                    arrays.copy_to_host(values[first - start : last - start].view(np.uint8), self.flat[first:last])
+                self.copying.append((arrays.record(), taken, values, (start, stop)))
         return not self.buckets and not self.copying
 
     def poll(self) -> None:

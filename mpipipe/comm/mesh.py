@@ -69,7 +69,10 @@ class Mesh:
 
     def __init__(self, comm: Communicator | None = None, pipe: int = 1, seq: int = 1, data: int | None = None) -> None:
         self.group = group_of(comm)
-        self.shape = _agreed_extents(self.group, pipe, seq, data)
+        with self.group.raise_together("making a Mesh"):
+            self.shape = _extents(self.group.size, pipe, seq, data)
+        message, remedy = "ranks were given different extents of a mesh", "give the same extents on all ranks"
+        self.group.agree("making a Mesh", tuple(self.shape._asdict().items()), message=message, remedy=remedy)
         self.comm = communicators.duplicate(self.group.comm)
         self.comm.Set_name("mpipipe mesh")
         self.rank = self.comm.rank
@@ -116,19 +119,6 @@ class Mesh:
             self.close()
 
 
-def _agreed_extents(group: RankGroup, pipe: int, seq: int, data: int | None) -> Coordinates:
-    """The same extents on every rank, or the same error."""
-    extents, error = Coordinates(0, 0, 0), None
-    try:
-        extents = _extents(group.size, pipe, seq, data)
-    except MpipipeError as caught:
-        error = caught
-    message = "ranks were given different extents of a mesh"
-    remedy = "give the same extents on all ranks"
-    group.agree("making a Mesh", tuple(extents._asdict().items()), error=error, message=message, remedy=remedy)
-    return extents
-
-
 def _extents(size: int, pipe: int, seq: int, data: int | None) -> Coordinates:
     for name, extent in (("pipe", pipe), ("seq", seq), ("data", 1 if data is None else data)):
         if not isinstance(extent, int) or extent < 1:
@@ -164,19 +154,18 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     """
     group = group_of(comm)
     place = local_rank(group)
-    error: MpipipeError | None = None
-    kind = None
-    try:
-        count = arrays.device_count() if name in ("auto", "cuda") else 0
-        kind = arrays.check_device(f"cuda:{place % count}" if count else name)  # which looks at that GPU alone
-    except MpipipeError as caught:
-        error = caught
-    except Exception as caught:  # CuPy's own, such as cudaErrorDevicesUnavailable
-        error = BackendError(
-            f"a GPU cannot be used: {type(caught).__name__}: {caught}",
-            remedy="look at nvidia-smi on that node: another process may have the GPU for itself, or it is broken",
-        )
-    kinds = group.gather("select_device", kind, error)
+    with group.raise_together("select_device"):
+        try:
+            count = arrays.device_count() if name in ("auto", "cuda") else 0
+            kind = arrays.check_device(f"cuda:{place % count}" if count else name)  # which looks at that GPU alone
+        except MpipipeError:
+            raise
+        except Exception as error:  # CuPy's own, such as cudaErrorDevicesUnavailable
+            raise BackendError(
+                f"a GPU cannot be used: {type(error).__name__}: {error}",
+                remedy="look at nvidia-smi on that node: another process may have the GPU for itself, or it is broken",
+            ) from error
+    kinds = group.gather("select_device", kind)
     without = [rank for rank, other in enumerate(kinds) if other == "cpu"]
     if 0 < len(without) < group.size:
         problem = MismatchError(

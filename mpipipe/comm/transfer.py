@@ -72,7 +72,7 @@ class Transfer:
                 continue
             outgoing = incoming = None
             if part.size:
-                outgoing = contiguous(part)
+                outgoing = arrays.in_c_order(part)
                 self.bytes_sent += part.nbytes
             if place.size:
                 direct = place.flags.c_contiguous and not add and place.dtype == x.dtype
@@ -88,15 +88,6 @@ class Transfer:
             arrays.strided_copy(part, place, self.add)
         self._arriving = []
         return self.y
-
-
-def contiguous(part: Array) -> Array:
-    """Return a view itself if it is C-contiguous, else a copy that is."""
-    if part.flags.c_contiguous:
-        return part
-    whole = arrays.empty_like(part)
-    arrays.strided_copy(part, whole)
-    return whole
 
 
 # -- Which parts go where ---------------------------------------------------------------------------------------------

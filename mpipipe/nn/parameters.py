@@ -193,11 +193,6 @@ class FlatBuffer(Mapping[str, Any]):
         """Whether replicas keep a share of `flat` each."""
         return self._flat is None
 
-    @property
-    def here(self) -> Array:
-        """`flat`, or this replica's share of it."""
-        return self.whole if self._flat is None else self._flat
-
     def divide(self, share: Array, entries: Mapping[str, Any]) -> None:
         """Let `flat` go but for a share, and `entry` return these. Views of it become NaN: they are never old."""
         arrays.fill(self.flat, math.nan)
@@ -364,7 +359,7 @@ class StageBuffers:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         made = {id(each): each for each in (*self._trained, self.held, self.held_compute)}
-        return sum(each.here.nbytes for each in made.values())
+        return sum(each.whole.nbytes for each in made.values())
 
     @property
     def _trained(self) -> list[FlatBuffer]:

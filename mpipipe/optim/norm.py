@@ -66,46 +66,23 @@ class Counted(NamedTuple):
 
 
 class Norm:
-    """The norm over these stages of this rank and those of the ranks of `comm`, without names in `skip`.
-
-    MPI gathers it. After `open`, where each rank has a GPU of its own and NCCL is used, it is put together there.
-    """
+    """The norm over these stages of this rank and those of the ranks of `comm`, without names in `skip`."""
 
     def __init__(self, stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = ()) -> None:
         self.stages, self.comm, self.skip = tuple(stages), comm, frozenset(skip)
-        self._row: NcclRow | None = None
+        self._group = None if comm is None or comm.size == 1 else group_of(comm)  # None where no rank is asked
+        self._row: NcclRow | None = None  # where the norm is put together on GPUs
         self._owners: list[NonFiniteParameter] = []  # of all numbers of the row
         self._mine = slice(0, 0)  # those of this rank
-
-    def open(self, replicas: Communicator | None) -> None:
-        """Let the ranks of `comm` agree whether they put norms together on their GPUs; collective."""
-        if self.comm is None or self.comm.size == 1:
-            return
-        group, what = group_of(self.comm), f"the {WHAT}"
-        others = [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
-        if agree_on_nccl([group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
-            everyone = group.gather(what, _owners(self._counted(), group.rank))
-            start = sum(map(len, everyone[: group.rank]))
-            self._owners = [owner for some in everyone for owner in some]
-            self._mine = slice(start, start + len(everyone[group.rank]))
-            if self._owners:
-                self._row = NcclRow(group, len(self._owners), what)
-
-    def close(self) -> None:
-        """Free what `open` has opened; collective, may be called twice."""
-        row, self._row = self._row, None
-        if row is not None:
-            row.close()
 
     def check(self, stages: Sequence[Any]) -> None:
         """Raise ArgumentError for other stages, or other parameters that count, than those from the beginning.
 
         The other ranks get the error, too, since they will wait for this one.
         """
-        group = None if self.comm is None or self.comm.size == 1 else group_of(self.comm)
-        if group is not None:
-            group.begin()
-        with nullcontext() if group is None else group.failing(f"the {WHAT}"):
+        if self._group is not None:
+            self._group.begin()
+        with nullcontext() if self._group is None else self._group.failing(f"the {WHAT}"):
             if list(map(id, stages)) != list(map(id, self.stages)):
                 raise ArgumentError(
                     "the stages of an optimizer are not those of the norm",
@@ -126,15 +103,14 @@ class Norm:
     @property
     def on_device(self) -> bool:
         """Whether the norm stays on the device; the same on all ranks."""
-        alone = self.comm is None or self.comm.size == 1
-        return self._row is not None or (alone and gpu_of(self.stages) is not None)
+        return self._row is not None or (self._group is None and gpu_of(self.stages) is not None)
 
     def ask(self, scale: float, max_norm: float, divisor: float = 1.0) -> NormOnDevice:
         """Begin the norm on the device, and the factor that clips to `max_norm` and divides by `divisor`."""
-        counted, numbers = self._counted(), (max_norm, scale, divisor)
-        if self._row is not None:
-            return NormOnDevice(numbers, counted, self._owners, self._mine.start, self._row)
-        return NormOnDevice(numbers, counted, _owners(counted, None if self.comm is None else self.comm.rank))
+        counted, owners = self._counted(), self._owners
+        if self._row is None:
+            owners = _owners(counted, None if self.comm is None else self.comm.rank)
+        return NormOnDevice((max_norm, scale, divisor), counted, owners, self._mine.start, self._row)
 
     def measure(self, scale: float) -> MeasuredNorm:
         """Gather the squares of all parameters; an error on one rank is raised on all."""
@@ -246,8 +222,8 @@ class NormOnDevice:
         numbers: tuple[float, float, float],
         counted: Sequence[Counted],
         owners: Sequence[NonFiniteParameter],
-        start: int = 0,
-        row: NcclRow | None = None,
+        start: int,
+        row: NcclRow | None,
     ) -> None:
         self._owners, self._row, self._scale = owners, row, numbers[1]
         with nullcontext() if row is None else row.failing():
@@ -275,7 +251,7 @@ class NormOnDevice:
 # -- The public face --------------------------------------------------------------------------------------------------
 
 
-class GlobalNorm:
+class GlobalNorm(Norm):
     """Over which stages and ranks a norm is taken, for `clip_by_global_norm` and `scaled_step`.
 
     Where each rank has a GPU of its own and NCCL is used, the ranks put the norm together on their GPUs: the host asks
@@ -319,17 +295,23 @@ class GlobalNorm:
         skip: Collection[str] = (),
         replicas: Communicator | None = None,
     ):
-        self.norm = Norm(stages, comm, skip)
-        self.norm.open(replicas)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the norm stays on the device; the same on all ranks."""
-        return self.norm.on_device
+        super().__init__(stages, comm, skip)
+        if (group := self._group) is None:
+            return
+        what, others = f"the {WHAT}", [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
+        if agree_on_nccl([group, *others], "cpu" if gpu_of(stages) is None else "cuda").sums:
+            everyone = group.gather(what, _owners(self._counted(), group.rank))
+            start = sum(map(len, everyone[: group.rank]))
+            self._owners = [owner for some in everyone for owner in some]
+            self._mine = slice(start, start + len(everyone[group.rank]))
+            if self._owners:
+                self._row = NcclRow(group, len(self._owners), what)
 
     def close(self) -> None:
         """Free what NCCL has opened; collective, may be called twice."""
-        self.norm.close()
+        row, self._row = self._row, None
+        if row is not None:
+            row.close()
 
     def __enter__(self) -> GlobalNorm:
         return self
@@ -349,8 +331,8 @@ def norm_of(stages: Sequence[Any], comm: Communicator | None, skip: Collection[s
             found="over with " + " and ".join(["comm"] * (comm is not None) + ["skip"] * bool(skip)),
             expected="over alone",
         )
-    over.norm.check(stages)
-    return over.norm
+    over.check(stages)
+    return over
 
 
 def gradient_norm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,17 +37,19 @@ class FlatOptimizer:
     ):
         self.stages, self.lr, self.weight_decay, self.groups = tuple(stages), lr, weight_decay, tuple(groups)
         self._updated: list[StageAdapter] = []
+        self._shards: Shards | None = None
         error = None
         try:
             self._updated = _checked_stages(self.stages)
-            _check_groups(self.groups)
+            strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
+            if strange:
+                found, expected = ", ".join(strange), "a list of optim.Group"
+                raise ArgumentError("groups of an optimizer", found=found, expected=expected)
         except Exception as caught:
-            if replicas is None:
-                raise
             error = caught
-        comm = None if replicas is None else runtime.resolve(replicas)
-        self._shards = None if comm is None or comm.size == 1 else Shards(comm, self._updated, error)
-        if error is not None:
+        if replicas is not None and (comm := runtime.resolve(replicas)).size > 1:
+            self._shards = Shards(comm, self._updated, error)
+        elif error is not None:
             raise error
         self.steps = 0
         self.before_write: list[Callable[[], object]] = []
@@ -154,7 +156,28 @@ class FlatOptimizer:
         >>> optim.AdamW([stage], lr=0.5).named_state()["second"]
         {'0.gain': array([0., 0.], dtype=float32)}
         """
-        return state_by_name(self._updated, self.state, self._shards)
+        numbers = {id(stage.given): number for number, stage in enumerate(self._updated)}
+        named: dict[str, dict[str, Any]] = {kind: {} for state in self.state for kind in state}
+        for stage in self._updated:
+            for name, like in stage.gradients.items():
+                owner, there = stage.owners.get(name, (stage.given, name))
+                if id(owner) not in numbers:
+                    raise ArgumentError(
+                        f"the tied parameter {name} belongs to a stage that this optimizer does not have",
+                        stage=stage.index,
+                        remedy="give the optimizer all stages of this rank",
+                    )
+                number = numbers[id(owner)]
+                start = self._updated[number].gradients.offsets[there]
+                for kind, buffer in self.state[number].items():
+                    if name in named[kind]:
+                        raise duplicate_name_error(name)
+                    named[kind][name] = (
+                        buffer[start : start + like.size].reshape(like.shape)
+                        if self._shards is None
+                        else self._shards.shard(number, start, like, buffer)
+                    )
+        return named
 
 
 class AdamW(FlatOptimizer):
@@ -323,13 +346,6 @@ class Group:
         return fnmatchcase(name, self.match) if isinstance(self.match, str) else bool(self.match(name, shape))
 
 
-def _check_groups(groups: Sequence[Any]) -> None:
-    """Raise ArgumentError for what is no Group."""
-    strange = [type(group).__name__ for group in groups if not isinstance(group, Group)]
-    if strange:
-        raise ArgumentError("groups of an optimizer", found=", ".join(strange), expected="a list of optim.Group")
-
-
 class GroupPiece(NamedTuple):
     """A part of the flat buffers with one learning rate; `ranges` are within it, None where all of it decays."""
 
@@ -364,40 +380,6 @@ def pieces(stage: StageAdapter, groups: Sequence[Group], share: tuple[int, int] 
         ranges = [(max(a, start) - start, min(b, stop) - start, c) for a, b, c in all_ranges if a < stop and b > start]
         found.append(GroupPiece(slice(start, stop), lr, decay, ranges if decay is None else None))
     return found
-
-
-# -- The state of an optimizer by the names of the parameters that it belongs to --------------------------------------
-
-
-def state_by_name(
-    stages: Sequence[StageAdapter], states: Sequence[Mapping[str, Array]], shards: Shards | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return views of flat state buffers: {kind: {name of a parameter: array of its shape, or what is here of it}}.
-
-    A tied parameter that several places of this rank share has one state, which appears under the name of each place.
-    """
-    buffers = {id(stage.given): state for stage, state in zip(stages, states)}
-    numbers = {id(stage.given): number for number, stage in enumerate(stages)}
-    named: dict[str, dict[str, Any]] = {kind: {} for state in states for kind in state}
-    for stage in stages:
-        for name, like in stage.gradients.items():
-            owner, there = stage.owners.get(name, (stage.given, name))
-            if id(owner) not in buffers:
-                raise ArgumentError(
-                    f"the tied parameter {name} belongs to a stage that this optimizer does not have",
-                    stage=stage.index,
-                    remedy="give the optimizer all stages of this rank",
-                )
-            start = (stage if owner is stage.given else owner).gradients.offsets[there]
-            for kind, buffer in buffers[id(owner)].items():
-                if name in named[kind]:
-                    raise duplicate_name_error(name)
-                named[kind][name] = (
-                    buffer[start : start + like.size].reshape(like.shape)
-                    if shards is None
-                    else shards.shard(numbers[id(owner)], start, like, buffer)
-                )
-    return named
 
 
 def duplicate_name_error(name: str, ranks: Sequence[int] = ()) -> ArgumentError:

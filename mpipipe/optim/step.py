@@ -149,11 +149,6 @@ class LossScaler:
         self.dynamic = dynamic
         self.good = self.skipped = 0
 
-    @property
-    def can_shrink(self) -> bool:
-        """Whether a smaller scale may cure an overflow."""
-        return self.dynamic and self.scale > SMALLEST
-
     def update(self, finite: bool) -> None:
         """Take note of a step.
 
@@ -162,17 +157,12 @@ class LossScaler:
         finite : bool
             Whether all gradients of the step were finite.
         """
-        if not finite:
-            self.skipped += 1
-            self.good = 0
-            if self.dynamic:
-                self.scale = max(SMALLEST, self.scale * self.backoff)
-            return
-        self.good += 1
+        factor = 1.0 if finite else self.backoff
+        self.good, self.skipped = self.good + 1 if finite else 0, self.skipped + (not finite)
         if self.good == self.interval:
-            self.good = 0
-            if self.dynamic:
-                self.scale = min(LARGEST, self.scale * self.growth)
+            self.good, factor = 0, self.growth
+        if self.dynamic:
+            self.scale = min(LARGEST, max(SMALLEST, self.scale * factor))
 
 
 # -- A step with clipping and scaling ---------------------------------------------------------------------------------
@@ -204,10 +194,8 @@ class _OptimizerStep(NamedTuple):
     lr: float | None
     norm: Norm
 
-    def at_once(self) -> float | None:
-        """Measure and make the step. On a device it is made or left out there, before the host knows the norm."""
-        if not self.norm.on_device:
-            return self.with_norm(self.norm.measure(self.scaler.scale))
+    def on_device(self) -> float | None:
+        """Measure, and make the step or leave it out there, before the host knows the norm."""
         asked = self.norm.ask(self.scaler.scale, self.max_norm, divisor=self.scaler.scale)
         try:
             self.optimizer.step(lr=self.lr, scale=asked.factor)
@@ -227,7 +215,7 @@ class _OptimizerStep(NamedTuple):
 
     def _is_good(self, measured: MeasuredNorm) -> bool:
         """Let the scaler know; raise NonFiniteError where no smaller scale can help."""
-        if measured.bad is not None and not self.scaler.can_shrink:
+        if measured.bad is not None and not (self.scaler.dynamic and self.scaler.scale > SMALLEST):
             measured.bad.refuse(self.norm.comm)
         self.scaler.update(measured.bad is None)
         return measured.bad is None
@@ -282,9 +270,7 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    check_finished(optimizer.stages)
-    check_max_norm(max_norm)
-    return _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over)).at_once()
+    return begin_step(optimizer, max_norm, scaler=scaler, lr=lr, comm=comm, skip=skip, over=over).wait()
 
 
 def begin_step(
@@ -341,7 +327,7 @@ def begin_step(
     scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
     step = _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over))
     if step.norm.on_device:
-        return PendingUpdate(step.at_once, optimizer.stages)
+        return PendingUpdate(step.on_device, optimizer.stages)
     measured = step.norm.begin(scaler.scale)
     return PendingUpdate(lambda: step.with_norm(measured()), optimizer.stages)
 

@@ -15,12 +15,12 @@ from mpipipe.comm import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.pipeline.batch import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
+from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.diagnostics import NAMES, ActivationBytes, ActivationMeter, Function, layer_of, memory_error
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
-from mpipipe.stages import StageAdapter
 from mpipipe.trace import Recorder
 
 
@@ -29,8 +29,7 @@ class Executor:
 
     def __init__(
         self,
-        rank: int,
-        stages: Sequence[StageAdapter],
+        partners: Partners,
         messages: StageMessages,
         loss: Loss | None,
         weighing: Weighing,
@@ -38,9 +37,8 @@ class Executor:
         *,
         recompute: bool,
         input_grads: bool,
-        device: str,
     ):
-        self.rank, self.stages, self.messages, self.sums = rank, stages, messages, sums
+        self.rank, self.stages, self.messages, self.sums = partners.pipe.rank, partners.stages, messages, sums
         self.loss, self.weighing, self.recompute = loss, weighing, recompute  # the shares of micro-batches in the loss
         self.input_grads = input_grads
         self.functions: dict[str, Function] = {
@@ -52,10 +50,10 @@ class Executor:
         }
         self.gathers = loss is not None and loss.over_batch
         self._use_output = self._gather if self.gathers else self._evaluate_loss
-        self.meter = ActivationMeter(stages)
-        self.clock = DeviceClock() if device == "cuda" else HostClock()
+        self.meter = ActivationMeter(self.stages)
+        self.clock = DeviceClock() if partners.devices[self.rank] == "cuda" else HostClock()
         self.now = self.clock.now
-        self.place = f"rank {rank}"  # for the report of an interruption
+        self.place = f"rank {self.rank}"  # for the report of an interruption
         self.peaks = 0, 0  # most activations alive at once in the last training step, whole ones and all
         # of the call under way, or of one that has failed: kernels and messages may still touch its arrays
         self.state: CallState | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -99,10 +99,11 @@ def open_channel(group: RankGroup, first: Callable[[Any, int], object], purpose:
     return open_together([NcclTask(make, what)], group, what)[0]
 
 
-def close_together(channels: Sequence[Channel], wait: Callable[[NcclTask[None]], object]) -> None:
-    """Free channels on which nothing is under way; `wait` waits for each task."""
-    for task in [NcclTask(channel.close, "the end of NCCL's communicators") for channel in channels]:
-        wait(task)
+def close_together(channels: Iterable[Channel], group: RankGroup) -> None:
+    """Free channels between ranks of a group, on which nothing is under way."""
+    what = "the end of NCCL's communicators"
+    for task in [NcclTask(channel.close, what) for channel in channels]:
+        group.wait(task, what)
         task.value()
 
 

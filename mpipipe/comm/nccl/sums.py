@@ -33,9 +33,8 @@ class NcclSums:
         self.channel = open_channel(group, partial(_first, 1, np.dtype(np.float32)), "the sums over the replicas")
         # (sum, start, stop) of buckets that are not on the stream yet, in order
         self.waiting: deque[tuple[NcclSum, int, int]] = deque()
-        # puts a bucket there where NCCL may have to connect ranks first; the next ones wait for it
-        self.task: NcclTask[Event] | None = None
-        self.starting: NcclSum | None = None  # of which the task puts a bucket there
+        # puts a bucket of a sum there where NCCL may have to connect ranks first; the next ones wait for it
+        self.task: tuple[NcclTask[Event], NcclSum] | None = None
         self.underway: deque[tuple[Event, NcclSum]] = deque()  # buckets on the stream
         self.connected: set[tuple[int, int]] = set()  # (type, count) that NCCL has made its connections for
 
@@ -56,9 +55,9 @@ class NcclSums:
 
     def progress(self) -> None:
         self.channel.check()
-        if self.task is not None and self.task.Test():
-            assert self.starting is not None  # it is set with the task
-            self.underway.append((self.task.value(), self.starting))
+        if self.task is not None and self.task[0].Test():
+            task, new = self.task
+            self.underway.append((task.value(), new))
             self.task = None
         while self.waiting and self.task is None:
             self._put(*self.waiting.popleft())
@@ -75,7 +74,7 @@ class NcclSums:
             self.underway.append((put(), new))
             return
         self.connected.add(key)
-        self.task, self.starting = NcclTask(put, "a sum over the replicas by NCCL"), new
+        self.task = NcclTask(put, "a sum over the replicas by NCCL"), new
 
     def abort(self) -> None:
         """After a failure: advance no more, let kernels end that wait for others, and free nothing that they touch."""
@@ -87,7 +86,7 @@ class NcclSums:
         """Free the communicator; collective, and only when no sum is under way. After a failure it is kept."""
         unregister_progress(self)
         if self.group.failure is None:
-            close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
+            close_together([self.channel], self.group)
 
 
 class NcclSum:
@@ -180,4 +179,4 @@ class NcclRow:
 
     def close(self) -> None:
         """Free the communicator; collective, and only when no row is under way."""
-        close_together([self.channel], partial(self.group.wait, what="the end of NCCL's communicators"))
+        close_together([self.channel], self.group)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpipipe import arrays
-from mpipipe.errors import ArgumentError
 from mpipipe.job import GPU_DIRECT, Communicator, RankGroup, group_of, runtime
 
 OVERRIDE = GPU_DIRECT.name
@@ -75,8 +74,8 @@ def detect(comm: Communicator, group: RankGroup | None = None) -> GpuAwareness:
     The ranks agree in `group`, by default in that of `comm`.
     """
     group = group_of(comm) if group is None else group
-    error, mine = None, GpuAwareness(False, "the ranks are threads of one process")
-    try:
+    what, mine = "asking whether MPI takes device memory", GpuAwareness(False, "the ranks are threads of one process")
+    with group.raise_together(what):
         platform = ROCM if arrays.is_amd() else CUDA
         if not runtime.in_process(comm):
             mine = judge(
@@ -88,9 +87,7 @@ def detect(comm: Communicator, group: RankGroup | None = None) -> GpuAwareness:
                 _allocator_is_async(),
                 platform,
             )
-    except ArgumentError as caught:
-        error = caught
-    return combine(group.gather("asking whether MPI takes device memory", mine, error))
+    return combine(group.gather(what, mine))
 
 
 def combine(verdicts: Sequence[GpuAwareness]) -> GpuAwareness:

@@ -93,18 +93,16 @@ class HostTransport(Transport):
                 expected="numpy.ndarray",
                 remedy="give your stage the attribute device = 'cuda'",
             )
-        if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
-            return self.senders[channel](array, peer, tag)
-        return start_all(self.senders[channel], self._pieces(array), peer, tag)
+        return self._start(self.senders[channel], array, peer, tag)
 
     def irecv(self, array: np.ndarray, peer: int, channel: int, tag: int) -> Request:
-        if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
-            return self.receivers[channel](array, peer, tag)
-        return start_all(self.receivers[channel], self._pieces(array), peer, tag)
+        return self._start(self.receivers[channel], array, peer, tag)
 
-    def _pieces(self, array: np.ndarray) -> list[np.ndarray]:
-        flat = array.reshape(-1).view(np.uint8)
-        return [flat[start : start + self.piece_bytes] for start in range(0, max(1, flat.size), self.piece_bytes)]
+    def _start(self, operation: Callable[..., Request], array: np.ndarray, peer: int, tag: int) -> Request:
+        if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
+            return operation(array, peer, tag)
+        flat, size = array.reshape(-1).view(np.uint8), self.piece_bytes
+        return start_all(operation, [flat[at : at + size] for at in range(0, max(1, flat.size), size)], peer, tag)
 
     def close(self) -> None:
         for channel in self.channels:

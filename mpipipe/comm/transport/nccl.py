@@ -157,8 +157,7 @@ class NcclTransport(Transport):
 
     def close(self) -> None:
         unregister_progress(self)
-        wait = partial(self.group.wait, what="the end of NCCL's communicators")
-        close_together(list(self.lanes.values()), wait)
+        close_together(self.lanes.values(), self.group)
         self.lanes, self.outgoing, self.incoming = {}, {}, {}
         self.other.close()
         self.channels = []
