@@ -90,9 +90,6 @@ def clip_by_global_norm(
 # The loss, and with it every gradient, is multiplied by a scale before the backward; the optimizer divides by it. An
 # infinite or NaN gradient tells that the scale was too large: the step is left out and the scale made smaller. It grows
 # after many good steps in a row (Micikevicius et al., "Mixed precision training", 2018).
-#
-#     result = pipeline.step(inputs, targets, scale=scaler.scale)
-#     norm = optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=mesh.pipe)
 
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
