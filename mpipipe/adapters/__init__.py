@@ -131,12 +131,7 @@ def with_skips(entry: Any, *, gives: Sequence[str] = (), takes: Sequence[str] = 
     gives, takes : sequence of str
         Names of what it gives, for which it returns (y, one tree for each), and of what it takes, for which it is
         called with one argument more each, after x. A later layer takes what it gives; what it takes, an earlier layer
-        gives, or the inputs have it (`mpipipe.Branches`).
-
-    Raises
-    ------
-    ArgumentError
-        The names are no tuple of identifiers.
+        gives, or the inputs have it (`mpipipe.Branches`). ArgumentError for what is no tuple of names.
 
     Examples
     --------
@@ -157,17 +152,14 @@ def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
     forward and backward, within a `torch_stage` or in a training loop of your own. Nothing is copied, but what is not
     contiguous on a GPU. Each forward and each backward is collective.
 
+    The module has no parameters. Called with tensors q, k, v (batch, local seq, heads, head_dim), the keys and values
+    with as many heads or a divisor of them, it returns (batch, local seq, heads, value_dim).
+
     Parameters
     ----------
     attend : Attend
         It has `forward(q, k, v) -> (out, saved)` and `backward(dout, saved) -> (dq, dk, dv)`, and decides on masks,
         layout and dtypes. Within a stage, messages of its pipeline move while it computes.
-
-    Returns
-    -------
-    TorchAttend
-        A module without parameters: `module(q, k, v)` of tensors (batch, local seq, heads, head_dim), the keys and
-        values with as many heads or a divisor of them, returns (batch, local seq, heads, value_dim).
 
     Raises
     ------

@@ -58,7 +58,10 @@ def write(folder: Path, records: Sequence[RankRecord], pieces: Sequence[Sequence
             )
             for record in records
         ]
-        comm = _communicator(otf2, definitions, locations)
+        mpi, every = otf2.Paradigm.MPI, tuple(range(len(locations)))
+        definitions.group("all", group_type=otf2.GroupType.COMM_LOCATIONS, paradigm=mpi, members=tuple(locations))
+        group = definitions.group("job", group_type=otf2.GroupType.COMM_GROUP, paradigm=mpi, members=every)
+        comm = definitions.comm("job", group=group)  # ranks in events are those of this communicator
         regions: dict[str, Any] = {}
         for location, found in zip(locations, _events(records, pieces)):
             writer = trace.event_writer_from_location(location)
@@ -72,16 +75,6 @@ def write(folder: Path, records: Sequence[RankRecord], pieces: Sequence[Sequence
                 else:
                     peer, tag, nbytes = about
                     (writer.mpi_send if kind == "send" else writer.mpi_recv)(ticks, peer, comm, tag, nbytes)
-
-
-def _communicator(otf2: Any, definitions: Any, locations: Sequence[Any]) -> Any:
-    """All ranks: numbers of ranks in events are those of this communicator."""
-    mpi = otf2.Paradigm.MPI
-    definitions.group("all", group_type=otf2.GroupType.COMM_LOCATIONS, paradigm=mpi, members=tuple(locations))
-    group = definitions.group(
-        "job", group_type=otf2.GroupType.COMM_GROUP, paradigm=mpi, members=tuple(range(len(locations)))
-    )
-    return definitions.comm("job", group=group)
 
 
 def _events(records: Sequence[RankRecord], pieces: Sequence[Sequence[Sequence[Segment]]]) -> list[list[Event]]:

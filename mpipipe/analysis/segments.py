@@ -123,18 +123,12 @@ def _painted(found: Iterable[Segment], whole: Interval) -> list[Segment]:
 
 # -- Where the time of each step went, in nine parts that add up to it -----------------------------------------------
 #
-# compute      actions of stages, with the loss
-# transfer     waits for messages that were sent and were not here yet, and what these waits hold up elsewhere
-# sums         sums over replicas: their start, and waits for them once all replicas have come
-# optimizer    the optimizer
-# overhead     what is none of this: agreement of the ranks, bookkeeping, copies
-# reading      waits for the batch, before the step
-#
-# What is left are waits for others who were not there yet. Each second of them belongs to one of three:
+# They are the parts above, but for "late". Each second of that belongs to one of these:
 #
 # bubble       as long as the rank would idle were all stages like the mean stage, with no time for messages; but no
 #              longer than it would idle with the mean costs of each stage
 # imbalance    as much longer as it would idle with the mean costs of each stage
+# transfer     what waits for messages hold up elsewhere
 # late sender  the rest: a rank that came late, actions that did not last as long as others of their kind, overhead of
 #              the sender
 #

@@ -41,25 +41,6 @@ class Trace:
     ------
     ArgumentError
         There is no step that all ranks have recorded, or the records are not those of whole pipelines.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mpipipe import Pipeline, analysis, nn, schedules
-    >>> from mpipipe.job import inprocess
-    >>> def on_each_rank(comm):
-    ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
-    ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None
-    ...     target = np.zeros((8, 3), np.float32) if comm.rank == 1 else None
-    ...     schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
-    ...     with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipe:
-    ...         with analysis.recording(pipe) as record:
-    ...             pipe.step(x, target)
-    ...     return record.trace
-    >>> trace, _ = inprocess.run(2, on_each_rank)
-    >>> step = trace.records[1].steps[0]
-    >>> abs(sum(trace.parts()[1].values()) - (step.end - step.start)) < 1e-9
-    True
     """
 
     def __init__(self, schedule: Schedule, records: Sequence[RankRecord]) -> None:

@@ -140,7 +140,8 @@ def slice_lengths(
     window : int, optional
         As for `Local`.
     unit : int
-        Lengths are multiples of it, but for a rest in the last one: 2 N lets zigzag shards of N ranks be equal.
+        Lengths are multiples of it, but for a rest in the last one: 2 N lets zigzag shards of N ranks be equal, and
+        products of a multiple of 32 rows take a few percent less time on CPUs.
 
     Returns
     -------

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mpipipe.arrays import Array
 from mpipipe.attention.bias import BiasFunction
-from mpipipe.attention.kernels import Gradients
-from mpipipe.attention.ring_pass import PlannedAttend, RingPass
-from mpipipe.attention.ring_plan import Alone, RingOptions, RingSaved
+from mpipipe.attention.ring_pass import PlannedAttend
+from mpipipe.attention.ring_plan import Alone, RingOptions
 
 
 class Local(PlannedAttend):
@@ -62,6 +58,10 @@ class Local(PlannedAttend):
 
     recordable = True
 
+    # the pages of the API list what a class itself has
+    forward, with_window = PlannedAttend.forward, PlannedAttend.with_window
+    backward, backward_into = PlannedAttend.backward, PlannedAttend.backward_into
+
     def __init__(
         self,
         causal: bool = True,
@@ -71,35 +71,3 @@ class Local(PlannedAttend):
         bias: BiasFunction | None = None,
     ) -> None:
         super().__init__(Alone(), RingOptions(causal, "contiguous", window, segments, scale, bias=bias))
-
-    def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
-        """Attend.
-
-        Parameters
-        ----------
-        q : array
-            (batch, seq, heads, head_dim), with any strides.
-        k : array
-            (batch, keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
-        v : array
-            (batch, keys, kv_heads, value_dim).
-        segments : array of int, optional
-            (batch, seq): the document of each position of each row, equal numbers together. They stand in place of
-            those of the constructor.
-
-        Returns
-        -------
-        out : array
-            (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
-        saved : RingSaved
-            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
-            stand one after the other as one sequence in it, as in all arrays of `saved`.
-        """
-        plan, kernel, call = self._agreed(q, k, v, segments)
-        return RingPass(self, plan, kernel).forward(q, k, v, call)
-
-    def backward(self, dout: Array, saved: RingSaved) -> Gradients:
-        return self._backward(dout, saved, None)
-
-    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]) -> Gradients:
-        return self._backward(dout, saved, room)

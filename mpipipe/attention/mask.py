@@ -114,6 +114,19 @@ def _joined(slices: list[Slice]) -> list[Slice]:
     return sorted(beside, key=lambda part: (part.k_start, part.q_start))
 
 
+def in_one_band(slices: Sequence[Slice]) -> list[Slice]:
+    """Join slices side by side of the same queries, each of which sees some key in both: for kernels of any band."""
+    joined: list[Slice] = []
+    for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
+        last = joined[-1] if joined else part
+        if (*last[:2], last.k_stop, last.high, part.low) == (*part[:2], part.k_start, None, None):
+            high = None if part.high is None else part.high + last.k_stop - last.k_start
+            joined[-1] = last._replace(k_stop=part.k_stop, high=high)
+        else:
+            joined.append(part)
+    return joined
+
+
 def covers_once(ranges: Sequence[tuple[int, int]], length: int) -> bool:
     """Whether each of 0 ... length - 1 lies in exactly one of the ranges (start, stop)."""
     end = 0

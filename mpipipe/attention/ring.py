@@ -9,7 +9,7 @@ from mpipipe.arrays import Array
 from mpipipe.attention.bias import BiasFunction
 from mpipipe.attention.kernels import Gradients
 from mpipipe.attention.layout import Layout
-from mpipipe.attention.ring_pass import PlannedAttend, RingPass
+from mpipipe.attention.ring_pass import PlannedAttend
 from mpipipe.attention.ring_plan import RingAgreement, RingOptions, RingPlan, RingSaved
 from mpipipe.comm import RingExchange
 from mpipipe.errors import ArgumentError
@@ -76,6 +76,10 @@ class Ring(PlannedAttend):
 
     agreement: RingAgreement
 
+    # the pages of the API list what a class itself has
+    forward, with_window = PlannedAttend.forward, PlannedAttend.with_window
+    backward, backward_into = PlannedAttend.backward, PlannedAttend.backward_into
+
     def __init__(
         self,
         comm: Communicator | None,
@@ -97,6 +101,10 @@ class Ring(PlannedAttend):
         rank, size = self.group.rank, self.group.size
         self._positions = None if length is None else self.options.whole(size, length).positions(rank)
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
+
     def __repr__(self) -> str:
         options = self.options
         parts = [f"rank {self.group.rank} of {self.group.size}", "causal" if options.causal else "not causal"]
@@ -104,48 +112,6 @@ class Ring(PlannedAttend):
         parts += [] if options.seq_len is None else [counted(options.seq_len, "position")]
         parts += [] if options.segments is None else ["documents"]
         return f"<{type(self).__name__} {options.layout}: {', '.join(parts)}>"
-
-    def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
-        """Attend; collective.
-
-        Parameters
-        ----------
-        q, k, v : array
-            As for `Local.forward`, with the local rows and keys.
-        segments : array of int, optional
-            The same, (batch, seq) of the whole sequences.
-
-        Returns
-        -------
-        out : array
-            (batch, local seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
-        saved : RingSaved
-            For `backward`, as that of `Local`: `saved.lse` is (batch, heads, local seq).
-        """
-        plan, kernel, call = self._agreed(q, k, v, segments)
-        with self.group.failing("the forward of a ring"):
-            self._check_expected(plan, segments)
-            return RingPass(self, plan, kernel).forward(q, k, v, call)
-
-    def backward(self, dout: Array, saved: RingSaved) -> Gradients:
-        """Return the gradients of the inputs; collective.
-
-        Parameters
-        ----------
-        dout : array
-            Gradient of `out`, in its shape and dtype.
-        saved : RingSaved
-            From `forward`. It may be used again.
-
-        Returns
-        -------
-        dq, dk, dv : array
-            In the shapes and dtype of q, k and v.
-        """
-        return self._backward(dout, saved, None)
-
-    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]) -> Gradients:
-        return self._backward(dout, saved, room)
 
     def positions(self, rows: int) -> np.ndarray | None:
         if self.group.size == 1:
@@ -178,7 +144,6 @@ class Ring(PlannedAttend):
             self._compare(positions, self._positions)
 
     def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
-        """Compare the positions that a layer has named with those of the shard, whose length is known by now."""
         expected, self._expected = self._expected, None
         if expected is not None and segments is None:
             self._compare(expected, plan.layout.positions(plan.rank))
@@ -194,7 +159,7 @@ class Ring(PlannedAttend):
                 "layout.positions(rank)",
             )
 
-    def exchange(self, plan: RingPlan) -> RingExchange | None:
+    def _exchange(self, plan: RingPlan) -> RingExchange | None:
         # all rings on the communicator with arrays on one kind of device share one; collective the first time
         comm, device = self._comm, plan.message.shapes.device
         if plan.steps == 1:

@@ -57,21 +57,68 @@ class PlannedAttend(Attend):
 
     def __init__(self, agreement: Alone | RingAgreement, options: RingOptions) -> None:
         self.agreement, self.bias = agreement, options.bias
-        self.options = agreement.agree_on_options(options)
+        self.options = agreement.agree_on_options(lambda: options)
         self.poll: Callable[[], object] = no_poll
         self.bytes_sent = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._expected: np.ndarray | None = None  # what a layer takes for the positions of the next forward
         self._others: dict[int, Any] = {}  # by their windows
         self._packed: tuple[tuple, RingOptions] | None = None  # of the last segments by row
+
+    def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
+        """Attend; over a ring collective, with the local rows and keys.
+
+        Parameters
+        ----------
+        q : array
+            (batch, seq, heads, head_dim), with any strides.
+        k : array
+            (batch, keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
+        v : array
+            (batch, keys, kv_heads, value_dim).
+        segments : array of int, optional
+            (batch, seq) of the whole sequences: the document of each position of each row, equal numbers together. They
+            stand in place of those of the constructor.
+
+        Returns
+        -------
+        out : array
+            (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
+        saved : RingSaved
+            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
+            stand one after the other as one sequence in it, as in all arrays of `saved`.
+        """
+        plan, kernel, call = self._agreed(q, k, v, segments)
+        with self.agreement.failing("the forward of a ring"):
+            self._check_expected(plan, segments)
+            return RingPass(self, plan, kernel).forward(q, k, v, call)
+
+    def backward(self, dout: Array, saved: RingSaved) -> Gradients:
+        """Return the gradients of the inputs; over a ring collective.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`, in its shape and dtype.
+        saved : RingSaved
+            From `forward`. It may be used again.
+
+        Returns
+        -------
+        dq, dk, dv : array
+            In the shapes and dtype of q, k and v.
+        """
+        return self._backward(dout, saved, None)
+
+    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]) -> Gradients:
+        return self._backward(dout, saved, room)
 
     def with_window(self: Kind, window: int) -> Kind:
         # over a ring the first time for each window is collective
         if window not in self._others:
-            other = copy(self)
-            other.options = self.agreement.agree_on_options(replace(self.options, window=window, bias=self.bias))
+            other, options = copy(self), replace(self.options, window=window, bias=self.bias)
+            other.options = self.agreement.agree_on_options(lambda: options)
             other.bytes_sent = 0
             other._forget()
             self._others[window] = other
@@ -89,7 +136,10 @@ class PlannedAttend(Attend):
             self._packed = key, replace(self.options, segments=None, rows=documents_of_rows(numbers, len(q)))
         return self._packed[1]
 
-    def exchange(self, plan: RingPlan) -> RingExchange | None:
+    def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
+        """Compare the positions that a layer has named with those of the plan, where they were not known before."""
+
+    def _exchange(self, plan: RingPlan) -> RingExchange | None:
         """Return what sends the messages of a plan; None where it has a single step."""
         return None
 
@@ -104,7 +154,7 @@ class RingPass:
     """One forward or backward: of a rank alone, or of a ring of several steps by an exchange."""
 
     def __init__(self, attend: PlannedAttend, plan: RingPlan, kernel: AttentionKernel) -> None:
-        self.attend, self.kernel, self.exchange = attend, kernel, attend.exchange(plan)
+        self.attend, self.kernel, self.exchange = attend, kernel, attend._exchange(plan)
         self.plan = plan._replace(function=attend.bias)
 
     def forward(self, q: Array, k: Array, v: Array, call: int) -> tuple[Array, RingSaved]:
@@ -114,7 +164,7 @@ class RingPass:
         q, k, v = (with_batch(x, self.plan.message.shapes.batch) for x in (q, k, v))
         message = None
         if self.exchange is None:
-            out, lse = attend_once(self.kernel, self.block(scale, q, k, v))
+            out, lse = attend_once(self.kernel, self.block(scale, q, k, v), self.plan.overwrite)
         else:
             (out, lse), message = self._around(self.exchange, scale, q, k, v)
         return out.reshape(shape), RingSaved(self.plan, call, scale, q, k, v, out=out, lse=lse, message=message)
@@ -152,7 +202,7 @@ class RingPass:
         message = packing.pack(k, v, plan.rank)
         for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps):
             if dest is not None:
-                incoming = packing.empty(packing.kv_bytes(owner - 1))
+                incoming = packing.empty(packing.nbytes(owner - 1))
                 self._start(message, dest, incoming, source)
             keys, values = (k, v) if step == 0 else packing.unpack(message, owner)
             accumulator.attend(self.block(scale, q, keys, values, step))
@@ -172,8 +222,8 @@ class RingPass:
         behind = 0  # bytes of gradients at the front of the message
         for step, dest, source, owner in ring_hops(plan.rank, plan.layout.ranks, plan.steps, backward=True):
             ahead = step < plan.steps - 2  # the next block is not our own, so its keys and values must come
-            split = packing.gradient_bytes(owner)
-            incoming = packing.empty(split + (packing.kv_bytes(owner + 1) if ahead else 0))  # the next step's message
+            split = packing.nbytes(owner, packing.sum_dtype)
+            incoming = packing.empty(split + (packing.nbytes(owner + 1) if ahead else 0))  # the next step's message
             if dest is not None:
                 outgoing = message if ahead else message[:behind]
                 self._start(outgoing, dest, incoming if step > 0 else incoming[split:], source)
@@ -181,10 +231,10 @@ class RingPass:
             block = self.block(own.scale, own.q, k, v, plan.steps - 1 - step)
             parts = self.kernel.block_gradients(block, dout, result, dq)
             exchange.finish()
-            for sums, part in zip(packing.unpack_gradients(incoming, owner), parts):
+            for sums, part in zip(packing.unpack(incoming, owner, packing.sum_dtype), parts):
                 arrays.strided_copy(part, sums, add=step > 0)
             message, behind = incoming, split
-        return Gradients(dq, *packing.unpack_gradients(message, plan.rank))
+        return Gradients(dq, *packing.unpack(message, plan.rank, packing.sum_dtype))
 
     def _start(self, outgoing: Array, dest: int, incoming: Array, source: int) -> None:
         assert self.exchange is not None

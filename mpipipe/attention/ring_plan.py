@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -120,13 +121,10 @@ class KVMessage:
     dtype: np.dtype
     sum_dtype: np.dtype  # of the gradients, which travel as sums
 
-    def kv_bytes(self, rank: int) -> int:
-        """Bytes of the keys and values of a rank."""
-        return self._rows(rank) * (self.shapes.head_dim + self.shapes.value_dim) * self.dtype.itemsize
-
-    def gradient_bytes(self, rank: int) -> int:
-        """Bytes of their gradients."""
-        return self.kv_bytes(rank) // self.dtype.itemsize * self.sum_dtype.itemsize
+    def nbytes(self, rank: int, dtype: np.dtype | None = None) -> int:
+        """Bytes of the keys and values of a rank or, in the dtype of sums, of their gradients."""
+        width = self.shapes.head_dim + self.shapes.value_dim
+        return prod(self._shape(rank)) * width * (self.dtype if dtype is None else dtype).itemsize
 
     def empty(self, nbytes: int) -> Array:
         """A buffer of bytes."""
@@ -134,27 +132,20 @@ class KVMessage:
 
     def pack(self, k: Array, v: Array, rank: int) -> Array:
         """A new buffer with the keys and values of a rank."""
-        message = self.empty(self.kv_bytes(rank))
+        message = self.empty(self.nbytes(rank))
         for place, x in zip(self.unpack(message, rank), (k, v)):
             arrays.strided_copy(x, place)
         return message
 
-    def unpack(self, message: Array, rank: int) -> tuple[Array, Array]:
-        """Views (k, v) of a buffer that begins with the keys and values of a rank."""
-        return self._views(message[: self.kv_bytes(rank)].view(self.dtype), rank)
-
-    def unpack_gradients(self, message: Array, rank: int) -> tuple[Array, Array]:
-        """Views (dk, dv) of a buffer that begins with the gradients of the keys and values of a rank."""
-        return self._views(message[: self.gradient_bytes(rank)].view(self.sum_dtype), rank)
-
-    def _rows(self, rank: int) -> int:
-        """Rows of length head_dim of the keys of a rank."""
-        return self.shapes.batch * self.lengths[rank % len(self.lengths)] * self.shapes.kv_heads
-
-    def _views(self, flat: Array, rank: int) -> tuple[Array, Array]:
-        shapes, middle = self.shapes, self._rows(rank) * self.shapes.head_dim
-        shape = shapes.batch, self.lengths[rank % len(self.lengths)], shapes.kv_heads
+    def unpack(self, message: Array, rank: int, dtype: np.dtype | None = None) -> tuple[Array, Array]:
+        """Views of the keys and values of a rank at the front of a buffer; in the dtype of sums, of their gradients."""
+        flat = message[: self.nbytes(rank, dtype)].view(self.dtype if dtype is None else dtype)
+        shape, shapes = self._shape(rank), self.shapes
+        middle = prod(shape) * shapes.head_dim
         return flat[:middle].reshape(*shape, shapes.head_dim), flat[middle:].reshape(*shape, shapes.value_dim)
+
+    def _shape(self, rank: int) -> tuple[int, int, int]:
+        return self.shapes.batch, self.lengths[rank % len(self.lengths)], self.shapes.kv_heads
 
 
 class RingPlan(NamedTuple):
@@ -244,24 +235,17 @@ def _layout(options: RingOptions, rows: Sequence[int], name: str, seq_len: int |
 # -- Slices of a sequence: the queries of one see the keys of its own and of earlier ones (see sliced.py) --------------
 
 
-def first_seen(lengths: Sequence[int], part: int, window: int | None) -> int:
-    """Return the first slice of whose keys the queries of a slice see some."""
-    ends = list(accumulate(lengths))
-    return 0 if window is None else bisect_right(ends, max(0, ends[part] - lengths[part] - window + 1))
-
-
 @lru_cache(maxsize=64)
 def slice_layouts(options: RingOptions, ranks: int) -> tuple[list[tuple[Layout, Layout]], int]:
     """Return the layouts of the queries of each slice and of the keys that they may see, and the number of ring steps.
 
     It is the same for all slices, so that the last step of each has the keys of one rank.
     """
-    lengths, window = options.slice_lengths or (), options.window
-    whole = options.whole(ranks, sum(lengths))
-    pairs = [
-        (whole.part(part, part + 1), whole.part(first_seen(lengths, part, window), part + 1))
-        for part in range(len(lengths))
-    ]
+    lengths, window, pairs = options.slice_lengths or (), options.window, []
+    whole, ends = options.whole(ranks, sum(lengths)), [*accumulate(lengths)]
+    for part, length in enumerate(lengths):
+        first = 0 if window is None else bisect_right(ends, max(0, ends[part] - length - window + 1))
+        pairs.append((whole.part(part, part + 1), whole.part(first, part + 1)))
     return pairs, max(queries.steps(True, window, None, keys) for queries, keys in pairs)
 
 
@@ -318,11 +302,6 @@ Agreed: TypeAlias = (
 )
 
 
-def unchanged(options: RingOptions) -> RingOptions:
-    """The change of options that changes nothing."""
-    return options
-
-
 class RingAgreement:
     """The agreements of all rings on one communicator.
 
@@ -335,14 +314,12 @@ class RingAgreement:
         self.calls = 0  # number of forwards so far
         self.settle: Callable[[], object] = lambda: None  # ends calls of other threads that are due before
 
-    def agree_on_options(
-        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = unchanged
-    ) -> RingOptions:
-        """Change and check the options of a ring, and check that all ranks have the same."""
+    def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
+        """Check the options of a ring that `given` returns or refuses, and that all ranks have the same."""
         error: Exception | None = None
         facts: tuple = ()
         try:
-            options = change(options).checked(self.size)
+            options = given().checked(self.size)
             facts = tuple(vars(options).items())
         except Exception as caught:
             error = caught
@@ -392,10 +369,8 @@ class Alone:
 
     rank, size = 0, 1
 
-    def agree_on_options(
-        self, options: RingOptions, change: Callable[[RingOptions], RingOptions] = unchanged
-    ) -> RingOptions:
-        return change(options).checked(1)
+    def agree_on_options(self, given: Callable[[], RingOptions]) -> RingOptions:
+        return given().checked(1)
 
     def agree_on_forward(self, given: Callable[[], Given], more: str = "") -> Agreed:
         options, q, k, v = given()

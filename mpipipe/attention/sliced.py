@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
@@ -142,7 +141,7 @@ class Sliced(Attend):
             )
         self.inner, self._agreement = inner, inner.agreement
         given = replace(inner.options, bias=inner.bias)
-        options = self._agreement.agree_on_options(given, partial(_with_slices, lengths=lengths))
+        options = self._agreement.agree_on_options(lambda: _with_slices(given, lengths))
         self.lengths, self.seq_len = options.slice_lengths or (), sum(options.slice_lengths or ())
         rank, size = self._agreement.rank, self._agreement.size
         self.layout = options.whole(size, self.seq_len)

@@ -80,17 +80,10 @@ class Row:
 
 def show_rows(title: str, rows: list[Row], notes: list[str]) -> None:
     """Print the rows as a table, and below it a line for each note."""
-    cells = [
-        (
-            row.what,
-            f"{row.value:.4g} {row.unit}",
-            row.peer,
-            "" if row.peer_value is None else f"{row.peer_value:.4g}",
-            "" if row.ratio is None else f"{row.ratio:.3f}",
-            row.goal,
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        beside = ("", "") if row.ratio is None else (f"{row.peer_value:.4g}", f"{row.ratio:.3f}")
+        cells.append((row.what, f"{row.value:.4g} {row.unit}", row.peer, *beside, row.goal))
     heads = ("measured", "value", "beside", "value", "ratio", "goal")
     show("\n".join([title, *text_table(heads, cells, left=(0, 2, 5)), *notes]) + "\n")
 

@@ -222,9 +222,8 @@ FULL = 0.86  # of a row's height, for the largest peak of all ranks
 def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Draw for each rank how many activations it holds at which time, with the peak at the end of its row.
 
-    An activation is that of one chunk and one micro-batch, and is counted as in `Timeline.peak_activations`: from its
-    forward until its backward, or until its weight gradient where the backward is split; one that is recomputed (``R``)
-    from then on. All rows have one scale. Files and errors are as for `draw_timeline`.
+    An activation is that of one chunk and one micro-batch, counted as in `Timeline.peak_activations`. All rows have one
+    scale. Files and errors are as for `draw_timeline`.
     """
     paper.check_boxes(sum(map(len, timeline.spans)))
     paper.draw(path, lambda: _memory_sheet(timeline))

@@ -260,21 +260,19 @@ class MessageSpec:
         source = iter(received)
         return unflatten([next(source) if floating else None for floating in self.floating], self.structure)
 
-    def gradient_leaves(self, tree: Tree) -> list:
-        """Return the arrays to send back for this activation; raises ArgumentError if shape or dtype differ."""
+    def gradient_leaves(self, tree: Tree, what: str = "an input gradient", like: str = "its input") -> list:
+        """Return the arrays of the gradient `what`, in C order; raises ArgumentError if it does not fit `like`."""
         if self.structure is None and self.gradients and self.matches(tree):
             return [tree]
         leaves, structure = ([tree], None) if tree is None else flatten(arrays.in_c_order(tree))
         if structure != self.structure:
-            raise ArgumentError(
-                "an input gradient has another structure than the input", found=structure, expected=self.structure
-            )
+            raise ArgumentError(f"{what} has another structure than {like}", found=structure, expected=self.structure)
         wanted = [leaf for leaf, floating in zip(leaves, self.floating) if floating]
         for leaf, (shape, kind) in zip(wanted, self.gradients):
-            if leaf is None or leaf.shape != shape or leaf.dtype != kind:
+            if not arrays.is_array(leaf) or leaf.shape != shape or leaf.dtype != kind:
                 raise ArgumentError(
-                    "an input gradient does not match its input",
-                    found="None" if leaf is None else f"{leaf.dtype.name}{list(leaf.shape)}",
+                    f"{what} does not match {like}",
+                    found=f"{leaf.dtype.name}{list(leaf.shape)}" if arrays.is_array(leaf) else type(leaf).__name__,
                     expected=f"{kind.name}{list(shape)}",
                 )
             check_sendable(leaf)

@@ -43,7 +43,6 @@ class HostClock:
         self.recorder: Recorder | None = None
         self.ended: deque[TimedCall] = deque()  # calls that are not yet read
         self.running: TimedCall | None = None
-        self.counted: tuple[Sequence[PlannedAction], list[tuple[str, int]], np.ndarray] = ((), [], np.zeros(0, int))
 
     def enter(self) -> None:
         """Note that a call has been entered: its ranks have not agreed yet."""
@@ -117,17 +116,10 @@ class HostClock:
         durations = times[:, 1] - times[:, 0]
         self.busy = float(durations.sum())
         if call.training:
-            if self.counted[0] is not call.actions:  # one plan is run again and again
-                found: dict[tuple[str, int], int] = {}
-                places = [found.setdefault((action.op, action.stage), len(found)) for action in call.actions]
-                self.counted = call.actions, list(found), np.array(places, int)
-            _, kinds, numbers = self.counted
-            seconds = np.bincount(numbers[:count], durations, len(kinds)).tolist()
-            counts = np.bincount(numbers[:count], minlength=len(kinds)).tolist()
-            for kind, total, times_run in zip(kinds, seconds, counts):
-                entry = self.totals[kind]
-                entry[0] += total
-                entry[1] += times_run
+            for action, seconds in zip(call.actions, durations.tolist()):
+                entry = self.totals[action.op, action.stage]
+                entry[0] += seconds
+                entry[1] += 1
         if self.recorder is not None:
             spans = [(str(action), begun, ended) for action, (begun, ended) in zip(call.actions, times.tolist())]
             for name, begun, ended in sorted([*spans, *call.others], key=lambda span: span[2]):

@@ -264,16 +264,12 @@ class ActivationMeter:
         own += [flat for flat in map(flat_if_any, holders) if flat is not None]
         parameters = list(_spans(own, on_host=True))
         leases = [view for _, lease in kept for _, (_, view) in lease]
-        spans = sorted({*_spans([saved for saved, _ in kept], on_host=True), *_spans(leases, on_host=True)})
-        found: list[tuple[int, int]] = []
-        for start, stop in spans:
-            if any(first <= start and stop <= last for first, last in parameters):
-                continue
-            if found and start < found[-1][1]:
-                found[-1] = found[-1][0], max(stop, found[-1][1])
-            else:
-                found.append((start, stop))
-        return found
+        spans = _spans([[saved for saved, _ in kept], leases], on_host=True)
+        return _merged(
+            (start, stop)
+            for start, stop in spans
+            if not any(first <= start and stop <= last for first, last in parameters)
+        )
 
 
 def _spans(value: Any, on_host: bool = False) -> Iterator[tuple[int, int]]:
@@ -285,10 +281,17 @@ def _spans(value: Any, on_host: bool = False) -> Iterator[tuple[int, int]]:
             yield start, start + extent + array.itemsize
 
 
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges that do not overlap, with all that any of the spans covers."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start < found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
 def _covered(spans: Iterable[tuple[int, int]]) -> int:
     """Count the bytes that any of the spans covers."""
-    total, end = 0, 0
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+    return sum(stop - start for start, stop in _merged(spans))

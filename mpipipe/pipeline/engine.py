@@ -22,7 +22,7 @@ from mpipipe.nn import Position, kernels
 from mpipipe.pipeline.agreement import Agreement
 from mpipipe.pipeline.batch import STEPS, Batch, BatchFacts, BatchReader, CallInputs, CallState, check_place
 from mpipipe.pipeline.check import CheckedLoss, CheckedMessages, CheckedStage, Checks
-from mpipipe.pipeline.construction import Partners, check_forwards_first
+from mpipipe.pipeline.construction import Arguments, Partners, check_forwards_first
 from mpipipe.pipeline.diagnostics import PipelineFlight
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.gradient_sums import GradientSums
@@ -46,16 +46,10 @@ class Engine:
     `schedule` is the user's; recomputation runs another one, with an R before each backward.
     """
 
-    def __init__(
-        self,
-        partners: Partners,
-        schedule: Schedule,
-        loss: Callable[..., Any] | None,
-        recompute: bool,
-        input_grads: bool,
-        slice_lengths: Sequence[int] | None = None,
-    ) -> None:
-        self.partners, self.schedule, self.steps_taken, self.input_grads = partners, schedule, 0, input_grads
+    def __init__(self, partners: Partners, arguments: Arguments) -> None:
+        _, schedule, loss, recompute, _, _, input_grads, slice_lengths = arguments
+        self.partners, self.steps_taken, self.input_grads = partners, 0, input_grads
+        self.schedule: Schedule = schedule
         self.slicing = Slicing(schedule.slices, slice_lengths)
         pipe, replicas, stages, rank = partners.pipe, partners.replicas, partners.stages, partners.pipe.rank
         numbers, device = schedule.stages_of(rank), partners.devices[rank]
@@ -68,7 +62,10 @@ class Engine:
         pairs = sorted({*neighbours(schedule.placement, schedule.skip_ends), *ties.pairs})
         self.nccl = choose_nccl(partners, pairs)  # whether NCCL carries sums over replicas and messages, and why
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
-        mailbox = make_mailbox(partners, tags.channels + ties.channels, pairs if self.nccl.messages else ())
+        verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in partners.devices else None
+        how = tags.channels + ties.channels, settings.SYNC_SENDS.is_on, device, verdict
+        by_nccl = pairs if self.nccl.messages else ()
+        mailbox = Mailbox(make_transport(pipe.comm, *how, group=pipe, pairs=by_nccl), pipe)
         warmup = 2 if settings.GRAPHS.is_on else 1  # the second one records graphs
         self.checks = checks = Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
         self.messages = StageMessages(mailbox, warmup) if checks is None else CheckedMessages(mailbox, warmup, checks)
@@ -78,15 +75,13 @@ class Engine:
         self.agreement = Agreement(pipe, replicas, name, runs_ahead="cuda" not in partners.devices)
         self.weighing = Weighing(pipe, replicas, schedule.placement[-1])
         self.executor = Executor(
-            rank,
-            stages,
+            partners,
             self.messages,
-            loss=None if loss is None else Loss(loss) if checks is None else CheckedLoss(loss, checks),
-            weighing=self.weighing,
-            sums=self.sums,
+            None if loss is None else Loss(loss) if checks is None else CheckedLoss(loss, checks),
+            self.weighing,
+            self.sums,
             recompute=recompute or recomputes_all(schedule, rank),
             input_grads=input_grads,
-            device=device,
         )
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(stages, numbers):
@@ -340,17 +335,6 @@ class Engine:
             recorders.add(recorder)
             self._forget = weakref.finalize(self, recorders.discard, recorder)  # this pipeline may never be closed
 
-    @property
-    def peak(self) -> int:
-        """Most activations in the last training step, as a simulation of the user's schedule, without R's, counts."""
-        return self.executor.peaks[self.recompute]
-
-    @property
-    def live(self) -> int:
-        """Activations that are held now, counted as those of `peak`."""
-        state = self.executor.state
-        return 0 if state is None else (state.alive, state.under_way)[self.recompute]
-
     def share_durations(self) -> np.ndarray:
         """Return the mean seconds of forward, input gradient and weight gradient of each stage, (3, stages)."""
         pipe, mine = self.partners.pipe, self.executor.clock.means(self.schedule.stages, self.recompute)
@@ -401,11 +385,3 @@ def choose_nccl(partners: Partners, pairs: Sequence[Pair]) -> NcclChoice:
     if devices[pipe.rank] == "cuda" and pipe.rank == 0:
         logger.info("NCCL: %s", choice)
     return choice
-
-
-def make_mailbox(partners: Partners, channels: int, pairs: Sequence[Pair]) -> Mailbox:
-    """Return the mailbox of this rank; `pairs` are the ranks whose messages go by NCCL. Collective."""
-    pipe, devices = partners.pipe, partners.devices
-    verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in devices else None
-    how = channels, settings.SYNC_SENDS.is_on, devices[pipe.rank], verdict
-    return Mailbox(make_transport(pipe.comm, *how, group=pipe, pairs=pairs), pipe)

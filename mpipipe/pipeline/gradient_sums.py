@@ -41,11 +41,6 @@ class LayerBuckets:
         self.buckets = cut([gradients.pieces for gradients in ready.arrays], count)
         self.left: deque[Bucket] = deque()  # whose sums have not started
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the gradients are where they were: a later pipeline may let parameters share their storage."""
-        return self.model.gradients.flat is self.ready.arrays[0].array
-
     def take(self, place: int) -> Iterator[Array]:
         """Take the buckets that are left and complete once the layer at `place` has ended."""
         while self.left and self.left[0].place >= place:
@@ -74,9 +69,13 @@ class GradientSums:
                     self._by_layers[chunk] = None
 
     def by_layers(self, chunk: int) -> LayerBuckets | None:
-        """Return the buckets of a stage whose sums start as its layers end; None if they start after its backward."""
+        """Return the buckets of a stage whose sums start as its layers end; None if they start after its backward.
+
+        So they do where the gradients are elsewhere by now: a later pipeline may let parameters share their storage.
+        """
         buckets = self._by_layers[chunk]
-        return buckets if buckets is not None and buckets.is_current else None
+        moved = buckets is None or buckets.model.gradients.flat is not buckets.ready.arrays[0].array
+        return None if moved else buckets
 
     def begin(self) -> None:
         """Begin a call, once it is known how its messages travel."""

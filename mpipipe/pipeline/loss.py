@@ -32,7 +32,7 @@ from mpipipe.comm import AllReduce
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, found_by_all, own
 from mpipipe.nn import HeadCrossEntropy, kernels
-from mpipipe.pipeline.batch import UNSAID, BatchFacts
+from mpipipe.pipeline.batch import UNSAID, BatchFacts, MessageSpec
 from mpipipe.stages import StageAdapter, takes_parameter
 
 LARGEST = 1000  # exponent of c, so that weights may have any size that a float has
@@ -105,25 +105,19 @@ class Loss:
                     expected=f"a list of {len(output)}: the gradient of each output",
                 )
             return [Loss.scaled(*each) for each in zip(gradient, repeat(factor), output)]
-        outputs, expected = flatten(output)
-        leaves, structure = flatten(gradient) if factor else (list(map(arrays.zeros_like, outputs)), expected)
-        if structure != expected:
-            raise ArgumentError(
-                "the gradient of the loss has another structure than the output", found=structure, expected=expected
-            )
-        scaled: list = []
-        for leaf, like in zip(leaves, outputs):
-            if not arrays.is_floating(like.dtype):
-                scaled.append(None)  # an integer output has no gradient
-                continue
-            if not _alike(leaf, like):
+        outputs, structure = flatten(output)
+        spec = MessageSpec(structure, [(leaf.shape, leaf.dtype) for leaf in outputs])
+        likes = [leaf for leaf, floating in zip(outputs, spec.floating) if floating]
+        if not factor:
+            return spec.gradient_tree([*map(arrays.zeros_like, likes)])
+        leaves = spec.gradient_leaves(gradient, "the gradient of the loss", "the output")
+        for leaf, like in zip(leaves, likes):
+            if arrays.is_device(leaf) != arrays.is_device(like):
+                found, expected = (f"an array on {arrays.device_of(each)}" for each in (leaf, like))
                 raise ArgumentError(
-                    "the gradient of the loss does not match the output",
-                    found=_described(leaf) if arrays.is_array(leaf) else type(leaf).__name__,
-                    expected=_described(like),
+                    "the gradient of the loss does not match the output", found=found, expected=expected
                 )
-            scaled.append(leaf if factor in (0, 1) else kernels.of_array(leaf).scale(leaf, factor))
-        return unflatten(scaled, structure)
+        return spec.gradient_tree([x if factor == 1 else kernels.of_array(x).scale(x, factor) for x in leaves])
 
 
 def checked_weight(weight: Any) -> float:
@@ -153,19 +147,6 @@ def check_finite(value: Any) -> None:
             found=value,
             remedy="lower the learning rate, clip gradients, or look at this micro-batch's data",
         )
-
-
-def _alike(leaf: Array, like: Array) -> bool:
-    """Whether both are arrays of one shape and dtype on one kind of device; refuses a masked array."""
-    if type(leaf) is not type(like):
-        arrays.refuse_mask(leaf)
-        if not arrays.is_array(leaf) or arrays.is_device(leaf) != arrays.is_device(like):
-            return False
-    return leaf.shape == like.shape and leaf.dtype == like.dtype
-
-
-def _described(array: Array) -> str:
-    return f"{array.dtype.name}{list(array.shape)} on {arrays.device_of(array)}"
 
 
 def unscaled(tree: Tree, scale: float) -> Tree:

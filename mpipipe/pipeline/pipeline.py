@@ -113,15 +113,10 @@ class Pipeline:
     ):
         comm = runtime.resolve(comm)
         check = settings.CHECK.is_on if check is None else bool(check)
-        partners = agree_on_construction(
-            comm,
-            Arguments(
-                stages, schedule, loss, recompute, replicas, check=check, input_grads=bool(input_grads),
-                slice_lengths=slice_lengths,
-            ),
-        )  # fmt: skip
+        arguments = Arguments(stages, schedule, loss, recompute, replicas, check, bool(input_grads), slice_lengths)
+        partners = agree_on_construction(comm, arguments)
         try:
-            self.engine = Engine(partners, schedule, loss, recompute, bool(input_grads), slice_lengths)
+            self.engine = Engine(partners, arguments)
         except BaseException as error:
             end_groups(partners.groups, error)
             raise
@@ -262,13 +257,17 @@ class Pipeline:
 
     @property
     def peak_activations(self) -> int:
-        """Most activations of a unit in a stage held at once in the last training step, as `simulate` counts."""
-        return self.engine.peak
+        """Most activations of a unit in a stage held at once in the last training step, as `simulate` counts.
+
+        That is as for the schedule that was given, without the R's of `recompute`.
+        """
+        return self.engine.executor.peaks[self.engine.recompute]
 
     @property
     def live_activations(self) -> int:
         """(stage, micro-batch) activations held now, counted as `peak_activations`; 0 where no step is under way."""
-        return self.engine.live
+        state = self.engine.executor.state
+        return 0 if state is None else (state.alive, state.under_way)[self.engine.recompute]
 
     @property
     def activation_bytes(self) -> ActivationBytes:

@@ -26,18 +26,24 @@ AskedBatch: TypeAlias = Any  # of batch.py
 
 
 def rows_of(tree: Tree, axis: int = 0) -> int:
-    """Return the extent of the first axis, or of another, which all leaves share; ArgumentError if they do not."""
+    """Return the extent of the first axis, or of the second, which all leaves share; ArgumentError if they do not."""
     leaves = [tree] if type(tree) is np.ndarray else flatten(tree)[0]
     for leaf in leaves:
         check_sendable(leaf)
-    counts = {leaf.shape[axis] if leaf.ndim > axis else -1 for leaf in leaves}
-    if len(counts) != 1 or -1 in counts:
+    return _extent([leaf.shape for leaf in leaves], axis)
+
+
+def _extent(shapes: Sequence[Shape], axis: int) -> int:
+    extents = {shape[axis] if len(shape) > axis else -1 for shape in shapes}
+    if len(extents) != 1 or -1 in extents:
+        what, form = ("positions", "(rows, positions, ...)") if axis else ("rows", "(rows, ...)")
         raise ArgumentError(
-            f"the arrays of a batch do not share their {('first', 'second')[axis]} axis",
-            found=f"shapes {[leaf.shape for leaf in leaves]}",
-            expected=("the same number of rows in each, and at least one axis", "the same number of positions")[axis],
+            f"the arrays of a batch do not share an axis of {what}",
+            found=f"shapes {[*shapes]}",
+            expected=f"{form}, with as many {what} in each",
+            remedy="give each array an axis 1 of positions; or take a schedule without slices" if axis else None,
         )
-    return counts.pop()
+    return extents.pop()
 
 
 def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list[int]]:
@@ -124,15 +130,7 @@ class Slicing:
 
     def lengths_of(self, shapes: Sequence[Shape]) -> Sequence[int]:
         """Return the positions of each slice, for a micro-batch of arrays of these shapes; ArgumentError for others."""
-        extents = {shape[1] if len(shape) > 1 else -1 for shape in shapes}
-        if len(extents) != 1 or -1 in extents:
-            raise ArgumentError(
-                "the arrays of a batch that is cut into slices do not share an axis of positions",
-                found=f"shapes {[*shapes]}",
-                expected="(rows, positions, ...), with as many positions in each",
-                remedy="give each array an axis 1 of positions; or take a schedule without slices",
-            )
-        positions = extents.pop()
+        positions = _extent(shapes, 1)
         if self.lengths is not None and sum(self.lengths) != positions:
             raise ArgumentError(
                 "the lengths of the slices do not add up to the sequence",

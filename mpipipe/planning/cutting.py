@@ -105,7 +105,7 @@ def cut(
     device: str = "cpu",
     frozen: Sequence[str] = (),
 ) -> Cut:
-    """Cut a model into the stages of a schedule, and make those of one rank.
+    """Cut a model into the stages of a schedule, and make those of one rank, in rising order.
 
     Parameters
     ----------
@@ -123,11 +123,6 @@ def cut(
         the most expensive stage is made as cheap as it can be. By default all layers are alike.
     dtype, seed, device, frozen : str, int, str, sequence of str
         As for `nn.Stage`. Names and initial values of parameters are the same however the model is cut.
-
-    Returns
-    -------
-    Cut
-        A list of nn.Stage, one for each stage of this rank, in rising order.
 
     Raises
     ------
@@ -164,6 +159,9 @@ def measured_costs(
 ) -> list[float]:
     """Measure what each layer costs, on rank 0, for the costs of `cut`; collective.
 
+    The seconds of its forward and backward, the median of five turns, are returned on every rank. Raises an error of a
+    layer, and ArgumentError for what is no layer, on every rank.
+
     Parameters
     ----------
     layers : sequence
@@ -174,16 +172,6 @@ def measured_costs(
         The ranks that are to know, COMM_WORLD by default.
     dtype, device : str
         As for `nn.Stage`.
-
-    Returns
-    -------
-    list of float
-        Seconds of forward and backward of each layer, on every rank: the median of five turns.
-
-    Raises
-    ------
-    ArgumentError
-        Something is no layer; any other error of a layer. On every rank.
     """
 
     def measured(y: Tree) -> list[float]:

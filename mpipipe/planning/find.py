@@ -76,11 +76,8 @@ def measure(measured: MeasuredRanks) -> Profile:
     everyone = group_of(mesh.comm).gather(
         "plan: what all ranks have measured", (mesh.pipe.rank, replace(mine, costs=costs), step)
     )
-    slowest: dict[int, MeasuredLayers] = {}
-    for rank, layers, _ in everyone:  # of the replicas, which wait for each other
-        if rank not in slowest or layers.seconds > slowest[rank].seconds:
-            slowest[rank] = layers
-    ranks = [slowest[rank] for rank in range(mesh.pipe.size)]
+    replicas = ([layers for rank, layers, _ in everyone if rank == at] for at in range(mesh.pipe.size))
+    ranks = [max(of_rank, key=_seconds) for of_rank in replicas]  # replicas wait for the slowest of them
     return Profile(
         kinds=problem.kinds,
         costs={size: tuple(rank.costs[size] for rank in ranks) for size in costs},
@@ -94,6 +91,10 @@ def measure(measured: MeasuredRanks) -> Profile:
         alone=mine.alone,
         process=max(layers.process for _, layers, _ in everyone),
     )
+
+
+def _seconds(layers: MeasuredLayers) -> float:
+    return sum(layer.forward + layer.backward for rank in layers.costs.values() for layer in rank.layers)
 
 
 def _different(plans: Sequence[Plan]) -> list[Choice]:

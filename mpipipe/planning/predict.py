@@ -50,13 +50,14 @@ class Prediction:
 
 
 def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int] | None = None) -> Prediction:
-    """Predict a step.
+    """Predict the time and memory of a step.
 
-    A step lasts as long as the simulated schedule, then the sums over replicas that are under way, clipping and
-    optimizer, and what `Profile.step` has besides. An action lasts as long as its layers, then `RankCosts.action`, and
-    the time for which its messages keep the rank from computing. W and R have no messages. Where ranks share memory
-    bandwidth or cores, each computes faster while others are idle: the schedule is shorter by what that saves the
-    busiest rank. The slices of a sequence share what was measured of it as a whole.
+    Raises ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit. A step lasts as
+    long as the simulated schedule, then the sums over replicas that are under way, clipping and optimizer, and what
+    `Profile.step` has besides. An action lasts as long as its layers, then `RankCosts.action`, and the time for which
+    its messages keep the rank from computing. W and R have no messages. Where ranks share memory bandwidth or cores,
+    each computes faster while others are idle: the schedule is shorter by what that saves the busiest rank. The slices
+    of a sequence share what was measured of it as a whole.
 
     Parameters
     ----------
@@ -68,11 +69,6 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
         Sequences of a step in each replica.
     trained : collection of int, optional
         Layers with something to train; by default all.
-
-    Returns
-    -------
-    Prediction
-        Its time and memory; ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit.
 
     Examples
     --------
@@ -215,16 +211,13 @@ class Choice:
         return list(pairwise(accumulate(self.partition, initial=0)))
 
     def placement(self, ranks: int) -> tuple[int, ...]:
-        """Look up the rank of each stage, as the schedule has it for any number of micro-batches.
-
-        Returns
-        -------
-        tuple of int
-        """
+        """Look up the rank of each stage, as the schedule has it for any number of micro-batches."""
         return schedules.by_name(self.schedule, ranks=ranks, chunks=self.chunks, microbatches=1).placement
 
     def build(self, ranks: int, trained: Collection[int] | None = None) -> Schedule:
         """Build the schedule that a training with this plan runs, with its recomputations.
+
+        Raises ArgumentError where the numbers do not fit, or no recomputation keeps the limit.
 
         Parameters
         ----------
@@ -232,11 +225,6 @@ class Choice:
             Of the pipeline.
         trained : collection of int, optional
             Layers with something to train; by default all.
-
-        Returns
-        -------
-        Schedule
-            What runs; ArgumentError where the numbers do not fit, or no recomputation keeps the limit.
         """
         made = self.schedule_of(ranks, trained)
         return before_backwards(made) if self.recompute else made

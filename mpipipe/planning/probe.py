@@ -122,7 +122,8 @@ class Probe:
         name, recompute = WAYS[way]
         schedule = schedules.by_name(name, ranks=1, microbatches=UNDER_WAY)
         loss = measured.loss_for(stage, self.size)
-        batch = self._example(UNDER_WAY)
+        inputs, targets = measured.example(UNDER_WAY * self.size, UNDER_WAY)
+        batch = inputs.main if isinstance(inputs, Branches) else inputs, targets  # bridges put in what has names
         with Pipeline([stage], schedule, self.solo, loss, recompute, replicas) as pipeline:
             optimizer, scaler = measured.optimizer(pipeline, None), measured.scaler()
             stage.optimizer_writes_compute()
@@ -172,11 +173,6 @@ class Probe:
             found.append(needs | {""} if needs or (inputs and place - 1 not in (-1, *self.picked)) else needs)
             known |= {*takes, *gives}
         return found
-
-    def _example(self, microbatches: int) -> tuple[Tree, Tree]:
-        """Return inputs and targets; names that inputs have are put in before the layers that take them."""
-        inputs, targets = self.measured.example(microbatches * self.size, microbatches)
-        return inputs.main if isinstance(inputs, Branches) else inputs, targets
 
     def sizes(self) -> Sizes:
         """Count what one micro-batch keeps, but not what several share, such as parameters and tables."""
@@ -302,11 +298,6 @@ class MeasuredLayers:
     optimizer: float
     sums: float
     alone: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all layers, for all sizes of micro-batches."""
-        return sum(layer.forward + layer.backward for rank in self.costs.values() for layer in rank.layers)
 
 
 def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:

@@ -149,17 +149,9 @@ UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}  # powers of two
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes.
+    """Read a number of at least 0, and perhaps K, M, G or T, or KiB, MiB, GiB or TiB: 2^10, 2^20, 2^30 or 2^40 bytes.
 
-    Parameters
-    ----------
-    text : str
-        A number of at least 0, and perhaps K, M, G or T, or KiB, MiB, GiB or TiB: 2^10, 2^20, 2^30 or 2^40 bytes.
-
-    Returns
-    -------
-    int
-        Bytes, rounded down. ArgumentError where the text is something else.
+    Bytes are rounded down. Raises ArgumentError where the text is something else.
 
     Examples
     --------

@@ -130,10 +130,6 @@ class SavedProfile:
             Ranks and replicas of the pipeline, and sequences of a micro-batch.
         linked : bool
             Whether a model of the links is given.
-
-        Returns
-        -------
-        list of str
         """
         lines, largest = [], max(self.costs)
         if ranks > 1 and self.ranks == 1 and not linked:

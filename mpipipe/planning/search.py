@@ -149,7 +149,7 @@ class Space:
 
 
 def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) -> list[Plan]:
-    """Find the plans with the fastest steps.
+    """Find the plans with the fastest steps; raises ConfigError where no plan keeps the limit of memory.
 
     For each schedule and number of micro-batches the layers are cut by their measured time. The fastest plans are
     improved by moving a layer from a stage to its neighbour, as long as that helps.
@@ -167,11 +167,6 @@ def find_plans(profile: Profile, space: Space, memory_limit: int | None = None) 
     -------
     list of Plan
         One for each schedule, number of chunks and number of micro-batches that keeps the limit; the fastest first.
-
-    Raises
-    ------
-    ConfigError
-        No plan keeps the limit.
 
     Examples
     --------

@@ -152,7 +152,8 @@ def _micro_batch(
     for _ in range(2):
         taken = taking()
         y, saved, gradient = forward()
-        before, after, held = _main(x), _main(y), saved if trained else ()
+        before, after = (each.main if isinstance(each, Branches) else each for each in (x, y))
+        held = saved if trained else ()
         kept, more = new_bytes([held, gradient if loss else ()], shared)
         found = StageBytes(
             input=bytes_of(before),
@@ -188,10 +189,6 @@ def _micro_batch(
     parts = [vars(part) for _, part in stage.layers[0].walk("") if not isinstance(part, ForeignLayer)]
     common, own = new_bytes([stage.tables, parts], {*array_bytes(stage.buffers)})
     return replace(found, tables=own, shared=common), shapes
-
-
-def _main(tree: Tree) -> Tree:
-    return tree.main if isinstance(tree, Branches) else tree
 
 
 def _within(tree: Tree, kept: Any) -> int:

@@ -393,13 +393,11 @@ class Links:
         try:
             if len(parts) not in (2, 3, 5):
                 raise ValueError(text)
-            latency, bandwidth, inside_latency, inside_bandwidth = map(
-                float, [*parts[:2], *(parts[3:] or (0, math.inf))]
-            )
-            return cls(latency, bandwidth, int(parts[2]) if parts[2:] else 1, inside_latency, inside_bandwidth)
+            latency, bandwidth, *inside = map(float, parts[:2] + parts[3:])
+            return cls(latency, bandwidth, int(parts[2]) if parts[2:] else 1, *inside)
+        except ArgumentError:
+            raise
         except ValueError as error:
-            if isinstance(error, ArgumentError):
-                raise
             raise ArgumentError("no model of links", found=repr(text), expected=f"{FORM}, as in 5e-6,25e9,8") from error
 
     def times(self, placement: Sequence[int], message_bytes: float) -> list[float]:

@@ -125,12 +125,10 @@ def neighbours(folder: Path) -> dict[str, bytes]:
 
 def forget_others(folder: Path) -> None:
     """Forget modules that were imported elsewhere and are in this folder, too: a copy imports its own copies."""
-    own = {name.partition(".")[0] for name in os.listdir(folder)} if folder.is_dir() else ()
     for name, file in not_installed():
-        if name.partition(".")[0] in own:
-            there = [folder / inside for inside in places_of(name) if (folder / inside).is_file()]
-            if there and os.path.realpath(there[0]) != os.path.realpath(file):
-                sys.modules.pop(name, None)
+        there = [folder / inside for inside in places_of(name) if (folder / inside).is_file()]
+        if there and os.path.realpath(there[0]) != os.path.realpath(file):
+            sys.modules.pop(name, None)
 
 
 def not_installed() -> list[tuple[str, str]]:

@@ -62,6 +62,7 @@ def test_every_visible_pair_is_planned_once_and_no_other(case):
                 visible &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
             slices = layout.needs(q_rank, k_rank, causal, window, documents)
             np.testing.assert_array_equal(seen(slices, i.size, j.size), visible)
+            np.testing.assert_array_equal(seen(mask.in_one_band(slices), i.size, j.size), visible)
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 7), st.integers(0, 50))
@@ -83,6 +84,18 @@ def test_work_of_each_rank(kind, work):
     layout = Layout(kind, 4, 48)
     found = [sum(part.pairs for k in range(4) for part in layout.needs(q, k)) for q in range(4)]
     assert found == work
+
+
+@given(st.integers(1, 30), st.integers(0, 30), st.none() | st.integers(1, 40))
+def test_a_slice_and_all_before_it_are_one_band(rows, before, window):
+    queries = [mask.PositionRange(0, rows, before, 1)]
+    keys = [mask.PositionRange(0, before, 0, 1), mask.PositionRange(before, rows, before, 1)]
+    (whole,) = mask.mask_slices(queries, [mask.PositionRange(0, before + rows, 0, 1)], True, window)
+    slices = mask.mask_slices(queries, keys, True, window)
+    joined = mask.in_one_band(slices)
+    np.testing.assert_array_equal(*(seen(each, rows, before + rows) for each in (joined, [whole])))
+    if window is None:
+        assert joined == [whole]
 
 
 def test_kinds_of_mask():
@@ -270,7 +283,7 @@ def test_a_ring_does_what_its_table_says(comm, monkeypatch, kind, causal, window
         assert tables == [[(0, None, None, comm.rank, *tables[0][0][-2:])]] * 2
         return
     saved = ring.forward(*mine)[1]
-    exchange = ring.exchange(saved.plan)
+    exchange = ring._exchange(saved.plan)
     for table, call, arguments in zip(tables, (ring.forward, ring.backward), (mine, (mine[2], saved))):
         kernel.blocks.clear()
         before = exchange.started

@@ -143,5 +143,5 @@ class HostAttend:
         saved = self._kept[q.shape, k.shape, v.shape, q.dtype, tuple(lengths)]
         if saved.plan.steps > 1:
             last = self.attend.group.rank + 1 - saved.plan.steps  # whose block it is
-            saved = saved._replace(message=message[: saved.plan.message.kv_bytes(last)])
+            saved = saved._replace(message=message[: saved.plan.message.nbytes(last)])
         return tuple(self.attend.backward(dout, saved._replace(call=call, **dict(zip(ARRAYS, given)))))

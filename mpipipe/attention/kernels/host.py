@@ -28,7 +28,7 @@ import numpy as np
 from mpipipe.arrays import float32_like, is_half, round_into, upcast
 from mpipipe.attention.bias import Bias, evaluated
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
-from mpipipe.attention.mask import Slice
+from mpipipe.attention.mask import Slice, in_one_band
 from mpipipe.attention.merge import merge
 from mpipipe.processor import each, on_this_thread
 
@@ -116,7 +116,7 @@ def _each_problem(block: KVBlock, solve: Callable[[_Problems], object]) -> None:
     A bias is a function of the user's, which the calling thread alone calls.
     """
     (batch, _, heads, _), kv_heads = block.q.shape, block.k.shape[2]
-    group = heads // kv_heads
+    group, block = heads // kv_heads, replace(block, slices=in_one_band(block.slices))
     if block.bias is None:
 
         def work(owners: tuple[slice, slice]) -> None:
@@ -239,15 +239,19 @@ def _backward_heads(
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
     count, rows, dim = *queries.shape[:2], dq.shape[4]
     dqueries = np.empty((count, rows, dim), dq.dtype)
-    dkeys, dvalues = np.zeros((count, keys.shape[1], dim), dq.dtype), np.zeros_like(values[..., :-1], order="C")
+    sums = [
+        x.reshape(count, -1, x.shape[4]) if x.flags.c_contiguous else np.zeros_like(rows[..., :-1], order="C")
+        for x, rows in ((dk, keys), (dv, values))
+    ]
     for tile in _tiles(part, dq.shape[3], dq.dtype):
         at = tile.rows
-        _backward_tile((queries[:, at], slopes[:, at], keys, values), tile, Gradients(dqueries[:, at], dkeys, dvalues))
+        _backward_tile((queries[:, at], slopes[:, at], keys, values), tile, Gradients(dqueries[:, at], *sums))
         poll()
     np.multiply(dqueries, scale, out=dqueries)
     np.add(dq, dqueries.reshape(dq.shape), out=dq)
-    np.add(dk, dkeys.reshape(dk.shape), out=dk)
-    np.add(dv, dvalues.reshape(dv.shape), out=dv)
+    for x, added in zip((dk, dv), sums):
+        if not x.flags.c_contiguous:
+            np.add(x, added.reshape(x.shape), out=x)
 
 
 def _with_column(x: np.ndarray, scale: float, value: np.ndarray | float) -> np.ndarray:

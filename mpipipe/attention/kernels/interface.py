@@ -15,7 +15,7 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention.bias import Bias
-from mpipipe.attention.mask import Slice, each_row_once
+from mpipipe.attention.mask import Slice
 from mpipipe.errors import ArgumentError
 
 
@@ -152,12 +152,10 @@ class InPlaceAccumulator:
         self._result = make(q, v, arrays.accumulator(q.dtype))
 
     def attend(self, block: KVBlock) -> None:
-        """Merge one block."""
         self._forward(block, self._result, self._overwrite)
         self._overwrite = False
 
     def end(self) -> OutLse:
-        """Return the result over all blocks, out in the dtype of the queries."""
         return self._result._replace(out=arrays.cast(self._result.out, self._dtype))
 
 
@@ -175,10 +173,10 @@ def gradients_from_zeros(
     return dk, dv
 
 
-def attend_once(kernel: AttentionKernel, block: KVBlock) -> OutLse:
-    """Attend to a single block of keys."""
+def attend_once(kernel: AttentionKernel, block: KVBlock, overwrite: bool) -> OutLse:
+    """Attend to a single block of keys; `overwrite` promises that each row lies in exactly one of its slices."""
     q, v = block.q, block.v
-    if each_row_once(block.slices, q.shape[1]):
+    if overwrite:
         result = uninitialised_result(q, v, q.dtype)
         kernel.forward(block, result, True)
         return result

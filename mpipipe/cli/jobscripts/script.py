@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
@@ -125,12 +124,8 @@ def _program(job: Job) -> list[str]:
     No line begins with a word that a user gives: Flux takes a line for a directive that begins with flux: in quotes.
     """
     if job.script:
-        return [f"-m mpipipe run {_quoted(job.script)}", '"$@"']
+        return [f"-m mpipipe run {shlex.join(job.script)}", '"$@"']
     return ['-m mpipipe train --out "$out"', *_options(job), '"$@"']
-
-
-def _quoted(words: Sequence[str]) -> str:
-    return " ".join(map(shlex.quote, words))
 
 
 def _options(job: Job) -> list[str]:
@@ -144,7 +139,7 @@ def _options(job: Job) -> list[str]:
     if job.scheduler != "slurm":  # which alone says when the time is over
         lines.append(f'--time-limit "$(({job.seconds} - SECONDS))"')
     if job.options:
-        lines[-1] += f" {_quoted(job.options)}"
+        lines[-1] += f" {shlex.join(job.options)}"
     return lines
 
 

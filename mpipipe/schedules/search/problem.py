@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate, repeat
 
 from mpipipe.errors import ArgumentError
@@ -123,21 +122,14 @@ class OrderProblem:
         """Write the tasks out as actions."""
         every = list(range(self.microbatches))  # large schedules share these numbers
         of_task = [map(Action, repeat(task // 3), repeat(OPS[task % 3]), every) for task in range(len(self.seconds))]
-        with _collector_paused():
+        was_enabled = gc.isenabled()
+        gc.disable()  # else Python looks for cycles among millions of new actions again and again: they have none
+        try:
             written = tuple(tuple([next(of_task[task]) for task in order]) for order in orders)
+        finally:
+            if was_enabled:
+                gc.enable()
         return Schedule(name, self.placement, self.microbatches, written)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep Python from looking for cycles among millions of new actions again and again: they have none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def tasks_of(schedule: Schedule) -> Orders:
