@@ -105,7 +105,7 @@ def test_a_description_of_weights_that_is_no_file_is_refused(odd):
     path, kind = odd
     folder = path.parent
     path.rename(folder / "model.json")
-    with pytest.raises(ArgumentError, match=f"no weights: .*{kind}"):
+    with pytest.raises(ArgumentError, match=f"the weights' description cannot be read: .*{kind}"):
         weights.describe(folder)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipipe import arrays, nn
-from mpipipe.arrays import Branches, Shape, Tree
+from mpipipe.arrays import Branches, Tree
 from mpipipe.errors import ArgumentError
 from mpipipe.nn import random_key
 
@@ -75,10 +75,6 @@ def is_module(given: Any) -> bool:
     return torch is not None and isinstance(given, torch.nn.Module)
 
 
-def _zeros(_generator: np.random.Generator, shape: Shape) -> np.ndarray:
-    return np.zeros(shape)
-
-
 DRAWING = threading.Lock()  # ranks that are threads share the generator of PyTorch
 
 
@@ -120,7 +116,9 @@ class ForeignLayer(nn.Layer):
     def forget(self) -> ForeignLayer:
         """Let go of the module and its arrays: what is left says what the layer is."""
         self.given = None
-        self.declared = {key: replace(entry, draw=_zeros) for key, entry in self.declared.items()}
+        self.declared = {
+            key: replace(entry, draw=lambda _generator, shape: np.zeros(shape)) for key, entry in self.declared.items()
+        }
         return self
 
     def bound(self) -> None:

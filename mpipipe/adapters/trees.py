@@ -173,17 +173,13 @@ def unflatten_parts(leaves: Sequence[Any], structures: Structures) -> list[Tree]
 
 def _leaves_like(tree: Tree | None, structure: Structure) -> list[Array | None]:
     """Return the gradients for arrays of a structure, in their order; one array without a gradient is None."""
-    if tree is None:
-        found: list[Array | None] = [None]
-        return found if structure is None else _refuse(None, structure)
-    leaves, there = flatten(tree)
+    nothing: tuple[list, Structure] = [None], None
+    leaves, there = nothing if tree is None else flatten(tree)
     if isinstance(structure, tuple) and isinstance(there, tuple) and {*structure} == {*there}:
         by_name = dict(zip(there, leaves))
         return [by_name[name] for name in structure]
-    return leaves if there == structure else _refuse(there, structure)
-
-
-def _refuse(found: Structure, expected: Structure) -> list[Array | None]:
-    raise ArgumentError(
-        "the gradient of an output has another structure than the output", found=found, expected=expected
-    )
+    if there != structure:
+        raise ArgumentError(
+            "the gradient of an output has another structure than the output", found=there, expected=structure
+        )
+    return leaves

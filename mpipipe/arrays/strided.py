@@ -143,10 +143,14 @@ def in_c_order(tree: Tree) -> Tree:
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Return x itself if it is of this dtype, else a C-contiguous copy that is, on the same device."""
+    """Return x itself if it is of this dtype, else a C-contiguous copy that is, on the same device.
+
+    What is too large becomes infinite without a warning.
+    """
     if x.dtype == dtype:
         return x
-    return x.astype(dtype) if isinstance(x, np.ndarray) else copied(x, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return copied(x, dtype)
 
 
 def fill(x: Array, value: float) -> None:

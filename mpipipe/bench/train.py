@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -15,14 +16,14 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from mpipipe import Pipeline, nn, processor, schedules
+from mpipipe import Pipeline, arrays, cut, nn, optim, processor, schedules
 from mpipipe.attention import Local, Sliced, slice_lengths
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
 from mpipipe.cli import Operand, show
 from mpipipe.comm import Mesh
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.language import TextTask, estimate
-from mpipipe.language.models import GPT
+from mpipipe.language.models import GPT, balanced_slices
 from mpipipe.options import Option
 from mpipipe.planning import (
     Choice,
@@ -74,14 +75,28 @@ def step(
             "at most 1.05",
         )
     long = replace(model, seq=tokens // rows)
-    whole, cut = (_measure(comm, long, schedules.one_f_one_b(comm.size, 1, slices=n), 1, repeats) for n in (1, slices))
+    whole, sliced = (
+        _measure(comm, long, schedules.one_f_one_b(comm.size, 1, slices=n), 1, repeats) for n in (1, slices)
+    )
     report(
         comm,
         f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, {counted(comm.size, 'rank')}",
-        f"{cut[0]:.3f} s a step, simulated {cut[1]:.3f} s, whole {whole[0]:.3f} s",
-        whole[0] / cut[0],
+        f"{sliced[0]:.3f} s a step, simulated {sliced[1]:.3f} s, whole {whole[0]:.3f} s",
+        whole[0] / sliced[0],
         f"at least 1.7 on 2 ranks: {2 * slices / (slices + 1):.2f} without any cost of slices",
     )
+    vocabulary = GPT(vocab=128_000, dim=256, layers=4, heads=8, seq=128)
+    over_all = replace(vocabulary, head_slices=balanced_slices(vocabulary, comm.size))
+    schedule = schedules.one_f_one_b(comm.size, microbatches)
+    whole, sliced = (_measure(comm, each, schedule, 2 * microbatches, repeats) for each in (vocabulary, over_all))
+    report(
+        comm,
+        f"train with {vocabulary.vocab:,} tokens, the head in {counted(over_all.head_slices, 'slice')}",
+        f"{sliced[0]:.3f} s a step, simulated {sliced[1]:.3f} s, the best cut of whole layers {whole[0]:.3f} s",
+        whole[0] / sliced[0],
+        "at least 1.25",
+    )
+    _sharded(comm, replace(model, layers=2), rows, repeats)
     if find_spec("torch"):
         beside_torch(comm, model, rows, repeats)
 
@@ -109,21 +124,53 @@ def beside_torch(comm: Communicator, model: GPT, rows: int, repeats: int, thread
     alone.Free()
 
 
+def _sharded(comm: Communicator, model: GPT, rows: int, repeats: int) -> None:
+    """Report a step of replicas that have a share of the optimizer's state each, next to one with all of it on each."""
+    group, schedule = group_of(comm), schedules.one_f_one_b(1, 1)
+    alone = group.split(comm.rank, 0, "bench")
+    inputs, targets = np.random.default_rng(comm.rank).integers(0, model.vocab, size=(2, rows, model.seq))
+    with ExitStack() as pipelines:
+
+        def one(replicas: Communicator | None) -> Callable[[], None]:
+            stage = nn.Stage(model.build(Local(causal=True)))
+            loss = nn.softmax_cross_entropy
+            pipeline = pipelines.enter_context(Pipeline([stage], schedule, alone, loss=loss, replicas=comm))
+            optimizer = optim.AdamW([stage], lr=1e-4, replicas=replicas)
+
+            def step() -> None:
+                pipeline.step(inputs, targets)
+                optim.begin_step(optimizer, max_norm=1.0).wait()
+
+            return step
+
+        whole, shares = compare(comm, [one(None), one(comm)], repeats, WARMUP)
+    report(
+        comm,
+        f"train {counted(comm.size, 'replica')} of {model.parameters:,} parameters, each with a share of the state",
+        f"{shares:.3f} s a step, all of it on each {whole:.3f} s",
+        shares / whole,
+        "at most 1.03",
+    )
+    alone.Free()
+
+
 def _measure(
     comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, repeats: int
 ) -> tuple[float, float]:
     """Return the median seconds of a step on the slowest rank, and of its simulation with this run's stages."""
     lengths = slice_lengths(model.seq, schedule.slices, model.dim, unit=32) if schedule.slices > 1 else None
     attend = Local(causal=True) if lengths is None else Sliced(Local(causal=True), lengths)
-    cuts, layers = schedules.partition(model.costs(), schedule.stages), model.build(attend)
-    own = [cuts[number] for number in schedule.stages_of(comm.rank)]
-    stages = [nn.Stage(layers[start:stop], first=start) for start, stop in own]
+    of_labels = model.head_slices > 1
+    stages = cut(model.build(attend, labels=of_labels), schedule, comm.rank, costs=model.costs())
     tokens = np.random.default_rng(0).integers(0, model.vocab, size=(2, rows, model.seq))
-    inputs = tokens[0] if schedule.placement[0] == comm.rank else None
-    targets = tokens[1] if schedule.placement[-1] == comm.rank else None
+    inputs = None
+    if stages.is_first:
+        inputs = arrays.Branches(tokens[0], labels=tokens[1]) if of_labels else tokens[0]
+    loss = nn.mean_of_losses if of_labels else nn.softmax_cross_entropy
+    targets = tokens[1] if stages.is_last else None
     times: list[float] = []
     group = group_of(comm)
-    with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy, slice_lengths=lengths) as pipeline:
+    with Pipeline(stages, stages.schedule, comm, loss=loss, slice_lengths=lengths) as pipeline:
         for turn in range(WARMUP + repeats):
             if turn == WARMUP:
                 pipeline.engine.executor.clock.settle()
@@ -132,7 +179,7 @@ def _measure(
             pipeline.step(inputs, targets)
             times.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
         costs = pipeline.durations()
-    return median(times[WARMUP:]), schedules.simulate(schedule, costs).makespan
+    return median(times[WARMUP:]), schedules.simulate(stages.schedule, costs).makespan
 
 
 # -- `bench plan`: predicted steps against real ones, for plans drawn at random ----------------------------------------

@@ -354,16 +354,15 @@ class TextTask(Task):
         return shard.divide(self.config.seq_len).length(shard.rank)
 
     def load(self, stages: Sequence[nn.Stage], mesh: Mesh) -> None:
-        config, base = self.config, self.base
-        if config.init is not None:
-            folder = model_folder.open_on_all(mesh.comm, config.init)
+        folder, init = None if self.base is None else self.base.folder, self.config.init
+        if init is not None:
+            folder = model_folder.open_on_all(mesh.comm, init)
+        if folder is not None:
             with group_of(mesh.comm).raise_together("train: the weights to begin with"):
-                if folder.kind == "huggingface":  # which says more than shapes
+                if init is not None and folder.kind == "huggingface":  # which says more than shapes
                     fine_tuning.check_same_model(folder, self.model)
                 folder = folder.with_slices(self.head_slices) if isinstance(self.model, GPT) else folder
             folder.load(without_adapters(stages, merged=False), mesh)
-        elif base is not None:
-            base.folder.with_slices(self.head_slices).load(without_adapters(stages, merged=False), mesh)
         self.tuning.load(stages, self.model, self.origin, mesh)
 
     # -- what is said and written -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import check_features, check_positive, checked_ids, rows
 from mpipipe.nn.layers.embedding import Head
-from mpipipe.nn.layers.head_slices import tile_rows
+from mpipipe.nn.layers.head_slices import tile_rows, tiles
 from mpipipe.nn.layers.layer import leaf
 from mpipipe.nn.stage import Stage
 
@@ -265,23 +265,20 @@ class HeadCrossEntropy:
 
     def _tiles(self, x: Array, ids: Array, factor: float, tile: int) -> tuple[Any, Array | None]:
         """Go through all rows tile by tile."""
-        kernels, poll = self.stage.kernels, self.stage.poll
+        kernels = self.stage.kernels
         total: Any = 0.0
         dx = arrays.empty(x.shape, x.dtype, self.stage.device) if self.stage.position.training else None
-        for start in range(0, len(x), tile):
-            at = slice(start, min(start + tile, len(x)))
-            share = (at.stop - start) / len(x)
+        for at in tiles(self.stage, len(x), tile):
+            share = (at.stop - at.start) / len(x)
             value, part = self._tile(x[at], ids[at], factor * share)
             if dx is not None:
                 kernels.copy(part, dx[at])
             if not arrays.is_device(value):
                 total += value * share
-            elif start:
+            elif at.start:
                 kernels.accumulate(total, kernels.scale(value, share))
             else:
                 total = kernels.scale(value, share)
-            if poll is not None:
-                poll()
         return total, dx
 
     def _tile(self, x: Array, ids: Array, factor: float) -> tuple[Any, Array | None]:

@@ -255,13 +255,13 @@ TABLES = 64  # of one stage at most, each for its own positions
 
 
 class RopeTables:
-    """Tables for `kernels.apply_rope`, made by `make` for arrays of one dtype and device, and kept for the next use.
+    """Tables for `kernels.apply_rope`, made by `make` for arrays of one dtype, and kept for the next use.
 
     Layers of a stage that turn the same positions share one.
     """
 
-    def __init__(self, make: Callable[..., Array], dtype: np.dtype, device: str):
-        self.make, self.dtype, self.device = make, dtype, device
+    def __init__(self, make: Callable[..., Array], dtype: np.dtype):
+        self.make, self.dtype = make, dtype
         self._kept = lru_cache(maxsize=TABLES)(self._made)
 
     def of(self, positions: int | ArrayLike, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Array:
@@ -283,4 +283,4 @@ class RopeTables:
         kind = np.float64 if axes else np.int64
         numbers = np.arange(positions) if isinstance(positions, int) else np.frombuffer(positions, kind)
         numbers = numbers.reshape(-1, axes) if axes else numbers
-        return self.make(numbers, head_dim, base, self.dtype, self.device, scaling)
+        return self.make(*angles(numbers, head_dim, base, scaling), self.dtype)

@@ -103,7 +103,7 @@ class Stage(Differentiable):
         self.dtype = checked_dtype(dtype)
         arrays.check_computable(self.dtype, self.device)
         self.kernels = kernels.of(self.device, self.dtype)
-        self.tables = RopeTables(self.kernels.rope_table, self.dtype, self.device)
+        self.tables = RopeTables(self.kernels.rope_table, self.dtype)
         self.layers, self.first, self.seed = tuple(layers), first, seed
         self.position, self.headless = Position(), False
         self.poll: Callable[[], object] | None = None

@@ -62,7 +62,10 @@ class Engine:
         pairs = sorted({*neighbours(schedule.placement, schedule.skip_ends), *ties.pairs})
         self.nccl = choose_nccl(partners, pairs)  # whether NCCL carries sums over replicas and messages, and why
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
-        mailbox = make_mailbox(partners, tags.channels + ties.channels, pairs if self.nccl.messages else ())
+        verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in partners.devices else None
+        how = tags.channels + ties.channels, settings.SYNC_SENDS.is_on, device, verdict
+        by_nccl = pairs if self.nccl.messages else ()
+        mailbox = Mailbox(make_transport(pipe.comm, *how, group=pipe, pairs=by_nccl), pipe)
         warmup = 2 if settings.GRAPHS.is_on else 1  # the second one records graphs
         self.checks = checks = Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
         self.messages = StageMessages(mailbox, warmup) if checks is None else CheckedMessages(mailbox, warmup, checks)
@@ -382,11 +385,3 @@ def choose_nccl(partners: Partners, pairs: Sequence[Pair]) -> NcclChoice:
     if devices[pipe.rank] == "cuda" and pipe.rank == 0:
         logger.info("NCCL: %s", choice)
     return choice
-
-
-def make_mailbox(partners: Partners, channels: int, pairs: Sequence[Pair]) -> Mailbox:
-    """Return the mailbox of this rank; `pairs` are the ranks whose messages go by NCCL. Collective."""
-    pipe, devices = partners.pipe, partners.devices
-    verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in devices else None
-    how = channels, settings.SYNC_SENDS.is_on, devices[pipe.rank], verdict
-    return Mailbox(make_transport(pipe.comm, *how, group=pipe, pairs=pairs), pipe)

@@ -11,7 +11,6 @@ from typing import Any
 
 from mpipipe import arrays
 from mpipipe.arrays import Tree, read_only
-from mpipipe.comm import Lease
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.pipeline.batch import CallInputs, CallState
 from mpipipe.pipeline.clock import DeviceClock, HostClock
@@ -152,16 +151,8 @@ class Executor:
         error.microbatch = action.microbatch if error.microbatch is None else error.microbatch
 
     def _forward(self, action: PlannedAction, state: CallState) -> None:
-        inputs, microbatch, envelope = state.inputs, action.microbatch, action.receive
-        lease: Lease = ()
-        if action.first:
-            x = inputs.inputs[microbatch]
-        elif envelope is None:
-            x = state.local.pop((action.stage, microbatch, "F"))
-        else:
-            x, lease = self.messages.receive_activation(envelope)
-        if action.takes:
-            x, lease = self.messages.join(action, state.local, x, lease)
+        inputs, microbatch = state.inputs, action.microbatch
+        x, lease = (inputs.inputs[microbatch], ()) if action.first else self.messages.take(action, state.local)
         target = inputs.targets[microbatch] if action.last and inputs.targets is not None else None
         position = inputs.positions[microbatch]
         if inputs.training and not action.keeps:
@@ -176,7 +167,7 @@ class Executor:
                 remedy="return (y, None) where nothing is saved",
             )
         y, saved = result
-        skips: dict[str, Tree] | None = None
+        skips: dict[str, Tree] = {}
         if action.gives or type(y) is Branches:
             y, skips = parted(y, action.gives, NAMES["F"])
         if target is not None:
@@ -185,14 +176,10 @@ class Executor:
         state.marks.append(self.now())
         if lease:
             y = copy_if_aliased(y, lease)
-        if action.send is not None:
-            self.messages.send_activation(action.send, y)
-        elif not action.last:
-            state.local[action.stage + 1, microbatch, "F"] = read_only(y)
+        if not action.last:
+            self.messages.give(action, state.local, y, skips, lease)
         elif inputs.outputs:
             state.outputs[microbatch] = y
-        if skips:
-            self.messages.give(action, state.local, skips, lease)
         if inputs.training and action.keeps:
             state.saved[action.stage, microbatch] = (x if action.recomputed else saved), lease
             state.under_way += 1
@@ -263,16 +250,8 @@ class Executor:
 
     def _backward(self, action: PlannedAction, state: CallState) -> None:
         """Run a whole backward, or an input gradient, which keeps what its weight gradient needs."""
-        microbatch, envelope = action.microbatch, action.receive
-        lease: Lease = ()
-        if action.last:
-            dy = state.loss_gradients.pop(microbatch)
-        elif envelope is None:
-            dy = state.local.pop((action.stage + 1, microbatch, "B"))
-        else:
-            dy, lease = self.messages.receive_gradient(envelope)
-        if action.takes:
-            dy, lease = self.messages.join(action, state.local, dy, lease)
+        microbatch, last = action.microbatch, action.last
+        dy, lease = (state.loss_gradients.pop(microbatch), ()) if last else self.messages.take(action, state.local)
         saved, kept = state.saved.pop((action.stage, microbatch))
         leases = (*lease, *kept) if lease and kept else lease or kept
         computes, whole = self.stages[action.chunk].computes, action.op == "B"
@@ -283,19 +262,15 @@ class Executor:
             dx, pending = computes.backward_input(dy, saved)
             state.pending[action.stage, microbatch] = pending, leases
         state.marks.append(self.now())
-        skips: dict[str, Tree] | None = None
+        skips: dict[str, Tree] = {}
         if action.gives or (type(dx) is Branches and not action.first):  # else of the side inputs of the batch
             dx, skips = parted(dx, action.gives, NAMES[action.op])
         if leases:
             dx = copy_if_aliased(dx, leases)
-        if action.send is not None:
-            self.messages.send_gradient(action.send, dx)
-        elif not action.ends:
-            state.local[action.stage, microbatch, "B"] = read_only(dx)
+        if not action.ends:
+            self.messages.give(action, state.local, dx, skips, leases)
         elif action.first and self.input_grads:
             state.input_gradients[microbatch] = unscaled(dx, state.inputs.scale)
-        if skips:
-            self.messages.give(action, state.local, skips, leases)
         if whole:
             if leases:
                 self.messages.mailbox.release(leases)

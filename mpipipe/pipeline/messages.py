@@ -122,12 +122,19 @@ class StageMessages:
         """Start sending the gradient of an activation that was received."""
         self.mailbox.put(envelope, self.specs[envelope.edge, envelope.microbatch].gradient_leaves(tree))
 
-    # -- over skips ---------------------------------------------------------------------------------------------
+    # -- what comes to an action and leaves it, along the chain of stages and over skips ------------------------
 
-    def join(self, action: PlannedAction, local: Local, main: Tree, lease: Lease) -> tuple[Branches, Lease]:
-        """Return what came from the next stage together with what comes over skips, and the lease of all of it."""
-        way = "F" if action.op == "F" else "B"
-        receive = self.receive_activation if way == "F" else self.receive_gradient
+    def take(self, action: PlannedAction, local: Local) -> tuple[Tree | Branches, Lease]:
+        """Return what comes to an action, in Branches where some comes over skips, and the lease of all of it."""
+        forward = action.op == "F"
+        receive, way = (self.receive_activation, "F") if forward else (self.receive_gradient, "B")
+        lease: Lease = ()
+        if action.receive is None:
+            main = local.pop((action.stage + (not forward), action.microbatch, way))
+        else:
+            main, lease = receive(action.receive)
+        if not action.takes:
+            return main, lease
         skips: dict[str, Tree] = {}
         for port in action.takes:
             if port.message is None:
@@ -138,13 +145,17 @@ class StageMessages:
             skips[port.name] = sum_of(skips[port.name], tree) if port.name in skips else tree  # of several takers
         return Branches(main, **skips), lease
 
-    def give(self, action: PlannedAction, local: Local, skips: dict[str, Tree], lease: Lease) -> None:
-        """Hand on what an action gives over skips, after what it has sent to the next stage: both ends know this order.
+    def give(self, action: PlannedAction, local: Local, main: Tree, skips: dict[str, Tree], lease: Lease) -> None:
+        """Hand on what an action gives to the next stage, and then over skips: both ends know this order.
 
         `lease` is that of the arrays which the action took.
         """
-        way = "F" if action.op == "F" else "B"
-        send = self.send_activation if way == "F" else self.send_gradient
+        forward = action.op == "F"
+        send, way = (self.send_activation, "F") if forward else (self.send_gradient, "B")
+        if action.send is None:
+            local[action.stage + forward, action.microbatch, way] = read_only(main)
+        else:
+            send(action.send, main)
         for port in action.gives:
             if port.wanted:
                 tree = copy_if_aliased(skips[port.name], lease) if lease else skips[port.name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import socket
 import sys
 import tracemalloc
@@ -24,11 +23,7 @@ from mpipipe.text import exact_bytes, shown_bytes
 
 def machine_memory() -> int | None:
     """Return the bytes of memory of this machine, None if the operating system does not say."""
-    try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-    return pages * size if pages > 0 and size > 0 else None
+    return processor.bytes_of_line("MemTotal")
 
 
 def check_memory(what: str, needs: Mapping[str, int], remedy: str) -> None:
@@ -125,18 +120,13 @@ def array_bytes(thing: Any) -> dict[int, int]:
         if isinstance(each, Held):
             found |= each.bytes
         elif isinstance(each, np.ndarray):
-            owner = _owner(each)
-            found[arrays.address(owner)] = owner.nbytes
+            while isinstance(each.base, np.ndarray):
+                each = each.base
+            found[arrays.address(each)] = each.nbytes
         elif id(each) not in seen:
             seen.add(id(each))
             waiting.extend(_parts(each))
     return found
-
-
-def _owner(array: np.ndarray) -> np.ndarray:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
 
 
 OPAQUE = (nn.Layer, nn.Stage, ModuleType, type, str, bytes, int, float)  # what holds no arrays of a micro-batch

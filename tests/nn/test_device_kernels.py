@@ -11,6 +11,7 @@ from support.tolerance import close, largest
 from mpipipe import arrays, nn
 from mpipipe.errors import ArgumentError
 from mpipipe.nn.random import random_bits, random_key
+from mpipipe.nn.rope import angles
 
 KINDS = ("float32", "float64", "float16", "bfloat16")
 
@@ -324,8 +325,8 @@ def test_a_nan_stays_in_its_row(cuda, kind):
 
 def rotated(x, positions, base, back):
     dim = x.shape[-1]
-    angles = np.asarray(positions)[:, None] * base ** (-np.arange(0, dim, 2) / dim)
-    factors = np.exp((-1j if back else 1j) * angles)[:, None]
+    turned = np.asarray(positions)[:, None] * base ** (-np.arange(0, dim, 2) / dim)
+    factors = np.exp((-1j if back else 1j) * turned)[:, None]
     pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * factors
     return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
 
@@ -334,7 +335,7 @@ def rotated(x, positions, base, back):
 @pytest.mark.parametrize("dim", [2, 6, 16])
 def test_rope(cuda, kind, draw, dim, back):
     positions = np.array([0, 1, 5, 1000, 77])
-    table = cuda.rope_table(positions, dim, 1e4, kind, "cuda")
+    table = cuda.rope_table(*angles(positions, dim, 1e4), kind)
     whole, host = device(draw(2, 5, 6, dim), kind)
     expected = rotated(host, positions, 1e4, back)
     target = arrays.empty(host.shape, kind, "cuda")
@@ -346,7 +347,7 @@ def test_rope(cuda, kind, draw, dim, back):
 
 
 def test_rotate_uses_the_first_rows_of_a_longer_table_and_any_strides(cuda, kind, draw):
-    table = cuda.rope_table(np.arange(8), 8, 1e4, kind, "cuda")
+    table = cuda.rope_table(*angles(np.arange(8), 8, 1e4), kind)
     x, host = device(draw(1, 4, 3, 9), kind)
     target = arrays.empty((1, 4, 8, 3), kind, "cuda").transpose(0, 1, 3, 2)
     cuda.apply_rope(x[..., 1:], table[:4], target)

@@ -13,6 +13,7 @@ from mpipipe import arrays, processor
 from mpipipe.nn import kernels
 from mpipipe.nn.kernels import AdamWNumbers, Update
 from mpipipe.nn.random import random_bits, random_key
+from mpipipe.nn.rope import angles
 
 ROWS = 90
 RANDOM = np.random.default_rng(11)
@@ -49,7 +50,8 @@ def accurate(*shape):
 
 
 IDS = of(np.random.default_rng(3).integers(0, 40, ROWS))
-GAIN, TABLE = x(WIDTH), (lambda dtype: kernels.of("cpu").rope_table(np.arange(ROWS), 8, 1e4, arrays.dtype(dtype)))
+GAIN, TURNED = x(WIDTH), angles(np.arange(ROWS), 8, 1e4)
+TABLE = lambda dtype: kernels.of("cpu").rope_table(*TURNED, arrays.dtype(dtype))  # noqa: E731
 RANGES = [(0, 1000, True), (1000, 1001, False), (1001, 5000, True), (5000, 6480, False)]
 UPDATE = lambda dtype: Update(0.5, RANGES, np.empty(6480, "float16"))  # noqa: E731
 STEP = of(AdamWNumbers(0.9, 0.99, 1e-8, 0.1, 0.1, 0.01, 0.99))

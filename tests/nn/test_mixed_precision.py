@@ -8,6 +8,7 @@ from support.tolerance import close, eps, largest, rounding, within
 
 from mpipipe import Pipeline, arrays, nn, optim
 from mpipipe.nn.kernels.host import any_dtype
+from mpipipe.nn.rope import angles
 from mpipipe.schedules import interleaved_1f1b
 
 RANDOM = np.random.default_rng(12)
@@ -91,7 +92,7 @@ def test_each_kernel_of_swiglu_rounds_once(dtype):
 @pytest.mark.parametrize("back", [False, True])
 def test_rotation_in_place_and_from_strided_arrays_rounds_once(dtype, back):
     positions = np.arange(5) * 100
-    table = any_dtype.rope_table(positions, 8, 10000.0, arrays.dtype(dtype))
+    table = any_dtype.rope_table(*angles(positions, 8, 10000.0), arrays.dtype(dtype))
     whole = half(dtype, 2, 5, 6, 8)
     x = whole[:, :, :4]
     exact = np.empty(x.shape, np.float32)
@@ -106,7 +107,7 @@ def test_rotation_in_place_and_from_strided_arrays_rounds_once(dtype, back):
 
 
 def test_rotation_of_transposed_arrays_is_that_of_contiguous_ones():
-    table = any_dtype.rope_table(np.arange(5), 8, 10000.0, np.dtype(np.float32))
+    table = any_dtype.rope_table(*angles(np.arange(5), 8, 10000.0), np.dtype(np.float32))
     x = RANDOM.standard_normal((2, 8, 3, 5)).astype(np.float32).transpose(0, 3, 2, 1)
     expected, found = np.empty((2, 5, 3, 8), np.float32), np.empty_like(x)
     any_dtype.apply_rope(np.ascontiguousarray(x), table, expected)

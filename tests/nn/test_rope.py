@@ -25,7 +25,7 @@ def test_angles_are_the_formula():
 
 
 def tables():
-    return RopeTables(nn.kernels.of("cpu").rope_table, np.dtype(np.float64), "cpu")
+    return RopeTables(nn.kernels.of("cpu").rope_table, np.dtype(np.float64))
 
 
 def test_equal_positions_share_one_table():
@@ -82,8 +82,8 @@ def test_frequencies_and_amplitude_are_the_formulas(scaling, head_dim, base):
 def test_tables_on_host_and_device_have_scaled_angles_and_amplitude(gpu, scaling, dtype):
     kind = arrays.dtype(dtype)
     wide = arrays.accumulator(kind)
-    host = RopeTables(nn.kernels.of("cpu", kind).rope_table, kind, "cpu").of(POSITIONS, 6, 100.0, scaling)
-    device = RopeTables(nn.kernels.of("cuda").rope_table, kind, "cuda").of(POSITIONS, 6, 100.0, scaling)
+    host = RopeTables(nn.kernels.of("cpu", kind).rope_table, kind).of(POSITIONS, 6, 100.0, scaling)
+    device = RopeTables(nn.kernels.of("cuda").rope_table, kind).of(POSITIONS, 6, 100.0, scaling)
     frequencies, amplitude = reference_rope.frequencies(6, 100.0, scaling)
     angles = POSITIONS[:, None] * frequencies
     for part, turn, there in ((host.real, np.cos, 0), (host.imag, np.sin, 1)):
@@ -96,7 +96,7 @@ def test_tables_on_host_and_device_have_scaled_angles_and_amplitude(gpu, scaling
 def test_tables_of_coordinates_are_those_of_each_axis_side_by_side(gpu):
     coordinates = np.array([[0.0, 1.0], [2.5, -7.0], [90.0, 359.0]])
     for device in ("cpu", "cuda"):
-        kept = RopeTables(nn.kernels.of(device).rope_table, np.dtype(np.float64), device)
+        kept = RopeTables(nn.kernels.of(device).rope_table, np.dtype(np.float64))
         found = kept.of(coordinates, 12, 100.0)
         assert kept.of(coordinates.tolist(), 12, 100.0) is found
         assert kept.of(np.array([2, 5]), 12, 100.0) is not kept.of([[2], [5]], 12, 100.0)
@@ -108,7 +108,7 @@ def test_tables_of_coordinates_are_those_of_each_axis_side_by_side(gpu):
 
 def test_turning_back_is_the_adjoint_though_the_amplitude_is_not_one():
     """<turned x, y> = <x, y turned back>, which a backward needs."""
-    table = nn.kernels.of("cpu").rope_table(POSITIONS, 8, 100.0, np.dtype(np.float64), scaling=SCALINGS[4])
+    table = nn.kernels.of("cpu").rope_table(*rope.angles(POSITIONS, 8, 100.0, SCALINGS[4]), np.dtype(np.float64))
     x, y = np.random.default_rng(0).standard_normal((2, 2, 5, 3, 8))
     there, back = np.empty_like(x), np.empty_like(y)
     kernels = nn.kernels.of("cpu")

@@ -55,9 +55,7 @@ class _Opened:
         weakref.finalize(self, os.close, self.descriptor)
 
 
-@lru_cache(maxsize=OPEN_FILES)
-def _opened(path: Path) -> _Opened:
-    return _Opened(path)
+_opened = lru_cache(maxsize=OPEN_FILES)(_Opened)
 
 
 # -- Hashes of files. Little of the data is read for them -------------------------------------------------------------

@@ -54,14 +54,8 @@ def open_tokenizer(folder: str | Path, end: str | None = None) -> Tokenizer:
     """Open the tokenizer in a folder, or a tokenizer.json; `end` ends a text in place of what the folder names."""
     path = path_of(folder)
     tokenizers = optional_library("tokenizers", "read a tokenizer.json", "tokens")
-    try:
+    with files.reading("the tokenizer", path, DataError, remedy=REMEDY, also=(UnicodeDecodeError,)):
         text = files.read_text(path, MOST_BYTES)
-    except OSError as error:
-        raise DataError(
-            f"no tokenizer: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=REMEDY
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the tokenizer cannot be read: {error}", found=str(path), remedy=REMEDY) from error
     with library_errors(path, "the tokenizer cannot be read"):
         library = tokenizers.Tokenizer.from_str(text)
         library.no_truncation()

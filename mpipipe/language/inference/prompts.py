@@ -86,11 +86,8 @@ def parse_ids(text: str, name: str) -> list[int]:
 
 def _lines(path: Path) -> list[str | list[int]]:
     """Return the prompts of a file: its lines, or what the lines of a file .jsonl say."""
-    try:
-        with files.reading("the prompts", path, DataError):
-            text = files.read_text(path, MOST_BYTES)
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompts are no text in UTF-8: {error}", found=str(path)) from error
+    with files.reading("the prompts", path, DataError, expected="text in UTF-8", also=(UnicodeDecodeError,)):
+        text = files.read_text(path, MOST_BYTES)
     lines = text.removesuffix("\n").split("\n") if text else []
     if not lines:
         raise DataError("there are no prompts", found=f"an empty file {path}", remedy=REMEDY)

@@ -117,16 +117,10 @@ def describe(folder: str | Path) -> WeightsDescription:
     """Read model.json. Raises ArgumentError if it is missing, or is not what `save` wrote."""
     path = Path(folder, DESCRIPTION)
     remedy = "name the --out folder of a training that ended; its weights are written at the end"
-    try:
+    with files.reading("the weights' description", path, remedy=remedy, also=(ValueError, TypeError, RecursionError)):
         facts = json.loads(files.read_text(path, MOST_BYTES))
         written = facts.pop("checksum", None) if isinstance(facts, dict) else None
         description = WeightsDescription(**facts)
-    except OSError as error:
-        raise ArgumentError(
-            f"no weights: {error.strerror}", found=str(path), expected=files.REGULAR, remedy=remedy
-        ) from error
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ArgumentError(f"the weights' description cannot be read: {error}", found=str(path)) from error
     kinds = {"model": dict, "dtype": str, "stages": int}
     if any(type(facts[name]) is not kind for name, kind in kinds.items()):
         raise ArgumentError("the weights' description is wrong", found=f"{path}: {description}", remedy=remedy)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from mpipipe.arrays import Array, DeviceArray
-from mpipipe.nn.rope import RopeScaling
 
 Range: TypeAlias = "tuple[int, int, bool]"  # (start, stop, whether weight decay applies) in flat arrays
 
@@ -136,16 +135,8 @@ class Kernels(Protocol):
 
     # -- rotary positions
 
-    def rope_table(
-        self,
-        positions: np.ndarray,
-        head_dim: int,
-        base: float,
-        dtype: np.dtype,
-        device: str = ...,
-        scaling: RopeScaling | None = None,
-    ) -> Array:
-        """Return the factors for `apply_rope` on arrays of `dtype`, one row for each position, on the device."""
+    def rope_table(self, angles: np.ndarray, amplitude: float, dtype: np.dtype) -> Array:
+        """Return the factors for `apply_rope` on arrays of `dtype`: amplitude exp(i angle), of (seq, head_dim / 2)."""
 
     def apply_rope(self, x: Array, table: Array, target: Array, inverse: bool = False) -> None:
         """Target = each pair of neighbours of x turned by its factor, or by its conjugate with `inverse`.

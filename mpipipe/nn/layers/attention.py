@@ -142,14 +142,13 @@ class SelfAttention(Layer):
         kernels, flat = self.stage.kernels, rows(x)
         qkv = kernels.linear(flat, self.qkv, self.qkv_bias).reshape(*x.shape[:2], -1, self.head_dim)
         position = Position(*self.stage.position)
-        self._attend.begin(position if self.has_backward else position._replace(keeps=False))
+        self._begin(position if self.has_backward else position._replace(keeps=False))
         table = self._rope_table(x.shape[1])
         q, k, v = self._split(qkv)
         plain = [self._normalise(q, self.q_norm, table), self._normalise(k, self.k_norm, table)]
         if self.q_norm is None and table is not None:
             queries_and_keys = qkv[:, :, : self.heads + self.kv_heads]
             kernels.apply_rope(queries_and_keys, table, queries_and_keys)
-        self._share_poll()
         if self.positions is not None:
             self._attend.check_positions(self.positions)
         y, saved = self._attend.forward(q, k, v)
@@ -162,9 +161,8 @@ class SelfAttention(Layer):
         dout = kernels.linear_backward_input(dflat, self.out).reshape(*dy.shape[:2], self.heads, self.head_dim)
         shape = (*dy.shape[:2], self._width // self.head_dim, self.head_dim)
         dqkv = arrays.empty(shape, dy.dtype, self.stage.device)
-        self._share_poll()
         dq, dk, dv = self._split(dqkv)
-        self._attend.begin(position)  # whose rows the positions are for
+        self._begin(position)  # whose rows the positions are for
         turned_dq, turned_dk, given_dv = self._attend.backward_into(dout, kept, (dq, dk, dv))
         table = self._rope_table(dy.shape[1])
         parts: list[Array] = []
@@ -219,8 +217,9 @@ class SelfAttention(Layer):
         elif x is not target:
             self.stage.kernels.copy(x, target)
 
-    def _share_poll(self) -> None:
-        """Let the attend object keep messages moving between its tiles: attention may take long."""
+    def _begin(self, position: Position) -> None:
+        """Let the attend object know of a micro-batch, and keep messages moving between its tiles: it may take long."""
+        self._attend.begin(position)
         if self.stage.poll is not None:
             self._attend.poll = self.stage.poll
 

@@ -143,9 +143,7 @@ class PreNormResidual(Layer):
 
     def __init__(self, norm: Layer, *layers: Layer):
         self.norm, self.f = norm, Sequential(layers)
-        self._fused: RMSNorm | LayerNorm | None = None  # a class derived from one may redefine its backward
-        if isinstance(norm, (RMSNorm, LayerNorm)) and type(norm) in (RMSNorm, LayerNorm):
-            self._fused = norm
+        self._fused: Any = norm if type(norm) in (RMSNorm, LayerNorm) else None  # not a class that is derived from one
         self.children = {f"layer.{place}": layer for place, layer in enumerate((norm, *layers))}
 
     def bound(self) -> None:

@@ -119,9 +119,7 @@ class _Sampling(Layer):
         total = arrays.empty((len(fine), *space, fine.shape[-1]), kind, self.stage.device)
         for place, box in enumerate(self._boxes()):
             kernels.copy(fine[box], total, add=place > 0)
-        coarse = arrays.empty(total.shape, fine.dtype, self.stage.device)
-        kernels.cast(kernels.scale(total, factor, total), coarse)
-        return coarse
+        return arrays.cast(kernels.scale(total, factor, total), fine.dtype)
 
     def _fine(self, coarse: Array, factor: float) -> Array:
         """Return factor times the value of each box at all its points."""

@@ -27,7 +27,7 @@ from mpipipe.arrays import Array
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.nn.checks import check_features, check_positive, check_slice_count, checked_ids, rows
-from mpipipe.nn.layers.layer import Layer, leaf
+from mpipipe.nn.layers.layer import Layer, StageOfLayer, leaf
 from mpipipe.nn.parameters import matrix, row_slices
 
 LABELS = "labels"  # their name among the inputs
@@ -38,6 +38,14 @@ KEPT_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}  # of all logits of a micro-bat
 def tile_rows(vocab: int, itemsize: int, device: str) -> int:
     """Return how many rows of logits make a tile of about `TILE_BYTES`, at least 1; nn/loss.py has its costs."""
     return max(1, TILE_BYTES[device] // (vocab * itemsize))
+
+
+def tiles(stage: StageOfLayer, count: int, step: int) -> Iterator[slice]:
+    """Yield `step` of `count` rows at a time, whose logits are computed together; between them messages advance."""
+    for start in range(0, count, step):
+        if start and stage.poll is not None:
+            stage.poll()
+        yield slice(start, min(start + step, count))
 
 
 class HeadSlice(Layer):
@@ -163,7 +171,7 @@ class HeadSlice(Layer):
         before = [each.reshape(-1) for each in carried]
         after, kept = [arrays.empty((len(flat),), kind, stage.device) for _ in before], list[Array]()
         keeps = stage.position.training and len(flat) * self.vocab * flat.dtype.itemsize <= KEPT_BYTES[stage.device]
-        for at in self._tiles(len(flat)):
+        for at in tiles(stage, len(flat), self._tile):
             logits = stage.kernels.linear(flat[at], self.weight)
             columns, now = (self.first, self.vocab), [each[at] for each in after]
             stage.kernels.running_lse(logits, ids[at], columns, [each[at] for each in before], now)
@@ -183,7 +191,7 @@ class HeadSlice(Layer):
         dh, *slopes = (None, dy, kernels.scale(dy, -1.0)) if self.last else dy
         dh, slopes = None if dh is None else rows(dh), [each.reshape(-1) for each in slopes]
         dx = arrays.empty(flat.shape, flat.dtype, device) if of_input else None
-        for number, at in enumerate(self._tiles(len(flat))):
+        for number, at in enumerate(tiles(self.stage, len(flat), self._tile)):
             logits = kept[number] if kept else kernels.linear(flat[at], self.weight)
             dlogits = arrays.empty_like(logits) if kept else logits
             now = [each[at] for each in slopes]
@@ -199,13 +207,9 @@ class HeadSlice(Layer):
         kernels.running_lse_backward(before.reshape(-1, 1), ids, self.vocab, lse, slopes, dbefore)
         return dx.reshape(shape), dbefore.reshape(shape[:-1]), slopes[1].reshape(shape[:-1])
 
-    def _tiles(self, count: int) -> Iterator[slice]:
-        """Yield rows whose logits are computed at a time; between them messages advance."""
-        step = tile_rows(len(self.weight), self.weight.dtype.itemsize, self.stage.device)
-        for start in range(0, count, step):
-            if start and self.stage.poll is not None:
-                self.stage.poll()
-            yield slice(start, min(start + step, count))
+    @property
+    def _tile(self) -> int:
+        return tile_rows(len(self.weight), self.weight.dtype.itemsize, self.stage.device)
 
 
 def check_slices(entries: Sequence[Any]) -> None:

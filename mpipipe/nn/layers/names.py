@@ -353,8 +353,7 @@ class AdaptiveNorm(Layer):
                 kernels.copy(result, dx[row])
                 for half, part in enumerate(sums):
                     kernels.add_parts(part, total[row, half])
-        dboth = arrays.empty(both.shape, dy.dtype, device)
-        kernels.cast(total.reshape(both.shape), dboth)
+        dboth = arrays.cast(total.reshape(both.shape), dy.dtype)
         dcondition, pending = self.modulation.backward_input(dboth, of_linear)
         self.stage.add_gradient(self.takes[0], dcondition)
         return dx.reshape(dy.shape), pending

@@ -69,7 +69,7 @@ class SpectralConv(Layer):
         ready = arrays.empty((len(x), 2, 2, len(low), self.outputs), low.dtype, self.stage.device)
         kernels.copy(self._parts(products), ready)
         y = self._apply(ready.reshape(len(x), 4, -1), space, back, range(len(space)))
-        return self._rounded(y, (*x.shape[:-1], self.outputs), x.dtype), (low, space)
+        return arrays.cast(y, x.dtype).reshape(*x.shape[:-1], self.outputs), (low, space)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         low, space = saved
@@ -83,7 +83,7 @@ class SpectralConv(Layer):
         turned = arrays.empty((rows, frequencies, self.inputs), low.dtype, self.stage.device)
         kernels.copy(dlow.swapaxes(0, 1), turned)
         dx = self._apply(turned.reshape(len(dy), -1, self.inputs), space, there, range(len(space)), transpose=True)
-        return self._rounded(dx, (*dy.shape[:-1], self.inputs), dy.dtype), (low, dproducts)
+        return arrays.cast(dx, dy.dtype).reshape(*dy.shape[:-1], self.inputs), (low, dproducts)
 
     def backward_weight(self, pending: Any) -> None:
         self._add("weight", self._add_products, *pending)
@@ -91,12 +91,6 @@ class SpectralConv(Layer):
     def _add_products(self, low: Array, dproducts: Array, grad: Array) -> None:
         grad = grad.reshape(-1, self.inputs, 2 * self.outputs)
         self.stage.kernels.products(low, dproducts, grad, transpose_a=True, add=True)
-
-    def _rounded(self, x: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        y = x if x.dtype == dtype else arrays.empty(x.shape, dtype, self.stage.device)
-        if y is not x:
-            self.stage.kernels.cast(x, y)
-        return y.reshape(shape)
 
     def _weight(self, dtype: np.dtype) -> Array:
         return arrays.cast(self.weight.reshape(-1, self.inputs, 2 * self.outputs), dtype)

@@ -181,7 +181,7 @@ def test_what_is_there_already_stays(tmp_path, folder, texts, name):
 
 
 WRONG_FOLDERS = {
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "the tokenizer cannot be read: No such file"),
     "no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer cannot be read"),
     "an end that it does not have": (
         lambda folder: (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}'),

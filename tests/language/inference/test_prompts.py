@@ -40,7 +40,7 @@ def test_a_file_has_a_prompt_on_each_line(tmp_path, name, content, expected):
     [
         ("a.txt", b"", "no prompts", "empty file"),
         ("a.txt", b"a\n\nb\n", "prompt 1 is empty", "line 2 of"),
-        ("a.txt", b"a\xff", "no text in UTF-8", "a.txt"),
+        ("a.txt", b"a\xff", "prompts cannot be read: 'utf-8' codec", "a.txt"),
         ("a.jsonl", b'"a"\n{"text": "b"}\n', "has no prompt", "line 2 of"),
         ("a.jsonl", b'"a"\n{"tokens": [1, 2.5]}\n', "has no prompt", "line 2 of"),
         ("a.jsonl", b'"a"\n{"tokens": [1, true]}\n', "has no prompt", "line 2 of"),

@@ -9,22 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays
-from mpipipe.arrays import (
-    BLOCK,
-    WORD,
-    DeviceArray,
-    Launch,
-    Packed,
-    bitwise_or,
-    element_strides,
-    gemm,
-    grid,
-    over,
-    scalar_type,
-    vector_width,
-)
+from mpipipe.arrays import DeviceArray, Launch, Packed, over, scalar_type, vector_width
 from mpipipe.nn.kernels.cuda.elementwise import check_alike, check_contiguous, check_ids, check_matrices
-from mpipipe.nn.rope import RopeScaling, angles
 
 LINEAR, SUMS = (Path(__file__).with_name(f"{name}.cu") for name in ("linear", "sums"))
 STRIPES, LANES = 8, 32  # threads of a block for sum_rows, one below and one next to the other
@@ -38,7 +24,7 @@ def linear(x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None)
     y = arrays.empty((len(x), len(weight)), x.dtype, "cuda")
     if bias is not None:
         _broadcast((bias,), (y,), (len(x),))
-    gemm(x, weight, y, transpose_b=True, add=bias is not None)
+    arrays.gemm(x, weight, y, transpose_b=True, add=bias is not None)
     return y
 
 
@@ -52,7 +38,7 @@ def linear_backward_input(dy: DeviceArray, weight: DeviceArray) -> DeviceArray:
     """Return dx = dy weight."""
     check_matrices("linear_backward_input", dy, 1, weight, 0)
     dx = arrays.empty((len(dy), weight.shape[1]), dy.dtype, "cuda")
-    gemm(dy, weight, dx)
+    arrays.gemm(dy, weight, dx)
     return dx
 
 
@@ -60,7 +46,19 @@ def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, a
     """Grad += dy^T x; without `add` grad = dy^T x, and what was there is not read."""
     check_matrices("linear_backward_weight", dy, 0, x, 0)
     check_contiguous("linear_backward_weight", grad)
-    gemm(dy, x, grad, transpose_a=True, add=add)
+    arrays.gemm(dy, x, grad, transpose_a=True, add=add)
+
+
+def products(
+    a: DeviceArray,
+    b: DeviceArray,
+    c: DeviceArray,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    add: bool = False,
+) -> None:
+    """C = a b or, with `add`, c += a b, for each of some problems."""
+    arrays.batched_gemm(a, b, c, transpose_a, transpose_b, add)
 
 
 def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
@@ -149,7 +147,7 @@ def _pack_norm(x: DeviceArray, *rest: Any) -> Launch | None:
     constants, (rows, width) = _constants(x, *others), x.shape
     block = _block(constants["G"])
     numbers = np.int64(rows), np.int32(width), scalar_type(x.dtype)(eps)
-    return Launch(arrays.cuda_function(NORM, name, **constants), grid(rows, block[1]), block, numbers)
+    return Launch(arrays.cuda_function(NORM, name, **constants), arrays.grid(rows, block[1]), block, numbers)
 
 
 def norm_backward(
@@ -262,17 +260,9 @@ def _sorted(
 ROPE = Path(__file__).with_name("rope.cu")
 
 
-def rope_table(
-    positions: np.ndarray,
-    head_dim: int,
-    base: float,
-    dtype: np.dtype,
-    device: str = "cuda",
-    scaling: RopeScaling | None = None,
-) -> DeviceArray:
+def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> DeviceArray:
     """Return cosine and sine (seq, head_dim / 2, 2) of the angle of each position and pair, on the device."""
-    turned, amplitude = angles(positions, head_dim, base, scaling)
-    table = amplitude * np.stack([np.cos(turned), np.sin(turned)], axis=-1)
+    table = amplitude * np.stack([np.cos(angles), np.sin(angles)], axis=-1)
     return arrays.upload(table.astype(arrays.accumulator(np.dtype(dtype))))
 
 
@@ -283,10 +273,10 @@ def apply_rope(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse:
 
 def _pack_turn(x: DeviceArray, table: DeviceArray, target: DeviceArray, inverse: bool) -> Launch | None:
     _, seq, heads, dim = x.shape
-    x_strides, target_strides = element_strides(x), element_strides(target)
+    x_strides, target_strides = arrays.element_strides(x), arrays.element_strides(target)
     width = 1
     if x_strides[3] == target_strides[3] == 1:
-        width = vector_width(x, target, divides=bitwise_or((dim,), x_strides[:3], target_strides[:3]))
+        width = vector_width(x, target, divides=arrays.bitwise_or((dim,), x_strides[:3], target_strides[:3]))
     count, sign = np.int64(x.size // max(width, 2)), scalar_type(x.dtype)(-1 if inverse else 1)
     numbers = map(np.int64, (seq, heads, dim, *x_strides, *target_strides))
     return over(ROPE, "apply_rope", x.size, (count, sign, *numbers), words=1, T=x.dtype, V=width)
@@ -322,8 +312,8 @@ def _pack_cross_entropy(logits: DeviceArray, ids: DeviceArray, gradient: DeviceA
     check_ids(ids)
     check_contiguous("softmax_cross_entropy", logits, ids, gradient)
     (rows, vocab), dtype = logits.shape, logits.dtype
-    apart = (gradient.data.ptr - logits.data.ptr) % WORD  # rows start anywhere, but alike in both
-    constants: dict[str, Any] = {"T": dtype, "I": ids.dtype, "V": 1 if apart else WORD // dtype.itemsize}
+    apart = (gradient.data.ptr - logits.data.ptr) % arrays.WORD  # rows start anywhere, but alike in both
+    constants: dict[str, Any] = {"T": dtype, "I": ids.dtype, "V": 1 if apart else arrays.WORD // dtype.itemsize}
     needed = -(-vocab // (constants["V"] * WORDS))
     threads = next((n for n in LOSS_THREADS if n >= needed), LOSS_THREADS[-1])
     function = arrays.cuda_function(CROSS_ENTROPY, "softmax_cross_entropy", **constants)
@@ -376,9 +366,9 @@ def mean_squared_error(
 def _pack_squared_error(output: DeviceArray, target: DeviceArray, gradient: DeviceArray) -> Launch:
     check_contiguous("mean_squared_error", output, target)
     constants: dict[str, Any] = {"T": output.dtype, "S": target.dtype, "V": vector_width(output, target, gradient)}
-    blocks = min(LOSS_PARTS, -(-output.size // (constants["V"] * BLOCK * 2)))
+    blocks = min(LOSS_PARTS, -(-output.size // (constants["V"] * arrays.BLOCK * 2)))
     function = arrays.cuda_function(SQUARED_ERROR, "squared_error", **constants)
-    return Launch(function, (blocks,), (BLOCK,), (np.int64(output.size),))
+    return Launch(function, (blocks,), (arrays.BLOCK,), (np.int64(output.size),))
 
 
 def _mean(parts: DeviceArray, divisor: int) -> DeviceArray:

@@ -20,7 +20,6 @@ from mpipipe.nn.kernels.host.products import linear_backward_weight as linear_ba
 from mpipipe.nn.kernels.host.products import products as products
 from mpipipe.nn.kernels.host.products import sum_rows as sum_rows
 from mpipipe.nn.random import random_bits
-from mpipipe.nn.rope import RopeScaling, angles
 from mpipipe.processor import each
 
 SHORT = 64  # elements of a row that `copy` moves as one item
@@ -73,17 +72,9 @@ def _copy(source: np.ndarray, out: np.ndarray) -> None:
 # -- rotary positions -------------------------------------------------------------------------------------------------
 
 
-def rope_table(
-    positions: np.ndarray,
-    head_dim: int,
-    base: float,
-    dtype: np.dtype,
-    device: str = "cpu",
-    scaling: RopeScaling | None = None,
-) -> np.ndarray:
+def rope_table(angles: np.ndarray, amplitude: float, dtype: np.dtype) -> np.ndarray:
     """Return the factors for `apply_rope`: complex (seq, 1, head_dim / 2)."""
-    turned, amplitude = angles(positions, head_dim, base, scaling)
-    table = np.exp(1j * turned)
+    table = np.exp(1j * angles)
     if amplitude != 1:
         table *= amplitude
     table = table.astype(_complex_of(dtype))[:, None, :]

@@ -64,12 +64,6 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
     are the same, so that the product has the same bits.
     """
     outputs, inputs = grad.shape
-    if outputs * inputs <= PIECE:
-        if add:
-            np.add(grad, np.matmul(dy.T, x), out=grad)
-        else:
-            np.matmul(dy.T, x, out=grad)
-        return
 
     def work(at: slice) -> None:
         part = grad[at]
@@ -78,7 +72,7 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
         else:
             np.matmul(dy[:, at].T, x, out=part)
 
-    step = max(16, PIECE // inputs)
+    step = max(16, PIECE // inputs) if grad.size > PIECE else max(1, outputs)
     each(work, [slice(start, start + step) for start in range(0, outputs, step)])
 
 
