@@ -8,6 +8,7 @@ import subprocess
 from contextlib import suppress
 
 import pytest
+from support.launch import run_job
 from support.small_training import training_job
 
 from mpipipe import checkpoint
@@ -87,6 +88,15 @@ def train(launch, tmp_path, disk):
     return start
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The output folder of a training without trouble."""
+    folder = tmp_path_factory.mktemp("whole")
+    job = run_job(2, [*training_job(folder, TRAINING), str(folder / "run"), "none", "end"], timeout=40)
+    assert job.returncode == 0, job.stderr
+    return folder / "run"
+
+
 def losses(out):
     return [json.loads(line).get("loss") for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -103,8 +113,7 @@ def same(out, whole):
 
 @pytest.mark.long
 @pytest.mark.parametrize("trouble", ["full", "read-only", "vanishes"])
-def test_storage_that_fails_ends_the_training_and_the_last_checkpoint_is_gone_on_with(train, trouble):
-    _, whole = train("whole")
+def test_storage_that_fails_ends_the_training_and_the_last_checkpoint_is_gone_on_with(train, whole, trouble):
     job, out = train("run", trouble)
     assert job.returncode == 2, job.stderr
     assert job.stderr.count("mpipipe: job ended by rank") == 1
@@ -125,8 +134,7 @@ def test_storage_that_fails_ends_the_training_and_the_last_checkpoint_is_gone_on
 
 @pytest.mark.long
 @pytest.mark.parametrize("trouble", ["full", "read-only", "vanishes", "slow"])
-def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on_and_a_slow_one_is_not(train, trouble):
-    _, whole = train("whole")
+def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on_and_a_slow_one_is_not(train, whole, trouble):
     job, out = train("run", trouble, "continue")
     assert job.returncode == 0, job.stderr
     lines = job.stderr.splitlines()
