@@ -134,7 +134,9 @@ def test_storage_that_fails_ends_the_training_and_the_last_checkpoint_is_gone_on
 
 @pytest.mark.long
 @pytest.mark.parametrize("trouble", ["full", "read-only", "vanishes", "slow"])
-def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on_and_a_slow_one_is_not(train, whole, trouble):
+def test_storage_that_fails_for_a_while_is_told_of_and_the_training_goes_on_and_a_slow_one_is_not(
+    train, whole, trouble
+):
     job, out = train("run", trouble, "continue")
     assert job.returncode == 0, job.stderr
     lines = job.stderr.splitlines()
