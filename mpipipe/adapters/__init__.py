@@ -36,7 +36,8 @@ def torch_stage(
 
     Its trainable parameters move into one flat array, and their gradients lie in another. They stay the module's own:
     optimizers of `mpipipe.optim` and of `torch.optim` update them alike, and replicas sum their gradients. The stage
-    has `state_dict` and `load_state_dict`, as the module has.
+    has `state_dict` and `load_state_dict`, as the module has. Raises BackendError where PyTorch is not installed, and
+    ArgumentError for a module that cannot be a stage.
 
     Parameters
     ----------
@@ -50,11 +51,6 @@ def torch_stage(
     gives, takes : sequence of str
         Names of the skips (`schedules.with_skips`) that begin here, for which the module returns (y, one tree for
         each); and of those that end here, for which it is called with one argument more each, after those of x.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        PyTorch is not installed; the module cannot be a stage.
     """
     made: TorchStage = _room("pytorch.stage", "torch", "PyTorch").TorchStage(module, prefix, seed, gives, takes)
     return made
@@ -95,14 +91,10 @@ def jax_stage(
         as `function(parameters, a, b)`, a dict as `function(parameters, name=...)`. Integers have no gradient. A
         function with a parameter `key` gets a key of `jax.random`, one with `training` whether this is a training.
     parameters : tree of arrays
-        Any tree that JAX knows, of arrays of one floating or complex dtype.
+        Any tree that JAX knows, of arrays of one floating or complex dtype: ArgumentError for several, and for numbers
+        of 64 bits while JAX has these switched off. BackendError where JAX is not installed.
     prefix, seed, gives, takes : str, int and sequences of str
         As for `torch_stage`.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        JAX is not installed; the parameters have several dtypes, or are of 64 bits while JAX has these switched off.
     """
     made: JaxStage = _room("jax.stage", "jax", "JAX").JaxStage(function, parameters, prefix, seed, gives, takes)
     return made
@@ -153,19 +145,15 @@ def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
     contiguous on a GPU. Each forward and each backward is collective.
 
     The module has no parameters. Called with tensors q, k, v (batch, local seq, heads, head_dim), the keys and values
-    with as many heads or a divisor of them, it returns (batch, local seq, heads, value_dim).
+    with as many heads or a divisor of them, it returns (batch, local seq, heads, value_dim). A call raises what the
+    object raises, and ArgumentError within `torch.compile`, and where second derivatives are asked for
+    (`create_graph=True`). Raises BackendError where PyTorch is not installed, and ArgumentError for what cannot attend.
 
     Parameters
     ----------
     attend : Attend
         It has `forward(q, k, v) -> (out, saved)` and `backward(dout, saved) -> (dq, dk, dv)`, and decides on masks,
         layout and dtypes. Within a stage, messages of its pipeline move while it computes.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        PyTorch is not installed; the object cannot attend. In a call also what the object raises, and ArgumentError
-        within `torch.compile`, and where second derivatives are asked for (`create_graph=True`).
     """
     made: TorchAttend = _room("pytorch.attend", "torch", "PyTorch").TorchAttend(attend)
     return made
@@ -180,20 +168,16 @@ def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
     Parameters
     ----------
     attend : Local or Ring
-        It decides on masks, layout and dtypes. The ranks of a `Ring` are processes.
+        It decides on masks, layout and dtypes. The ranks of a `Ring` are processes; ArgumentError for any other object,
+        and BackendError where JAX is not installed.
 
     Returns
     -------
     callable
         `function(q, k, v)` of arrays of JAX (batch, local seq, heads, head_dim), as for `torch_attend`. It has first
-        derivatives in reverse mode. JAX refuses it within `jax.vmap` and `jax.checkpoint`, when it traces.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        JAX is not installed; the object is no Local or Ring, or a ring of threads. In a call also ArgumentError where
-        arrays do not fit, or second derivatives are asked for. An error of the ring itself is a `JaxRuntimeError` with
-        its text; a `jax_stage` raises the error itself.
+        derivatives in reverse mode. JAX refuses it within `jax.vmap` and `jax.checkpoint`, when it traces. It raises
+        ArgumentError where arrays do not fit, or second derivatives are asked for. An error of the ring itself is a
+        `JaxRuntimeError` with its text; a `jax_stage` raises the error itself.
     """
     made: Callable[[Any, Any, Any], Any] = _room("jax.attend", "jax", "JAX").attend_function(attend)
     return made

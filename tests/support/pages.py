@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +83,12 @@ class Reader:
         for name in ("jobs", "mpipipe", "docs/tasks"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
+        for source in (ROOT / "mpipipe").rglob("*.py"):  # what is compiled already, not every page compiles again
+            compiled = Path(cache_from_source(str(source)))
+            if compiled.exists():
+                beside = folder / source.relative_to(ROOT).parent / "__pycache__"
+                beside.mkdir(exist_ok=True)
+                shutil.copy2(compiled, beside / f"{source.stem}.{sys.implementation.cache_tag}.pyc")
         data = folder / ".data.txt"
         data.write_text("A schedule is data that is proven before the first message is sent.\n" * 400)
         venv = folder / ".venv" / "bin"
