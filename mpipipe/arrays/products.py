@@ -304,6 +304,8 @@ class _Product(NamedTuple):
     operation: int
     layouts: tuple[int, ...]  # of the first factor, the second, and the result
     algorithm: _Algorithm
+    factors: tuple[int, int]  # addresses of what the product and the old result are multiplied by
+    device: int
 
 
 @cache
@@ -347,25 +349,18 @@ def multiply(
     product = known[key]
     if product is None:
         return False
-    _run(product, product.algorithm, (first, second, result, result), zero_and_one, sizes.add, device)
+    _run(product, product.algorithm, (first, second, result, result))
     return True
 
 
-def _run(
-    product: _Product,
-    algorithm: _Algorithm,
-    matrices: tuple[DeviceArray, ...],
-    zero_and_one: tuple[int, int],
-    add: bool,
-    device: int,
-) -> None:
+def _run(product: _Product, algorithm: _Algorithm, matrices: tuple[DeviceArray, ...]) -> None:
     first, second, old, new = matrices
     # of the pool, in the order of the stream: it is free for others once this product is queued
     space: DeviceArray = empty((algorithm.workspace,), np.dtype(np.uint8), "cuda") if algorithm.workspace else None
     of_first, of_second, of_result = product.layouts
     _bindings().matmul(
-        _handle(device), product.operation, zero_and_one[1], first.data.ptr, of_first, second.data.ptr, of_second,
-        zero_and_one[add], old.data.ptr, of_result, new.data.ptr, of_result,
+        _handle(product.device), product.operation, product.factors[0], first.data.ptr, of_first, second.data.ptr,
+        of_second, product.factors[1], old.data.ptr, of_result, new.data.ptr, of_result,
         algorithm.where, 0 if space is None else space.data.ptr, algorithm.workspace, stream().ptr,
     )  # fmt: skip
 
@@ -389,13 +384,13 @@ def _chosen(
     proposals = _proposals(operation, layouts, alignments, device)
     if not proposals:
         return None
-    product = _Product(operation, layouts, proposals[0])
+    product = _Product(operation, layouts, proposals[0], (zero_and_one[1], zero_and_one[sizes.add]), device)
     if len(proposals) == 1 or os.environ.get("MPIPIPE_DETERMINISTIC") == "1":
         return product
     first, second, old = matrices
     scratch = empty(old.shape, old.dtype, "cuda")  # so that measuring adds nothing to the result
     places = first, second, old, scratch
-    times = [_seconds(partial(_run, product, one, places, zero_and_one, sizes.add, device)) for one in proposals]
+    times = [_seconds(partial(_run, product, one, places)) for one in proposals]
     return product._replace(algorithm=proposals[times.index(min(times))])
 
 

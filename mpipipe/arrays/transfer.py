@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpipipe.arrays.devices import cupy
-from mpipipe.arrays.dtypes import Array, DeviceArray, Event
+from mpipipe.arrays.dtypes import Array, DeviceArray, Event, is_device
 from mpipipe.arrays.graphs import refuse_recording
 from mpipipe.arrays.memory import address, empty
 from mpipipe.arrays.streams import is_done, record, stream
@@ -71,23 +71,18 @@ def download(*device_arrays: Array) -> Any:
 
 def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:
     """Copy any number of arrays to the host, as `download` does, and return a list."""
-    results: list[np.ndarray] = []
-    waiting: list[tuple[np.ndarray, np.ndarray]] = []
-    for array in device_arrays:
-        if isinstance(array, np.ndarray):
-            results.append(array)
-            continue
-        host = np.empty(array.shape, array.dtype)
-        results.append(host)
-        content, source = host.reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8)
-        for start in range(0, array.nbytes, PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
-            buffer = pinned(piece.size)
-            copy_to_host(buffer, source[start : start + PIECE_BYTES])
-            waiting.append((piece, buffer))
-            if array.nbytes > PIECE_BYTES:
-                _receive(waiting)
-    _receive(waiting)
+    results: list[np.ndarray] = list(device_arrays)
+    at_once = [n for n, array in enumerate(device_arrays) if is_device(array) and array.nbytes <= PIECE_BYTES]
+    if at_once:
+        for n, host in zip(at_once, Download([device_arrays[n] for n in at_once]).result()):
+            results[n] = host
+    for n, array in enumerate(device_arrays):
+        if is_device(results[n]):  # longer ones, piece by piece
+            results[n] = np.empty(array.shape, array.dtype)
+            content, start = results[n].reshape(-1).view(np.uint8), 0
+            for _, piece in host_pieces([array], PIECE_BYTES):
+                content[start : start + piece.size] = piece
+                start += piece.size
     return results
 
 
@@ -112,15 +107,6 @@ class Download:
         """Wait for the copies, and for no later work of the device; return new host arrays."""
         self._done.synchronize()
         return [buffer.copy().view(array.dtype).reshape(array.shape) for array, buffer in self._copies]
-
-
-def _receive(waiting: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Wait for the stream, and set each piece from its pinned buffer."""
-    if waiting:
-        stream().synchronize()
-    for piece, buffer in waiting:
-        piece[...] = buffer
-    waiting.clear()
 
 
 def copy_to_device(target: DeviceArray, buffer: np.ndarray) -> None:

@@ -105,13 +105,6 @@ class Norm:
         """Whether the norm stays on the device; the same on all ranks."""
         return self._row is not None or (self._group is None and gpu_of(self.stages) is not None)
 
-    def ask(self, scale: float, max_norm: float, divisor: float = 1.0) -> NormOnDevice:
-        """Begin the norm on the device, and the factor that clips to `max_norm` and divides by `divisor`."""
-        counted, owners = self._counted(), self._owners
-        if self._row is None:
-            owners = _owners(counted, None if self.comm is None else self.comm.rank)
-        return NormOnDevice((max_norm, scale, divisor), counted, owners, self._mine.start, self._row)
-
     def measure(self, scale: float) -> MeasuredNorm:
         """Gather the squares of all parameters; an error on one rank is raised on all."""
         if self.comm is None:
@@ -212,20 +205,14 @@ def expansion(numbers: Iterable[float]) -> list[float]:
 class NormOnDevice:
     """The norm of all gradients, begun on the device; `factor` () in float64 is what to multiply gradients by.
 
-    It is NaN where a gradient is not finite. `numbers` are those of `clip_factor`: what is clipped to, the scale in the
-    gradients, the divisor. `owners` are those of all numbers of the row of squares, in which those of this rank begin
-    at `start`; `row` brings in those of other ranks.
+    It is NaN where a gradient is not finite. The numbers are those of `clip_factor`.
     """
 
-    def __init__(
-        self,
-        numbers: tuple[float, float, float],
-        counted: Sequence[Counted],
-        owners: Sequence[NonFiniteParameter],
-        start: int,
-        row: NcclRow | None,
-    ) -> None:
-        self._owners, self._row, self._scale = owners, row, numbers[1]
+    def __init__(self, norm: Norm, max_norm: float, scale: float, divisor: float = 1.0) -> None:
+        counted, owners, start, row = norm._counted(), norm._owners, norm._mine.start, norm._row
+        if row is None:
+            owners = _owners(counted, None if norm.comm is None else norm.comm.rank)
+        self._owners, self._row, self._scale = owners, row, scale
         with nullcontext() if row is None else row.failing():
             make = arrays.empty if row is None else arrays.zeros
             squares = make((len(owners),), np.dtype(np.float64), "cuda")
@@ -234,7 +221,7 @@ class NormOnDevice:
                 stage.kernels.sums_of_squares(stage.gradients.flat, ranges, out=squares[first:stop])
             if row is not None:
                 row.share(squares)
-        self.factor = clip_factor(squares, *numbers)
+        self.factor = clip_factor(squares, max_norm, scale, divisor)
         self._download = arrays.Download([squares])
 
     def result(self) -> MeasuredNorm:

@@ -17,7 +17,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.faces import renamed
 from mpipipe.job import Communicator
 from mpipipe.nn import rescale
-from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, norm_of
+from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, NormOnDevice, norm_of
 from mpipipe.stages import StageAdapter, check_finished, mark_begun
 
 
@@ -69,7 +69,7 @@ def clip_by_global_norm(
     check_max_norm(max_norm)
     norm, adapters = norm_of(stages, comm, skip, over), StageAdapter.of(stages)
     if norm.on_device:
-        asked = norm.ask(scale, max_norm)
+        asked = NormOnDevice(norm, max_norm, scale)
         try:
             for stage in adapters:
                 rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
@@ -90,9 +90,6 @@ def clip_by_global_norm(
 # The loss, and with it every gradient, is multiplied by a scale before the backward; the optimizer divides by it. An
 # infinite or NaN gradient tells that the scale was too large: the step is left out and the scale made smaller. It grows
 # after many good steps in a row (Micikevicius et al., "Mixed precision training", 2018).
-#
-#     result = pipeline.step(inputs, targets, scale=scaler.scale)
-#     norm = optim.scaled_step(optimizer, scaler, max_norm=1.0, comm=mesh.pipe)
 
 
 SMALLEST, LARGEST = 1.0, 2.0**64  # scale
@@ -196,7 +193,7 @@ class _OptimizerStep(NamedTuple):
 
     def on_device(self) -> float | None:
         """Measure, and make the step or leave it out there, before the host knows the norm."""
-        asked = self.norm.ask(self.scaler.scale, self.max_norm, divisor=self.scaler.scale)
+        asked = NormOnDevice(self.norm, self.max_norm, self.scaler.scale, divisor=self.scaler.scale)
         try:
             self.optimizer.step(lr=self.lr, scale=asked.factor)
         finally:  # after an error too: until then the device writes to memory of the host that others would get

@@ -113,7 +113,16 @@ class Pipeline:
     ):
         comm = runtime.resolve(comm)
         check = settings.CHECK.is_on if check is None else bool(check)
-        arguments = Arguments(stages, schedule, loss, recompute, replicas, check, bool(input_grads), slice_lengths)
+        arguments = Arguments(
+            stages,
+            schedule,
+            loss,
+            recompute,
+            replicas,
+            check,
+            input_grads=bool(input_grads),
+            slice_lengths=slice_lengths,
+        )
         partners = agree_on_construction(comm, arguments)
         try:
             self.engine = Engine(partners, arguments)

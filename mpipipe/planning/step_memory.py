@@ -313,7 +313,10 @@ def rank_bytes(
         count, trained = sum(sizes), sum(problem.trained_counts[layer] for layer in plan.layers_of(rank))
         step, parameters = sum(held) + batch, problem.parameter_bytes(count, trained)
         elsewhere = replace(problem, shards=1).parameter_bytes(count, trained) - parameters
-        buffers = [*([size * wide for size in (*sizes, *sizes)] if copied else []), *([elsewhere] if elsewhere else [])]
+        buffers = [
+            *([size * wide for size in (*sizes, *sizes)] if copied else []),
+            *([trained * wide] if elsewhere else []),
+        ]
         ranks.append(
             RankBytes(
                 rank=rank,

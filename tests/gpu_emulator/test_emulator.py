@@ -93,7 +93,7 @@ def test_waiting_is_counted_and_asking_is_not(device):
     while not event.done:
         pass
     assert device.synchronisations == []
-    arrays.download(x)
+    arrays.stream().synchronize()
     event.synchronize()
     x.get()
     with emulator.explicit():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from typing import Any
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.transport.device import DeviceMessage, DeviceTransport, Name
+from mpipipe.comm.transport.device import DeviceMessage, DeviceTransport
 from mpipipe.comm.transport.host import CHUNK_BYTES
 from mpipipe.job import Communicator, Request, own
 
@@ -71,13 +72,12 @@ class _Staged(DeviceMessage):
 
     transport: StagedTransport
 
-    def __init__(
-        self, transport: StagedTransport, messages: list[DeviceMessage], name: Name, array: DeviceArray, ready: Event
-    ) -> None:
-        super().__init__(transport, messages, name, array, ready)
-        self.bytes = array.reshape(-1).view(np.uint8)  # the array as bytes
+    def __init__(self, *message: Any) -> None:
+        super().__init__(*message)
+        self.bytes = self.array.reshape(-1).view(np.uint8)  # the array as bytes
         self.next = self.held = 0  # where the next chunk begins, and buffers in use
-        self.untaken = -(-max(1, array.nbytes) // transport.piece_bytes)  # chunks that have had no buffer yet
+        # chunks that have had no buffer yet
+        self.untaken = -(-max(1, self.array.nbytes) // self.transport.piece_bytes)
         self.unsent = self.untaken  # on the way out, chunks that MPI has not had yet
         self.arrived: Event | None = None  # on the way in, after the last copy
         # (MPI request, buffer, chunk) of each chunk that MPI has, oldest first; chunk is None on the way out
