@@ -145,19 +145,15 @@ def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
     contiguous on a GPU. Each forward and each backward is collective.
 
     The module has no parameters. Called with tensors q, k, v (batch, local seq, heads, head_dim), the keys and values
-    with as many heads or a divisor of them, it returns (batch, local seq, heads, value_dim).
+    with as many heads or a divisor of them, it returns (batch, local seq, heads, value_dim). A call raises what the
+    object raises, and ArgumentError within `torch.compile`, and where second derivatives are asked for
+    (`create_graph=True`). Raises BackendError where PyTorch is not installed, and ArgumentError for what cannot attend.
 
     Parameters
     ----------
     attend : Attend
         It has `forward(q, k, v) -> (out, saved)` and `backward(dout, saved) -> (dq, dk, dv)`, and decides on masks,
         layout and dtypes. Within a stage, messages of its pipeline move while it computes.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        PyTorch is not installed; the object cannot attend. In a call also what the object raises, and ArgumentError
-        within `torch.compile`, and where second derivatives are asked for (`create_graph=True`).
     """
     made: TorchAttend = _room("pytorch.attend", "torch", "PyTorch").TorchAttend(attend)
     return made
@@ -172,20 +168,16 @@ def jax_attend(attend: Local | Ring) -> Callable[[Any, Any, Any], Any]:
     Parameters
     ----------
     attend : Local or Ring
-        It decides on masks, layout and dtypes. The ranks of a `Ring` are processes.
+        It decides on masks, layout and dtypes. The ranks of a `Ring` are processes; ArgumentError for any other object,
+        and BackendError where JAX is not installed.
 
     Returns
     -------
     callable
         `function(q, k, v)` of arrays of JAX (batch, local seq, heads, head_dim), as for `torch_attend`. It has first
-        derivatives in reverse mode. JAX refuses it within `jax.vmap` and `jax.checkpoint`, when it traces.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        JAX is not installed; the object is no Local or Ring, or a ring of threads. In a call also ArgumentError where
-        arrays do not fit, or second derivatives are asked for. An error of the ring itself is a `JaxRuntimeError` with
-        its text; a `jax_stage` raises the error itself.
+        derivatives in reverse mode. JAX refuses it within `jax.vmap` and `jax.checkpoint`, when it traces. It raises
+        ArgumentError where arrays do not fit, or second derivatives are asked for. An error of the ring itself is a
+        `JaxRuntimeError` with its text; a `jax_stage` raises the error itself.
     """
     made: Callable[[Any, Any, Any], Any] = _room("jax.attend", "jax", "JAX").attend_function(attend)
     return made

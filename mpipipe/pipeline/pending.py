@@ -93,12 +93,8 @@ class PendingStep:
         """Wait for the loss of this step, and return what `Pipeline.step` returns.
 
         No collective call: each rank asks when it likes, in any order of steps, as often as it likes, or never. What
-        has arrived can be had after the end of the pipeline, too.
-
-        Raises
-        ------
-        PeerError, ArgumentError
-            Another rank, or the pipeline, has failed before the loss was here.
+        has arrived can be had after the end of the pipeline, too. Raises PeerError or ArgumentError where another rank,
+        or the pipeline, has failed before the loss was here.
         """
         if self._result is None:
             if not self._shared.is_here():

@@ -174,12 +174,7 @@ class Pipeline:
         inputs, targets : array, tuple or dict of arrays, list of such, function, or None
             As for `step`; after a `step` or a `launch`, of the same shapes and dtypes as there.
         scale, accumulate : float, bool
-            As for `step`.
-
-        Raises
-        ------
-        ArgumentError, MismatchError, StageError, NonFiniteError, PeerError
-            As the class says; after the first step an error in the arguments ends the pipeline, too.
+            As for `step`. After the first step an error in the arguments ends the pipeline, too.
         """
         return self.engine.train("launch", inputs, targets, scale, accumulate)
 

@@ -107,6 +107,9 @@ def cut(
 ) -> Cut:
     """Cut a model into the stages of a schedule, and make those of one rank, in rising order.
 
+    Raises ArgumentError for fewer layers than stages, costs that do not fit, no such rank, or something that is no
+    layer; and where a name is given twice, after it is taken, or for no layer.
+
     Parameters
     ----------
     layers : sequence
@@ -123,12 +126,6 @@ def cut(
         the most expensive stage is made as cheap as it can be. By default all layers are alike.
     dtype, seed, device, frozen : str, int, str, sequence of str
         As for `nn.Stage`. Names and initial values of parameters are the same however the model is cut.
-
-    Raises
-    ------
-    ArgumentError
-        There are fewer layers than stages, costs that do not fit, no such rank, or something that is no layer; a name
-        is given twice, after it is taken, or for no layer.
 
     Examples
     --------

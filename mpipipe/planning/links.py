@@ -24,7 +24,7 @@ from mpipipe.job import Communicator, group_of
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Choice
-from mpipipe.planning.problem import Batches, MeasuredRanks
+from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Link
 from mpipipe.schedules import Schedule
 
@@ -137,7 +137,7 @@ class TrialSteps:
         placement, rank = plan.schedule.placement, measured.mesh.pipe.rank
         self.batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
 
-    def steps(self, count: int, batches: Batches | None = None) -> list[float]:
+    def steps(self, count: int, batches: Any = None) -> list[float]:
         """Make steps one after the other, with `batches` if given; return the seconds of each on the slowest rank."""
         self.group.agree("plan: all ranks begin to make steps")
         times, last = [], perf_counter()

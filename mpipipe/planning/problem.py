@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,15 +22,6 @@ from mpipipe.planning.predict import Choice
 from mpipipe.planning.search import Space
 
 Optimizer: TypeAlias = "optim.AdamW | optim.SGD"
-
-
-class Batches(Protocol):
-    """Reads the batches of `steps` steps: each while the step before is made."""
-
-    steps: int
-
-    def batch(self, step: int) -> tuple[Any, Any]:
-        """Return inputs and targets of a step; the steps are asked for in order."""
 
 
 def declared(layers: Sequence[nn.Layer], first: int = 0) -> dict[str, Parameter]:
@@ -168,8 +159,8 @@ class MeasuredRanks:
     layers : makes the layers of the whole model, bound to this rank's share of samples
     loss_for : makes the loss after a stage, for the samples of a micro-batch
     example : makes inputs and targets: of a number of rows, for a number of micro-batches
-    batches : makes the reader of a plan's first steps, for at most that number of steps: it reads one step ahead, as in
-        the training; None where `example` stands for the batches
+    batches : makes what reads the batches of a plan's first steps, so many at most, as the training does: it has a
+        function `batch` of the step, and how many `steps` there are; None where `example` stands for them
     message_shape : of what a stage hands to the next, for the samples of a micro-batch
     optimizer, scaler : make those of the training; the optimizer over a mesh, or on one rank
     lr, clip, seed : of the training
@@ -184,7 +175,7 @@ class MeasuredRanks:
     message_shape: Callable[[int], tuple[int, ...]]
     optimizer: Callable[[Pipeline, Mesh | None], Optimizer]
     scaler: Callable[[], optim.LossScaler]
-    batches: Callable[[LayerPlan, int], Batches] | None
+    batches: Callable[[LayerPlan, int], Any] | None
     lr: float
     clip: float
     seed: int
