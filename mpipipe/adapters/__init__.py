@@ -36,7 +36,8 @@ def torch_stage(
 
     Its trainable parameters move into one flat array, and their gradients lie in another. They stay the module's own:
     optimizers of `mpipipe.optim` and of `torch.optim` update them alike, and replicas sum their gradients. The stage
-    has `state_dict` and `load_state_dict`, as the module has.
+    has `state_dict` and `load_state_dict`, as the module has. Raises BackendError where PyTorch is not installed, and
+    ArgumentError for a module that cannot be a stage.
 
     Parameters
     ----------
@@ -50,11 +51,6 @@ def torch_stage(
     gives, takes : sequence of str
         Names of the skips (`schedules.with_skips`) that begin here, for which the module returns (y, one tree for
         each); and of those that end here, for which it is called with one argument more each, after those of x.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        PyTorch is not installed; the module cannot be a stage.
     """
     made: TorchStage = _room("pytorch.stage", "torch", "PyTorch").TorchStage(module, prefix, seed, gives, takes)
     return made
@@ -95,14 +91,10 @@ def jax_stage(
         as `function(parameters, a, b)`, a dict as `function(parameters, name=...)`. Integers have no gradient. A
         function with a parameter `key` gets a key of `jax.random`, one with `training` whether this is a training.
     parameters : tree of arrays
-        Any tree that JAX knows, of arrays of one floating or complex dtype.
+        Any tree that JAX knows, of arrays of one floating or complex dtype: ArgumentError for several, and for numbers
+        of 64 bits while JAX has these switched off. BackendError where JAX is not installed.
     prefix, seed, gives, takes : str, int and sequences of str
         As for `torch_stage`.
-
-    Raises
-    ------
-    BackendError, ArgumentError
-        JAX is not installed; the parameters have several dtypes, or are of 64 bits while JAX has these switched off.
     """
     made: JaxStage = _room("jax.stage", "jax", "JAX").JaxStage(function, parameters, prefix, seed, gives, takes)
     return made

@@ -1,7 +1,7 @@
 """Exact attention: on one rank, and over a sequence that is spread over a ring of ranks.
 
 local                 over a sequence that lies wholly on this rank
-ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is the algorithm
+ring  ring_pass       over a sequence that is spread over a ring; `ring_pass` is the algorithm, and what `local` shares
 ulysses               the same by all-to-all over heads
 sliced                over a sequence that comes in slices, one after the other
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on

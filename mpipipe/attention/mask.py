@@ -115,7 +115,7 @@ def _joined(slices: list[Slice]) -> list[Slice]:
 
 
 def in_one_band(slices: Sequence[Slice]) -> list[Slice]:
-    """Join slices side by side of the same queries, each of which sees some key in both: for kernels of any band."""
+    """Join slices side by side of the same queries, where each query sees some key in both: for kernels of any band."""
     joined: list[Slice] = []
     for part in sorted(slices, key=lambda part: (part.q_start, part.q_stop, part.k_start)):
         last = joined[-1] if joined else part

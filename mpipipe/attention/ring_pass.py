@@ -49,106 +49,6 @@ from mpipipe.attention.ring_plan import (
 from mpipipe.comm import RingExchange
 from mpipipe.nn import Attend
 
-Kind = TypeVar("Kind", bound="PlannedAttend")
-
-
-class PlannedAttend(Attend):
-    """What `Local` and `Ring` have in common: options are bound, plans follow from them, and a pass executes a plan."""
-
-    def __init__(self, agreement: Alone | RingAgreement, options: RingOptions) -> None:
-        self.agreement, self.bias = agreement, options.bias
-        self.options = agreement.agree_on_options(lambda: options)
-        self.poll: Callable[[], object] = no_poll
-        self.bytes_sent = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._others: dict[int, Any] = {}  # by their windows
-        self._packed: tuple[tuple, RingOptions] | None = None  # of the last segments by row
-
-    def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
-        """Attend; over a ring collective, with the local rows and keys.
-
-        Parameters
-        ----------
-        q : array
-            (batch, seq, heads, head_dim), with any strides.
-        k : array
-            (batch, keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
-        v : array
-            (batch, keys, kv_heads, value_dim).
-        segments : array of int, optional
-            (batch, seq) of the whole sequences: the document of each position of each row, equal numbers together. They
-            stand in place of those of the constructor.
-
-        Returns
-        -------
-        out : array
-            (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
-        saved : RingSaved
-            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
-            stand one after the other as one sequence in it, as in all arrays of `saved`.
-        """
-        plan, kernel, call = self._agreed(q, k, v, segments)
-        with self.agreement.failing("the forward of a ring"):
-            self._check_expected(plan, segments)
-            return RingPass(self, plan, kernel).forward(q, k, v, call)
-
-    def backward(self, dout: Array, saved: RingSaved) -> Gradients:
-        """Return the gradients of the inputs; over a ring collective.
-
-        Parameters
-        ----------
-        dout : array
-            Gradient of `out`, in its shape and dtype.
-        saved : RingSaved
-            From `forward`. It may be used again.
-
-        Returns
-        -------
-        dq, dk, dv : array
-            In the shapes and dtype of q, k and v.
-        """
-        return self._backward(dout, saved, None)
-
-    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]) -> Gradients:
-        return self._backward(dout, saved, room)
-
-    def with_window(self: Kind, window: int) -> Kind:
-        # over a ring the first time for each window is collective
-        if window not in self._others:
-            other, options = copy(self), replace(self.options, window=window, bias=self.bias)
-            other.options = self.agreement.agree_on_options(lambda: options)
-            other.bytes_sent = 0
-            other._forget()
-            self._others[window] = other
-        return self._others[window]
-
-    def _agreed(self, q: Array, k: Array, v: Array, segments: np.ndarray | None, more: str = "") -> Agreed:
-        return self.agreement.agree_on_forward(lambda: (self._options_for(segments, q), q, k, v), more)
-
-    def _options_for(self, segments: np.ndarray | None, q: Array) -> RingOptions:
-        if segments is None:
-            return self.options
-        numbers = np.asarray(segments)
-        key = numbers.tobytes(), numbers.dtype, numbers.shape, len(q)
-        if self._packed is None or self._packed[0] != key:
-            self._packed = key, replace(self.options, segments=None, rows=documents_of_rows(numbers, len(q)))
-        return self._packed[1]
-
-    def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
-        """Compare the positions that a layer has named with those of the plan, where they were not known before."""
-
-    def _exchange(self, plan: RingPlan) -> RingExchange | None:
-        """Return what sends the messages of a plan; None where it has a single step."""
-        return None
-
-    def _backward(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
-        self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
-        with self.agreement.failing("the backward of a ring"):
-            kernel = kernels.chosen(saved.q, saved.k, saved.v, self.bias)
-            return RingPass(self, saved.plan, kernel).backward(dout, saved, room)
-
 
 class RingPass:
     """One forward or backward: of a rank alone, or of a ring of several steps by an exchange."""
@@ -245,3 +145,107 @@ class RingPass:
         if self.exchange is not None:
             self.exchange.poll()
         self.attend.poll()
+
+
+# -- What `Local` and `Ring` have in common ---------------------------------------------------------------------------
+
+
+Kind = TypeVar("Kind", bound="PlannedAttend")
+
+
+class PlannedAttend(Attend):
+    """Attention with its options bound: plans follow from them, and a pass executes a plan."""
+
+    def __init__(self, agreement: Alone | RingAgreement, options: RingOptions) -> None:
+        self.agreement, self.bias = agreement, options.bias
+        self.options = agreement.agree_on_options(lambda: options)
+        self.poll: Callable[[], object] = no_poll
+        self.bytes_sent = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._others: dict[int, Any] = {}  # by their windows
+        self._packed: tuple[tuple, RingOptions] | None = None  # of the last segments by row
+
+    def forward(self, q: Array, k: Array, v: Array, segments: np.ndarray | None = None) -> tuple[Array, RingSaved]:
+        """Attend; over a ring collective, with the local rows and keys.
+
+        Parameters
+        ----------
+        q : array
+            (batch, seq, heads, head_dim), with any strides.
+        k : array
+            (batch, keys, kv_heads, head_dim). With g = heads / kv_heads, head h of q sees head h // g.
+        v : array
+            (batch, keys, kv_heads, value_dim).
+        segments : array of int, optional
+            (batch, seq) of the whole sequences: the document of each position of each row, equal numbers together. They
+            stand in place of those of the constructor.
+
+        Returns
+        -------
+        out : array
+            (batch, seq, heads, value_dim), C-contiguous, of the dtype of q. 0 where a row sees no key.
+        saved : RingSaved
+            For `backward`. `saved.lse` is the log-sum-exp of the scores, (batch, heads, seq); with `segments` the rows
+            stand one after the other as one sequence in it, as in all arrays of `saved`.
+        """
+        plan, kernel, call = self._agreed(q, k, v, segments)
+        with self.agreement.failing("the forward of a ring"):
+            self._check_expected(plan, segments)
+            return RingPass(self, plan, kernel).forward(q, k, v, call)
+
+    def backward(self, dout: Array, saved: RingSaved) -> Gradients:
+        """Return the gradients of the inputs; over a ring collective.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient of `out`, in its shape and dtype.
+        saved : RingSaved
+            From `forward`. It may be used again.
+
+        Returns
+        -------
+        dq, dk, dv : array
+            In the shapes and dtype of q, k and v.
+        """
+        return self._backward(dout, saved, None)
+
+    def backward_into(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array]) -> Gradients:
+        return self._backward(dout, saved, room)
+
+    def with_window(self: Kind, window: int) -> Kind:
+        # over a ring the first time for each window is collective
+        if window not in self._others:
+            other, options = copy(self), replace(self.options, window=window, bias=self.bias)
+            other.options = self.agreement.agree_on_options(lambda: options)
+            other.bytes_sent = 0
+            other._forget()
+            self._others[window] = other
+        return self._others[window]
+
+    def _agreed(self, q: Array, k: Array, v: Array, segments: np.ndarray | None, more: str = "") -> Agreed:
+        return self.agreement.agree_on_forward(lambda: (self._options_for(segments, q), q, k, v), more)
+
+    def _options_for(self, segments: np.ndarray | None, q: Array) -> RingOptions:
+        if segments is None:
+            return self.options
+        numbers = np.asarray(segments)
+        key = numbers.tobytes(), numbers.dtype, numbers.shape, len(q)
+        if self._packed is None or self._packed[0] != key:
+            self._packed = key, replace(self.options, segments=None, rows=documents_of_rows(numbers, len(q)))
+        return self._packed[1]
+
+    def _check_expected(self, plan: RingPlan, segments: np.ndarray | None) -> None:
+        """Compare the positions that a layer has named with those of the plan, where they were not known before."""
+
+    def _exchange(self, plan: RingPlan) -> RingExchange | None:
+        """Return what sends the messages of a plan; None where it has a single step."""
+        return None
+
+    def _backward(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
+        self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
+        with self.agreement.failing("the backward of a ring"):
+            kernel = kernels.chosen(saved.q, saved.k, saved.v, self.bias)
+            return RingPass(self, saved.plan, kernel).backward(dout, saved, room)

@@ -297,10 +297,6 @@ class Engine:
         self.end()
         return self.input_gradients(state, 1.0)
 
-    def outputs(self, state: CallState) -> list:
-        """The outputs of the last stage by micro-batch; none on other ranks."""
-        return self.slicing.whole([state.outputs[unit] for unit in range(len(state.outputs))])
-
     def input_gradients(self, state: CallState, scale: float) -> list | None:
         """The gradients of the inputs by micro-batch, without a factor that they carry; None where there are none."""
         grads = self.slicing.whole([state.input_gradients[unit] for unit in range(len(state.input_gradients))])

@@ -113,7 +113,16 @@ class Pipeline:
     ):
         comm = runtime.resolve(comm)
         check = settings.CHECK.is_on if check is None else bool(check)
-        arguments = Arguments(stages, schedule, loss, recompute, replicas, check, bool(input_grads), slice_lengths)
+        arguments = Arguments(
+            stages,
+            schedule,
+            loss,
+            recompute,
+            replicas,
+            check,
+            input_grads=bool(input_grads),
+            slice_lengths=slice_lengths,
+        )
         partners = agree_on_construction(comm, arguments)
         try:
             self.engine = Engine(partners, arguments)
@@ -320,7 +329,7 @@ class Pipeline:
 
 def _outputs(engine: Engine, listed: int, state: CallState) -> Batched:
     """The outputs of the last stage in the form of the inputs; None on other ranks."""
-    pieces = engine.outputs(state)
+    pieces = engine.slicing.whole([state.outputs[unit] for unit in range(len(state.outputs))])
     if not pieces:
         return None
     if listed:

@@ -72,9 +72,6 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
             remedy="use a bigger batch, or a schedule with fewer micro-batches",
         )
     counts, ranges = _ranges(rows, microbatches)
-    if type(batch) is np.ndarray:
-        view = arrays.read_only(batch)
-        return [view[at] for at in ranges], counts
     leaves, structure = flatten(read_only(batch))
     return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
 

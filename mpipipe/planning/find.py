@@ -18,7 +18,6 @@ from mpipipe.schedules import Links
 from mpipipe.text import counted, shown_bytes, text_table
 
 REAL = 3  # plans of which real steps are made
-STEPS = 5  # real steps of each
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,14 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
         if group.rank == 0:
             plans = find_plans(profile, space, problem.memory_limit)
     tried = group.broadcast("plan: what is compared with real steps", _different(plans))
-    whole, times = [replace(choice, slices=1) for choice in tried], []  # sequences, as they are measured
+    whole = [replace(choice, slices=1) for choice in tried]  # sequences, as they are measured
+    times: list[float] = []
     reading = 0.0
     for choice in whole:
         with trial_steps(measured, choice) as trial:
-            times.append(median(trial.steps(STEPS)))
-            reading = reading if times[1:] else trial.reading(times[0])
+            seconds, more = trial.seconds(reads=not times)
+        times.append(seconds)
+        reading += more
     if group.rank == 0:
         expected = [predict(profile, choice, problem.rows, problem.trained_layers).seconds for choice in whole]
         scales = [

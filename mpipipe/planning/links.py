@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,21 +95,6 @@ def _link(pair: Communicator, array: np.ndarray, action: float) -> Link:
     return Link(message, max(0.0, (twice - one - 4 * action - 8 * message) / 4))
 
 
-class _Hollow:
-    """A stage that computes nothing."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def forward(self, x: Any) -> tuple[np.ndarray, None]:
-        """Return the array, whatever comes in."""
-        return self.array, None
-
-    def backward(self, dy: Any, saved: None) -> np.ndarray:
-        """Return the array, whatever comes in."""
-        return self.array
-
-
 def _seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float:
     """Return the median seconds of a step; collective."""
 
@@ -116,7 +102,8 @@ def _seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float
         return 0.0, array
 
     group = group_of(comm)
-    stages = [_Hollow(array) for _ in schedule.stages_of(comm.rank)]
+    hollow: dict[str, Any] = {"forward": lambda x: (array, None), "backward": lambda dy, saved: array}
+    stages = [SimpleNamespace(**hollow) for _ in schedule.stages_of(comm.rank)]
     batch = [array] * schedule.microbatches
     inputs = batch if schedule.placement[0] == comm.rank else None
     targets = batch if schedule.placement[-1] == comm.rank else None
@@ -135,7 +122,8 @@ def _seconds(comm: Communicator, schedule: Schedule, array: np.ndarray) -> float
 
 
 WARMUP = 2  # steps: in the first ones memory is allocated
-READING = 1.0  # seconds of steps with batches that are read, and of as many without
+FIRST = 5  # steps after that
+TRIAL_SECONDS = 1.0  # of steps on example data, and of steps with batches that are read
 
 
 class TrialSteps:
@@ -160,14 +148,17 @@ class TrialSteps:
             last = now
         return [max(step) for step in zip(*self.group.gather("plan: the seconds of steps", times))]
 
-    def reading(self, seconds: float) -> float:
-        """Return by how much longer a step takes, which takes these seconds, while the next batch is read."""
-        if self.measured.batches is None:
-            return 0.0
-        count = min(max(REPEATS[0], int(READING / max(seconds, 1e-9))), REPEATS[1])
-        batches = self.measured.batches(self.plan, count)
-        read, alone = (median(self.steps(batches.steps, each)) for each in (batches, None))
-        return max(0.0, read - alone)
+    def seconds(self, reads: bool) -> tuple[float, float]:
+        """Return the seconds of a step, and by how many it is longer while the next batch is read, if it `reads` any.
+
+        The first steps say how many there is time for, and do not count: libraries may still find their way in them.
+        """
+        first = median(self.steps(FIRST))
+        count = min(max(REPEATS[0], int(TRIAL_SECONDS / max(first, 1e-9))), REPEATS[1])
+        batches = self.measured.batches(self.plan, count) if reads and self.measured.batches else None
+        read = None if batches is None else median(self.steps(batches.steps, batches))
+        alone = median(self.steps(count))
+        return alone, 0.0 if read is None else max(0.0, read - alone)
 
     def _step(self, batch: tuple[Any, Any]) -> None:
         measured, scaler = self.measured, self.scaler

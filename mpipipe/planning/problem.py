@@ -168,8 +168,8 @@ class MeasuredRanks:
     layers : makes the layers of the whole model, bound to this rank's share of samples
     loss_for : makes the loss after a stage, for the samples of a micro-batch
     example : makes inputs and targets: of a number of rows, for a number of micro-batches
-    batches : makes what reads the batches of a plan's first steps, so many at most, one step ahead, as in the training;
-        None where `example` stands for them
+    batches : makes the reader of a plan's first steps, for at most that number of steps: it reads one step ahead, as in
+        the training; None where `example` stands for the batches
     message_shape : of what a stage hands to the next, for the samples of a micro-batch
     optimizer, scaler : make those of the training; the optimizer over a mesh, or on one rank
     lr, clip, seed : of the training

@@ -44,6 +44,9 @@ class Plan:
 class Space:
     """The plans to search among.
 
+    Raises ConfigError for more ranks than layers, more micro-batches than sequences, and where no schedule fits what is
+    fixed.
+
     Parameters
     ----------
     ranks, layers, rows : int
@@ -52,11 +55,6 @@ class Space:
         Fields of a Choice that stay as they are.
     trained : frozenset of int, optional
         Layers with something to train; by default all.
-
-    Raises
-    ------
-    ConfigError
-        There are more ranks than layers, or more micro-batches than sequences, or no schedule fits what is fixed.
 
     Examples
     --------

@@ -43,7 +43,7 @@ def hasty(monkeypatch):
     monkeypatch.setattr(probe, "TURNS", 1)
     monkeypatch.setattr(links, "MANY", 2)
     monkeypatch.setattr(links, "WARMUP", 0)
-    monkeypatch.setattr(finding, "STEPS", 1)
+    monkeypatch.setattr(links, "FIRST", 1)
 
 
 def measured_on(comm, architecture=GPT, pipe=None, **keys):

@@ -129,7 +129,7 @@ def cores(monkeypatch):
         monkeypatch.setattr(module, "REPEATS", (1, 1))
     monkeypatch.setattr(probe, "ROUNDS", 1)
     monkeypatch.setattr(links, "MANY", 2)
-    monkeypatch.setattr(finding, "STEPS", 1)
+    monkeypatch.setattr(links, "FIRST", 1)
     before = processor.thread_count()
     yield
     processor.set_threads(before)

@@ -14,7 +14,6 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess, settings
 from mpipipe.job.exit import Stop
 from mpipipe.planning import SavedProfile, links, probe
-from mpipipe.planning import find as finding
 from mpipipe.train import TrainConfig
 from mpipipe.train.config import read_keys
 
@@ -27,7 +26,7 @@ def hasty(monkeypatch):
     monkeypatch.setattr(train, "launcher_size", lambda environment: None)
     for module in (probe, links):
         monkeypatch.setattr(module, "REPEATS", (1, 1))
-    for module, name, value in ((probe, "TURNS", 1), (probe, "ROUNDS", 1), (links, "MANY", 2), (finding, "STEPS", 1)):
+    for module, name, value in ((probe, "TURNS", 1), (probe, "ROUNDS", 1), (links, "MANY", 2), (links, "FIRST", 1)):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(links, "WARMUP", 0)
 

@@ -49,6 +49,18 @@ def linear_backward_weight(dy: DeviceArray, x: DeviceArray, grad: DeviceArray, a
     arrays.gemm(dy, x, grad, transpose_a=True, add=add)
 
 
+def products(
+    a: DeviceArray,
+    b: DeviceArray,
+    c: DeviceArray,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    add: bool = False,
+) -> None:
+    """C = a b or, with `add`, c += a b, for each of some problems."""
+    arrays.batched_gemm(a, b, c, transpose_a, transpose_b, add)
+
+
 def sum_rows(dy: DeviceArray, grad: DeviceArray) -> None:
     """Grad += the sum of the rows of dy."""
     check_contiguous("sum_rows", dy, grad)
