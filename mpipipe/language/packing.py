@@ -46,20 +46,17 @@ class PackedAttend(Attend):
         self.inner.begin(position)
 
     def positions(self, rows: int) -> np.ndarray | None:
-        positions: np.ndarray | None = self.inner.positions(rows)
-        return positions
+        return self.inner.positions(rows)
 
     def for_layer(self) -> PackedAttend:
         return PackedAttend(self.inner.for_layer(), self.packing)
 
     @property
     def slice_rows(self) -> Sequence[int] | None:  # type: ignore[override]
-        rows: Sequence[int] | None = self.inner.slice_rows
-        return rows
+        return self.inner.slice_rows
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        found: tuple[Array, Any] = self.inner.forward(q, k, v, segments=self.packing.parts[self._microbatch])
-        return found
+        return self.inner.forward(q, k, v, segments=self.packing.parts[self._microbatch])
 
     def backward(self, dout: Array, saved: Any) -> tuple[Array, Array, Array]:
         return self.inner.backward(dout, saved)
@@ -74,8 +71,7 @@ class PackedAttend(Attend):
 
     @property
     def poll(self) -> Callable[[], object]:
-        poll: Callable[[], object] = self.inner.poll
-        return poll
+        return self.inner.poll
 
     @poll.setter
     def poll(self, poll: Callable[[], object]) -> None:

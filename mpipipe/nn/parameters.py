@@ -167,6 +167,7 @@ class FlatBuffer(Mapping[str, Any]):
 
     @property
     def flat(self) -> Array:
+        """The buffer."""
         if self._flat is None:
             raise _divided_error("")
         return self._flat
@@ -182,7 +183,17 @@ class FlatBuffer(Mapping[str, Any]):
         return entry
 
     def entry(self, name: str) -> Any:
-        """Return an array or, where replicas keep a share of it each, the optim.StateShard."""
+        """Return what is here of an array.
+
+        Parameters
+        ----------
+        name : str
+
+        Returns
+        -------
+        array or StateShard
+            The array itself; or the optim.StateShard, where replicas keep a share of it each.
+        """
         if name in self._elsewhere:
             buffer, there = self._elsewhere[name]
             return buffer.entry(there)
@@ -193,21 +204,23 @@ class FlatBuffer(Mapping[str, Any]):
         """Whether replicas keep a share of `flat` each."""
         return self._flat is None
 
-    def divide(self, share: Array, entries: Mapping[str, Any]) -> None:
-        """Let `flat` go but for a share, and `entry` return these. Views of it become NaN: they are never old."""
-        arrays.fill(self.flat, math.nan)
-        self.whole, self._flat = share, None
-        self._views.update(entries)
-
-    def unite(self, flat: Array) -> None:
-        """Have all of `flat` again."""
-        self._lay_out(flat, {name: self.entry(name).shape for name in self.offsets})
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)
 
     def __len__(self) -> int:
         return len(self._views)
+
+
+def divide_buffer(buffer: FlatBuffer, share: Array, entries: Mapping[str, Any]) -> None:
+    """Let `flat` go but for a share, and `entry` return these. Views of it become NaN: they are never old."""
+    arrays.fill(buffer.flat, math.nan)
+    buffer.whole, buffer._flat = share, None
+    buffer._views.update(entries)
+
+
+def unite_buffer(buffer: FlatBuffer, flat: Array) -> None:
+    """Let a buffer have all of `flat` again."""
+    buffer._lay_out(flat, {name: buffer.entry(name).shape for name in buffer.offsets})
 
 
 def showing(buffer: FlatBuffer, views: Mapping[str, Array]) -> FlatBuffer:

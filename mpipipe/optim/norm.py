@@ -75,6 +75,25 @@ class Norm:
         self._owners: list[NonFiniteParameter] = []  # of all numbers of the row
         self._mine = slice(0, 0)  # those of this rank
 
+    def open(self, replicas: Communicator | None) -> None:
+        """Let the ranks of `comm` agree whether they put norms together on their GPUs; collective."""
+        if (group := self._group) is None:
+            return
+        what, others = f"the {WHAT}", [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
+        if agree_on_nccl([group, *others], "cpu" if gpu_of(self.stages) is None else "cuda").sums:
+            everyone = group.gather(what, _owners(self._counted(), group.rank))
+            start = sum(map(len, everyone[: group.rank]))
+            self._owners = [owner for some in everyone for owner in some]
+            self._mine = slice(start, start + len(everyone[group.rank]))
+            if self._owners:
+                self._row = NcclRow(group, len(self._owners), what)
+
+    def close(self) -> None:
+        """Free what `open` has opened; collective, may be called twice."""
+        row, self._row = self._row, None
+        if row is not None:
+            row.close()
+
     def check(self, stages: Sequence[Any]) -> None:
         """Raise ArgumentError for other stages, or other parameters that count, than those from the beginning.
 
@@ -238,7 +257,7 @@ class NormOnDevice:
 # -- The public face --------------------------------------------------------------------------------------------------
 
 
-class GlobalNorm(Norm):
+class GlobalNorm:
     """Over which stages and ranks a norm is taken, for `clip_by_global_norm` and `scaled_step`.
 
     Where each rank has a GPU of its own and NCCL is used, the ranks put the norm together on their GPUs: the host asks
@@ -282,23 +301,17 @@ class GlobalNorm(Norm):
         skip: Collection[str] = (),
         replicas: Communicator | None = None,
     ):
-        super().__init__(stages, comm, skip)
-        if (group := self._group) is None:
-            return
-        what, others = f"the {WHAT}", [] if replicas is None or replicas.size == 1 else [group_of(replicas)]
-        if agree_on_nccl([group, *others], "cpu" if gpu_of(stages) is None else "cuda").sums:
-            everyone = group.gather(what, _owners(self._counted(), group.rank))
-            start = sum(map(len, everyone[: group.rank]))
-            self._owners = [owner for some in everyone for owner in some]
-            self._mine = slice(start, start + len(everyone[group.rank]))
-            if self._owners:
-                self._row = NcclRow(group, len(self._owners), what)
+        self.norm = Norm(stages, comm, skip)
+        self.norm.open(replicas)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the norm stays on the device; the same on all ranks."""
+        return self.norm.on_device
 
     def close(self) -> None:
         """Free what NCCL has opened; collective, may be called twice."""
-        row, self._row = self._row, None
-        if row is not None:
-            row.close()
+        self.norm.close()
 
     def __enter__(self) -> GlobalNorm:
         return self
@@ -318,8 +331,8 @@ def norm_of(stages: Sequence[Any], comm: Communicator | None, skip: Collection[s
             found="over with " + " and ".join(["comm"] * (comm is not None) + ["skip"] * bool(skip)),
             expected="over alone",
         )
-    over.check(stages)
-    return over
+    over.norm.check(stages)
+    return over.norm
 
 
 def gradient_norm(

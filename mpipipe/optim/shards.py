@@ -28,7 +28,7 @@ from mpipipe.comm import AllGather, NcclSums, agree_on_nccl
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
 from mpipipe.job import Communicator, RankGroup, ReplicaSum, cached, group_of
-from mpipipe.nn import announce_write, kernels
+from mpipipe.nn import announce_write, divide_buffer, kernels, unite_buffer
 from mpipipe.optim.norm import gpu_of
 from mpipipe.stages import StageAdapter
 
@@ -174,9 +174,8 @@ class Shards:
                 stage.sync_compute()
                 share = self.originals[number] = arrays.copy(originals.flat[slice(*self.own(number))])
                 compute, places = stage.given.compute, originals.offsets.items()
-                originals.divide(
-                    share, {name: self.shard(number, at, compute[name], share, compute[name]) for name, at in places}
-                )
+                shards = {name: self.shard(number, at, compute[name], share, compute[name]) for name, at in places}
+                divide_buffer(originals, share, shards)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -189,7 +188,7 @@ class Shards:
                     arrays.copy_into(whole[slice(*self.own(number))], share)
                     self._gather(whole, self.ranges[number])
         for number, whole in wholes.items():
-            self.stages[number].given.parameters.unite(whole)
+            unite_buffer(self.stages[number].given.parameters, whole)
             self.originals[number] = None
         try:
             yield

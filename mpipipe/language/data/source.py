@@ -113,6 +113,8 @@ class Array(Tokens):
         Bytes of the text that the tokens stand for.
     """
 
+    nbytes: int | None = None
+
     def __init__(self, array: ArrayLike, documents: Sequence[int] | None = None, nbytes: int | None = None) -> None:
         self.array = np.asarray(array)
         if self.array.ndim != 1 or self.array.dtype.kind not in "iu":
@@ -122,11 +124,7 @@ class Array(Tokens):
                 expected="one axis of integers",
             )
         self.documents = None if documents is None else np.asarray(documents, np.int64)
-        self._nbytes = nbytes
-
-    @property
-    def nbytes(self) -> int | None:
-        return self._nbytes
+        self.nbytes = nbytes
 
     def __len__(self) -> int:
         return len(self.array)

@@ -135,8 +135,7 @@ class Encoder:
     def _encode(self, passages: Sequence[Passage]) -> Sequence[Any]:
         texts = [passage.text for passage in passages]
         with library_errors(self.tokenizer.path):
-            encoded: Sequence[Any] = self.tokenizer.library.encode_batch_fast(texts, add_special_tokens=False)
-        return encoded
+            return self.tokenizer.library.encode_batch_fast(texts, add_special_tokens=False)
 
     def _batch(self, passages: Sequence[Passage], encoded: Sequence[Any]) -> TokenBatch:
         before, after = self._around

@@ -24,8 +24,7 @@ def training_starts(
 ) -> list[int]:
     """Return where the windows of the rows `rows` of the batch of a step begin, in `length` tokens."""
     if order == "random":
-        starts: list[int] = generator(seed, "training", step).integers(0, length - seq_len, batch)[rows].tolist()
-        return starts
+        return generator(seed, "training", step).integers(0, length - seq_len, batch)[rows].tolist()
     count = (length - 1) // seq_len  # windows of an epoch; what is left at the end is left out
     numbers = range(step * batch, (step + 1) * batch)[rows]
     keys = {epoch: random_key("epoch", epoch, seed).tobytes() for epoch in {number // count for number in numbers}}

@@ -207,8 +207,7 @@ def build_evaluator(
         stages = plan.stages(mesh.pipe.rank, layers, dtype, 0, device)
         losses = WindowLosses(stages[-1], slices) if mesh.pipe.rank == plan.schedule.placement[-1] else None
     folder.load(stages, mesh)
-    pipeline = Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas)
-    with pipeline:
+    with Pipeline(stages, plan.schedule, mesh.pipe, loss=losses, replicas=mesh.replicas) as pipeline:
         yield Evaluator(pipeline, losses, mesh, shard, rows=plan.rows, model=model)
 
 

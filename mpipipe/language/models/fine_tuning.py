@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from mpipipe import nn
+from mpipipe import files, nn
 from mpipipe.checkpoint import standing_folder
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
@@ -74,9 +74,10 @@ def find_tuning(config: ModelOptions, comm: Communicator) -> FineTuning:
     folder = Path(shared_path(comm, text))
 
     def find() -> FineTuning:
-        if not adapter.is_adapter_folder(standing_folder(folder)):
+        place = standing_folder(folder)
+        if not files.exists(place / adapter.ADAPTER_CONFIG):
             return FineTuning(freeze, parse_lora(text))
-        start = adapter.open_adapter(standing_folder(folder))
+        start = adapter.open_adapter(place)
         return FineTuning(freeze, start.lora, start)
 
     return group_of(comm).from_one("train: the adapters", find)

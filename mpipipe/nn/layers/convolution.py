@@ -57,7 +57,6 @@ class _Windows(NamedTuple):
 
     rows: Array  # (points, numbers of a window)
     shape: tuple[int, ...]  # of the points, along the axes of the output
-    valid: int  # points along the last axis that are wanted, of the last of `shape`
     part: int  # which groups
 
 
@@ -190,10 +189,10 @@ class Conv(Layer):
         view = self._view(grad, joined)
         sums = arrays.zeros(self._matrices_shape(grad), grad.dtype, device) if view is None else view
         for windows, own in self._windows(x, shape, sums.shape[1]):
-            part = dy[own]
-            if windows.valid < windows.shape[-1] or not part.flags.c_contiguous:
+            slopes = part = dy[own]
+            if part.shape[-2] < windows.shape[-1] or not part.flags.c_contiguous:
                 part = arrays.zeros((*windows.shape, sums.shape[1]), dy.dtype, device)
-                kernels.copy(dy[own], part[..., : windows.valid, :])
+                kernels.copy(slopes, part[..., : slopes.shape[-2], :])
             kernels.linear_backward_weight(rows(part), windows.rows, sums[windows.part])
         if view is None:
             for of_grad, of_sums in self._pairs(grad, sums, joined):
@@ -219,7 +218,8 @@ class Conv(Layer):
                 part = kernels.linear_backward_input(windows.rows, matrix)
             else:
                 part = kernels.linear(windows.rows, matrix, bias)
-            kernels.copy(part.reshape(*windows.shape, outputs)[..., : windows.valid, :], y[own])
+            target = y[own]
+            kernels.copy(part.reshape(*windows.shape, outputs)[..., : target.shape[-2], :], target)
         return y
 
     # -- lines of groups of one channel
@@ -350,12 +350,8 @@ class Conv(Layer):
                     matrix = memory[begin : begin + lines.size].reshape(-1, phases * step * numbers)
                     *places, last = slice(top, top + inner[0]), *(slice(0, size) for size in sizes[1:])
                     places = [batch, *places, slice(last.start + phase, last.stop, phases)]
-                    valid = len(range(phase, inner[-1], phases))
-                    windows = matrix[:, : math.prod(width) * channels]
-                    yield (
-                        _Windows(windows, (*outer, points // phases), valid, part),
-                        (*places, slice(part * outputs, (part + 1) * outputs)),
-                    )
+                    windows = _Windows(matrix[:, : math.prod(width) * channels], (*outer, points // phases), part)
+                    yield windows, (*places, slice(part * outputs, (part + 1) * outputs))
 
     def _gather(self, x: Array, own: slice, axes: Sequence[tuple[int, int, int]], target: Array) -> None:
         """Copy points (start, count, step) along each axis.

@@ -313,8 +313,7 @@ def forward_unadded(layer: Layer, x: Array, more: Array | None) -> tuple[Array, 
     passes. The method is not inherited: a class derived from a norm may redefine `forward`.
     """
     if has_unadded(layer):
-        results: tuple[Array, Array, Array | None, Any] = layer._forward_unadded(x, more)  # type: ignore[attr-defined]
-        return results
+        return layer._forward_unadded(x, more)  # type: ignore[attr-defined]
     total = x if more is None else layer.stage.kernels.add(x, more)
     y, saved = layer.forward(total)
     return total, y, None, saved

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipipe import arrays, files, nn
+from mpipipe import arrays, nn
 from mpipipe.arrays import Array, Shape
 from mpipipe.attention import Local
 from mpipipe.checkpoint import Planned, header_of, replacing
@@ -56,11 +56,6 @@ class AdapterFolder:
 
     path: Path
     lora: nn.LoRA
-
-
-def is_adapter_folder(path: Path) -> bool:
-    """Return whether a folder has an adapter."""
-    return files.exists(path / ADAPTER_CONFIG)
 
 
 def open_adapter(path: Path) -> AdapterFolder:

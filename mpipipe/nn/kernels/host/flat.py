@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import add
 
 import numpy as np
 
@@ -121,7 +123,4 @@ def _terms(pieces: Sequence[slice], term: Callable[[slice], float]) -> list[floa
 
 def _in_order(terms: Iterable[float]) -> float:
     """Return the sum; `sum` of Python 3.12 rounds in another way."""
-    total = 0.0
-    for value in terms:
-        total += value
-    return total
+    return reduce(add, terms, 0.0)
