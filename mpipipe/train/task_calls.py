@@ -8,6 +8,7 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -51,6 +52,19 @@ def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[
             f"{place_of(task, method)}{when} raised {type(error).__name__}: {error}",
             found=None if last is None else f"line {last.lineno} of {last.filename}: {last.line}",
         ) from error
+
+
+def rate_of(task: Task, step: int, config: Any) -> float:
+    """Return the learning rate of a step; ConfigError for one that cannot be meant."""
+    when = f"(step={step})"
+    rate = call(task, "rate_at", step, config, when=when, by=lambda *given: float(task.rate_at(*given)))
+    if not (math.isfinite(rate) and rate >= 0):
+        raise ConfigError(
+            f"{place_of(task, 'rate_at')}{when} returns no learning rate",
+            found=rate,
+            expected="a finite number from 0 on",
+        )
+    return rate
 
 
 # -- The layers, on paper and in fact ---------------------------------------------------------------------------------

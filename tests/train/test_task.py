@@ -484,6 +484,18 @@ def test_a_reader_that_fails_later_says_in_which_step(tmp_path, kind, text):
         trained(2, replace(EXACT, out=str(tmp_path / "run")), Late)
 
 
+@pytest.mark.parametrize("rate", [np.nan, np.inf, -0.1, "high"])
+def test_a_rate_that_cannot_be_meant_is_refused_before_its_step_on_all_ranks(tmp_path, rate):
+    class Rated(Field):
+        def rate_at(self, step, config):
+            return rate if step == 3 else 0.1
+
+    text = rf"step 4 of 6: Rated.rate_at\(step=3\) (returns no learning rate(.|\n)*{rate}|raised ValueError)"
+    with pytest.raises(ConfigError, match=text):
+        trained(2, replace(EXACT, out=str(tmp_path / "run")), Rated)
+    assert len(losses(tmp_path / "run")) == 4  # of the start, and three steps
+
+
 # -- the share of a rank -----------------------------------------------------------------------------------------------
 
 
