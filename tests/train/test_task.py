@@ -484,6 +484,29 @@ def test_a_reader_that_fails_later_says_in_which_step(tmp_path, kind, text):
         trained(2, replace(EXACT, out=str(tmp_path / "run")), Late)
 
 
+class Buffer(Field):
+    """Its rows lie in one array, which each call fills again, or finds as it was."""
+
+    changes = True
+
+    def __init__(self):
+        self.rows = np.zeros((8, POINTS, 1))
+
+    def batch(self, step, rows, shard):
+        self.rows[rows] = super().batch(step if self.changes else 0, rows, shard)[0]
+        return self.rows[rows.start : rows.stop], self.rows[rows.start : rows.stop]
+
+
+def test_a_batch_that_the_next_one_overwrites_is_refused_on_all_ranks(tmp_path):
+    text = (
+        r"step 2 of 6: Buffer.batch\(step=1, rows=0..7\) overwrites the batch before it(.|\n)*of step 0(.|\n)*new arr"
+    )
+    with pytest.raises(DataError, match=text):
+        trained(2, replace(EXACT, out=str(tmp_path / "run")), Buffer)
+    Same = type("Same", (Buffer,), {"changes": False})
+    assert trained(2, replace(EXACT, out=str(tmp_path / "same")), Same).step == 6
+
+
 @pytest.mark.parametrize("rate", [np.nan, np.inf, -0.1, "high"])
 def test_a_rate_that_cannot_be_meant_is_refused_before_its_step_on_all_ranks(tmp_path, rate):
     class Rated(Field):
