@@ -136,6 +136,20 @@ def test_it_is_resumed_on_another_mesh_and_not_with_another_seed(tmp_path, alone
         trained(1, replace(config, resume="auto", seed=1))
 
 
+def test_other_data_than_before_the_checkpoint_are_refused(tmp_path):
+    class Louder(Field):
+        def batch(self, step, rows, shard):
+            return tuple(3 * field for field in super().batch(step, rows, shard))
+
+    config = replace(EXACT, out=str(tmp_path / "run"), save_every=2)
+    trained(2, config)
+    saved = str(min((tmp_path / "run" / "checkpoints").iterdir()))
+    with pytest.raises(DataError, match=r"of row 0 than before the checkpoint(.|\n)*resume with the data as they were"):
+        trained(1, replace(config, resume=saved, out=str(tmp_path / "again")), Louder)
+    assert not (tmp_path / "again" / "metrics.jsonl").exists()
+    trained(1, replace(config, resume=saved, out=str(tmp_path / "same")))
+
+
 def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
     class Frozen(Field):
         freeze = ("0.*",)
