@@ -24,6 +24,7 @@ from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, 
 from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan
+from mpipipe.train.report import FIELDS
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
 from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read
@@ -31,6 +32,7 @@ from mpipipe.train.task_calls import Reader, call, chain, example, place_of, rea
 OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
 REPEATS = 8  # evaluations in all of which a loss looks wrong: one that draws one of two values does once in 2^16
+RESERVED = {*FIELDS, "metrics", "steps", "time", "seconds"}  # what records, and the last line, call their own
 SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
@@ -236,6 +238,12 @@ class TaskLoss:
     def _metrics(self, output: Tree, target: Tree) -> dict[str, float]:
         found = {name: float(value) for name, value in self.task.metrics(output, target).items()}
         if self.rehearses:
+            if taken := RESERVED.intersection(found):
+                raise ConfigError(
+                    "a metric has a name that a record has already",
+                    found=", ".join(sorted(taken)),
+                    expected=f"other names than {', '.join(sorted(RESERVED))}",
+                )
             twice = self.task.metrics(rows_twice(output, self.axis), rows_twice(target, self.axis))
             with self._suspecting():
                 check_metrics(place_of(self.task, "metrics"), found, twice)
