@@ -15,7 +15,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mpipipe import processor
-from mpipipe.adapters.layers import ForeignLayer, Held, WithSkips, as_layer, counting, names_of_entry, seeded
+from mpipipe.adapters.layers import (
+    ForeignLayer,
+    Held,
+    WithSkips,
+    as_layer,
+    check_distinct,
+    counting,
+    names_of_entry,
+    seeded,
+)
 from mpipipe.adapters.trees import skip_names
 from mpipipe.nn import ForwardAndBackward
 from mpipipe.text import optional_library

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -67,6 +67,21 @@ def names_of_entry(given: Any) -> Iterator[tuple[str, bool]]:
         yield from ((name, True) for name in given.gives)
     elif isinstance(given, nn.Layer):
         yield from nn.names_within(given)
+
+
+def check_distinct(layers: Sequence[Any]) -> None:
+    """Raise ArgumentError where one layer, or one module of PyTorch, stands in two places: a cut would untie them."""
+    seen: dict[int, str] = {}
+    for place, entry in enumerate(layers):
+        entry = entry.entry if isinstance(entry, WithSkips) else entry
+        walked = entry.walk(f"{place}") if isinstance(entry, nn.Layer) else [(f"{place}", entry)] * is_module(entry)
+        for name, each in walked:
+            if seen.setdefault(id(each), name) != name:
+                raise ArgumentError(
+                    f"one {type(each).__name__} is layer {seen[id(each)]} and layer {name}",
+                    expected="a layer object of its own in each place",
+                    remedy="make a second one; nn.Parameter(tie=...) shares values between places",
+                )
 
 
 def is_module(given: Any) -> bool:

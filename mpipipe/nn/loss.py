@@ -157,7 +157,7 @@ def mean_of_losses(output: Array, target: Array, factor: float = 1.0) -> tuple[A
     return of.scale(total, 1 / output.size).reshape(()), gradient
 
 
-def _check_shapes(message: str, output: Array, target: Array, shape: Shape | None, remedy: str = "") -> None:
+def _check_shapes(message: str, output: Array, target: Array, shape: Shape | None, remedy: str | None = None) -> None:
     if shape != target.shape or not output.size:
         expected = "equal shapes, not empty" if shape == output.shape else f"a target of shape {shape}, not empty"
         found = f"output {output.shape}, target {target.shape}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpipipe import nn
-from mpipipe.adapters import as_layer, names_of_entry
+from mpipipe.adapters import as_layer, check_distinct, names_of_entry
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Schedule, with_skips
 
@@ -77,8 +77,10 @@ class LayerPlan:
 def name_ends(layers: Sequence[Any]) -> dict[str, tuple[int | None, list[int]]]:
     """Return for each name the place of the layer that gives it, None for the inputs, and those of all that take it.
 
-    Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer.
+    Raises ArgumentError where a name is given twice, after a layer has taken it, or for no layer, and for a layer that
+    stands in two places.
     """
+    check_distinct(layers)
     nn.check_slices(layers)
     ends = nn.ends_of_names((place, *each) for place, entry in enumerate(layers) for each in names_of_entry(entry))
     for name, (giver, takers) in ends.items():

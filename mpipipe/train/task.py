@@ -229,18 +229,28 @@ class Task:
     def trained(self) -> Described:
         """Return the parameters that are trained, by name.
 
-        Raises ConfigError if there are none, or a pattern of `freeze` fits no name.
+        Raises ConfigError if there are none, or a pattern of `freeze` or of `groups` fits no name.
         """
         everything = declared(self.outline)
         names = [name for name, parameter in everything.items() if not parameter.frozen]
-        for pattern in self.freeze:
-            if not any(is_frozen(name, [pattern.removeprefix("!")]) for name in names):
-                raise ConfigError(
-                    "a pattern of freeze fits no parameter" + (" of an adapter" if any(map(is_adapter, names)) else ""),
-                    found=pattern,
-                    expected=f"one that fits names such as {', '.join(names[:4])}",
-                    remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
-                )
+        unfit = [
+            ("freeze", key)
+            for key in self.freeze
+            if not any(is_frozen(name, [key.removeprefix("!")]) for name in names)
+        ]
+        unfit += [
+            ("groups", str(group.match))
+            for group in self.groups
+            if isinstance(group, optim.Group)
+            and not any(group._has(entry.tie or name, entry.shape) for name, entry in everything.items())
+        ]
+        for what, pattern in unfit:
+            raise ConfigError(
+                f"a pattern of {what} fits no parameter" + (" of an adapter" if any(map(is_adapter, names)) else ""),
+                found=pattern,
+                expected=f"one that fits names such as {', '.join(names[:4])}",
+                remedy="docs/finetuning.md has those of a GPT; a * in a pattern fits anything",
+            )
         frozen = frozen_names(everything, tuple(self.freeze))
         if frozen and len(frozen) == len(everything):
             raise ConfigError("nothing is left to train", found=f"freeze {' '.join(self.freeze)}")

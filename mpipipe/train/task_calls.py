@@ -196,7 +196,13 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
         if arrays.is_floating(leaf.dtype) and not arrays.is_device(leaf) and not np.isfinite(leaf.sum()):
             bad = [row for row, values in zip(rows, leaf) if not np.isfinite(values).all()]
             if bad:
-                raise DataError(f"{what} are not finite", found=f"NaN or infinity in row {bad[0]}", expected="numbers")
+                raise DataError(
+                    f"{what} are not finite",
+                    found=f"NaN or infinity in row {bad[0]}, counted in the whole batch",
+                    expected="numbers",
+                    remedy="look at the data of this row; where values are missing, give numbers and a mask as a tuple "
+                    "of targets, and let the loss use it",
+                )
     cast = [leaf.astype(shard.dtype if leaf.dtype.kind == "f" else leaf.dtype, "C", copy=False) for leaf in leaves]
     return arrays.unflatten(cast, structure)
 

@@ -24,6 +24,9 @@ class Slow(nn.Layer):
         return dy, None
 
 
+SHARED = nn.Linear(WIDTH, WIDTH)
+
+
 def model():
     return [made for _ in range(5) for made in (lambda: nn.Linear(WIDTH, WIDTH), nn.Gelu)]
 
@@ -101,6 +104,8 @@ def test_ranks_that_cut_in_different_ways_are_refused_before_a_message():
         ((model(), schedules.one_f_one_b(2, 2), 0, [1, 2]), "costs must say what each layer costs"),
         ((model(), schedules.one_f_one_b(2, 2), 0, [-1] * 10), "cost"),
         (([lambda: 3, nn.Gelu], schedules.one_f_one_b(2, 2), 0), r"layers\[0\] is not a layer"),
+        (([SHARED, SHARED], schedules.one_f_one_b(2, 2), 0), "one Linear is layer 0 and layer 1"),
+        (([SHARED, nn.Residual(SHARED)], schedules.one_f_one_b(2, 2), 1), r"one Linear is layer 0 and layer 1\.layer"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(arguments, text):

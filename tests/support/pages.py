@@ -28,7 +28,7 @@ case "$*" in
     *"docs/tasks/weather.py weather.h5") exec "$PYTHON" "$@" ;;
     *docs/tasks/weather.py*) exec "$PYTHON" "$@" --steps 2 ;;
     *docs/tasks/darcy.py*) exec "$PYTHON" "$@" --steps 2 --set samples=64 ;;
-    "-m mpipipe plan --dim 64 --layers 3"*) exec "$PYTHON" "$@" --batch 4 ;;
+    "-m mpipipe plan --dim 64 --layers 3"*) exec "$PYTHON" "$@" --batch 2 ;;
     "-m mpipipe train --plan auto"*)
         exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 16 --batch 8 --data "$DATA" ;;
     "-m mpipipe train"*) exec "$PYTHON" "$@" --steps 2 --eval-batches 1 --sample-bytes 0 --seq-len 32 --data "$DATA" ;;

@@ -136,6 +136,20 @@ def test_it_is_resumed_on_another_mesh_and_not_with_another_seed(tmp_path, alone
         trained(1, replace(config, resume="auto", seed=1))
 
 
+def test_other_data_than_before_the_checkpoint_are_refused(tmp_path):
+    class Louder(Field):
+        def batch(self, step, rows, shard):
+            return tuple(3 * field for field in super().batch(step, rows, shard))
+
+    config = replace(EXACT, out=str(tmp_path / "run"), save_every=2)
+    trained(2, config)
+    saved = str(min((tmp_path / "run" / "checkpoints").iterdir()))
+    with pytest.raises(DataError, match=r"of row 0 than before the checkpoint(.|\n)*resume with the data as they were"):
+        trained(1, replace(config, resume=saved, out=str(tmp_path / "again")), Louder)
+    assert not (tmp_path / "again" / "metrics.jsonl").exists()
+    trained(1, replace(config, resume=saved, out=str(tmp_path / "same")))
+
+
 def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
     class Frozen(Field):
         freeze = ("0.*",)
@@ -165,7 +179,10 @@ def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
     Slow.freeze = ("0.*", "0.wieght")
     with pytest.raises(ConfigError, match="freeze fits no parameter"):
         parameters(Slow, 3)
-    Slow.freeze = ("*",)
+    Slow.freeze, Slow.groups = (), (optim.Group("*.gian", lr=0.0),)
+    with pytest.raises(ConfigError, match=r"groups fits no parameter(.|\n)*\*\.gian"):
+        parameters(Slow, 3)
+    Slow.freeze, Slow.groups = ("*",), ()
     with pytest.raises(ConfigError, match="nothing is left to train"):
         parameters(Slow, 4)
 
@@ -317,6 +334,17 @@ class Hits(Field):
         return {"hits": float((np.abs(output - target) < 1).sum())}
 
 
+class Shadow(Field):
+    def metrics(self, output, target):
+        return {"bias": 0.1, "loss": 3.0}
+
+
+class Twice(Field):
+    def layers(self, shard):
+        one = Scale(WIDTH)
+        return [nn.Linear(1, WIDTH), lambda: one, lambda: one, nn.Linear(WIDTH, 1)]
+
+
 class Misfit(Field):
     def layers(self, shard):
         return [nn.Linear(1, WIDTH), nn.Linear(WIDTH + 1, WIDTH), nn.Linear(WIDTH, 1)]
@@ -354,6 +382,8 @@ class Tall(Field):
         (Summed, Exception, r"Summed.loss returns a value that is no mean(.|\n)*with each row twice"),
         (Undivided, Exception, r"Undivided.loss returns a gradient that is not that of a mean"),
         (Hits, Exception, r"Hits.metrics returns a sum over the rows(.|\n)*hits"),
+        (Shadow, Exception, r"Shadow.metrics: a metric has a name that a record has(.|\n)*loss(.|\n)*validation"),
+        (Twice, ArgumentError, r"one Scale is layer 1 and layer 2"),
         (Misfit, Exception, r"stage 0(.|\n)*Misfit.layers: layer 1 "),
         (Empty, ConfigError, r"Empty.layers returns no list of layers"),
         (Tall, ArgumentError, r"layers\[1\] is not a layer"),
