@@ -209,7 +209,7 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
 
 def checksum(leaf: np.ndarray) -> int:
     """Return a number that changes with the bytes of an array."""
-    return zlib.crc32(leaf.reshape(-1).view(np.uint8))
+    return zlib.crc32(leaf.reshape(-1).view(np.uint8).data)
 
 
 class Reader:
