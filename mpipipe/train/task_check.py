@@ -16,18 +16,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import arrays, nn
-from mpipipe.adapters import ForeignLayer
+from mpipipe import arrays
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
-from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
-from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
+from mpipipe.errors import ConfigError, DataError, MpipipeError
+from mpipipe.job import RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan
 from mpipipe.train.report import FIELDS
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read
+from mpipipe.train.task_calls import Reader, call, place_of, read
 
 OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
@@ -429,84 +428,3 @@ def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Sh
         if shard.reads_targets and mesh.data.rank == 0:
             text = str(call(task, "show", output, targets, shard) or "")
     return next(filter(None, group.gather("train: what the task shows", text)), "")
-
-
-# -- train --check ----------------------------------------------------------------------------------------------------
-
-
-def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int = 2) -> tuple[list[str], bool]:
-    """Look for what goes wrong without a word: gradients of layers and loss, rows that are not the same twice.
-
-    Return lines of what was found, and whether all is right. `comm` is one rank, and `again` the task loaded once more.
-    Gradients are compared with differences in float64, for a batch of `rows`.
-    """
-    shard = task.shard(comm, 1)
-    shard.dtype = arrays.dtype("float64")
-    lines, right, output = _check_rows(task, again, range(rows), shard), True, None
-    inputs, target = example(task, rows, 1, shard)
-    layers: list[nn.Layer] = []
-    for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
-        layer = stage.layers[0]
-        layers.append(layer)
-        name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
-        line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
-        lines.append(line)
-        right, output = right and fine, (stage, x)
-    assert output is not None  # a task has a layer at least
-    unused = {*getattr(inputs, "skips", ())}.difference(nn.names_of(layers)[0])
-    if unused:
-        lines.append(f"inputs: no layer takes {', '.join(sorted(unused))}, which the inputs have")
-    y = output[0].forward(output[1], nn.Position(training=False))[0]
-    loss = TaskLoss(task)
-    line, fine = _checked("loss", _LossStage(loss, target), y, None)
-    if fine:
-        for _ in range(REPEATS):
-            loss.rehearse(True)
-            loss(y, target)
-            if loss.suspect is None:
-                break
-        if loss.suspect is not None:
-            raise loss.suspect
-    return [*lines, line], right and fine and not unused
-
-
-def _check_rows(task: Task, again: Task, rows: range, shard: Shard) -> list[str]:
-    """Return lines about the rows of a task; raises DataError where they are not the same twice."""
-    lines, seen = [], {}
-    for method, number in (("batch", 0), ("batch", 1), ("validation", 0)):
-        found = read(task, method, number, rows, shard)[:2]
-        check_batch(task, method, number, rows, shard, found)
-        both = [(0, row_traits(each, method, number, shard)) for each in (task, again)]
-        check_ranks(f"{place_of(task, method)}, with the file loaded twice,", both)
-        seen[method, number] = both[0][1]["inputs"]
-    first = seen["batch", 0]
-    for (method, number), more in seen.items():
-        if (method, number) != ("batch", 0) and first is not None and more is not None and alike(first, more):
-            lines.append(f"note: {method}({number}) has the same first row as batch(0)")
-    return [*lines, *(f"note: {line}" for line in misnamed(task))]
-
-
-def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:
-    try:
-        differences = nn.check_gradients(stage, x, position=position)
-    except StageError as error:
-        return f"{name}: {error.found}", False
-    except ArgumentError as error:
-        if "nothing to differentiate" not in error.message:
-            raise
-        return f"{name}: nothing to differentiate", True
-    return f"{name}: right to {max(differences.values()):.0e} ({', '.join(differences)})", True
-
-
-class _LossStage:
-    """A loss as a stage whose output is the value: its backward gives the gradient of what the loss is called with."""
-
-    def __init__(self, loss: TaskLoss, target: Tree) -> None:
-        self.loss, self.target = loss, target
-
-    def forward(self, x: Tree) -> tuple[np.ndarray, Tree]:
-        value, gradient = self.loss(x, self.target)[:2]
-        return np.reshape(np.asarray(value, np.float64), 1), gradient
-
-    def backward(self, dy: np.ndarray, saved: Tree) -> Tree:
-        return arrays.mapped(lambda leaf: dy[0] * leaf, saved)

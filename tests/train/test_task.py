@@ -689,3 +689,49 @@ def test_a_name_that_is_taken_in_the_entry_that_gives_it_and_later_is_checked_an
     lines, right = inprocess.run(1, lambda comm: check_task(Nested(), Nested(), 0, comm))[0]
     assert right, lines
     trained(2, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "planned")), Nested)
+
+
+class Mixed(nn.Gelu):
+    """Takes the mean over rows away."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0, keepdims=True))
+
+    def backward_input(self, dy, saved):
+        dx, pending = super().backward_input(dy, saved)
+        return dx - dx.mean(0, keepdims=True), pending
+
+
+class Mixing(Field):
+    def layers(self, shard):
+        return [nn.Linear(1, WIDTH), nn.Gelu(), Mixed(), nn.Linear(WIDTH, 1)]
+
+
+class Relative(Field):
+    """A ratio of sums over the micro-batch, and with `weight` one that says so."""
+
+    weight = False
+
+    def loss(self, output, target):
+        error, size = output - target, float((target**2).sum())
+        result = float((error**2).sum()) / size, 2 / size * error
+        return (*result, size) if self.weight else result
+
+
+class WeightedRatio(Relative):
+    weight = True
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        (Mixing, r"layers\[2\] Mixed: gives other rows for a batch than for each row alone, .* --microbatches"),
+        (Relative, r"loss: \S+ for 2 rows, and \S+ as the mean of each alone, .* --microbatches; .* third value"),
+        (WeightedRatio, None),
+    ],
+)
+def test_check_names_what_depends_on_the_number_of_micro_batches(task, text):
+    lines, right = inprocess.run(1, lambda comm: check_task(task(), task(), 0, comm))[0]
+    assert right == (text is None), lines
+    assert [bool(re.match(text or "loss: right", line)) for line in lines].count(True) == 1, lines
+    assert sum("--microbatches" in line for line in lines) == (text is not None)
