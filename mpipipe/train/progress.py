@@ -36,6 +36,7 @@ class Progress:
         self.step, self.record = 0, Record(0)  # number of steps made, and the last record
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
         self.reported = -1  # number of steps after which nothing is left to do
+        self.rows: Mapping[str, Any] = {}  # what is known of row 0 of the validation, to find other data at a resume
         self.in_memory = False  # whether the state comes from ranks that live on: no checkpoint may hold it
 
     @property
@@ -62,6 +63,7 @@ class Progress:
         return {
             **facts,
             "record": self.record.facts(),
+            "rows": self.rows,
             "random": {"steps_taken": self.pipeline.steps_taken},
             "loss_scale": {"scale": scaler.scale, "good": scaler.good, "skipped": scaler.skipped},
         }

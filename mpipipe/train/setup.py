@@ -114,7 +114,8 @@ def _train(
         reader = Reader(task, shard, plan, mesh, config.steps)
         if task.rehearses and survivor is None:
             check_replicas(mesh, stages)  # values that were drawn without the seed
-            named = rehearse(task, reader, pipeline, mesh, progress.step, loss)
+            before = start.state.get("rows", {}) if start else {}
+            named, progress.rows = rehearse(task, reader, pipeline, mesh, progress.step, loss, before)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
         reporter: Reporter | NullReporter = NullReporter()
         surroundings = environment.gather(mesh.comm, gpus=device != "cpu")

@@ -8,7 +8,9 @@ The thread makes no call of MPI. A rank that comes to a step before its batch is
 
 from __future__ import annotations
 
+import math
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
@@ -25,6 +27,8 @@ from mpipipe.job import RankGroup, ThreadTask, wait_locally
 from mpipipe.planning import LayerPlan, PlanningProblem, name_ends
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
+
+WATCHED = 4  # batches of which it is found out whether the next one overwrites them
 
 
 def place_of(task: Task, method: str) -> str:
@@ -51,6 +55,19 @@ def call(task: Task, method: str, *arguments: Any, when: str = "", by: Callable[
             f"{place_of(task, method)}{when} raised {type(error).__name__}: {error}",
             found=None if last is None else f"line {last.lineno} of {last.filename}: {last.line}",
         ) from error
+
+
+def rate_of(task: Task, step: int, config: Any) -> float:
+    """Return the learning rate of a step; ConfigError for one that cannot be meant."""
+    when = f"(step={step})"
+    rate = call(task, "rate_at", step, config, when=when, by=lambda *given: float(task.rate_at(*given)))
+    if not (math.isfinite(rate) and rate >= 0):
+        raise ConfigError(
+            f"{place_of(task, 'rate_at')}{when} returns no learning rate",
+            found=rate,
+            expected="a finite number from 0 on",
+        )
+    return rate
 
 
 # -- The layers, on paper and in fact ---------------------------------------------------------------------------------
@@ -190,6 +207,11 @@ def as_batch(tree: Tree, rows: range, what: str, shard: Shard) -> Tree:
     return arrays.unflatten(cast, structure)
 
 
+def checksum(leaf: np.ndarray) -> int:
+    """Return a number that changes with the bytes of an array."""
+    return zlib.crc32(leaf.reshape(-1).view(np.uint8).data)
+
+
 class Reader:
     """Reads the rows of this replica, one step ahead; `waited` are the seconds in which the last step waited for it."""
 
@@ -203,6 +225,8 @@ class Reader:
         self.number = -1  # the step that is being read
         self.ahead: ThreadTask[tuple[Any, Any, Any]] | None = None  # the thread that reads it
         self.rank, self.kinds = mesh.rank, ""  # shapes and dtypes of the rows that this rank reads
+        self.watched: list[tuple[np.ndarray, int]] = []  # arrays of the last batch, with their checksums
+        self.to_watch = WATCHED
 
     def batch(self, step: int) -> Pair:
         """Return the batch of a step, and begin to read that of the next one."""
@@ -240,7 +264,25 @@ class Reader:
                 expected=self.kinds,
                 remedy="pad what varies to one length, and let the loss count what is valid",
             )
+        if self.to_watch:
+            self._watch(step, found[:2])
         return found
+
+    def _watch(self, step: int, pair: Pair) -> None:
+        """Raise DataError where this batch lies in the arrays of the one before, which a step reads meanwhile."""
+        before, self.to_watch = self.watched, self.to_watch - 1
+        leaves = [leaf for tree in pair if tree is not None for leaf in arrays.flatten(tree)[0]]
+        leaves = [leaf for leaf in leaves if not arrays.is_device(leaf)]
+        self.watched = [(leaf, checksum(leaf)) for leaf in leaves if self.to_watch]
+        if any(
+            checksum(old) != known and any(np.may_share_memory(old, new) for new in leaves) for old, known in before
+        ):
+            raise DataError(
+                f"{place_of(self.task, 'batch')}{where('batch', step, self.rows)} overwrites the batch before it",
+                found=f"other numbers in the arrays of step {step - 1} than it had returned",
+                expected="arrays that stay as they are: it is called one step ahead, while a step computes with them",
+                remedy="return new arrays for each step, such as copies of a buffer that is filled again",
+            )
 
     def validation(self, index: int) -> Pair:
         if not self.reads:

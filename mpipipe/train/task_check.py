@@ -70,8 +70,12 @@ def alike(a: Traits, b: Traits) -> bool:
     )  # fmt: skip
 
 
-def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]]) -> None:
-    """Raise DataError where ranks with the same share have other arrays in row 0; `found`: (share, traits) of each."""
+def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]]) -> dict[str, Traits]:
+    """Return the traits of row 0 on ranks with share 0; `found`: (share, traits of inputs and targets) of each rank.
+
+    Raise DataError where ranks with the same share have other arrays in it.
+    """
+    rows: dict[str, Traits] = {}
     for name in ("inputs", "targets"):
         first: dict[int, tuple[int, Traits]] = {}
         for rank, (share, each) in enumerate(found):
@@ -86,6 +90,23 @@ def check_ranks(where: str, found: Sequence[tuple[int, dict[str, Traits | None]]
                     expected="the same rows on all ranks: one takes the inputs of a pipeline, another its targets",
                     remedy=f"{SEEDED}; data that are drawn when the file is loaded need a seed, too",
                 )
+        if 0 in first:
+            rows[name] = first[0][1]
+    return rows
+
+
+def check_data(where: str, before: Mapping[str, Any], now: Mapping[str, Traits]) -> None:
+    """Raise DataError where row 0, of shapes as before, is not what it was in the training of the checkpoint."""
+    for name in before.keys() & now.keys():
+        then: Traits = [(tuple(shape), *sums) for shape, *sums in before[name]]
+        same_shapes = [shape for shape, *_ in then] == [shape for shape, *_ in now[name]]  # as for an equal `seq`
+        if same_shapes and not alike(then, now[name]):
+            raise DataError(
+                f"{where} gives other {name} of row 0 than before the checkpoint",
+                found="norm " + ", ".join(f"{norm:.6g}" for _, norm, _ in now[name]),
+                expected="norm " + ", ".join(f"{norm:.6g}" for _, norm, _ in then),
+                remedy="resume with the data as they were, or begin a new training with --init RUN",
+            )
 
 
 def rows_twice(tree: Tree, axis: int = 0) -> Tree:
@@ -360,8 +381,13 @@ def validate(
     return sum(values) / batches, scores.means(group)
 
 
-def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any) -> list[str]:
-    """Read the first batches and run them forward, before anything is written; return the names of the metrics."""
+def rehearse(
+    task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any, before: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Read the first batches and run them forward, before anything is written.
+
+    Return the names of the metrics, and what is known of row 0 of the validation; `before` is that of a checkpoint.
+    """
     group, scores = group_of(mesh.comm), scores_of(task, loss)
     own = loss if isinstance(loss, TaskLoss) else None
     for method, number in (("batch", step), ("validation", 0)):
@@ -374,7 +400,9 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
                 facts = row_traits(task, method, number, reader.shard)
         seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts))
         with group.raise_together(f"train: the first row of {method} on all ranks"):
-            check_ranks(place_of(task, method), seen)
+            rows = check_ranks(place_of(task, method), seen)
+            if method == "validation":
+                check_data(place_of(task, method), before, rows)
         wrong = own is not None
         for _ in range(REPEATS):
             if own is not None:
@@ -399,7 +427,8 @@ def rehearse(task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: i
             remedy="return (value, doutput, weight), or set loss.mean_over_entries = True or False (rows)",
         )
         raise found_by_all(problem, [group])
-    return [] if scores is None else list(scores.means(group))
+    known = {name: [[list(shape), *sums] for shape, *sums in each] for name, each in rows.items()}
+    return [] if scores is None else list(scores.means(group)), known
 
 
 def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:

@@ -26,7 +26,7 @@ from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
 from mpipipe.train.task import Task
-from mpipipe.train.task_calls import Reader, call
+from mpipipe.train.task_calls import Reader, rate_of
 from mpipipe.train.task_check import doubts, shown, validate
 
 
@@ -162,8 +162,8 @@ class Trainer:
         self.tracing.begin_step(config.steps - step)
         with self.tracing.part("reading"):
             batch = self.reader.batch(step)
+        lr = rate_of(self.task, step, config)
         pending = pipeline.launch(*batch, scale=self.progress.scaler.scale)
-        lr = float(call(self.task, "rate_at", step, config))
         with self.tracing.part("optimizer"):
             norm = self._optimize(lr)
         loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long

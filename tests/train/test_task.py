@@ -160,6 +160,20 @@ def test_it_is_resumed_on_another_mesh_and_not_with_another_seed(tmp_path, alone
         trained(1, replace(config, resume="auto", seed=1))
 
 
+def test_other_data_than_before_the_checkpoint_are_refused(tmp_path):
+    class Louder(Field):
+        def batch(self, step, rows, shard):
+            return tuple(3 * field for field in super().batch(step, rows, shard))
+
+    config = replace(EXACT, out=str(tmp_path / "run"), save_every=2)
+    trained(2, config)
+    saved = str(min((tmp_path / "run" / "checkpoints").iterdir()))
+    with pytest.raises(DataError, match=r"of row 0 than before the checkpoint(.|\n)*resume with the data as they were"):
+        trained(1, replace(config, resume=saved, out=str(tmp_path / "again")), Louder)
+    assert not (tmp_path / "again" / "metrics.jsonl").exists()
+    trained(1, replace(config, resume=saved, out=str(tmp_path / "same")))
+
+
 def test_groups_freezing_and_an_optimizer_of_its_own(tmp_path):
     class Frozen(Field):
         freeze = ("0.*",)
@@ -522,6 +536,41 @@ def test_a_reader_that_fails_later_says_in_which_step(tmp_path, kind, text):
 
     with pytest.raises(ArgumentError, match=text):
         trained(2, replace(EXACT, out=str(tmp_path / "run")), Late)
+
+
+class Buffer(Field):
+    """Its rows lie in one array, which each call fills again, or finds as it was."""
+
+    changes = True
+
+    def __init__(self):
+        self.rows = np.zeros((8, POINTS, 1))
+
+    def batch(self, step, rows, shard):
+        self.rows[rows] = super().batch(step if self.changes else 0, rows, shard)[0]
+        return self.rows[rows.start : rows.stop], self.rows[rows.start : rows.stop]
+
+
+def test_a_batch_that_the_next_one_overwrites_is_refused_on_all_ranks(tmp_path):
+    text = (
+        r"step 2 of 6: Buffer.batch\(step=1, rows=0..7\) overwrites the batch before it(.|\n)*of step 0(.|\n)*new arr"
+    )
+    with pytest.raises(DataError, match=text):
+        trained(2, replace(EXACT, out=str(tmp_path / "run")), Buffer)
+    Same = type("Same", (Buffer,), {"changes": False})
+    assert trained(2, replace(EXACT, out=str(tmp_path / "same")), Same).step == 6
+
+
+@pytest.mark.parametrize("rate", [np.nan, np.inf, -0.1, "high"])
+def test_a_rate_that_cannot_be_meant_is_refused_before_its_step_on_all_ranks(tmp_path, rate):
+    class Rated(Field):
+        def rate_at(self, step, config):
+            return rate if step == 3 else 0.1
+
+    text = rf"step 4 of 6: Rated.rate_at\(step=3\) (returns no learning rate(.|\n)*{rate}|raised ValueError)"
+    with pytest.raises(ConfigError, match=text):
+        trained(2, replace(EXACT, out=str(tmp_path / "run")), Rated)
+    assert len(losses(tmp_path / "run")) == 4  # of the start, and three steps
 
 
 # -- the share of a rank -----------------------------------------------------------------------------------------------
