@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,7 +131,7 @@ class ForeignLayer(nn.Layer):
 
     def forget(self) -> ForeignLayer:
         """Let go of the module and its arrays: what is left says what the layer is."""
-        self.given = None
+        self.given = SimpleNamespace(mixes_positions=self.mixes_positions)
         self.declared = {
             key: replace(entry, draw=lambda _generator, shape: np.zeros(shape)) for key, entry in self.declared.items()
         }

@@ -30,7 +30,7 @@ from mpipipe.nn.layers.convolution import Conv
 from mpipipe.nn.layers.embedding import Embedding, Head, LearnedPositions
 from mpipipe.nn.layers.field import Downsample, GroupNorm, Patches, Upsample
 from mpipipe.nn.layers.head_slices import HeadSlice, check_slices
-from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Position
+from mpipipe.nn.layers.layer import LORA_A, LORA_B, Layer, Position, mixes
 from mpipipe.nn.layers.linear import FeedForward, Gelu, Linear, SwiGLU
 from mpipipe.nn.layers.names import AdaptiveNorm, Join, Keep, check_links, handed
 from mpipipe.nn.layers.names import ends_of_names, names_of, names_within, or_zeros, sum_of

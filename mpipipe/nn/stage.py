@@ -15,7 +15,7 @@ from mpipipe.faces import renamed
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
-from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf
+from mpipipe.nn.layers.layer import Differentiable, Layer, Position, leaf, mixes
 from mpipipe.nn.layers.names import NamedChain, names_within, sum_of
 from mpipipe.nn.lora import merge
 from mpipipe.nn.parameters import FlatBuffer, StageBuffers, frozen_names
@@ -284,7 +284,7 @@ class Stage(Differentiable):
         """
 
         def fits(layer: Layer) -> bool:
-            if rows != 1 and ("mixes_positions" not in vars(type(layer)) or layer.mixes_positions):
+            if rows != 1 and mixes(layer):
                 return False
             own = getattr(getattr(layer, "attend", None), "slice_rows", None)
             return (

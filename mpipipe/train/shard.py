@@ -53,6 +53,7 @@ class Shard:
         self.size = comm.size if size is None else size
         self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
+        self.attends = False  # whether `attend` was called
         self.biases: list[str] = []  # what is known of those that `attend` was given, the same on all ranks
         self.cut: Callable[[int], Sequence[int]] | None = None  # gives the lengths of slices, where there are several
         self.attended: int | None = None  # the length of the sequences that come in slices
@@ -125,6 +126,7 @@ class Shard:
         causal, window, scale, bias : bool, int, float and callable, optional
             As for `attention.Local`. Where sequences come in slices, attention is causal.
         """
+        self.attends = True
         if callable(bias):
             at = np.unique(np.linspace(0, length - 1, GRID).astype(np.int64))
             values = np.clip(bias(at[:, None], at), -1e4, 1e4).ravel()  # infinite where it is a mask

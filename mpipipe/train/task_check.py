@@ -7,7 +7,7 @@ them before its first step, in a rehearsal. `--check` does it before a job is qu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -16,10 +16,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import arrays
+from mpipipe import arrays, nn
+from mpipipe.adapters import ForeignLayer
 from mpipipe.arrays import Tree
+from mpipipe.attention import Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError, DataError, MpipipeError
+from mpipipe.exchange import AllToAll, HaloExchange
 from mpipipe.job import RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan
@@ -32,6 +35,7 @@ OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "opt
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
 REPEATS = 8  # evaluations in all of which a loss looks wrong: one that draws one of two values does once in 2^16
 RESERVED = {*FIELDS, "metrics", "steps", "time", "seconds"}  # what records, and the last line, call their own
+RIGHT_IN_PARTS = HaloExchange, AllToAll, nn.AdaptiveNorm, nn.Patches, nn.Downsample, nn.Upsample
 SUBNORMAL = float(np.finfo(np.float16).smallest_subnormal)  # the steps in which small numbers are rounded there
 SEEDED = (
     "let a row depend on `step` and its index alone: draw each from np.random.default_rng((step, row)), or the whole "
@@ -180,18 +184,32 @@ def misnamed(task: Task) -> list[str]:
     return found
 
 
-def doubts(task: Task) -> list[str]:
-    """Return lines for the start of a training from a file: what of it has not been looked at."""
-    if task.file is None:
-        return []
-    inner = [type(layer) for outer in task.outline for _, layer in outer.walk("")]
-    own = sorted({kind.__name__ for kind in inner if not kind.__module__.startswith("mpipipe.")})
-    lines = [*misnamed(task)]
-    if own:
+def doubts(task: Task, shard: Shard) -> list[str]:
+    """Return lines for the start of a training: what of a file is not looked at, and what sees a part of each row."""
+    inner, lines = [layer for outer in task.outline for _, layer in outer.walk("")], []
+    if task.file is not None:
+        lines = misnamed(task)
+        if own := _kinds(layer for layer in inner if not type(layer).__module__.startswith("mpipipe.")):
+            lines.append(f"`train {task.file.path.name} --check` compares the gradients of {own}; a training does not")
+    if shard.size > 1 and (apart := _kinds(layer for layer in inner if _sees_part_alone(layer, shard))):
         lines.append(
-            f"`train {task.file.path.name} --check` compares the gradients of {', '.join(own)}; a training does not"
+            f"{apart}: on each rank of seq they see its own part of a row alone, which is right where they work along "
+            "an axis that is not shared, or at each point by itself; mpipipe.exchange.HaloConv and HaloExchange, and "
+            "shard.attend, take what they need from other ranks"
         )
     return [f"mpipipe: note: {line}" for line in lines]
+
+
+def _kinds(layers: Iterable[nn.Layer]) -> str:
+    return ", ".join(sorted({type(layer).__name__ for layer in layers}))
+
+
+def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
+    """Whether a layer may mix positions and, as far as can be known, asks no other rank for theirs."""
+    is_right = isinstance(layer, RIGHT_IN_PARTS) or (isinstance(layer, ForeignLayer) and shard.attends)
+    if isinstance(layer, nn.LearnedPositions):
+        is_right = is_right or layer.positions is not None
+    return nn.mixes(layer) and not is_right and isinstance(getattr(layer, "attend", None), (Local, type(None)))
 
 
 # -- The loss ---------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Trainer:
         elif beginning := task.beginning() or resume.beginning(config):
             self.reporter.say(f"mpipipe: begins with {beginning}")
         if progress.reported < 0:
-            for line in doubts(task):
+            for line in doubts(task, self.reader.shard):
                 self.reporter.say(line)
             validation = self.validate()
             more = task.derived(None, validation)

@@ -64,11 +64,12 @@ def numbers(found):
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_any_mesh_gives_the_numbers_of_one_rank(tmp_path, name, small):
+def test_any_mesh_gives_the_numbers_of_one_rank(tmp_path, capsys, name, small):
     alone = numbers(trained(name, 1, tmp_path / "alone", small, dtype="float64"))
     for mesh, (ranks, keys) in enumerate(INPROCESS[name]):
         found = numbers(trained(name, ranks, tmp_path / f"{mesh}", small, dtype="float64", **keys))
         assert found == pytest.approx(alone, rel=1e-10)
+    assert "on each rank of seq" not in capsys.readouterr().out
 
 
 @pytest.mark.mpi(min_size=2)

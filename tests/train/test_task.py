@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from mpipipe import Branches, nn, optim
+from mpipipe import Branches, attention, nn, optim
 from mpipipe.errors import ArgumentError, ConfigError, DataError, MismatchError, MpipipeError
+from mpipipe.exchange import HaloConv
 from mpipipe.job import inprocess
 from mpipipe.train import Shard, Task, TaskConfig, check_task, estimate_task, run
 
@@ -97,6 +98,29 @@ def test_it_learns_the_same_on_any_mesh(tmp_path, capsys, alone, ranks, keys):
     assert "mpipipe: Field: " in said and re.search(r"shown: \(\d, 5, 1\) of \d", said)
     assert "mpipipe: ok steps=6 loss=" in said and " fields/s=" in said and " mse=" in said
     assert alone[0][1] == pytest.approx(alone[0][0], rel=1e-10)  # a metric that is the loss
+
+
+def test_layers_that_see_a_part_of_each_row_alone_are_named(tmp_path, capsys):
+    class Apart(Field):
+        def layers(self, shard):
+            first, *_, last = super().layers(shard)
+            attend, positions = shard.attend(POINTS), shard.positions(POINTS)
+            whole = HaloConv(shard.comm, 1, nn.Conv(WIDTH, WIDTH, (3,), padding="periodic"))
+            exchanging = [nn.SelfAttention(WIDTH, 2, attend=attend), nn.Residual(whole)]
+            alone = [nn.Residual(nn.Conv(WIDTH, WIDTH, (3,), padding="same")), lambda: Scale(WIDTH), *self.more]
+            return [first, nn.LearnedPositions(POINTS, WIDTH, positions=positions), *exchanging, *alone, last]
+
+        more = ()
+
+    class Local(Apart):
+        @property
+        def more(self):
+            return (nn.SelfAttention(WIDTH, 2, attend=attention.Local()),)
+
+    for task, seq, kinds in ((Apart, 1, ""), (Apart, 2, "Conv, Scale"), (Local, 2, "Conv, Scale, SelfAttention")):
+        trained(2, replace(EXACT, seq=seq, steps=1, out=str(tmp_path / kinds / "run")), task)
+        found = re.findall("mpipipe: note: (.*): on each rank of seq.*HaloConv.*shard.attend", capsys.readouterr().out)
+        assert found == [kinds] * bool(kinds)
 
 
 @pytest.mark.mpi(min_size=2)

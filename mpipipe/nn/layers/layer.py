@@ -305,6 +305,11 @@ def has_unadded(layer: Layer) -> bool:
     return "_forward_unadded" in vars(type(layer))
 
 
+def mixes(layer: Layer) -> bool:
+    """Whether y at a position may depend on x at others: unless the class of the layer says that it does not."""
+    return "mixes_positions" not in vars(type(layer)) or layer.mixes_positions
+
+
 def forward_unadded(layer: Layer, x: Array, more: Array | None) -> tuple[Array, Array, Array | None, Any]:
     """Run a layer on x + more: return (the whole input, y, rest, saved), where y + rest is the output.
 
