@@ -217,7 +217,7 @@ def test_each_layer_attends_with_its_window():
     model = GPT(**SIZES | {"layers": 4}, windows=(3, None, 5, 3))
     local = Local(scale=0.5)
     attends = [layer.attend for top in model.build(local) for _, layer in top.walk("") if hasattr(layer, "attend")]
-    assert [each.options.window for each in attends] == [3, None, 5, 3]
+    assert [each.window for each in attends] == [3, None, 5, 3]
     assert attends[0] is attends[3] and attends[1] is local and attends[2].options.scale == 0.5
     asked = []
 
