@@ -114,7 +114,8 @@ def _train(
         reader = Reader(task, shard, plan, mesh, config.steps)
         if task.rehearses and survivor is None:
             check_replicas(mesh, stages)  # values that were drawn without the seed
-            before = start.state.get("rows", {}) if start else {}
+            changed = getattr(config, "changed_task", False)
+            before = {} if start is None or changed else start.state.get("rows", {})
             named, progress.rows = rehearse(task, reader, pipeline, mesh, progress.step, loss, before)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
         reporter: Reporter | NullReporter = NullReporter()

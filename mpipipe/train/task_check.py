@@ -105,7 +105,8 @@ def check_data(where: str, before: Mapping[str, Any], now: Mapping[str, Traits])
                 f"{where} gives other {name} of row 0 than before the checkpoint",
                 found="norm " + ", ".join(f"{norm:.6g}" for _, norm, _ in now[name]),
                 expected="norm " + ", ".join(f"{norm:.6g}" for _, norm, _ in then),
-                remedy="resume with the data as they were, or begin a new training with --init RUN",
+                remedy="resume with the data as they were, or begin a new training with --init RUN; where the file of "
+                "the task was changed for it, --changed-task",
             )
 
 
