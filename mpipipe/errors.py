@@ -100,10 +100,7 @@ class ScheduleError(ArgumentError):
 class MismatchError(ArgumentError):
     """Ranks disagree about what they are to do together.
 
-    Attributes
-    ----------
-    fact : str or None
-        The fact in which they differ, if it is one of those that the ranks of a call compare.
+    `fact` is the one in which they differ, if it is among those that the ranks of a call compare; else None.
     """
 
     fact: str | None = None
@@ -122,13 +119,7 @@ class ReplicaError(MpipipeError, RuntimeError):
 
 
 class PeerError(MpipipeError, RuntimeError):
-    """Another rank failed or left; its own report says why.
-
-    Attributes
-    ----------
-    failure : object
-        What this rank heard of it.
-    """
+    """Another rank failed or left; its own report says why. `failure` is what this rank heard of it."""
 
     failure: Any = None
 

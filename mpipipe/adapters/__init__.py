@@ -153,16 +153,13 @@ def torch_attend(attend: ForwardAndBackward) -> TorchAttend:
     forward and backward, within a `torch_stage` or in a training loop of your own. Nothing is copied, but what is not
     contiguous on a GPU. Each forward and each backward is collective.
 
+    `attend` has `forward(q, k, v) -> (out, saved)` and `backward(dout, saved) -> (dq, dk, dv)`, and decides on masks,
+    layout and dtypes. Within a stage, messages of its pipeline move while it computes.
+
     The module has no parameters. Called with tensors q, k, v (batch, local seq, heads, head_dim), the keys and values
     with as many heads or a divisor of them, it returns (batch, local seq, heads, value_dim). A call raises what the
     object raises, and ArgumentError within `torch.compile`, and where second derivatives are asked for
     (`create_graph=True`). Raises BackendError where PyTorch is not installed, and ArgumentError for what cannot attend.
-
-    Parameters
-    ----------
-    attend : Attend
-        It has `forward(q, k, v) -> (out, saved)` and `backward(dout, saved) -> (dq, dk, dv)`, and decides on masks,
-        layout and dtypes. Within a stage, messages of its pipeline move while it computes.
     """
     made: TorchAttend = _room("pytorch.attend", "torch", "PyTorch").TorchAttend(attend)
     return made

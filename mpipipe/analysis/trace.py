@@ -134,12 +134,8 @@ class Trace:
         """Write the trace into a new folder.
 
         summary.json has what `summary` gives, trace.json is for Perfetto, and otf2/traces.otf2 for Vampir, Scalasca and
-        otf2-print.
-
-        Raises
-        ------
-        ArgumentError, BackendError, OSError
-            The folder exists. The library otf2 is missing (extra ``[trace]``). The folder cannot be written.
+        otf2-print. Raises ArgumentError where the folder exists, BackendError where the library otf2 is missing (extra
+        ``[trace]``), and OSError.
         """
         check_new(folder)
         exports.library()

@@ -91,10 +91,7 @@ def facts(schedule: Schedule, costs: Costs, places: Mapping[int, tuple[int, int]
 def read_trace(folder: str | Path) -> WrittenTrace:
     """Read what `Trace.write` and `train --trace DIR` have written: summary.json and trace.json of a folder.
 
-    Raises
-    ------
-    ArgumentError
-        There is no such folder, or its files are not those of a trace.
+    Raises ArgumentError where there is no such folder, or its files are not those of a trace.
 
     Examples
     --------

@@ -60,12 +60,8 @@ def alibi(heads: int) -> BiasFunction:
 
     Slopes of n `heads` of queries, a power of 2, are 2^(-8 i / n), i = 1 ... n. For another number they are those of
     the power of 2 below it, then every second of the power above it, as in `get_slopes` of the authors' code.
-
-    Returns
-    -------
-    callable
-        The `bias` of `Local`, `Ring`, `Ulysses` or `Cached`. Without a causal mask it is symmetric. ArgumentError is
-        raised for other than a positive integer.
+    It is a `bias` for `Local`, `Ring`, `Ulysses` or `Cached`, and symmetric without a causal mask. ArgumentError is
+    raised for other than a positive integer.
 
     Examples
     --------

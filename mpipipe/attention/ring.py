@@ -229,7 +229,7 @@ def ring_attention(
 
 
 def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradients:
-    """Return the gradients of the inputs of `ring_attention`; collective over its ring.
+    """Return the gradients (dq, dk, dv) of the inputs of `ring_attention`, like these; collective over its ring.
 
     Parameters
     ----------
@@ -237,11 +237,6 @@ def ring_attention_backward(dout: Array, saved: tuple[Ring, RingSaved]) -> Gradi
         Gradient of the output, in its shape and dtype.
     saved : tuple of Ring and RingSaved
         From `ring_attention`.
-
-    Returns
-    -------
-    dq, dk, dv : array
-        In the shapes and dtype of q, k and v.
     """
     ring, inner = saved
     return ring.backward(dout, inner)

@@ -201,19 +201,9 @@ class PlannedAttend(Attend):
             return RingPass(self, plan, kernel).forward(q, k, v, call)
 
     def backward(self, dout: Array, saved: RingSaved) -> Gradients:
-        """Return the gradients of the inputs; over a ring collective.
+        """Return the gradients (dq, dk, dv), in the shapes and dtype of q, k and v; over a ring collective.
 
-        Parameters
-        ----------
-        dout : array
-            Gradient of `out`, in its shape and dtype.
-        saved : RingSaved
-            From `forward`. It may be used again.
-
-        Returns
-        -------
-        dq, dk, dv : array
-            In the shapes and dtype of q, k and v.
+        `dout` is the gradient of `out`, in its shape and dtype; `saved` is from `forward`, and may be used again.
         """
         return self._backward(dout, saved, None)
 

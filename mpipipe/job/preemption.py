@@ -143,13 +143,7 @@ class Preemption:
         )
 
     def saving(self) -> AbstractContextManager[None]:
-        """Measure a save, so that the next one fits into what is left of the time.
-
-        Returns
-        -------
-        context manager
-            What is done within counts as a save, and not as part of a step.
-        """
+        """Measure what is done within as a save, no part of a step, so that the next one fits into the time left."""
         return self.time_limit.saving()
 
     def save_took(self, seconds: float) -> None:

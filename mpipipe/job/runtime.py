@@ -65,10 +65,7 @@ def world() -> MpiCommunicator:
     MPI itself would let the other ranks wait for ever when the script of one ends with an exception. The first call
     installs an exception hook that ends the job by MPI_Abort; an interactive session is left alone.
 
-    Raises
-    ------
-    BackendError, LaunchError
-        Where there is no MPI; in a lone process of a job that was launched as several.
+    Raises BackendError where there is no MPI, and LaunchError in a lone process of a job that was launched as several.
     """
     library = mpi()
     comm = library.COMM_WORLD

@@ -58,7 +58,8 @@ def train(
 
     Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
     empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A checkpoint that
-    cannot be written ends the training, unless `config.on_storage_error` says otherwise.
+    cannot be written ends the training, unless `config.on_storage_error` says otherwise. The state at the end is
+    returned; its speed and bubble are those of all steps since the training was started.
 
     Parameters
     ----------
@@ -70,11 +71,6 @@ def train(
         The ranks, COMM_WORLD by default. It is duplicated.
     data : Source, optional
         What to read in place of `config.data`, the same on every rank.
-
-    Returns
-    -------
-    Record
-        The state at the end of the training. Its speed and bubble are those of all steps since it was started.
 
     Raises
     ------

@@ -185,10 +185,6 @@ class FlatBuffer(Mapping[str, Any]):
     def entry(self, name: str) -> Any:
         """Return what is here of an array.
 
-        Parameters
-        ----------
-        name : str
-
         Returns
         -------
         array or StateShard

@@ -338,7 +338,7 @@ def norm_of(stages: Sequence[Any], comm: Communicator | None, skip: Collection[s
 def gradient_norm(
     stages: Sequence[Any], comm: Communicator | None = None, skip: Collection[str] = (), scale: float = 1.0
 ) -> float:
-    """Return the norm of all gradients of the model.
+    """Return the norm of all gradients of the model: infinite or NaN where a gradient is.
 
     The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So the result
     does not depend on how the model is cut into stages and ranks, and is the same on all of them.
@@ -353,11 +353,6 @@ def gradient_norm(
         Names of parameters that do not count. Copies of tied parameters (`Stage.tied_copies`) never count twice.
     scale : float
         Factor that the gradients carry; the result is without it.
-
-    Returns
-    -------
-    float
-        The norm; infinite or NaN where a gradient is.
 
     Examples
     --------

@@ -410,11 +410,6 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int, floor: float 
     floor : float
         The rate of the last step, as a fraction of `peak`.
 
-    Returns
-    -------
-    float
-        The learning rate.
-
     Examples
     --------
     >>> from mpipipe import optim

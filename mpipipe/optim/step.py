@@ -29,7 +29,7 @@ def clip_by_global_norm(
     scale: float = 1.0,
     over: GlobalNorm | None = None,
 ) -> float:
-    """Scale the gradients in place so that their norm is at most `max_norm`.
+    """Scale the gradients in place so that their norm is at most `max_norm`; return the norm before that.
 
     Parameters
     ----------
@@ -43,11 +43,6 @@ def clip_by_global_norm(
         Factor that the gradients carry, and go on carrying. Both norms are those of gradients / scale.
     over : GlobalNorm, optional
         In place of `comm` and `skip`: the ranks may keep the norm on their GPUs.
-
-    Returns
-    -------
-    float
-        The norm before clipping.
 
     Raises
     ------
@@ -147,13 +142,7 @@ class LossScaler:
         self.good = self.skipped = 0
 
     def update(self, finite: bool) -> None:
-        """Take note of a step.
-
-        Parameters
-        ----------
-        finite : bool
-            Whether all gradients of the step were finite.
-        """
+        """Take note of a step, and whether all its gradients were `finite`."""
         factor = 1.0 if finite else self.backoff
         self.good, self.skipped = self.good + 1 if finite else 0, self.skipped + (not finite)
         if self.good == self.interval:
@@ -229,7 +218,8 @@ def scaled_step(
 ) -> float | None:
     """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler.
 
-    If a gradient is infinite or NaN, on whichever rank, no rank makes the step. The gradients stay as they are.
+    If a gradient is infinite or NaN, on whichever rank, no rank makes the step. The gradients stay as they are. The
+    norm of the gradients, without scale and before clipping, is returned; None if no step was made.
 
     Parameters
     ----------
@@ -241,11 +231,6 @@ def scaled_step(
         Overrides the learning rate for this step.
     comm, skip, over : optional
         As for `clip_by_global_norm`.
-
-    Returns
-    -------
-    float or None
-        The norm of the gradients, without scale and before clipping; None if no step was made.
 
     Raises
     ------
@@ -298,11 +283,6 @@ def begin_step(
     lr, comm, skip, over : optional
         As for `scaled_step`. Where `over` keeps the norm on the GPUs, all is done in `wait`.
 
-    Returns
-    -------
-    PendingUpdate
-        Whose `wait()` makes the step.
-
     Examples
     --------
     >>> from mpipipe import nn, optim
@@ -353,11 +333,8 @@ class PendingUpdate:
     def wait(self) -> float | None:
         """Wait for the norm, and make the step; collective where the norm is. A second call does nothing more.
 
-        Returns
-        -------
-        float or None
-            The norm of the gradients, without scale and before clipping; None where no norm was asked for, or no step
-            was made.
+        The norm of the gradients, without scale and before clipping, is returned; None where no norm was asked for, or
+        no step was made.
 
         Raises
         ------

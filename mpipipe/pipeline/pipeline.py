@@ -154,11 +154,6 @@ class Pipeline:
             counts as summed over replicas, as a step leaves it. Each step adds the gradients of its own mean loss times
             `scale`: with 1 / K, those of K batches of one size add up to the mean over all. A copy of the gradients is
             kept during the step.
-
-        Returns
-        -------
-        StepResult
-            Losses on every rank, and gradients of the inputs on the rank of stage 0, where they are asked for.
         """
         return self.engine.train("step", inputs, targets, scale, accumulate).wait()
 

@@ -274,18 +274,14 @@ class TaskConfig(RunOptions, ParallelOptions):
     def load(cls: type[Config], path: str | None = None, **flags: Any) -> Config:
         """Read a configuration: the keys of a file replace defaults, and flags replace keys.
 
+        Raises ConfigError where the constructor does, for a file that cannot be read, and for an unknown key.
+
         Parameters
         ----------
         path : str, optional
             A TOML file whose keys are names of fields, at its top level.
         **flags
             Values of fields by name. None stands for a flag that was not given.
-
-        Returns
-        -------
-        TaskConfig
-            The defaults with these replacements. Raises ConfigError where the constructor does, for a file that cannot
-            be read, and for an unknown key.
 
         Examples
         --------

@@ -69,13 +69,7 @@ class Record:
 
     @classmethod
     def of(cls, facts: Facts) -> Record:
-        """Return the record with these facts.
-
-        Parameters
-        ----------
-        facts : mapping of str to float
-            As `facts` returns them.
-        """
+        """Return the record with these facts, as `Record.facts` returns them."""
         known: dict[str, Any] = {name: value for name, value in facts.items() if name in FIELDS}
         return cls(**known, metrics={name: value for name, value in facts.items() if name not in FIELDS})
 

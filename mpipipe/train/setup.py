@@ -43,7 +43,9 @@ def check_same_config(group: RankGroup, config: TaskConfig) -> None:
 
 
 def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Record:
-    """Train a task on all ranks of a communicator; collective. Raises what `train` does for text.
+    """Train a task on all ranks of a communicator, and return its state at the end; collective.
+
+    Raises what `train` does for text.
 
     Parameters
     ----------
@@ -53,11 +55,6 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
         The same on every rank. A relative path in it begins in the working folder of rank 0.
     comm : communicator, optional
         The ranks, COMM_WORLD by default. It is duplicated.
-
-    Returns
-    -------
-    Record
-        The state at the end of the training.
     """
     comm = runtime.resolve(comm)
     group = group_of(comm)

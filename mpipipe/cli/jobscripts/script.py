@@ -23,17 +23,7 @@ SIZES_OF_SLURM = "nodes=$SLURM_JOB_NUM_NODES ranks=$SLURM_NTASKS threads=$SLURM_
 
 
 def job_script(job: Job) -> str:
-    """Return the text of a script for `job`, which its scheduler takes as it is, and which is fit to edit.
-
-    Parameters
-    ----------
-    job : Job
-        What is asked for.
-
-    Returns
-    -------
-    str
-        A script of bash.
+    """Return the text of a bash script for `job`, which its scheduler takes as it is, and which is fit to edit.
 
     Examples
     --------

@@ -79,14 +79,9 @@ class Source:
 
     @classmethod
     def of_arrays(cls, train: ArrayLike, validation: ArrayLike, vocab: int) -> Source:
-        """Make a source of two arrays of token ids; its fingerprint is a hash of all of them.
+        """Make a source of two arrays of token ids, of one axis each; its fingerprint is a hash of all of them.
 
-        Parameters
-        ----------
-        train, validation : array_like
-            One axis of integers, at least 0 and below `vocab`; DataError is raised for others.
-        vocab : int
-            Number of token ids.
+        DataError is raised for other things than integers of at least 0 and below `vocab`, the number of token ids.
         """
         parts: list[Array] = []
         content = blake2b(digest_size=16)

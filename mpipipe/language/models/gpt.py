@@ -231,15 +231,11 @@ class GPT:
         return nn.PreNormResidual(self._norm(), layer, *dropout)
 
     def costs(self) -> list[float]:
-        """Count the floating-point operations of each layer's forward per token, for `schedules.partition`.
+        """Count the floating-point operations of the forward of each layer of `build`, per token.
 
         A multiply-add counts as two. Causal scores reach half of the sequence on average, in two products; with a
         window of w positions they reach w - w^2 / (2 seq). A look-up in a table is counted as one operation an element.
-
-        Returns
-        -------
-        list of float
-            One cost for each layer of `build`.
+        `schedules.partition` takes these costs.
         """
         width = self.heads * self.head_dim
         projections = 2 * self.dim * (2 * width + 2 * self.kv_heads * self.head_dim)
