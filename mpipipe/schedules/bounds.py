@@ -107,7 +107,8 @@ def least_time(
             bounds += _ramps(trained, microbatches, limit)
     if trained_from == 0:
         problem = OrderProblem(placement, microbatches, costs, memory_limit)
-        if is_affordable(problem):
+        looks = 3 * max(map(len, problem.own)) * len(problem.seconds) * microbatches**2
+        if looks <= AFFORDABLE:
             bounds.append(earliest_bound(problem))
     return max(bounds)
 
@@ -332,11 +333,6 @@ def earliest_bound(problem: OrderProblem) -> float:
         ]
         longest = max(longest, _one_machine(jobs))
     return longest
-
-
-def is_affordable(problem: OrderProblem) -> bool:
-    """Whether the bound takes seconds rather than minutes."""
-    return 3 * max(map(len, problem.own)) * len(problem.seconds) * problem.microbatches**2 <= AFFORDABLE
 
 
 class _Direction:

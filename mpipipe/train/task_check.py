@@ -404,20 +404,20 @@ def rehearse(
             rows = check_ranks(place_of(task, method), seen)
             if method == "validation":
                 check_data(place_of(task, method), before, rows)
-        wrong = own is not None
+        suspects = []  # of all evaluations: a loss that is right once is right
         for _ in range(REPEATS):
             if own is not None:
                 own.rehearse(scores is not None)
             when = " in the validation" * (method == "validation")
             call(task, "layers", *pair, when=when, by=pipeline.evaluate)
-            wrong = wrong and own is not None and own.suspect is not None
-            if not any(group.gather("train: whether the loss is a mean", wrong)):
+            suspects.append(own.suspect if own is not None else None)
+            if not any(group.gather("train: whether the loss is a mean", all(suspects))):
                 break
         if own is not None:
             own.rehearses = own.collects = False
         with group.raise_together("train: the loss"):
-            if wrong and own is not None and own.suspect is not None:
-                raise own.suspect
+            if suspects[-1] is not None and all(suspects):
+                raise suspects[-1]
     parts = [part for part in group.gather("train: the entries of targets", own and own.entries) if part]
     different = [part for part in parts if any(a * parts[0][0] != part[0] * b for a, b in zip(part, parts[0]))]
     if different:
