@@ -91,7 +91,7 @@ def test_an_adapter_is_a_model_by_itself_and_what_a_training_has_left_counts_bef
         assert "some/name" in str(caught.value)
 
 
-@pytest.mark.parametrize("sharded", [{}, {"dtype": "bfloat16", "pipe": 1, "shard_optimizer": True}])
+@pytest.mark.parametrize("sharded", [{}, {"dtype": "bfloat16", "pipe": 1, "batch": 8, "shard_optimizer": True}])
 def test_a_training_goes_on_with_adapters_and_from_a_checkpoint_to_the_bit(comm, run, base, sharded):
     keys = dict(from_=str(base), lora=LORA, steps=6, **sharded)
     whole = run("whole", **{**keys, "shard_optimizer": False})
