@@ -30,8 +30,6 @@ class Unit(int):
 def units(count: int, slices: int) -> Sequence[int]:
     """Return the numbers from 0 to `count` - 1, as units of a schedule with slices.
 
-    Examples
-    --------
     >>> from mpipipe.text import units
     >>> [f"micro-batch {unit}" for unit in units(4, slices=2)][-1]
     'micro-batch 1, slice 1'
@@ -69,8 +67,6 @@ def near(name: str, known: Iterable[str], other_names: Mapping[str, str] | None 
 
     Case, and "-" for "_", are overlooked. `other_names` leads from the names that others use to known ones.
 
-    Examples
-    --------
     >>> from mpipipe.text import near
     >>> near("step", ["steps", "seed"]), near("partition", ["queue", "name"], {"partition": "queue"})
     (['steps'], ['queue'])

@@ -146,11 +146,8 @@ def select_device(name: str = "auto", comm: Communicator | None = None) -> str:
     `name` is "cpu"; "cuda", for the ranks of a host its GPUs in turn; "cuda:N", GPU number N; or "auto", the GPUs where
     there are some, else the CPU. A GPU that is chosen becomes the current one.
 
-    Raises
-    ------
-    BackendError, MismatchError
-        On all ranks, where a GPU was asked for and a rank has none or lacks parts of CUDA; for an unknown name; where
-        "auto" finds GPUs for some ranks only.
+    All ranks raise BackendError for an unknown name, and where a GPU was asked for and a rank has none or lacks parts
+    of CUDA; and MismatchError where "auto" finds GPUs for some ranks only.
     """
     group = group_of(comm)
     place = local_rank(group)
