@@ -103,6 +103,12 @@ class Trainer:
             checkpoint.check_replicas(self.mesh, progress.pipeline.stages, progress.optimizer)
         validated = done % config.eval_every == 0 or done == config.steps
         if validated or done == 1 or done % config.log_every == 0:
+            self.group.agree(
+                "train: a record",
+                (("learning rate", lr),),
+                message="ranks make steps with different learning rates",
+                remedy="let rate_at depend on the step and the configuration alone",
+            )
             validation = self.validate() if validated else None
             more = self.speed(self.times[0]) | progress.scaling() | self.task.derived(loss, validation)
             self._report(Record(done, loss, validation, lr, norm, metrics=self.named if validated else {}, **more))

@@ -573,6 +573,18 @@ def test_a_rate_that_cannot_be_meant_is_refused_before_its_step_on_all_ranks(tmp
     assert len(losses(tmp_path / "run")) == 4  # of the start, and three steps
 
 
+def test_rates_that_differ_between_ranks_are_refused_at_the_first_record(tmp_path):
+    class Rated(Field):
+        def __init__(self):
+            self.own = 0.01 * (1 + next(SEEDS))
+
+        def rate_at(self, step, config):
+            return self.own
+
+    with pytest.raises(MismatchError, match=r"step 1 of 6(.|\n)*different learning rates(.|\n)*rate_at"):
+        trained(2, replace(EXACT, pipe=1, out=str(tmp_path / "run")), Rated)
+
+
 # -- the share of a rank -----------------------------------------------------------------------------------------------
 
 
