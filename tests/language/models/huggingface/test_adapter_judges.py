@@ -13,6 +13,7 @@ from mpipipe import Mesh, nn
 from mpipipe.attention import Local
 from mpipipe.language.models import huggingface
 from mpipipe.language.models.huggingface.adapter import adapter_parts, open_adapter, read_adapter, save_adapter
+from mpipipe.language.models.huggingface.names import view
 
 pytestmark = pytest.mark.judges
 OPERATIONS = 4000  # through three blocks and back, over 24 rows
@@ -77,7 +78,7 @@ def test_logits_and_gradients_equal_those_of_peft(torch, tmp_path, family, targe
     parameters, seen = dict(theirs.named_parameters()), set()
     for part in adapter_parts(lora, found.family, found.model):
         gradient = parameters[part.theirs.replace(".weight", ".default.weight")].grad.numpy()
-        ours = part.view(stage.gradients[part.ours], found.model).reshape(gradient.shape)
+        ours = view(part.tensor, stage.gradients[part.ours], found.model).reshape(gradient.shape)
         assert np.abs(ours - gradient).max() <= 1e-9, part.theirs
         close(ours, gradient, OPERATIONS, 4 * largest(gradient), what=part.theirs)
         seen.add(part.ours)
