@@ -164,7 +164,7 @@ class Ring(PlannedAttend):
         comm, device = self._comm, plan.message.shapes.device
         if plan.steps == 1:
             return None
-        return cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.is_on, device))
+        return cached(comm, ("ring", device), lambda: RingExchange(comm, settings.SYNC_SENDS.text == "1", device))
 
 
 def _listed(positions: np.ndarray) -> str:

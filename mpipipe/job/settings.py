@@ -38,8 +38,8 @@ class Variable:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is set to 1 or on; raises as `text` does."""
-        return self.text in ("1", "on")
+        """Whether it is set to 1 or on; `check_settings` refuses values without a meaning, on all ranks."""
+        return os.environ.get(self.name) in ("1", "on")
 
 
 def _seconds(text: str) -> float | None:

@@ -25,7 +25,10 @@ from mpipipe.train.task_check import (
     misnamed,
     numbers,
     row_traits,
+    rows_twice,
 )
+
+ROUNDING = 1e-12  # of numbers of size one in float64, with much room
 
 
 def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int = 2) -> tuple[list[str], bool]:
@@ -39,7 +42,7 @@ def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int
     lines, right, output = _check_rows(task, again, range(rows), shard), True, None
     inputs, target = example(task, rows, 1, shard)
     layers: list[nn.Layer] = []
-    still, mixing = nn.Position(training=False), ""
+    still, mixing, draws = nn.Position(training=False), "", False  # `draws`: a layer that draws numbers has come
     # what each row by itself becomes, and what it has under names
     alone: list[tuple[Tree, dict[str, Tree]]] = [(_single(inputs, row), {}) for row in range(rows)]
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
@@ -51,13 +54,16 @@ def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int
         right, output = right and fine, stage.forward(x, still)[0]
         ways = [(nn.handed(own, named, stage.takes), named) for own, named in alone]
         alone = [(call(task, "layers", own, still, by=stage.forward)[0], named) for own, named in ways]
-        if not mixing and _differ(output, [own for own, _ in alone]):
-            mixing = f"layers[{place}] {name}"
+        if not (mixing or draws) and _differ(output, [own for own, _ in alone]):
+            twice = call(task, "layers", rows_twice(ways[0][0]), still, by=stage.forward)[0]
+            draws = _differ(_single(twice, 0), [_single(twice, 1)])
+            mixing = "" if draws else f"layers[{place}] {name}"
     unused = {*getattr(inputs, "skips", ())}.difference(nn.names_of(layers)[0])
     if unused:
         lines.append(f"inputs: no layer takes {', '.join(sorted(unused))}, which the inputs have")
     singles = [own for own, _ in alone]
-    mixes = right and bool(mixing) and _differ(output, singles)
+    differs = _differ(output, singles)
+    mixes = right and bool(mixing) and differs
     if mixes:
         lines.append(
             f"{mixing}: gives other rows for a batch than for each row alone, so the result depends on --microbatches; "
@@ -73,7 +79,7 @@ def check_task(task: Task, again: Task, seed: int, comm: Communicator, rows: int
                 break
         if loss.suspect is not None:
             raise loss.suspect
-        if right and not mixes and not loss.over_batch:  # a layer that draws numbers is wrong already
+        if right and not differs and not loss.over_batch:
             loss.rehearses = loss.collects = False
             wrong = _loss_error(loss, output, singles, target)
             line, fine = wrong or line, not wrong
@@ -90,7 +96,8 @@ def _differ(whole: Tree, alone: Sequence[Tree], factors: Sequence[float] = ()) -
     for leaf, *parts in zip(*(arrays.flatten(getattr(tree, "main", tree))[0] for tree in (whole, *alone))):
         if leaf is not None:
             both, joined = numbers(leaf), np.concatenate([f * numbers(part) for f, part in zip(factors, parts)])
-            if both.shape == joined.shape and np.linalg.norm(both - joined) > NEAR * np.linalg.norm(both):
+            least = ROUNDING * both.size**0.5
+            if both.shape == joined.shape and np.linalg.norm(both - joined) > NEAR * np.linalg.norm(both) + least:
                 return True
     return False
 
@@ -102,11 +109,14 @@ def _loss_error(loss: TaskLoss, output: Tree, singles: Sequence[Tree], target: T
     weights = [1.0 if weight is None else weight for _, _, weight in alone]
     total = sum(weights)
     mean = sum(weight * float(value) for (value, _, _), weight in zip(alone, weights) if weight) / (total or 1)
-    gradients = [gradient for _, gradient, _ in alone]
-    if not total or (
-        np.isclose(float(whole[0]), mean, rtol=NEAR, atol=1e-7)
-        and not _differ(whole[1], gradients, [weight / total for weight in weights])
-    ):
+    if not total:
+        return ""
+    gradients = [  # where nothing counts, there may be none
+        gradient if weight else arrays.mapped(np.zeros_like, _single(whole[1], row))
+        for row, ((_, gradient, _), weight) in enumerate(zip(alone, weights))
+    ]
+    factors = [weight / total for weight in weights]
+    if np.isclose(float(whole[0]), mean, rtol=NEAR, atol=1e-7) and not _differ(whole[1], gradients, factors):
         return ""
     return (
         f"loss: {float(whole[0]):.6g} for {len(singles)} rows, and {mean:.6g} as the mean of each alone, or another "

@@ -36,7 +36,7 @@ class Progress:
         self.step, self.record = 0, Record(0)  # number of steps made, and the last record
         self.outcome: Outcome = 0.0, 0.0, None  # of the last step
         self.reported = -1  # number of steps after which nothing is left to do
-        self.rows: Mapping[str, Any] = {}  # what is known of row 0 of the validation, to find other data at a resume
+        self.rows: Mapping[str, Any] = {}  # what is known of row 0 of the first batches, to find other data at a resume
         self.in_memory = False  # whether the state comes from ranks that live on: no checkpoint may hold it
 
     @property

@@ -157,7 +157,7 @@ class ElasticRun:
                     group.wait(own(group.comm.Ibcast(target, root)), what, everyone=True)
         progress.optimizer.steps = int(table[root, 1])
         progress.step, progress.record = facts["step"], facts["record"]
-        progress.scalars = facts["scalars"]
+        progress.scalars, progress.rows = facts["scalars"], facts["rows"]
         for stage in progress.pipeline.stages:
             stage.sync_compute()
 
@@ -218,6 +218,7 @@ class RetainedState:
         progress = trainer.progress
         facts = {
             "scalars": trainer.step_barrier.scalars(),
+            "rows": trainer.progress.rows,
             "outcome": progress.outcome,
             "reported": progress.reported,
             "owed": trainer.checkpoints.owed,

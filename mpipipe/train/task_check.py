@@ -387,23 +387,29 @@ def rehearse(
 ) -> tuple[list[str], dict[str, Any]]:
     """Read the first batches and run them forward, before anything is written.
 
-    Return the names of the metrics, and what is known of row 0 of the validation; `before` is that of a checkpoint.
+    Return the names of the metrics, and what is known of row 0 of the first batches; `before` is that of a checkpoint.
     """
     group, scores = group_of(mesh.comm), scores_of(task, loss)
     own = loss if isinstance(loss, TaskLoss) else None
+    known: dict[str, Any] = {}
     for method, number in (("batch", step), ("validation", 0)):
         pair: Pair = None, None
         facts: dict[str, Any] = {}
+        first: dict[str, Any] = {}  # of what does not move on with the training
         with group.raise_together(f"train: the first {method}"):
             if reader.reads:
                 pair = reader.begun(read(task, method, number, reader.rows, reader.shard))
                 check_batch(task, method, number, reader.rows, reader.shard, pair)
-                facts = row_traits(task, method, number, reader.shard)
-        seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts))
+                facts = first = row_traits(task, method, number, reader.shard)
+                if number:
+                    first = row_traits(task, method, 0, reader.shard)
+        seen = group.gather(f"train: the first row of {method}", (mesh.seq.rank, facts, first))
         with group.raise_together(f"train: the first row of {method} on all ranks"):
-            rows = check_ranks(place_of(task, method), seen)
-            if method == "validation":
-                check_data(place_of(task, method), before, rows)
+            place = place_of(task, method)
+            check_ranks(place, [(share, each) for share, each, _ in seen])
+            rows = check_ranks(place, [(share, each) for share, _, each in seen])
+            check_data(place, before.get(method, {}), rows)
+            known[method] = {name: [[list(shape), *sums] for shape, *sums in each] for name, each in rows.items()}
         suspects = []  # of all evaluations: a loss that is right once is right
         for _ in range(REPEATS):
             if own is not None:
@@ -428,7 +434,6 @@ def rehearse(
             remedy="return (value, doutput, weight), or set loss.mean_over_entries = True or False (rows)",
         )
         raise found_by_all(problem, [group])
-    known = {name: [[list(shape), *sums] for shape, *sums in each] for name, each in rows.items()}
     return [] if scores is None else list(scores.means(group)), known
 
 

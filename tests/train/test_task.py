@@ -168,8 +168,15 @@ def test_other_data_than_before_the_checkpoint_are_refused(tmp_path):
     config = replace(EXACT, out=str(tmp_path / "run"), save_every=2)
     trained(2, config)
     saved = str(min((tmp_path / "run" / "checkpoints").iterdir()))
-    with pytest.raises(DataError, match=r"of row 0 than before the checkpoint(.|\n)*resume with the data as they were"):
-        trained(1, replace(config, resume=saved, out=str(tmp_path / "again")), Louder)
+    Other = type(
+        "Other", (Louder,), {"validation": lambda self, *where: Field.batch(self, 1000 + where[0], *where[1:])}
+    )
+    for task, method in ((Louder, "batch"), (Other, "batch")):
+        text = (
+            rf"{task.__name__}.{method} .*of row 0 than before the checkpoint(.|\n)*resume with the data as they were"
+        )
+        with pytest.raises(DataError, match=text):
+            trained(1, replace(config, resume=saved, out=str(tmp_path / "again")), task)
     assert not (tmp_path / "again" / "metrics.jsonl").exists()
     trained(1, replace(config, resume=saved, out=str(tmp_path / "same")))
 
@@ -758,12 +765,46 @@ class WeightedRatio(Relative):
     weight = True
 
 
+class Masked(Field):
+    """Row 1 has nothing that counts, and then no gradient."""
+
+    def batch(self, step, rows, shard):
+        fields, targets = super().batch(step, rows, shard)
+        return fields, (targets, np.array([row % 2 == 0 for row in rows], float))
+
+    def loss(self, output, target):
+        counts = target[1][:, None, None]
+        if not counts.any():
+            return 0.0, None, 0.0
+        error = (output - target[0]) * counts
+        return float((error**2).sum() / counts.sum()), 2 / counts.sum() * error, float(counts.sum())
+
+    metrics = Task.metrics
+
+
+class Noise(nn.Layer):
+    """Draws numbers, the same for the same shape, in evaluations, too."""
+
+    def forward(self, x):
+        return x + np.random.default_rng(x.shape[1]).standard_normal(x.shape), None
+
+    def backward_input(self, dy, saved):
+        return dy, None
+
+
+class Noisy(Field):
+    def layers(self, shard):
+        return [nn.Linear(1, WIDTH), Noise(), nn.Linear(WIDTH, WIDTH), nn.Gelu(), nn.Linear(WIDTH, 1)]
+
+
 @pytest.mark.parametrize(
     ("task", "text"),
     [
         (Mixing, r"layers\[2\] Mixed: gives other rows for a batch than for each row alone, .* --microbatches"),
         (Relative, r"loss: \S+ for 2 rows, and \S+ as the mean of each alone, .* --microbatches; .* third value"),
         (WeightedRatio, None),
+        (Masked, None),
+        (Noisy, None),
     ],
 )
 def test_check_names_what_depends_on_the_number_of_micro_batches(task, text):
