@@ -115,10 +115,10 @@ def copied(x: Array, dtype: DTypeLike | None = None) -> Array:
 
 def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
     """Put at least one array together along an axis from 0 on: C-contiguous arrays of one dtype on one device."""
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts, axis)
     shape = [*parts[0].shape]
     shape[axis] = sum(part.shape[axis] for part in parts)
+    if isinstance(parts[0], np.ndarray):  # by itself numpy keeps the order of axes in memory
+        return np.concatenate(parts, axis, out=np.empty(shape, parts[0].dtype))
     whole, start = empty(tuple(shape), parts[0].dtype, "cuda"), 0
     for part in parts:
         stop = start + part.shape[axis]

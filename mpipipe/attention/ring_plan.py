@@ -197,13 +197,13 @@ def make_plan(
     seq_len = sum(options.slice_lengths or rows)
     whole = document_offsets(options.segments, seq_len)
     documents = [whole] if options.rows is None else [list(offsets) for offsets in options.rows]
-    if (documents[0] is not None or options.rows is not None) and others is not queries and options.part is None:
+    if (whole is not None or options.rows is not None) and others is not queries and options.part is None:
         raise ArgumentError("segments need queries and keys of one sequence", found=f"rows {[*rows]}, keys {[*keys]}")
     if options.rows is not None and any(offsets[-1] != seq_len for offsets in options.rows):
         raise ArgumentError("segments of another sequence", found=options.rows[0][-1], expected=seq_len)
     views = [(options.causal, options.window, each, None if others is queries else others) for each in documents]
     if options.part is None:
-        steps = max(queries.steps(*view) for view in views)
+        steps = max((queries.steps(*view) for view in views), default=1)  # a batch may be empty
     slices: tuple[list[Slice], ...] = tuple([] for _ in range(steps))
     for parts, (*_, owner) in zip(slices, ring_hops(rank, size, steps)):
         for number, view in enumerate(views):

@@ -84,3 +84,9 @@ def test_moves(gpu, source, target):
         other = arrays.upload(np.zeros(x.shape, start.dtype))
         strided.strided_copy(arrays.upload(np.ascontiguousarray(view(x))), view(other))
         np.testing.assert_array_equal(view(arrays.download(other)), expected.astype(start.dtype))
+
+
+def test_what_is_put_together_is_contiguous_whatever_the_parts_are():
+    part = np.arange(24.0).reshape(2, 4, 3).swapaxes(1, 2)
+    whole = arrays.concatenate([part, part], 1)
+    assert whole.flags.c_contiguous and whole.tobytes() == np.concatenate([part, part], 1).tobytes()

@@ -125,3 +125,8 @@ def test_segments_that_do_not_fit_are_refused_on_all_ranks(comm):
         good[0, : comm.rank] = 1
         with pytest.raises(MismatchError):
             ring.forward(*mine, segments=good)
+
+
+def test_a_batch_without_rows_has_an_output_without_rows():
+    nothing = np.zeros((0, 6, 2, 4))
+    assert attention.Local().forward(nothing, nothing, nothing, np.zeros((0, 6), int))[0].shape == nothing.shape
