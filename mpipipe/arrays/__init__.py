@@ -47,6 +47,7 @@ from mpipipe.arrays.streams import wait_for
 from mpipipe.arrays.strided import THREADS, blocks_of, cast, concatenate, copied, element_strides, fill
 from mpipipe.arrays.strided import in_c_order, strided_copy, strided_copy_views
 from mpipipe.arrays.torch_memory import array_of, share_threads, tensor_of
-from mpipipe.arrays.transfer import Download, copy_to_device, copy_to_host, download, download_all, host_pieces, pinned
+from mpipipe.arrays.transfer import Download, copy_to_device, copy_to_host, download, download_all, host_pieces, on_host
+from mpipipe.arrays.transfer import pinned
 from mpipipe.arrays.transfer import upload
 from mpipipe.arrays.trees import Branches, Forked, Structure, flatten, mapped, named_leaves, read_only, unflatten

@@ -3,7 +3,8 @@
 On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is given as a dtype, and there is no bfloat16.
 
 cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T to it. float64 is
-summed in float64, everything else in float32. Products of float32 use TF32, which keeps 10 bits of each factor, where
+summed in float64, everything else in float32: cuBLAS is told to keep partial sums of halves in float32 too, which it
+does not by itself. Products of float32 use TF32, which keeps 10 bits of each factor, where
 the environment variable CUPY_TF32 is above 0 at the first product: CuPy's own products follow the same setting.
 
 With MPIPIPE_PRODUCTS=cublaslt, read at the first product, `gemm` asks cublasLt first, see below.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int, c_longlong, c_size_t, c_void_p
@@ -86,9 +88,32 @@ def _library() -> _Library:
         kind = dtype(name)
         kinds[kind] = _Kind(number, compute[name], ZERO_AND_ONE[accumulator(kind).itemsize])
     default = cublas.CUBLAS_GEMM_DEFAULT
-    handle = cuda.device.get_cublas_handle
+    handle = cuda.device.get_cublas_handle if is_amd() else _exact_handle
     functions = _Functions(cublas.gemmEx, cublas.gemmStridedBatchedEx)
     return _Library(functions, handle, default, kinds, _asks_for_cublaslt())
+
+
+FLOAT32_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION of cublasMath_t
+
+
+class _ExactHandles(threading.local):
+    """The handles of a thread whose partial sums of halves stay in float32."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+
+
+_exact = _ExactHandles()
+
+
+def _exact_handle() -> int:
+    """Return CuPy's handle for this thread and device, whose products round halves once, at their end."""
+    cuda = cupy().cuda
+    handle: int = cuda.device.get_cublas_handle()
+    if handle not in _exact.known:
+        cuda.cublas.setMathMode(handle, FLOAT32_SUMS)
+        _exact.known.add(handle)
+    return handle
 
 
 def _asks_for_cublaslt() -> bool:
@@ -274,6 +299,7 @@ WORKSPACE = 32 << 20  # bytes that an algorithm may ask for: what NVIDIA's page 
 PROPOSALS = 8
 RUNS = 5  # of one proposal, after one that does not count
 MOST = 1024  # products that are measured; what comes later is left to cuBLAS
+SUMS_OF_COMPUTE_TYPE = 2  # of cublasLtReductionScheme_t: no partial sums in half precision
 ALIGNED = 256  # bytes; cublasLt asks for no more
 DOUBLE = 1  # CUDA_R_64F, the type of the factors 0 and 1 of float64; that of all others is CUDA_R_32F
 INSTALL = f"{how_to_install('cublaslt')}, or unset MPIPIPE_PRODUCTS"
@@ -404,6 +430,7 @@ def _proposals(operation: int, layouts: tuple[int, ...], alignments: tuple[int, 
     lt = _bindings()
     preference, which = lt.matmul_preference_create(), lt.MatmulPreferenceAttribute
     _set(lt.matmul_preference_set_attribute, preference, which.MAX_WORKSPACE_BYTES, np.uint64(WORKSPACE))
+    _set(lt.matmul_preference_set_attribute, preference, which.REDUCTION_SCHEME_MASK, np.uint32(SUMS_OF_COMPUTE_TYPE))
     names = which.MIN_ALIGNMENT_A_BYTES, which.MIN_ALIGNMENT_B_BYTES, which.MIN_ALIGNMENT_C_BYTES
     for attribute, bytes_ in zip((*names, which.MIN_ALIGNMENT_D_BYTES), (*alignments, alignments[2])):
         _set(lt.matmul_preference_set_attribute, preference, attribute, np.uint32(bytes_))

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from mpipipe.arrays.devices import cupy
 from mpipipe.arrays.dtypes import Array, DeviceArray, Event, is_device
 from mpipipe.arrays.graphs import refuse_recording
-from mpipipe.arrays.memory import address, empty
+from mpipipe.arrays.memory import address, copy, empty
 from mpipipe.arrays.streams import is_done, record, stream
 
 PIECE_BYTES = 64 << 20  # of pinned memory for one piece of an array; CuPy keeps what was pinned once
@@ -67,6 +67,14 @@ def download(*device_arrays: Array) -> Any:
     """
     hosts = download_all(device_arrays)
     return hosts[0] if len(hosts) == 1 else hosts
+
+
+def on_host(array: Array) -> np.ndarray:
+    """Return an array on the host: itself if it is there, else a copy, whatever its strides."""
+    if isinstance(array, np.ndarray):
+        return array
+    host: np.ndarray = download(array if array.flags.c_contiguous else copy(array))
+    return host
 
 
 def download_all(device_arrays: Sequence[Array]) -> list[np.ndarray]:

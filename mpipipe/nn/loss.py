@@ -26,8 +26,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _over_entries(loss: F) -> F:
-    """Mark a loss whose value is a mean over all entries of the target."""
-    vars(loss)["mean_over_entries"] = True
+    """Mark a loss whose value is a mean over all entries of the target, which it looks at before it uploads it."""
+    vars(loss)["mean_over_entries"] = vars(loss)["takes_host_targets"] = True
     return loss
 
 
@@ -218,7 +218,7 @@ class HeadCrossEntropy:
     ((2, 6, 8), (2, 6, 8))
     """
 
-    mean_over_entries = True
+    mean_over_entries = takes_host_targets = True
 
     def __init__(self, stage: Stage, tile: int | None = None):
         head = leaf(stage.layers[-1], -1) if stage.layers else None

@@ -50,7 +50,7 @@ def non_finite(value: Any, name: str) -> str | None:
     """Describe the first array in `value` that has entries which are NaN or infinite; None where all are finite."""
     for leaf, array in arrays.named_leaves(value, name):
         if arrays.is_floating(array.dtype):
-            host = _on_host(array)
+            host = arrays.on_host(array)
             finite = np.isfinite(host)
             if not finite.all():
                 first = np.unravel_index(int(np.argmin(finite)), host.shape)
@@ -97,13 +97,7 @@ def watched(stage: int | None, microbatch: int | None, value: Any, name: str, wi
 
 
 def _checksum(array: Array) -> int:
-    return crc32(np.ascontiguousarray(_on_host(array)).reshape(-1).view(np.uint8).data)
-
-
-def _on_host(array: Array) -> np.ndarray:
-    if isinstance(array, np.ndarray):
-        return array
-    return arrays.download(array if array.flags.c_contiguous else arrays.copy(array))
+    return crc32(np.ascontiguousarray(arrays.on_host(array)).reshape(-1).view(np.uint8).data)
 
 
 def _described(array: Array) -> str:

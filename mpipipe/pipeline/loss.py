@@ -45,6 +45,7 @@ class Loss:
         self.function = function
         self.takes_factor = takes_parameter(function, "factor")
         self.over_batch = bool(getattr(function, "over_batch", False))  # takes and gives lists, once for all
+        self.uploads = not getattr(function, "takes_host_targets", False)
         self.with_head = function if isinstance(function, HeadCrossEntropy) else None
 
     def taking_head(self) -> AbstractContextManager[None]:
@@ -52,7 +53,9 @@ class Loss:
         return nullcontext() if self.with_head is None else self.with_head.taking_over()
 
     def call(self, output: Tree, target: Tree, factor: float) -> Any:
-        """Return what the function returns."""
+        """Return what the function returns. Beside an output on a GPU, it has its target there too."""
+        if self.uploads and type(output) is not np.ndarray:
+            target = beside(output, target)
         return self.function(output, target, factor=factor) if self.takes_factor else self.function(output, target)
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
@@ -118,6 +121,15 @@ class Loss:
                     "the gradient of the loss does not match the output", found=found, expected=expected
                 )
         return spec.gradient_tree([x if factor == 1 else kernels.of_array(x).scale(x, factor) for x in leaves])
+
+
+def beside(output: Any, target: Any) -> Any:
+    """Return a target whose arrays are on the GPU if the output is there."""
+    if isinstance(target, list):  # of a loss over the batch
+        return list(map(beside, output, target))
+    if not any(map(arrays.is_device, flatten(output)[0])):
+        return target
+    return arrays.mapped(lambda leaf: leaf if arrays.is_device(leaf) else arrays.upload(leaf), target)
 
 
 def checked_weight(weight: Any) -> float:

@@ -177,7 +177,7 @@ class Task:
     # -- what it may have
 
     def metrics(self, output: Tree, target: Tree) -> Named:
-        """Return further numbers of a micro-batch of the validation, by name: each a mean over it."""
+        """Return further numbers of a micro-batch of the validation, by name: each a mean over its numpy arrays."""
         return {}
 
     def show(self, output: Tree, target: Tree, shard: Shard) -> str:
@@ -186,8 +186,8 @@ class Task:
         Parameters
         ----------
         output, target, shard : Tree, Tree, Shard
-            Of that micro-batch, on the ranks of the last stage of the first replica, so that they can put the `whole`
-            together. The lines of the first of them count.
+            Of that micro-batch, as numpy arrays, on the ranks of the last stage of the first replica, so that they can
+            put the `whole` together. The lines of the first of them count.
         """
         return ""
 

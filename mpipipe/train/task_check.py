@@ -47,7 +47,7 @@ Traits: TypeAlias = "list[tuple[tuple[int, ...], float, float]]"  # shape, norm 
 
 def numbers(leaf: Any) -> np.ndarray:
     """Return an array of any dtype as float64, complex numbers as pairs."""
-    array = np.asarray(arrays.as_reals(arrays.download(leaf) if arrays.is_device(leaf) else leaf))
+    array = np.asarray(arrays.as_reals(arrays.on_host(leaf)))
     return array.astype(np.float64)
 
 
@@ -155,7 +155,7 @@ def _halved(result: Sequence[Any], other: Sequence[Any], factor: float = 2) -> t
 
 
 def _number(value: Any) -> float:
-    return float(value.item() if arrays.is_array(value) else value)
+    return float(arrays.on_host(value).item() if arrays.is_array(value) else value)
 
 
 def _near(one: Any, other: Any, relative: float) -> bool:
@@ -229,6 +229,7 @@ class TaskLoss:
         self.declared = getattr(task.loss, "mean_over_entries", None)
         self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
         self.over_batch = bool(getattr(task.loss, "over_batch", False))
+        self.takes_host_targets = not self.plain.uploads
         self.suspect: ConfigError | None = None  # of a rehearsal
         self.judged = False
         self.sums: dict[str, np.ndarray] = {}
@@ -240,13 +241,14 @@ class TaskLoss:
             value, gradient, *weight = self([output], [target], **factor)
             return value, gradient[0], *weight
         result = call(self.task, "loss", output, target, by=partial(self._evaluate, **factor))
-        if self.collects:
+        if self.collects and type(self.task).metrics is not Task.metrics:
             for y, goal in zip(output, target) if self.over_batch else [(output, target)]:
                 entries = sum(leaf.size for leaf in arrays.flatten(goal)[0])
                 weight = result[2] if len(result) == 3 and not self.over_batch else entries
                 if not weight:  # nothing is valid here
                     continue
-                for name, value in call(self.task, "metrics", y, goal, by=self._metrics).items():
+                both = (arrays.mapped(arrays.on_host, each) for each in (y, goal))
+                for name, value in call(self.task, "metrics", *both, by=self._metrics).items():
                     self.sums[name] = self.sums.get(name, np.zeros(2)) + np.array([value * weight, weight])
         return result
 
@@ -450,5 +452,5 @@ def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Sh
     output = pipeline.forward(inputs)
     with group.raise_together("train: what the task shows"):
         if shard.reads_targets and mesh.data.rank == 0:
-            text = str(call(task, "show", output, targets, shard) or "")
+            text = str(call(task, "show", arrays.mapped(arrays.on_host, output), targets, shard) or "")
     return next(filter(None, group.gather("train: what the task shows", text)), "")

@@ -37,6 +37,8 @@ class CUBLASError(RuntimeError):
 
 CUBLASError.__module__ = "cupy_backends.cuda.libs.cublas"
 _HANDLE = 0xCB1A5
+_FLOAT32_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
+_math_modes: dict[int, int] = {}  # by handle
 
 
 def get_cublas_handle() -> int:
@@ -45,6 +47,11 @@ def get_cublas_handle() -> int:
 
 
 get_cublas_handle.__module__ = "cupy.cuda.device"
+
+
+def setMathMode(handle, mode) -> None:
+    assert handle == get_cublas_handle() and not machine().amd
+    _math_modes[handle] = mode
 
 
 def getVersion(handle) -> int:
@@ -110,6 +117,8 @@ def _multiply(handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B,
         computeType = _as_hipblas((Atype, Btype, Ctype), computeType, algo)
     if Atype != Btype or (computeType, Atype, Ctype) not in SUPPORTED:
         raise CUBLASError(f"CUBLAS_STATUS_NOT_SUPPORTED: A {Atype}, B {Btype}, C {Ctype}, compute {computeType}")
+    if Atype in HALVES and not machine().amd and not _math_modes.get(handle, 0) & _FLOAT32_SUMS:
+        raise CUBLASError("the handle lets partial sums be rounded to half precision: this package asks for exact ones")
     if transa not in (0, 1) or transb not in (0, 1) or min(m, n, k, batchCount) < 0:
         raise CUBLASError("CUBLAS_STATUS_INVALID_VALUE: transpose or size")
     a_shape, b_shape = (k, m) if transa else (m, k), (n, k) if transb else (k, n)

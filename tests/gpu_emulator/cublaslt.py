@@ -28,6 +28,7 @@ class MatmulDescAttribute(enum.IntEnum):
 
 class MatmulPreferenceAttribute(enum.IntEnum):
     MAX_WORKSPACE_BYTES = 1
+    REDUCTION_SCHEME_MASK = 3
     MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES, MIN_ALIGNMENT_C_BYTES, MIN_ALIGNMENT_D_BYTES = range(5, 9)
 
 
@@ -96,7 +97,9 @@ def matmul_algo_get_heuristic(light_handle, operation_desc, adesc, bdesc, cdesc,
     for layout in (adesc, bdesc, cdesc, ddesc):
         _of(layout, "layout")
     which = MatmulPreferenceAttribute
-    alignment = min(wanted.get(name, 256) for name in which if name != which.MAX_WORKSPACE_BYTES)
+    alignment = min(wanted.get(name, 256) for name in which if name.name.startswith("MIN_ALIGNMENT"))
+    if wanted.get(which.REDUCTION_SCHEME_MASK) != 2:
+        raise cuBLASLtError("partial sums may be rounded to the type of the result: this package asks for exact ones")
     room = wanted.get(which.MAX_WORKSPACE_BYTES, 0)
     fitting = [one for one, (aligned, space) in NEEDS.items() if aligned <= alignment and space <= room]
     fitting = [] if operation["compute"] == blas.CUBLAS_COMPUTE_64F else fitting  # as if it had none for float64

@@ -132,9 +132,9 @@ def test_a_rate_of_ones_own_is_stepped_with_and_written_and_a_folder_with_checkp
         train(load_config(str(waves), None, **KEYS, out=str(out["frozen"])))
 
 
-def validations(folder):
+def validations(folder, field="validation"):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record["validation"] for record in records if "validation" in record]
+    return [record[field] for record in records if "validation" in record]
 
 
 @pytest.mark.parametrize("save_every", [0, 3])
@@ -159,6 +159,29 @@ def test_the_model_of_a_run_folder_predicts_the_same_on_a_gpu(gpu, waves, tmp_pa
     found, expected = (stage.forward(task.batch(9, range(4), None)[0])[0] for stage in (device, host))
     assert arrays.is_device(found)
     np.testing.assert_allclose(arrays.download(found), expected, rtol=1e-12, atol=1e-14)
+
+
+OWN_LOSS = """
+    def loss(self, output, target):
+        assert arrays.is_device(target) == arrays.is_device(output)
+        return nn.mean_squared_error(output, target)
+
+    def metrics(self, output, target):
+        return {"apart": float(np.abs(output - target).mean())}
+
+    def show(self, output, target, shard):
+        return f"off by {np.abs(output - target).max():.9f}"
+"""
+
+
+def test_on_a_gpu_a_loss_has_its_target_there_and_metrics_have_numpy_arrays(gpu, waves, tmp_path, capsys):
+    waves.write_text(WAVES.replace("import nn,", "import arrays, nn,") + OWN_LOSS)
+    for device in ("cpu", "cuda"):
+        train(load_config(str(waves), None, **dict(KEYS, device=device), out=str(tmp_path / device)))
+    host, found = (validations(tmp_path / device, "apart") for device in ("cpu", "cuda"))
+    assert found == pytest.approx(host, rel=1e-12) and len(found) > 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("off by")]
+    assert len(shown) == 2 and shown[0] == shown[1]
 
 
 RENAMED = """

@@ -141,7 +141,7 @@ def run(ready: GraphPlan, given: dict[str, DeviceArray]) -> None:
 
 
 OLDEST = 91100  # 9.11.0; the attention of 9.10.0 and 9.10.1 gives wrong results
-INSTALL = "pip install 'nvidia-cudnn-frontend>=1.26,<1.27' nvidia-cudnn-cu13 (or -cu12)"
+INSTALL = "pip install 'nvidia-cudnn-frontend>=1.27,<1.28' nvidia-cudnn-cu13 (or -cu12)"
 RUNTIME = "CUDNN_FRONTEND_CUDART_LIB_NAME"  # by which the package opens the CUDA runtime, since 1.26
 
 

@@ -201,6 +201,7 @@ def _bounds(low: int | None, high: int | None) -> tuple[int, int]:
 TILE_BYTES = 32 << 20  # of the scores of one tile of all problems; an H200 has 60 MB of second-level cache
 KEYS = 1024  # columns of a tile at most
 ROWS = 128  # rows of a tile at least, if there are more columns than rows
+EDGE = 64  # edges of large tiles are multiples: cuBLAS's fast kernels want rows of 16 bytes
 
 
 class RowTile(NamedTuple):
@@ -259,7 +260,7 @@ class HeadProblems:
         """(rows, columns) of a tile, in whole groups of rows: TILE_BYTES, or ROWS x ROWS of all problems if more."""
         scores = TILE_BYTES // (self.count * bytes_per_score)
         keys = min(KEYS, max(part.k_stop - part.k_start for part in slices))
-        keys = max(1, min(keys, max(scores // ROWS, ROWS)))
-        queries = max(1, max(scores // keys, ROWS) // self.group)
+        keys = max(1, min(keys, max(scores // ROWS // EDGE * EDGE, ROWS)))
+        queries = max(1, max(scores // keys // EDGE * EDGE, ROWS) // self.group)
         queries = min(queries, max(part.q_stop - part.q_start for part in slices))
         return queries * self.group, keys

@@ -1,5 +1,6 @@
 // Updates of n parameters in place. Compiled for T, float or double; H, the dtype of a copy of the parameters, or T where
-// there is none; and V, elements of one word of memory, which divides all bounds.
+// there is none; and V, elements of one word of memory, which divides all bounds. Every fused operation is written down:
+// left to the compiler, it differs between one element and a word of them, and with it the bits of a share of the whole.
 struct state { pack<T, V> p, g, m, v; };
 
 // Where weight decay applies: to the elements in front of the first bound or not, and the other way round after each of
@@ -37,9 +38,9 @@ struct Adam {
     T b1, rest1, b2, rest2, eps, step, root, g_scale;
     __device__ __forceinline__ void operator()(T& p, T g, T& m, T& v, T shrink) const {
         g *= g_scale;
-        m = b1 * m + rest1 * g;
-        v = b2 * v + rest2 * (g * g);
-        p = shrink * p - step * (m / (sqrt(v) * root + eps));
+        m = fma(b1, m, rest1 * g);
+        v = fma(b2, v, rest2 * (g * g));
+        p = fma(shrink, p, -(step * (m / fma(sqrt(v), root, eps))));
     }
 };
 
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(256)
         long long bound2, long long bound3, long long bound4, int first, T decay, T rate, T g_scale) {
     if (!take_factor(factor, g_scale)) return;
     const Decays decays{{bound0, bound1, bound2, bound3, bound4}, first != 0};
-    auto update = [=](T& p, T g, T decay) { p -= rate * (g_scale * g + decay * p); };
+    auto update = [=](T& p, T g, T decay) { p = fma(-rate, fma(g_scale, g, decay * p), p); };
     each<2>(n / V, [&](long long i) { return pack<pack<T, V>, 2>{load<V>(p + i * V), load<V>(g + i * V)}; },
             [&](long long i, pack<pack<T, V>, 2> now) {
                 const T lost = decays.at(i * V) ? decay : T(0);
@@ -105,8 +106,8 @@ extern "C" __global__ void __launch_bounds__(256)
     if (!take_factor(factor, g_scale)) return;
     const Decays decays{{bound0, bound1, bound2, bound3, bound4}, first != 0};
     auto update = [=](T& p, T g, T& u, T decay) {
-        u = momentum * u + (g_scale * g + decay * p);
-        p -= rate * u;
+        u = fma(momentum, u, fma(g_scale, g, decay * p));
+        p = fma(-rate, u, p);
     };
     each<1>(n / V, [&](long long i) { return state{load<V>(p + i * V), load<V>(g + i * V), load<V>(u + i * V)}; },
             [&](long long i, state now) {
