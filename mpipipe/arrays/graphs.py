@@ -55,6 +55,11 @@ def workspace() -> DeviceArray:
     return keep_for_graph(_recording.workspaces[_place()])
 
 
+def workspaces() -> list[DeviceArray]:
+    """Return all such memory of this thread."""
+    return list(_recording.workspaces.values())
+
+
 def _place() -> tuple:
     return cupy(), cupy().cuda.runtime.getDevice(), stream().ptr
 

@@ -292,7 +292,7 @@ _RECORDED = _Functions(partial(_record, "cublasGemmEx"), partial(_record, "cubla
 # MPIPIPE_DETERMINISTIC=1 the first proposal is taken unmeasured.
 #
 # By NVIDIA's Python package nvmath-python, whose `nvmath.bindings.cublasLt` has the functions of the C library
-# (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api). Nothing of this has run on a GPU.
+# (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api). It has not run on a GPU.
 
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may ask for: what NVIDIA's page on cuBLAS advises for Hopper

@@ -66,5 +66,5 @@ def graphs() -> str:
     if arrays.is_amd():
         return arrays.graphs_refused()
     if not settings.GRAPHS.is_on:
-        return f"off ({settings.GRAPHS.name}=1 turns them on)"
+        return f"off ({settings.GRAPHS.name}=0)"
     return "on, for each stage whose layers can be recorded; the log of a run names the others"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mpipipe import arrays, files
 from mpipipe.attention import kernels
@@ -149,7 +149,7 @@ def _facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "machine": _machine(),
         "versions": versions(),
         "checks": [asdict(outcome) for outcome in outcomes],
-        "measurements": [row | beside(row, gpus) for bench in benches for row in bench["rows"]],
+        "measurements": [row for bench in benches for row in bench["rows"]],
         "failed measurements": [problem for bench in benches for problem in bench["failed"]],
     }
 
@@ -175,7 +175,7 @@ def _paragraphs(facts: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]
     about = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     measured = [
         [row["what"], f"{_number(row['value'])} {row['unit']}", row["peer"], _number(row["peer_value"]),
-         _number(row["ratio"]), row["goal"], row["expected"], row["verdict"]] for row in facts["measurements"]
+         _number(row["ratio"]), row["goal"]] for row in facts["measurements"]
     ]  # fmt: skip
     return [
         f"# {'; '.join(facts['gpus'])}",
@@ -183,7 +183,7 @@ def _paragraphs(facts: dict[str, Any], outcomes: Sequence[Outcome]) -> list[str]
         _table(["check", "outcome", "seconds", ""], [[o.check, o.status, o.seconds, o.why] for o in outcomes]),
         f"Attention by: {facts['attention by']}.",
         *(f"`{line}`" for line in facts["machine"]),
-        _table(["measured", "value", "beside", "value", "ratio", "goal", "expected", ""], measured) if measured else
+        _table(["measured", "value", "beside", "value", "ratio", "goal"], measured) if measured else
         "Nothing was measured.",
         *(f"- {problem}" for problem in facts["failed measurements"]),
     ]  # fmt: skip
@@ -196,86 +196,3 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-# -- What was expected of measurements before anything of this package had run on a GPU: data, to be proven wrong -----
-#
-# The numbers were computed from the sources, from data sheets and from what others have published: for one H100 SXM
-# with 3.35 TB/s of memory, of which 2.8 are usable, and one H200 with 4.8 TB/s, of which 4.3 are. Both have 989
-# TFLOP/s in bfloat16 without sparsity, of which products of these sizes reach 550. They are no measurements, and no
-# goals: goals stand in `bench gpu`.
-
-
-GPUS = ("H100", "H200")
-
-
-class Expectation(NamedTuple):
-    """A range that a measurement was expected in, in the unit of the row."""
-
-    row: str  # regular expression for what was measured, found at the beginning
-    ranges: dict[str, tuple[float, float]]  # lowest and highest value on each GPU
-    why: str  # where the ranges come from, those of GPUS in their order
-    peer: str = ""  # what the row is compared with, where the range is of that; else it is of the row's own value
-    ratio: bool = False  # whether the range is of the ratio between both
-
-
-def _both(low: float, high: float) -> dict[str, tuple[float, float]]:
-    return dict.fromkeys(GPUS, (low, high))
-
-
-STEP, SHORT = r"training step, {}, .*1 x 8 x 1024 tokens", r"training step, 16 x 1 x 512 tokens"
-UNTIED, TIED, ANY = (STEP.format(kind) for kind in ("untied", "tied", "(un)?tied"))
-EXPECTATIONS = (
-    Expectation(
-        UNTIED, {"H100": (415e3, 460e3), "H200": (450e3, 500e3)},
-        "18.9, 17.3 ms a step: products 10.9, attention 2.3, norms, SwiGLU, loss and optimizer 5.2, 3.7, gaps 0.6",
-    ),
-    Expectation(
-        TIED, _both(0.97, 1.06),
-        "no gradient crosses to the host; 38.6 M parameters less for AdamW, cast and zero",
-        peer="untied", ratio=True,
-    ),
-    Expectation(
-        ANY, {"H100": (280e3, 280e3), "H200": (333e3, 333e3)}, "29, 24.6 ms a step", peer="PyTorch eager, autocast",
-    ),
-    Expectation(
-        ANY, {"H100": (430e3, 430e3), "H200": (468e3, 468e3)}, "19, 17.5 ms a step", peer="PyTorch torch.compile",
-    ),
-    Expectation(
-        f"{SHORT}, CUDA graphs", _both(0.75, 0.9),
-        "a launch for each action in place of some 200; products of 512 rows reach less of the peak",
-        peer="1 x 8 x 1024 tokens", ratio=True,
-    ),
-    Expectation(
-        f"{SHORT}$", _both(0.45, 0.55), "24 calls a layer of about 8 us: bound by launches below 1500 tokens",
-        peer="1 x 8 x 1024 tokens", ratio=True,
-    ),
-    Expectation(
-        r"copy on the device", {"H100": (2600, 3350), "H200": (4000, 4800)},
-        "memory: 3.35, 4.8 TB/s by the data sheets, 2.8, 4.3 usable",
-    ),
-    Expectation(r"staged, 16777216 B$", _both(5.0, 8.4), "12.6 MB through pinned memory in 1.5 to 2.5 ms"),
-    Expectation(r"(direct|nccl), 16777216 B$", _both(100, 400), "12.6 MB between two GPUs of a node in 0.05 ms"),
-)  # fmt: skip
-
-
-def beside(row: Mapping[str, Any], gpus: Iterable[str]) -> dict[str, str]:
-    """Return what was expected of a row of `bench gpu`, and "kept", "beaten" or "missed"; "" if nothing was."""
-    kinds = {next((kind for kind in GPUS if re.search(rf"\b{kind}\b", gpu)), "") for gpu in gpus}
-    kind = kinds.pop() if len(kinds) == 1 else ""
-    entry = next((each for each in EXPECTATIONS if _concerns(each, row)), None)
-    if entry is None or not kind:
-        return {"expected": "", "verdict": ""}
-    value = row["ratio"] if entry.ratio else row["peer_value"] if entry.peer else row["value"]
-    low, high = entry.ranges[kind]
-    span = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
-    what = "ratio " if entry.ratio else f"{row['peer']} " if entry.peer else ""
-    slack = 0.05 * low if low == high else 0.0  # a range of one number holds what rounds to its two digits
-    verdict = "missed" if value < low - slack else "beaten" if value > high + slack else "kept"
-    return {"expected": f"{what}{span} ({entry.why})", "verdict": verdict}
-
-
-def _concerns(each: Expectation, row: Mapping[str, Any]) -> bool:
-    if not re.match(each.row, row["what"]):
-        return False
-    return row["peer"].startswith(each.peer) if each.peer else not row["peer"].startswith("PyTorch")

@@ -23,6 +23,7 @@ class Variable:
     name: str
     values: str
     accepts: Callable[[str], bool] | None = None  # whether a text is one of `values`; None: checked where it is read
+    default: str = ""  # what stands for a switch that is not set
 
     def check(self, text: str | None) -> None:
         """Raise ArgumentError for a text that has no meaning; no text and an empty one mean that it is not set."""
@@ -38,8 +39,8 @@ class Variable:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is set to 1 or on; `check_settings` refuses values without a meaning, on all ranks."""
-        return os.environ.get(self.name) in ("1", "on")
+        """Whether it is 1 or on; `check_settings` refuses values without a meaning, on all ranks."""
+        return (os.environ.get(self.name) or self.default) in ("1", "on")
 
 
 def _seconds(text: str) -> float | None:
@@ -79,7 +80,7 @@ DETERMINISTIC = Variable("MPIPIPE_DETERMINISTIC", "0 or 1")
 PRODUCTS = Variable("MPIPIPE_PRODUCTS", "cublas or cublaslt", ("cublas", "cublaslt").__contains__)
 HALVES = Variable("MPIPIPE_HALVES", "numpy or torch", ("numpy", "torch").__contains__)
 THREADS = Variable("MPIPIPE_THREADS", "a positive integer", _is_count)
-GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch)
+GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch, "1")
 CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
 ENDED = Variable("MPIPIPE_ENDED", "a path that rank 0 sees")
 MPIEXEC = Variable("MPIPIPE_MPIEXEC", "a command")

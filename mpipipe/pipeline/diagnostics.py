@@ -218,6 +218,7 @@ class ActivationMeter:
         self.stages, self.peak, self.measures = stages, 0, False
         self._shapes = self._steps = 0  # measured so far, and training steps since the last one
         self._peaks: dict[int, int] = {}  # by signature of the inputs
+        self._turns: Counter[int] = Counter()  # steps of a signature that were measured
         self._signature = self._total = self._most = 0
         self._held: dict[tuple[int, int], list[tuple[int, int]]] = {}  # ranges of each activation
         self._users: Counter[tuple[int, int]] = Counter()  # activations that hold a range
@@ -225,16 +226,21 @@ class ActivationMeter:
     def begin(self, signature: int, training: bool) -> None:
         self._signature, self._steps = signature, self._steps + training
         due = self._shapes < AT_ONCE or self._steps >= EVERY
-        self.measures = training and due and signature not in self._peaks
+        by_graphs = any(getattr(stage.computes, "reason", None) == "" for stage in self.stages)
+        turns = 3 if by_graphs else 1  # graphs hold more memory: made in the second step, used in the third
+        self.measures = training and self._turns[signature] < turns and (due or signature in self._peaks)
         if self.measures:
-            self._shapes, self._steps = self._shapes + 1, 0
+            self._shapes, self._steps = self._shapes + (signature not in self._peaks), 0
             self._total, self._most, self._held, self._users = 0, 0, {}, Counter()
 
     def end(self) -> None:
         if self.measures:
-            if len(self._peaks) == KNOWN_SHAPES:
+            if len(self._peaks) == KNOWN_SHAPES and self._signature not in self._peaks:
                 self._peaks.clear()
-            self._peaks[self._signature], self.measures = self._most, False
+                self._turns.clear()
+            self._turns[self._signature] += 1
+            self._peaks[self._signature] = max(self._most, self._peaks.get(self._signature, 0))
+            self.measures = False
         self.peak = self._peaks.get(self._signature, self.peak)
 
     def measured(self, function: Function) -> Function:
@@ -260,7 +266,7 @@ class ActivationMeter:
         models = [model for stage in self.stages for model in stage.models]
         holders = [getattr(stage.given, "parameters", None) for stage in self.stages if not stage.is_model]
         buffers = [each for model in models for each in (model.parameters, model.compute, model.buffers.held)]
-        own = [buffer.whole for buffer in buffers]
+        own = [*(buffer.whole for buffer in buffers), *arrays.workspaces()]
         own += [flat for flat in map(flat_if_any, holders) if flat is not None]
         parameters = list(_spans(own, on_host=True))
         leases = [view for _, lease in kept for _, (_, view) in lease]

@@ -55,7 +55,7 @@ class Loss:
     def call(self, output: Tree, target: Tree, factor: float) -> Any:
         """Return what the function returns. Beside an output on a GPU, it has its target there too."""
         if self.uploads and type(output) is not np.ndarray:
-            target = beside(output, target)
+            target = _beside(output, target)
         return self.function(output, target, factor=factor) if self.takes_factor else self.function(output, target)
 
     def checked(self, result: Any) -> tuple[Any, Tree, float | None]:
@@ -123,10 +123,10 @@ class Loss:
         return spec.gradient_tree([x if factor == 1 else kernels.of_array(x).scale(x, factor) for x in leaves])
 
 
-def beside(output: Any, target: Any) -> Any:
+def _beside(output: Any, target: Any) -> Any:
     """Return a target whose arrays are on the GPU if the output is there."""
     if isinstance(target, list):  # of a loss over the batch
-        return list(map(beside, output, target))
+        return list(map(_beside, output, target))
     if not any(map(arrays.is_device, flatten(output)[0])):
         return target
     return arrays.mapped(lambda leaf: leaf if arrays.is_device(leaf) else arrays.upload(leaf), target)

@@ -200,20 +200,24 @@ def test_random_values_fill_an_array_of_any_length(gpu, monkeypatch, shape, dtyp
 @pytest.mark.long
 def test_a_training_step_is_counted_in_tokens(gpu):
     with arrays.own_stream():
-        rows = checked(steps.measure_step(1, model=TINY, rows=2, microbatches=2, peers=False), 4)
-    untied, tied, small, by_graphs = rows
-    assert {row.unit for row in rows} == {"tokens/s"} and by_graphs.what == f"{small.what}, CUDA graphs"
+        rows = checked(steps.measure_step(1, model=TINY, rows=2, microbatches=2, peers=False), 5)
+    untied, tied, small, *others = rows
+    assert {row.unit for row in rows} == {"tokens/s"}
+    assert [plain.what for plain in others] == [
+        f"training step, {what}, without CUDA graphs" for what in ("2 x 2 x 16 tokens", "4 x 1 x 16 tokens")
+    ]
     assert ", untied," in untied.what and ", tied," in tied.what and tied.peer_value == untied.value
     assert all("2 x 2 x 16 tokens" in row.what for row in (untied, tied)) and "4 x 1 x 16 tokens" in small.what
-    assert small.peer_value == by_graphs.peer_value == tied.value  # that of the model as it was given
+    assert small.peer_value == others[0].peer_value == tied.value  # that of the model as it was given
+    assert others[1].peer_value == small.value
 
 
 def test_a_step_that_runs_without_graphs_has_no_row_that_says_graphs(gpu):
     """The null stream records nothing."""
     with arrays.cupy().cuda.Stream.null:
-        *rows, reason = steps.measure_step(1, model=TINY, rows=1, microbatches=2, peers=False)
+        reason, *rows = steps.measure_step(1, model=TINY, rows=1, microbatches=2, peers=False)
     assert len(rows) == 3 and not any("graphs" in row.what for row in rows)
-    assert reason.startswith("training step, 2 x 1 x 16 tokens, CUDA graphs is not measured: ") and "null" in reason
+    assert reason.startswith("CUDA graphs are not measured: ") and "null" in reason
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -233,7 +237,7 @@ def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch,
         found = steps._step_seconds(1, model, tokens, 1, "bfloat16", None, True)
     assert sum(name.startswith("graph of") for name in found) == 2  # forward and backward
     for dtype in ("bfloat16", "float16"):
-        found = steps._step_seconds(1, model, tokens, 1, dtype, None)
+        found = steps._step_seconds(1, model, tokens, 1, dtype, None, False)
         assert found.count("adamw") == 1 and found.count("clip_factor") == 1, found
         assert not {"cast", "rescale"} & set(found) and found.index("clip_factor") < found.index("adamw")
 
@@ -244,7 +248,7 @@ def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):
     monkeypatch.setattr(steps, "_step_seconds", lambda *_: 1e-3)
     known = {
         kernels: (kernels.measure_attention, ("cuDNN on H200, published",)),
-        steps: (steps.measure_step, ("untied", "1 x 8 x 1024 tokens")),
+        steps: (steps.measure_step, ("untied", "1 x 8 x 1024 tokens", "with them")),
     }
     for module, (measure, peers) in known.items():
         monkeypatch.setattr(module, "torch_with_gpu", lambda: pytest.fail("too early"))
@@ -262,8 +266,9 @@ def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
     )
     list(steps.measure_step(1, peers=False))
     sizes = [each[:3] for each in asked]
-    assert sizes == [(False, (2, 8, 1024), 1), (True, (2, 8, 1024), 1), *[(True, (2, 16, 512), 16)] * 2]
-    assert [each[3] for each in asked[2:]] == [False, True]
+    whole, pieces = ((2, 8, 1024), 1), ((2, 16, 512), 16)
+    assert sizes == [(False, *whole), (True, *whole), (True, *pieces), (True, *whole), (True, *pieces)]
+    assert [each[3] for each in asked] == [True, True, True, False, False]
 
 
 def test_what_pytorch_compiles_is_measured_last():
@@ -281,7 +286,7 @@ def test_quick_sizes_are_parameters(part):
 @pytest.mark.long
 def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "mpi", lambda: pytest.fail("asked for MPI"))
-    row, *_ = inprocess.run(1, lambda comm: list(steps.measure_step(1, TINY, 2, 2, peers=False, comm=comm)))[0]
+    _, row, *_ = inprocess.run(1, lambda comm: list(steps.measure_step(1, TINY, 2, 2, peers=False, comm=comm)))[0]
     rate, _ = inprocess.run(1, lambda comm: list(steps.measure_executor(1, 8, 16, 2, comm=comm)))[0]
     assert row.value > 0 and rate.value > 0
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ from gpu_emulator import warm_kernels
 
 from mpipipe import arrays
 from mpipipe.attention.kernels import cudnn_graph
-from mpipipe.bench.gpu import kernels, run, steps
-from mpipipe.bench.timing import Row
 from mpipipe.gpu_check import check, extra
 from mpipipe.language.models import GPT
 
@@ -154,79 +150,3 @@ def test_the_report_has_driver_clocks_and_versions(emulated_gpu, monkeypatch, tm
     emulated_gpu.machine.faults.add("cublas")
     vars(arrays.cupy().cuda).pop("cublas", None)
     assert check._machine() == ["NVRTC 13.5, no cuBLAS (ImportError), NCCL 22707"]
-
-
-# -- expectations
-
-
-def row(what, value, peer="", peer_value=None):
-    return Row(what, value, "tokens/s", peer, peer_value).facts()
-
-
-H100 = ["cuda:0 NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0"]
-H200 = ["cuda:0 NVIDIA H200, 140 GiB, compute capability 9.0", "cuda:1 NVIDIA H200, 140 GiB, compute capability 9.0"]
-GH200 = ["cuda:0 NVIDIA GH200 480GB, 95 GiB, compute capability 9.0"]
-UNTIED = "training step, untied, bfloat16, 163 M parameters, 1 x 8 x 1024 tokens"
-TIED = "training step, tied, bfloat16, 124 M parameters, 1 x 8 x 1024 tokens"
-
-
-EAGER, COMPILED, SHORT = "PyTorch eager, autocast", "PyTorch torch.compile", "training step, 16 x 1 x 512 tokens"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "measured", "expected", "verdict"),
-    [
-        (H100, row(UNTIED, 300e3), "4.15e+05 to 4.6e+05", "missed"),
-        (H100, row(UNTIED, 430e3), "4.15e+05 to 4.6e+05", "kept"),
-        (H100, row(UNTIED, 500e3), "4.15e+05 to 4.6e+05", "beaten"),
-        (H100, row(TIED, 400e3, "untied", 400e3), "ratio 0.97 to 1.06", "kept"),
-        (H100, row(TIED, 15e3, "untied", 400e3), "ratio 0.97 to 1.06", "missed"),
-        (H100, row(TIED, 1.0, EAGER, 285e3), f"{EAGER} 2.8e+05", "kept"),
-        (
-            H100,
-            row(TIED, 1.0, f"{COMPILED}, bfloat16 weights", 520e3),
-            f"{COMPILED}, bfloat16 weights 4.3e+05",
-            "beaten",
-        ),
-        (H100, row(SHORT, 1.0, "1 x 8 x 1024 tokens", 2.0), "ratio 0.45 to 0.55", "kept"),
-        (H100, row(f"{SHORT}, CUDA graphs", 1.0, "1 x 8 x 1024 tokens", 2.0), "ratio 0.75 to 0.9", "missed"),
-        (H100, row("something else", 1.0), "", ""),
-        (H200, row(UNTIED, 430e3), "4.5e+05 to 5e+05", "missed"),
-        (H200, row(UNTIED, 475e3), "4.5e+05 to 5e+05", "kept"),
-        (H200, row(TIED, 1.0, EAGER, 330e3), f"{EAGER} 3.33e+05", "kept"),
-        (H200, row(TIED, 1.0, COMPILED, 430e3), f"{COMPILED} 4.68e+05", "missed"),
-        (H200, row("copy on the device, 1073741824 B", 4300.0), "4000 to 4800", "kept"),
-        (H200, row(TIED, 400e3, "untied", 400e3), "ratio 0.97 to 1.06", "kept"),
-    ],
-)
-def test_a_measurement_stands_beside_what_was_expected_of_its_gpu(gpus, measured, expected, verdict):
-    found = check.beside(measured, gpus)
-    assert found["expected"].startswith(expected) and found["verdict"] == verdict
-    assert bool(found["expected"]) == bool(expected)
-
-
-@pytest.mark.parametrize("gpus", [["cuda:0 A100"], GH200, [*H100, *H200], []])
-def test_nothing_was_expected_of_other_gpus(gpus):
-    for measured in (row(UNTIED, 1.0), row(TIED, 400e3, "untied", 400e3)):
-        assert check.beside(measured, gpus) == {"expected": "", "verdict": ""}
-
-
-def test_every_expectation_concerns_a_row_that_is_measured(gpu, monkeypatch):
-    """Names of rows change; what was expected of them would be lost in silence."""
-    monkeypatch.setattr(steps, "_step_seconds", lambda *_: 1.0)
-    monkeypatch.setattr(steps, "torch_with_gpu", lambda: None)
-    rows = [
-        each.facts()
-        for each in (*steps.measure_step(1), *kernels.measure_memory(1, rows=16, width=32, vocab=24, parameters=100))
-    ]
-    text = (Path(run.__file__).parents[1] / "torch_gpt.py").read_text()  # PyTorch need not be installed
-    peers = next(
-        node.value
-        for node in ast.parse(text).body
-        if getattr(node, "targets", [None])[0] and node.targets[0].id == "PEERS"
-    )
-    rows += [row(f"training step, tied, {sizes}", 1.0, f"PyTorch {name}", 1.0)
-             for name in ast.literal_eval(peers) for sizes in ["1 x 8 x 1024 tokens"]]  # fmt: skip
-    rows += [row(f"{way}, {max(run.PARTS['transport'].quick['sizes'])} B", 1.0) for way in ("staged", "direct")]
-    unmet = [each for each in check.EXPECTATIONS if not any(check._concerns(each, one) for one in rows)]
-    assert not unmet

@@ -161,7 +161,7 @@ def install(seed: int = 0, devices: int = 1, faults=(), memory: int = 1 << 34, a
     _machines.append(home)
     names = {name: getattr(cudnn, name) for name in cudnn.NAMES}
     no_cudnn = None  # importing it raises ImportError
-    modules = {**cupy_modules(amd), "cudnn": no_cudnn if amd else _module("cudnn", **names, __version__="1.26.0")}
+    modules = {**cupy_modules(amd), "cudnn": no_cudnn if amd else _module("cudnn", **names, __version__="1.27.0")}
     _variables.append({name: os.environ.pop(name) for name in VARIABLES if name in os.environ})
     hidden = _replaceable()
     _replaced.append({name: sys.modules.pop(name) for name in hidden})

@@ -1,6 +1,6 @@
-"""The module cudnn (nvidia-cudnn-frontend 1.26) as far as attention needs it, computed by numpy, late.
+"""The module cudnn (nvidia-cudnn-frontend 1.27) as far as attention needs it, computed by numpy, late.
 
-The refusals of `validate` are those of version 1.26; what only the library itself refuses, `check_support` refuses.
+The refusals of `validate` are those of version 1.27; what only the library itself refuses, `check_support` refuses.
 """
 
 from __future__ import annotations

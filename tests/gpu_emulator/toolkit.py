@@ -1,6 +1,6 @@
 """cuda.pathfinder and cupy.cuda.nvrtc: what of CUDA a machine has besides the driver, and how each part is missed.
 
-The texts are those of CuPy 14.2, cuda-pathfinder 1.9 and nvidia-cudnn-frontend 1.26.
+The texts are those of CuPy 14.2, cuda-pathfinder 1.9 and nvidia-cudnn-frontend 1.27.
 """
 
 from __future__ import annotations

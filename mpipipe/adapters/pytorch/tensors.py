@@ -1,7 +1,7 @@
 """What a stage asks of a module of PyTorch and of its tensors: devices, trees, buffers, and parameters as flat arrays.
 
 On a GPU PyTorch works on CuPy's current stream, so all work is in one order. That follows the documentation of both
-(PyTorch, "torch.cuda.ExternalStream"; CuPy, "Interoperability") and has never run: no emulated GPU is for PyTorch.
+(PyTorch, "torch.cuda.ExternalStream"; CuPy, "Interoperability"). No test runs it: no emulated GPU is for PyTorch.
 """
 
 from __future__ import annotations

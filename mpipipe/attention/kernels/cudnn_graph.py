@@ -253,7 +253,7 @@ def refusal(q: Array, k: Array, v: Array) -> str:
 def widest_backward(capability: int) -> tuple[int, ...]:
     """Head dimensions of backwards on a GPU of this compute capability: the largest, and single ones beyond it.
 
-    From sdpa_support_surface.h and scaled_dot_product_flash_attention.h of cudnn-frontend 1.26.
+    From sdpa_support_surface.h and scaled_dot_product_flash_attention.h of cudnn-frontend 1.27.
     """
     major = capability // 10
     beyond = (256,) if major == BLACKWELL and installed().version >= WIDE_ON_BLACKWELL else ()
