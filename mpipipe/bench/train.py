@@ -48,6 +48,7 @@ from mpipipe.train import TrainConfig, measured_ranks, train
 
 
 WARMUP = 1
+SLICED = ("one_f_one_b", "zero_bubble_h1")  # schedules of a long sequence
 
 
 @on_ranks
@@ -66,7 +67,7 @@ def step(
     model = GPT(dim=dim, layers=layers, heads=heads, seq=seq_len)
     for name, chunks in (("one_f_one_b", 1), ("interleaved_1f1b", 2)):
         schedule = schedules.by_name(name, ranks=comm.size, chunks=chunks, microbatches=microbatches)
-        seconds, predicted = _measure(comm, model, schedule, microbatches * rows, repeats)
+        ((seconds, predicted),) = _measure(comm, [(model, schedule)], microbatches * rows, repeats)
         report(
             comm,
             f"train {name} x {chunks}, {counted(comm.size, 'rank')}, {model.parameters:,} parameters",
@@ -74,26 +75,29 @@ def step(
             seconds / predicted,
             "at most 1.05",
         )
-    long = replace(model, seq=tokens // rows)
-    whole, sliced = (
-        _measure(comm, long, schedules.one_f_one_b(comm.size, 1, slices=n), 1, repeats) for n in (1, slices)
-    )
-    report(
-        comm,
-        f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, {counted(comm.size, 'rank')}",
-        f"{sliced[0]:.3f} s a step, simulated {sliced[1]:.3f} s, whole {whole[0]:.3f} s",
-        whole[0] / sliced[0],
-        f"at least 1.7 on 2 ranks: {2 * slices / (slices + 1):.2f} without any cost of slices",
-    )
+    long = replace(model, seq=2 * tokens // rows, layers=-(-layers // 2))
+    in_slices = {name: schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices) for name in SLICED}
+    plans = [schedules.one_f_one_b(comm.size, 1), *in_slices.values()]
+    whole, *sliced = _measure(comm, [(long, schedule) for schedule in plans], 1, repeats)
+    for schedule, (seconds, predicted) in zip(plans[1:], sliced):
+        even = schedules.simulate(plans[0]).makespan * slices / schedules.simulate(schedule).makespan
+        report(
+            comm,
+            f"train one sequence of {long.seq} positions in {counted(slices, 'slice')}, {schedule.name}, "
+            f"{counted(comm.size, 'rank')}",
+            f"{seconds:.3f} s a step, simulated {predicted:.3f} s, whole by 1F1B {whole[0]:.3f} s",
+            whole[0] / seconds,
+            f"at least 1.7 on 2 ranks: {even:.2f} without any cost of slices",
+        )
     vocabulary = GPT(vocab=128_000, dim=256, layers=4, heads=8, seq=128)
     over_all = replace(vocabulary, head_slices=balanced_slices(vocabulary, comm.size))
     schedule = schedules.one_f_one_b(comm.size, microbatches)
-    whole, sliced = (_measure(comm, each, schedule, 2 * microbatches, repeats) for each in (vocabulary, over_all))
+    whole, over = _measure(comm, [(each, schedule) for each in (vocabulary, over_all)], 2 * microbatches, repeats)
     report(
         comm,
         f"train with {vocabulary.vocab:,} tokens, the head in {counted(over_all.head_slices, 'slice')}",
-        f"{sliced[0]:.3f} s a step, simulated {sliced[1]:.3f} s, the best cut of whole layers {whole[0]:.3f} s",
-        whole[0] / sliced[0],
+        f"{over[0]:.3f} s a step, simulated {over[1]:.3f} s, the best cut of whole layers {whole[0]:.3f} s",
+        whole[0] / over[0],
         "at least 1.25",
     )
     _sharded(comm, replace(model, layers=2), rows, repeats)
@@ -155,9 +159,29 @@ def _sharded(comm: Communicator, model: GPT, rows: int, repeats: int) -> None:
 
 
 def _measure(
-    comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, repeats: int
-) -> tuple[float, float]:
-    """Return the median seconds of a step on the slowest rank, and of its simulation with this run's stages."""
+    comm: Communicator, plans: Sequence[tuple[GPT, schedules.Schedule]], rows: int, repeats: int
+) -> list[tuple[float, float]]:
+    """Return the median seconds of a step on the slowest rank, and of its simulation, for each plan, in turns."""
+    group = group_of(comm)
+    with ExitStack() as pipelines:
+        made = [_pipeline(comm, model, schedule, rows, pipelines) for model, schedule in plans]
+        times: list[list[float]] = [[] for _ in made]
+        for turn in range(WARMUP + repeats):
+            for (pipeline, batch, _), own in zip(made, times):
+                if turn == WARMUP:
+                    pipeline.engine.executor.clock.settle()
+                    pipeline.engine.executor.clock.totals.clear()
+                group.agree("bench: the start of a step")
+                pipeline.step(*batch)
+                own.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
+        simulated = [schedules.simulate(cut_to, pipeline.durations()).makespan for pipeline, _, cut_to in made]
+    return [(median(own[WARMUP:]), span) for own, span in zip(times, simulated)]
+
+
+def _pipeline(
+    comm: Communicator, model: GPT, schedule: schedules.Schedule, rows: int, pipelines: ExitStack
+) -> tuple[Pipeline, tuple[Any, Any], schedules.Schedule]:
+    """Return a pipeline, its batch on this rank, and its schedule."""
     lengths = slice_lengths(model.seq, schedule.slices, model.dim, unit=32) if schedule.slices > 1 else None
     attend = Local(causal=True) if lengths is None else Sliced(Local(causal=True), lengths)
     of_labels = model.head_slices > 1
@@ -167,19 +191,8 @@ def _measure(
     if stages.is_first:
         inputs = arrays.Branches(tokens[0], labels=tokens[1]) if of_labels else tokens[0]
     loss = nn.mean_of_losses if of_labels else nn.softmax_cross_entropy
-    targets = tokens[1] if stages.is_last else None
-    times: list[float] = []
-    group = group_of(comm)
-    with Pipeline(stages, stages.schedule, comm, loss=loss, slice_lengths=lengths) as pipeline:
-        for turn in range(WARMUP + repeats):
-            if turn == WARMUP:
-                pipeline.engine.executor.clock.settle()
-                pipeline.engine.executor.clock.totals.clear()
-            group.agree("bench: the start of a step")
-            pipeline.step(inputs, targets)
-            times.append(max(group.gather("bench: the seconds of a step", pipeline.elapsed)))
-        costs = pipeline.durations()
-    return median(times[WARMUP:]), schedules.simulate(stages.schedule, costs).makespan
+    pipeline = Pipeline(stages, stages.schedule, comm, loss=loss, slice_lengths=lengths)
+    return pipelines.enter_context(pipeline), (inputs, tokens[1] if stages.is_last else None), stages.schedule
 
 
 # -- `bench plan`: predicted steps against real ones, for plans drawn at random ----------------------------------------
