@@ -56,7 +56,7 @@ def workspace() -> DeviceArray:
 
 
 def workspaces() -> list[DeviceArray]:
-    """Return all such memory of this thread."""
+    """Return the memory for libraries of this thread, of all its GPUs and streams."""
     return list(_recording.workspaces.values())
 
 

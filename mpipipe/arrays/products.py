@@ -3,9 +3,9 @@
 On AMD GPUs CuPy's cuBLAS is hipBLAS: there the type of the sums is given as a dtype, and there is no bfloat16.
 
 cuBLAS takes matrices column by column, so it sees each of ours transposed: c = a b is c^T = b^T a^T to it. float64 is
-summed in float64, everything else in float32: cuBLAS is told to keep partial sums of halves in float32 too, which it
-does not by itself. Products of float32 use TF32, which keeps 10 bits of each factor, where
-the environment variable CUPY_TF32 is above 0 at the first product: CuPy's own products follow the same setting.
+summed in float64, everything else in float32: cuBLAS, which may round partial sums of halves by default, is told not
+to. Products of float32 use TF32, which keeps 10 bits of each factor, where the environment variable CUPY_TF32 is above
+0 at the first product: CuPy's own products follow the same setting.
 
 With MPIPIPE_PRODUCTS=cublaslt, read at the first product, `gemm` asks cublasLt first, see below.
 """
@@ -107,7 +107,7 @@ _exact = _ExactHandles()
 
 
 def _exact_handle() -> int:
-    """Return CuPy's handle for this thread and device, whose products round halves once, at their end."""
+    """Return CuPy's handle for this thread and device; from now on its products, the user's too, round halves once."""
     cuda = cupy().cuda
     handle: int = cuda.device.get_cublas_handle()
     if handle not in _exact.known:

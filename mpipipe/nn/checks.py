@@ -87,6 +87,7 @@ def checked_ids(x: Array, limit: int, what: str, device: str) -> Array:
     """Return integers on `device`; host arrays, uploaded as int64, must be in 0 ... limit - 1, else ArgumentError."""
     if x.dtype.kind not in "iu":
         raise ArgumentError(f"{what} must be integers", found=str(x.dtype), expected=f"integers in 0 ... {limit - 1}")
+    x = x if x.dtype.name in ("int32", "int64") else arrays.on_host(x)  # kernels read these two
     if not arrays.is_device(x) and x.size and (x.min() < 0 or x.max() >= limit):
         raise ArgumentError(
             f"{what} is out of range",

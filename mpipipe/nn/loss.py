@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _over_entries(loss: F) -> F:
     """Mark a loss whose value is a mean over all entries of the target, which it looks at before it uploads it."""
-    vars(loss)["mean_over_entries"] = vars(loss)["takes_host_targets"] = True
+    vars(loss)["mean_over_entries"] = vars(loss)["wants_host_targets"] = True
     return loss
 
 
@@ -59,10 +59,15 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     (0.5, array([1., 0.]))
     """
     _check_shapes("mean_squared_error needs a target for each element of the output", output, target, output.shape)
+    if target.dtype.kind == "c" != output.dtype.kind:
+        found = f"output {output.dtype}, target {target.dtype}"
+        raise ArgumentError(
+            "complex targets of real numbers", found=found, expected="real targets, or a complex output"
+        )
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
         _check_side(output, target)
-        if arrays.is_device(output) and not arrays.is_device(target):
-            target = arrays.upload(target.astype(output.dtype))
+        if arrays.is_device(output) and not (arrays.is_device(target) and arrays.is_floating(target.dtype)):
+            target = arrays.upload(arrays.on_host(target).astype(output.dtype))
     if output.dtype.kind == "c":  # twice as many squares, of real numbers
         target = target if target.dtype == output.dtype else target.astype(output.dtype)
         parts = arrays.as_reals(output), arrays.as_reals(target)
@@ -218,7 +223,7 @@ class HeadCrossEntropy:
     ((2, 6, 8), (2, 6, 8))
     """
 
-    mean_over_entries = takes_host_targets = True
+    mean_over_entries = wants_host_targets = True
 
     def __init__(self, stage: Stage, tile: int | None = None):
         head = leaf(stage.layers[-1], -1) if stage.layers else None

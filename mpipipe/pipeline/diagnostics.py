@@ -208,6 +208,7 @@ class ActivationBytes(NamedTuple):
     peak: int  # most in a training step
 
 
+TURNS_WITH_GRAPHS = 3  # which hold more memory: the second step makes graphs, the third one is by them
 AT_ONCE, EVERY = 4, 16  # so many new shapes are measured in their first step, then one in so many training steps
 
 
@@ -227,7 +228,7 @@ class ActivationMeter:
         self._signature, self._steps = signature, self._steps + training
         due = self._shapes < AT_ONCE or self._steps >= EVERY
         by_graphs = any(getattr(stage.computes, "reason", None) == "" for stage in self.stages)
-        turns = 3 if by_graphs else 1  # graphs hold more memory: made in the second step, used in the third
+        turns = TURNS_WITH_GRAPHS if by_graphs else 1
         self.measures = training and self._turns[signature] < turns and (due or signature in self._peaks)
         if self.measures:
             self._shapes, self._steps = self._shapes + (signature not in self._peaks), 0

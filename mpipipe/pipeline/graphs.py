@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, TypeAlias
 
 from mpipipe import arrays, nn
@@ -22,7 +23,9 @@ from mpipipe.stages import StageAdapter
 
 logger = logging.getLogger("mpipipe")
 
+METHODS = {"forward", "backward", "backward_input", "backward_weight"}  # which a recording does not call again
 MOST_KINDS = 4  # shapes of input of one stage that are recorded; inputs of more shapes run without graphs
+MOST_IN_VAIN = 8
 Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
 
@@ -64,6 +67,7 @@ class Saved:
     """What the forward of a micro-batch leaves for its backward."""
 
     saved: Any  # what the stage saved
+    mode: Key = ()  # what the forward depended on besides its input: backwards depend on it, too
     kind: Kind | None = None  # of the micro-batch; None if graphs are out of the question
     slot: Slot | None = None  # of the micro-batch; None if its forward ran without a graph
     pending: Any = None  # what the input gradient left for the weight gradient
@@ -93,7 +97,8 @@ class StageGraphs:
         self.stage, self._may_record = stage, may_record
         self.reason = arrays.graphs_refused() or unrecordable(stage)  # why no more is recorded; "" where it is
         self._kinds: dict[tuple, Kind] = {}
-        self._buffers: tuple = ()  # where the recorded work finds parameters and gradients
+        self._read: tuple = ()  # what recordings have read: where parameters and gradients are, and the layers
+        self._in_vain = 0  # changes of it in a row without a recording between them
         logger.info("%s", self)
 
     def __str__(self) -> str:
@@ -107,45 +112,57 @@ class StageGraphs:
     def forward(self, x: Array) -> tuple[Array, Saved]:
         stage, kind = self.stage, None
         if not self.reason:
-            buffers = (id(stage.compute.flat), id(stage.gradients.flat), tuple(stage.buffers.owners.items()))
-            if buffers != self._buffers:  # a later pipeline lets parameters share their storage
-                self._buffers, self._kinds = buffers, {}
+            self._forget_if_changed()
             x = stage.first_layer.upload(accepted_input(stage, x))
             if (x.shape, x.dtype) not in self._kinds and len(self._kinds) < MOST_KINDS:
                 self._kinds[x.shape, x.dtype] = Kind()
             kind = self._kinds.get((x.shape, x.dtype))
-        key = ("forward", stage.headless)
+        mode = (stage.headless,)
+        key = ("forward", *mode)
         if kind is not None and kind.meets(key):
             slot = kind.take(x)
             if self._record(slot, key, lambda: stage.forward(slot.x)):
                 arrays.copy_into(slot.x, x)
                 y, saved = self._launch(slot, key)
-                return arrays.copy(y), Saved(saved, kind, slot)
+                return arrays.copy(y), Saved(saved, mode, kind, slot)
             kind.free[slot.number] = slot
         y, saved = stage.forward(x)
-        return y, Saved(saved, kind)
+        return y, Saved(saved, mode, kind)
+
+    def _forget_if_changed(self) -> None:
+        """Record anew where parameters have moved, and where an attribute of some layer was set since the last time."""
+        stage = self.stage
+        flats, owners = (stage.compute.flat, stage.gradients.flat), tuple(stage.buffers.owners.items())
+        read = (*flats, owners, nn.Layer.changes)
+        if len(self._read) == len(read) and all(map(is_, flats, self._read)) and read[2:] == self._read[2:]:
+            return
+        self._read, self._kinds, self._in_vain = read, {}, self._in_vain + 1
+        always = "attributes of layers are set in each forward" if self._in_vain > MOST_IN_VAIN else ""
+        self.reason = unrecordable(stage) or always
+        if self.reason:
+            logger.warning("%s", self)
 
     def backward(self, dy: Array, kept: Saved) -> Array | None:
-        dx, by_graph = self._backward(("backward",), dy, kept, self.stage.backward)
+        dx, by_graph = self._backward("backward", dy, kept, self.stage.backward)
         return arrays.copy(dx) if by_graph and dx is not None else dx
 
     def backward_input(self, dy: Array, kept: Saved) -> tuple[Array | None, Saved]:
-        result, by_graph = self._backward(("backward_input",), dy, kept, self.stage.backward_input)
+        result, by_graph = self._backward("backward_input", dy, kept, self.stage.backward_input)
         dx, kept.pending = result
         kept.pending_by_graph = by_graph
         return arrays.copy(dx) if by_graph and dx is not None else dx, kept
 
     def backward_weight(self, kept: Saved) -> None:
-        stage, slot, key = self.stage, kept.slot, ("backward_weight",)
+        stage, slot, key = self.stage, kept.slot, ("backward_weight", *kept.mode)
         if kept.kind is not None and kept.kind.meets(key) and slot is not None and kept.pending_by_graph:
             if self._record(slot, key, lambda: stage.backward_weight(kept.pending)):
                 self._launch(slot, key)
                 return
         stage.backward_weight(kept.pending)
 
-    def _backward(self, key: Key, dy: Array, kept: Saved, work: Callable[[Array, Any], Any]) -> tuple[Any, bool]:
+    def _backward(self, action: str, dy: Array, kept: Saved, work: Callable[[Array, Any], Any]) -> tuple[Any, bool]:
         """Return (what a backward of the stage returns, whether a graph has written it)."""
-        slot = kept.slot
+        slot, key = kept.slot, (action, *kept.mode)
         if kept.kind is not None and kept.kind.meets(key) and slot is not None:
             if arrays.is_device(dy) and dy.flags.c_contiguous:
                 place = slot.dy = arrays.empty_like(dy) if slot.dy is None else slot.dy
@@ -169,6 +186,7 @@ class StageGraphs:
             poll, stage.poll = stage.poll, lambda: None  # messages are no part of the work
             try:
                 slot.graphs[key] = arrays.record_graph(work)
+                self._in_vain = 0
             except Exception as error:  # whatever it is, the work can be done without a graph, or raises it again
                 self.reason = f"the recording of {key[0]} raised {type(error).__name__}: {error}"
                 logger.warning("%s", self)
@@ -187,11 +205,15 @@ def unrecordable(stage: Stage) -> str:
     """
     if stage.names is not None:
         return "names come in or go out"
+    if replaced := METHODS & vars(stage).keys():
+        return f"its {min(replaced)} was replaced"
     for place, top in enumerate(stage.layers):
         for name, layer in top.walk(str(stage.first + place)):
             kind = type(layer)
             if not vars(kind).get("recordable", False):
                 return f"layer {name} ({kind.__name__}) does not say that it can be recorded"
+            if replaced := METHODS & vars(layer).keys():
+                return f"layer {name} ({kind.__name__}): its {min(replaced)} was replaced"
             reason = layer.unrecordable()
             if reason:
                 return f"layer {name} ({kind.__name__}): {reason}"

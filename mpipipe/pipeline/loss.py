@@ -45,7 +45,7 @@ class Loss:
         self.function = function
         self.takes_factor = takes_parameter(function, "factor")
         self.over_batch = bool(getattr(function, "over_batch", False))  # takes and gives lists, once for all
-        self.uploads = not getattr(function, "takes_host_targets", False)
+        self.uploads = not getattr(function, "wants_host_targets", False)
         self.with_head = function if isinstance(function, HeadCrossEntropy) else None
 
     def taking_head(self) -> AbstractContextManager[None]:
@@ -126,7 +126,7 @@ class Loss:
 def _beside(output: Any, target: Any) -> Any:
     """Return a target whose arrays are on the GPU if the output is there."""
     if isinstance(target, list):  # of a loss over the batch
-        return list(map(_beside, output, target))
+        return [_beside(*pair) for pair in zip(output, target, strict=True)]
     if not any(map(arrays.is_device, flatten(output)[0])):
         return target
     return arrays.mapped(lambda leaf: leaf if arrays.is_device(leaf) else arrays.upload(leaf), target)

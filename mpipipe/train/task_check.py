@@ -229,7 +229,7 @@ class TaskLoss:
         self.declared = getattr(task.loss, "mean_over_entries", None)
         self.mean_over_entries = self.declared is None or self.declared  # else a weight says it
         self.over_batch = bool(getattr(task.loss, "over_batch", False))
-        self.takes_host_targets = not self.plain.uploads
+        self.wants_host_targets = not self.plain.uploads
         self.suspect: ConfigError | None = None  # of a rehearsal
         self.judged = False
         self.sums: dict[str, np.ndarray] = {}
@@ -241,7 +241,7 @@ class TaskLoss:
             value, gradient, *weight = self([output], [target], **factor)
             return value, gradient[0], *weight
         result = call(self.task, "loss", output, target, by=partial(self._evaluate, **factor))
-        if self.collects and type(self.task).metrics is not Task.metrics:
+        if self.collects and getattr(self.task.metrics, "__func__", None) is not Task.metrics:
             for y, goal in zip(output, target) if self.over_batch else [(output, target)]:
                 entries = sum(leaf.size for leaf in arrays.flatten(goal)[0])
                 weight = result[2] if len(result) == 3 and not self.over_batch else entries
@@ -452,5 +452,6 @@ def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Sh
     output = pipeline.forward(inputs)
     with group.raise_together("train: what the task shows"):
         if shard.reads_targets and mesh.data.rank == 0:
-            text = str(call(task, "show", arrays.mapped(arrays.on_host, output), targets, shard) or "")
+            both = (arrays.mapped(arrays.on_host, each) for each in (output, targets))
+            text = str(call(task, "show", *both, shard) or "")
     return next(filter(None, group.gather("train: what the task shows", text)), "")

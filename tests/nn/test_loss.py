@@ -260,3 +260,25 @@ def test_heads_and_targets_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ArgumentError, match=match):
             loss(np.zeros((2, width)), target)
+
+
+@pytest.mark.parametrize("kind", ["int64", "int16", "bool", "uint8", "float64", "float16"])
+def test_targets_of_any_real_dtype_may_be_on_the_gpu(gpu, kind):
+    """As a loss of one's own has them, which calls these."""
+    output = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    target = np.random.default_rng(1).integers(0, 2, size=(3, 4)).astype(kind)
+    expected = nn.mean_squared_error(output, target.astype(np.float32))
+    value, gradient = nn.mean_squared_error(arrays.upload(output), arrays.upload(target))
+    close(float(arrays.download(value)), expected[0], 12, dtype=np.float32)
+    close(arrays.download(gradient), expected[1], 3, dtype=np.float32)
+    if target.dtype.kind in "iu":
+        labels = arrays.upload(target[:, 0])
+        found = nn.softmax_cross_entropy(arrays.upload(output), labels)[0]
+        close(float(arrays.download(found)), nn.softmax_cross_entropy(output, target[:, 0])[0], 12, dtype=np.float32)
+
+
+def test_complex_targets_of_a_real_output_are_refused(gpu):
+    output, target = np.ones((2, 2), np.float32), np.ones((2, 2), np.complex64)
+    for place in (np.array, arrays.upload):
+        with pytest.raises(ArgumentError, match="complex targets of real numbers"):
+            nn.mean_squared_error(place(output), target)

@@ -209,10 +209,11 @@ class Looks(nn.Layer):
     recordable = True
 
     def __init__(self, turn):
-        self.turn, self.calls = turn, 0
+        self.turn, self.counts = turn, False
 
     def look(self, x, turn):
-        self.calls += 1
+        if self.counts:
+            self.calls = vars(self).get("calls", 0) + 1
         if turn == self.turn:
             arrays.download(x)
 
@@ -223,6 +224,15 @@ class Looks(nn.Layer):
     def backward_input(self, dy, saved):
         self.look(dy, "backward")
         return dy, None
+
+
+def test_a_layer_that_sets_attributes_in_each_forward_is_not_recorded(gpu, alone, monkeypatch, caplog):
+    """A recording would set them once."""
+    layer = Looks("")
+    layer.counts, schedule = True, gpipe(alone.size, 6)
+    _, (computes,) = regress(alone, schedule, monkeypatch, True, [nn.Stage([layer], device="cuda")], rows=12)
+    assert "set in each forward" in computes.reason and computes.reason in caplog.text
+    assert layer.calls == STEPS * 6 * 2
 
 
 @pytest.mark.parametrize("turn", ["forward", "backward"])
@@ -365,6 +375,51 @@ def test_graphs_follow_a_parameter_to_another_storage(emulated_gpu, alone, monke
         return found
 
     assert losses(1) == losses(0)
+
+
+def test_a_backward_by_graphs_is_that_of_its_forward(gpu, alone, monkeypatch):
+    """Outputs have the shape of what a loss with the head sees: only what the forward did tells them apart."""
+    ids, found = np.random.default_rng(2).integers(0, 8, size=(4, 6)), []
+    for graphs in "01":
+        monkeypatch.setenv("MPIPIPE_GRAPHS", graphs)
+        stage = nn.Stage([nn.Embedding(8, 8), nn.Linear(8, 8), nn.Head(8, 8)], seed=1, device="cuda")
+        slopes = arrays.upload(np.ones((4, 6, 8), np.float32))
+        with Pipeline([stage], gpipe(1, 2), alone, loss=nn.HeadCrossEntropy(stage)) as pipeline:
+            for call in "sssfffssff":
+                if call == "s":
+                    pipeline.step(ids, ids)
+                else:
+                    pipeline.forward_train(ids)
+                    pipeline.backward(slopes)
+                found.append(arrays.download(stage.gradients.flat))
+    whole = len(found) // 2
+    assert all(agree(one, other) for one, other in zip(found[whole:], found))
+
+
+@pytest.mark.parametrize("change", ["attribute", "weight", "method"])
+def test_what_changes_in_a_layer_is_noticed(gpu, alone, monkeypatch, change):
+    """Recordings repeat what they have seen."""
+    found, calls = [], []
+    for graphs in "01":
+        monkeypatch.setenv("MPIPIPE_GRAPHS", graphs)
+        layers = [nn.Linear(12, 16), nn.RMSNorm(16), nn.Linear(16, 12)]
+        stage, x = nn.Stage(layers, seed=1, device="cuda"), np.ones((8, 12), np.float32)
+        with Pipeline([stage], gpipe(1, 4), alone, loss=nn.mean_squared_error) as pipeline:
+            for step in range(5):
+                found.append(pipeline.step(x, -x).loss)
+                if step == 2 and change == "attribute":
+                    layers[1].eps = 0.5
+                elif step == 2 and change == "weight":
+                    layers[2].weight = arrays.upload(np.full((12, 16), 0.25, np.float32))
+                elif step == 2:
+                    forward = layers[0].forward
+                    layers[0].forward = lambda x, forward=forward: (calls.append(1), forward(x))[1]
+            (computes,) = [adapter.computes for adapter in pipeline.engine.partners.stages]
+    assert agree(found[5:], found[:5]) and (found[4] != found[2] or change == "method")
+    if change == "method":
+        assert len(calls) == 2 * 2 * 4 and "its forward was replaced" in computes.reason
+    else:
+        assert recorded(computes)["forward"] > 0
 
 
 def test_the_null_stream_records_nothing(emulated_gpu, alone, monkeypatch):

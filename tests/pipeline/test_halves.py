@@ -459,7 +459,7 @@ def on_device(comm, device, recompute):
         value, _ = nn.mean_squared_error(outputs[0], there(targets[0]))  # a number on the device
         return value, [there(part) for part in parts]
 
-    loss.over_batch = loss.takes_host_targets = True
+    loss.over_batch = loss.wants_host_targets = True
     found = []
     inputs, targets = dense.placed(schedule, comm.rank, ask, target)
     with Pipeline(stages, schedule, comm, loss, recompute) as pipe:

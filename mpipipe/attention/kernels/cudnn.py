@@ -209,7 +209,7 @@ def _keys(slices: Sequence[Slice]) -> list[tuple[int, int]]:
 
 
 def _parts(given: Named, part: Slice) -> Named:
-    """The rows or keys of a slice of each array. CuPy takes microseconds to cut one: whole arrays stay what they are."""
+    """The rows or keys of a slice of each array. CuPy takes microseconds for a cut: whole arrays stay as they are."""
     ranges = {name: part[2:4] if name in OF_KEYS else part[:2] for name in given}
     return {name: x if ranges[name] == (0, x.shape[1]) else x[:, slice(*ranges[name])] for name, x in given.items()}
 

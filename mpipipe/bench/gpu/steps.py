@@ -102,7 +102,7 @@ def measure_step(
     peers: bool = True,
     comm: Communicator | None = None,
 ) -> Iterator[Row | str]:
-    """Yield tokens per second: untied, tied, in small micro-batches, both without CUDA graphs, next to each peer.
+    """Yield tokens per second: untied, tied, in small micro-batches; without CUDA graphs; next to each peer.
 
     Where no graphs are recorded, the reason comes first, and nothing is measured twice. `model` is measured with ties
     and without; `peers` have their own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -220,6 +220,13 @@ class Layer(Differentiable):
     mixes_positions = True
     has_backward = True
     ends = False
+    changes: ClassVar[int] = 0  # of attributes of layers in this process: CUDA graphs have read them
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # a pipeline sets the excepted ones around steps, and knows of them
+        if name != "on_layer_done" and not name.endswith("_grad") and vars(self).get(name, self) is not value:
+            Layer.changes += 1
+        super().__setattr__(name, value)
 
     def upload(self, x: Array) -> Array:
         """Bring an input of `forward` from the host to the device of the stage; asked of the first layer."""
