@@ -94,25 +94,17 @@ def _library() -> _Library:
 
 
 FLOAT32_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION of cublasMath_t
-
-
-class _ExactHandles(threading.local):
-    """The handles of a thread whose partial sums of halves stay in float32."""
-
-    def __init__(self) -> None:
-        self.known: set[int] = set()
-
-
-_exact = _ExactHandles()
+_exact = threading.local()  # its `handles`: those of a thread whose partial sums of halves stay in float32
 
 
 def _exact_handle() -> int:
     """Return CuPy's handle for this thread and device; from now on its products, the user's too, round halves once."""
     cuda = cupy().cuda
     handle: int = cuda.device.get_cublas_handle()
-    if handle not in _exact.known:
+    handles = vars(_exact).setdefault("handles", set())
+    if handle not in handles:
         cuda.cublas.setMathMode(handle, FLOAT32_SUMS)
-        _exact.known.add(handle)
+        handles.add(handle)
     return handle
 
 
