@@ -119,6 +119,7 @@ def an_emulated_gpu(devices: int = 1, amd: bool = False, pretends: bool = False)
     try:
         with _stream():
             yield Gpu(machine, pretends)
+            machine.broken = False  # on purpose, by this test: the end of the stream is none of its business
     finally:
         errors = uninstall()
     if errors:
