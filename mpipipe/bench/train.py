@@ -76,10 +76,10 @@ def step(
             "at most 1.05",
         )
     long = replace(model, seq=2 * tokens // rows, layers=-(-layers // 2))
-    in_slices = {name: schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices) for name in SLICED}
-    plans = [schedules.one_f_one_b(comm.size, 1), *in_slices.values()]
+    in_slices = [schedules.by_name(name, ranks=comm.size, microbatches=1, slices=slices) for name in SLICED]
+    plans = [schedules.one_f_one_b(comm.size, 1), *in_slices]
     whole, *sliced = _measure(comm, [(long, schedule) for schedule in plans], 1, repeats)
-    for schedule, (seconds, predicted) in zip(plans[1:], sliced):
+    for schedule, (seconds, predicted) in zip(in_slices, sliced):
         even = schedules.simulate(plans[0]).makespan * slices / schedules.simulate(schedule).makespan
         report(
             comm,

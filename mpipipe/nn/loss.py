@@ -59,11 +59,9 @@ def mean_squared_error(output: Array, target: Array, factor: float = 1.0) -> tup
     (0.5, array([1., 0.]))
     """
     _check_shapes("mean_squared_error needs a target for each element of the output", output, target, output.shape)
-    if target.dtype.kind == "c" != output.dtype.kind:
-        found = f"output {output.dtype}, target {target.dtype}"
-        raise ArgumentError(
-            "complex targets of real numbers", found=found, expected="real targets, or a complex output"
-        )
+    if target.dtype.kind == "c" and output.dtype.kind != "c":
+        kinds = f"output {output.dtype}, target {target.dtype}"
+        raise ArgumentError("complex targets of real numbers", found=kinds, expected="real targets, or complex output")
     if not isinstance(output, np.ndarray) or not isinstance(target, np.ndarray):
         _check_side(output, target)
         if arrays.is_device(output) and not (arrays.is_device(target) and arrays.is_floating(target.dtype)):

@@ -25,7 +25,7 @@ logger = logging.getLogger("mpipipe")
 
 METHODS = {"forward", "backward", "backward_input", "backward_weight"}  # which a recording does not call again
 MOST_KINDS = 4  # shapes of input of one stage that are recorded; inputs of more shapes run without graphs
-MOST_IN_VAIN = 8
+MOST_IN_VAIN = 8  # changes in a row of what was read, after which nothing more is recorded
 Key: TypeAlias = "tuple[object, ...]"  # an action, and what its work depends on
 
 
@@ -137,7 +137,7 @@ class StageGraphs:
         if len(self._read) == len(read) and all(map(is_, flats, self._read)) and read[2:] == self._read[2:]:
             return
         self._read, self._kinds, self._in_vain = read, {}, self._in_vain + 1
-        always = "attributes of layers are set in each forward" if self._in_vain > MOST_IN_VAIN else ""
+        always = "attributes of layers change from one forward to the next" if self._in_vain > MOST_IN_VAIN else ""
         self.reason = unrecordable(stage) or always
         if self.reason:
             logger.warning("%s", self)

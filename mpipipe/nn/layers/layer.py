@@ -223,8 +223,9 @@ class Layer(Differentiable):
     changes: ClassVar[int] = 0  # of attributes of layers in this process: CUDA graphs have read them
 
     def __setattr__(self, name: str, value: Any) -> None:
+        is_gradient = name.endswith("_grad") and name[:-5] in self.declared
         # a pipeline sets the excepted ones around steps, and knows of them
-        if name != "on_layer_done" and not name.endswith("_grad") and vars(self).get(name, self) is not value:
+        if name != "on_layer_done" and not is_gradient and vars(self).get(name, self) is not value:
             Layer.changes += 1
         super().__setattr__(name, value)
 
