@@ -9,7 +9,7 @@
 # the last start: 0 once the training is done; 2 where it is refused; 75 where it was asked to leave; else that of the
 # failure, after MPIPIPE_RESTARTS starts in a row without a new checkpoint (3 by default). Each start is one of
 # `mpipipe launch`: a 0 without the proof that all ranks have come to their end is a failure. That takes any Python from
-# 3.10 on, MPIPIPE_PYTHON or python3, and a working folder that the node of rank 0 sees.
+# 3.11 on, MPIPIPE_PYTHON or python3, and a working folder that the node of rank 0 sees.
 # INT, TERM, USR1 and USR2 end the training, and nothing is started again. All but INT let it save: it gets the signal
 # that its launcher hands on, USR2 for Open MPI's mpiexec, TERM for the others, and for a script of your own around them.
 set -euo pipefail

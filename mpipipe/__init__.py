@@ -6,7 +6,6 @@ rooms are imported when they are first used, so that a command which computes no
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 
 from mpipipe.faces import lazy_face
@@ -20,13 +19,6 @@ if TYPE_CHECKING:
     from mpipipe.planning import cut
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
-_MOVED = {  # names that the API page had before they moved
-    "mpipipe.comm.inprocess": "mpipipe.job.inprocess",
-    "mpipipe.comm.runtime": "mpipipe.world",
-    "mpipipe.models": "mpipipe.language.models",
-    "mpipipe.site": "mpipipe.cli.jobscripts",
-    "mpipipe.train.data": "mpipipe.language.data",
-}
 _ROOMS = (
     "adapters analysis attention checkpoint errors exchange language nn optim pictures planning schedules train".split()
 )
@@ -47,21 +39,7 @@ if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an ob
             except ModuleNotFoundError as error:
                 if error.name != room:
                     raise
-                if room in _MOVED:
-                    raise AttributeError(str(error)) from None
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return sorted([*__all__, *_ROOMS, "__version__"])
-
-
-class _Moved:
-    """Says of a module that is not found where it is now; the last that an import asks."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name in _MOVED:
-            raise ModuleNotFoundError(f"{name} is now {_MOVED[name]}", name=name)
-
-
-sys.meta_path.append(_Moved)

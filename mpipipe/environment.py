@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
@@ -91,7 +91,7 @@ def gather(comm: Communicator | None = None, gpus: bool = True) -> dict[str, Any
     ]
     return {
         "mpipipe": first["mpipipe"],
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [sys.executable, *sys.orig_argv[1:]],
         "folder": _folder(),
         "git": git_commit(),

@@ -1,12 +1,9 @@
-"""The face of a room whose files are imported when one of their names is first used; and names that have changed."""
+"""The face of a room whose files are imported when one of their names is first used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TypeVar
-
-Class = TypeVar("Class", bound=type)
 
 
 def lazy_face(room: str, source: str) -> tuple[list[str], Callable[[str], object]]:
@@ -24,17 +21,3 @@ def lazy_face(room: str, source: str) -> tuple[list[str], Callable[[str], object
         return getattr(import_module(file_of[name]), name)
 
     return [*file_of], get
-
-
-def renamed(**names: str) -> Callable[[Class], Class]:
-    """Let the error for an old name of a public member say the new one."""
-
-    def decorate(cls: Class) -> Class:
-        def missing(self: object, name: str) -> object:
-            hint = f"; it is now {names[name]}" if name in names else ""
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}{hint}")
-
-        cls.__getattr__ = missing  # type: ignore[attr-defined]  # not in the class: a checker of types would allow any name
-        return cls
-
-    return decorate

@@ -57,7 +57,7 @@ def read_only(tree: Any) -> Any:
     """
     if isinstance(tree, np.ndarray):
         view = tree.view() if type(tree) is np.ndarray else strip_subclass(tree).view()
-        view.setflags(False)
+        view.setflags(write=False)
         return view
     if isinstance(tree, dict):
         return {key: read_only(leaf) for key, leaf in tree.items()}

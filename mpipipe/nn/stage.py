@@ -11,7 +11,6 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array, Tree
 from mpipipe.errors import ArgumentError
-from mpipipe.faces import renamed
 from mpipipe.nn import kernels
 from mpipipe.nn.checks import checked_dtype
 from mpipipe.nn.layers.containers import Sequential
@@ -23,7 +22,6 @@ from mpipipe.nn.rope import RopeTables
 from mpipipe.text import counted
 
 
-@renamed(keep_compute="optimizer_writes_compute()", renew_compute="sync_compute()")
 class Stage(Differentiable):
     """Layers, bound to flat buffers.
 

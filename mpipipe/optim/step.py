@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 from mpipipe.arrays import DeviceArray
 from mpipipe.errors import ArgumentError
-from mpipipe.faces import renamed
 from mpipipe.job import Communicator
 from mpipipe.nn import rescale
 from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, NormOnDevice, norm_of
@@ -309,7 +308,6 @@ def begin_step(
     return PendingUpdate(lambda: step.with_norm(measured()), optimizer.stages)
 
 
-@renamed(finish="wait()")
 class PendingUpdate:
     """What `begin_step` returns: an optimizer step that `wait` ends.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mpipipe.errors import ArgumentError, MpipipeError
-from mpipipe.faces import renamed
 from mpipipe.job import RankGroup, is_rank, whoami
 from mpipipe.pipeline.loss import SharedLoss
 from mpipipe.text import name_slice
@@ -47,7 +46,6 @@ class StepResult:
         return self.found
 
 
-@renamed(result="wait()")
 class PendingStep:
     """What `Pipeline.launch` returns: the step, whose loss may still be on its way to this rank.
 

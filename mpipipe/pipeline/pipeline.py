@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from mpipipe.arrays import Tree, read_only
-from mpipipe.faces import renamed
 from mpipipe.job import Communicator, runtime, settings
 from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
@@ -21,7 +20,6 @@ from mpipipe.text import counted
 Batched: TypeAlias = "Tree | list[Tree] | Callable[[int], Tree] | None"
 
 
-@renamed(recorder="analysis.recording(pipeline)")
 class Pipeline:
     """Stages on the ranks of a communicator, run by a schedule.
 

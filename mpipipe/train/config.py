@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -383,11 +383,6 @@ def _both_given(names: str, found: str | None, why: str, remedy: str | None = No
 
 # -- A configuration as a file in TOML: read, and written -------------------------------------------------------------
 
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MOST_BYTES = 1 << 27  # of a file: the order of a schedule may be in it
 

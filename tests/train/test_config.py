@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
+import tomllib
 
 import pytest
 from hypothesis import event, given, settings
@@ -19,11 +19,6 @@ from mpipipe.train.progress import make_scaler
 
 KINDS, OTHER_NAMES = kinds_of(TrainConfig), TrainConfig.other_names
 TYPED = ("partition", "memory_limit", "metrics_to", "preempt_signals", "time_limit")  # texts that are parsed
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 WHOLE = """# a training
 data = ["a.txt", "b.txt"]

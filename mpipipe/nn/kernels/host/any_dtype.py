@@ -45,7 +45,7 @@ def scale(x: np.ndarray, factor: float, out: np.ndarray | None = None) -> np.nda
     if x.dtype.itemsize != 2:
         return full_precision.scale(x, factor, out)
     out = np.empty_like(x) if out is None else out
-    cast(full_precision.scale(upcast(x), np.float32(factor)), out)
+    cast(full_precision.scale(upcast(x), float(np.float32(factor))), out)
     return out
 
 

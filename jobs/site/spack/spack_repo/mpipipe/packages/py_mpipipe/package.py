@@ -26,13 +26,12 @@ class PyMpipipe(PythonPackage):
     depends_on("py-setuptools@77:", type="build")
 
     with default_args(type=("build", "run")):
-        depends_on("python@3.10:")
+        depends_on("python@3.11:")
         depends_on("py-numpy@2:")
         depends_on("py-mpi4py@4.1:")
         depends_on("py-ml-dtypes")
         depends_on("py-threadpoolctl")
         depends_on("py-safetensors")
-        depends_on("py-tomli", when="^python@:3.10")
         depends_on("py-cupy@14:14", when="+cuda")
         depends_on("py-tokenizers@0.20:", when="+tokens")
         depends_on("py-matplotlib@3.8:", when="+plot")
