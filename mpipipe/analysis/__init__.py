@@ -1,7 +1,6 @@
 """Where the time of recorded steps went: which part of it, why, and what to change first."""
 
 from mpipipe.analysis.efficiency import Efficiencies
-from mpipipe.analysis.exports import library
 from mpipipe.analysis.recording import Recording, recording
 from mpipipe.analysis.trace import Trace, check_new
 from mpipipe.analysis.written import WrittenTrace, number_in, read_trace

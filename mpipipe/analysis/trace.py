@@ -133,17 +133,14 @@ class Trace:
     def write(self, folder: str | Path) -> None:
         """Write the trace into a new folder.
 
-        summary.json has what `summary` gives, trace.json is for Perfetto, and otf2/traces.otf2 for Vampir, Scalasca and
-        otf2-print. Raises ArgumentError where the folder exists, BackendError where the library otf2 is missing (extra
-        ``[trace]``), and OSError.
+        summary.json has what `summary` gives, and trace.json is for Perfetto. Raises ArgumentError where the folder
+        exists, and OSError.
         """
         check_new(folder)
-        exports.library()
         folder = Path(folder)
         folder.mkdir(parents=True)
         (folder / written.SUMMARY).write_text(json.dumps(self.summary(), indent=1) + "\n")
         (folder / written.EVENTS).write_text(json.dumps(self.events()))
-        exports.write(folder / "otf2", self.records, self._pieces)
 
 
 def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
@@ -163,8 +160,7 @@ def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:
 
 
 def check_new(folder: str | Path) -> None:
-    """Raise ArgumentError for a folder that exists: no trace overwrites another; and for a name that cannot be used."""
-    exports.name_of(folder)
+    """Raise ArgumentError for a folder that exists: no trace overwrites another."""
     if files.exists(folder) or Path(folder).is_symlink():
         raise ArgumentError(
             "the folder for a trace exists",

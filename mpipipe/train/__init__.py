@@ -9,7 +9,7 @@ The room trains any model, and knows nothing of tokens:
     config           what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop
     progress, resume, survival       the state of a training; checkpoints; going on when ranks die
-    report, screen, sinks            what people and programs see
+    report, screen, metrics          what people and programs see
     output_folder                    the run folder
     training_plan                    layers of each rank; plans and memory, with mpipipe.planning
 """
@@ -17,13 +17,13 @@ The room trains any model, and knows nothing of tokens:
 from importlib import import_module
 
 from mpipipe.train.config import INSTEAD, PLANNED, TaskConfig, read_keys, toml_line
+from mpipipe.train.metrics import MOST_BYTES, NAME
 from mpipipe.train.offline_check import check_task
 from mpipipe.train.output_folder import absolute, shared_path
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
 from mpipipe.train.setup import check_same_config, evaluate, export, load, run
 from mpipipe.train.shard import Shard
-from mpipipe.train.sinks import MOST_BYTES, NAME
 from mpipipe.train.task import Pair, Task, too_few_pieces
 from mpipipe.train.task_calls import layers_of, outline
 from mpipipe.train.task_check import TaskLoss

@@ -20,7 +20,6 @@ from mpipipe.options import document, key_of, option, read_fields
 from mpipipe.planning import parse_bytes
 from mpipipe.schedules import is_path
 from mpipipe.text import as_word, near
-from mpipipe.train.sinks import parse_names
 
 # what a plan decides
 PLANNED = ("schedule", "chunks", "microbatches", "partition", "recompute", "recompute_limit")
@@ -158,16 +157,11 @@ class OutputOptions:
         choices=("end", "continue"),
     )
     log_every: int = option(10, "steps between two lines of progress", least=1)
-    metrics_to: tuple[str, ...] = option(
-        "none",
-        "where metrics go besides metrics.jsonl: csv, tensorboard, wandb, with commas between several; none",
-        parse=parse_names,
-        show=in_one_text,
+    tensorboard: bool = option(
+        False, "write the metrics for TensorBoard as well, into the folder tensorboard; needs the extra [tensorboard]"
     )
     trace: str | None = option(
-        None,
-        "new folder for a trace of the 2nd to the 17th step: where their time went; needs the extra [trace]",
-        metavar="PATH",
+        None, "new folder for a trace of the 2nd to the 17th step: where their time went", metavar="PATH"
     )
 
 
@@ -235,6 +229,7 @@ _OTHERS = {
 OTHER_NAMES = {other: name for name, others in _OTHERS.items() for other in others.split()}
 # what has no option here, and what to do instead
 _WITHOUT = {
+    "metrics_to": "metrics.jsonl has every number, one JSON object a line: give --tensorboard for TensorBoard",
     "data_parallel data_parallel_size dp dp_size replicas": "the replicas are all ranks divided by pipe x seq: give "
     "pipe and seq",
     "micro_batch_size microbatch_size per_device_batch_size per_device_train_batch_size": "a micro-batch has batch / "

@@ -160,9 +160,7 @@ def _sees(marker: Path, token: str) -> bool:
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 # every file that a training may write before its first checkpoint, except metrics.jsonl
-OURS = re.compile(
-    r"(config(\.\d+)?\.toml|environment(\.\d+)?\.json|metrics\.csv|loss\.png|train\.log)(\.partial)?|tensorboard|wandb"
-)
+OURS = re.compile(r"(config(\.\d+)?\.toml|environment(\.\d+)?\.json|train\.log)(\.partial)?|tensorboard")
 MOST_BYTES = 1 << 24
 # facts that differ from start to start even if nothing has changed
 PASSING = ("time", "command", "job", "hosts")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpipipe.text import counted
-from mpipipe.train import sinks
-from mpipipe.train.screen import COLUMNS, Bar, JsonLines, SafeStream, find_terminal, warn
-from mpipipe.train.sinks import Facts, SinkContext, Sinks
+from mpipipe.train import metrics
+from mpipipe.train.metrics import Facts, TensorBoard
+from mpipipe.train.screen import COLUMNS, JsonLines, SafeStream, warn
 
 LOG = "train.log"
 SMALL = 0.05  # share of the time: a bubble below it is not explained
@@ -137,12 +134,12 @@ def bubble_explained(record: Record, oversubscribed: str | None) -> str:
 
 
 class Reporter:
-    """Shows progress on rank 0: lines of text, and a bar on a terminal. A context manager.
+    """Shows progress on rank 0, as lines of text. A context manager.
 
     Metrics and the log are in `out`, lines go to `stream`, by default the standard output. `oversubscribed` is a
     sentence if ranks share cores. `done` counts the steps before this start; None is a new training, without metrics.
-    Raises OSError if a file cannot be made, and FileExistsError if there are metrics and `done` is None; later a failed
-    write does not end the training.
+    With `tensorboard`, records go to TensorBoard as well. Raises OSError if a file cannot be made, and FileExistsError
+    if there are metrics and `done` is None; later a failed write does not end the training.
     """
 
     def __init__(
@@ -154,21 +151,15 @@ class Reporter:
         unit: str = "tokens",
         oversubscribed: str | None = None,
         done: int | None = None,
+        tensorboard: bool = False,
     ) -> None:
         self.steps, self.stream = steps, SafeStream(stream or sys.stdout)
         self.unit, self.oversubscribed = unit, oversubscribed
-        self.metrics = JsonLines(out / sinks.NAME, goes_on=done is not None)
+        self.metrics = JsonLines(out / metrics.NAME, goes_on=done is not None)
         self.log = JsonLines(out / LOG, goes_on=True)
-        self.out, self.sinks = out, Sinks((), SinkContext(out, 0, (), {}), self.warn)
-        terminal = find_terminal(stream)
-        self.bar = None if terminal is None else Bar(terminal, steps)
+        self.tensorboard = TensorBoard(out, done or 0, self.warn) if tensorboard else None
         self.pace = Pace(steps, done or 0)
         self.measured = 0  # records with a bubble
-
-    def open_sinks(self, names: Sequence[str], configuration: Mapping[str, Any], more: Sequence[str] = ()) -> None:
-        """Hand records to these sinks from now on. The sinks find the records of earlier starts in metrics.jsonl."""
-        columns = (*FIELDS, *more, "time", "seconds")
-        self.sinks = Sinks(names, SinkContext(self.out, self.pace.before, columns, configuration), self.warn)
 
     def say(self, text: str) -> None:
         """Write one or more lines, to the log as well. Characters that cannot be encoded are escaped."""
@@ -179,37 +170,24 @@ class Reporter:
         self._show(warn, text)
 
     def _show(self, write: Callable[[str], None], text: str) -> None:
-        if self.bar is not None:
-            self.bar.clear()
         write(text)
         self.log.append(text)
 
     def advance(self) -> None:
         self.pace.done += 1
-        if self.bar is not None:
-            self.bar.draw(self.pace.done, self.pace.rate(), self.pace.timing())
 
     def record(self, record: Record) -> None:
-        """Append a record to the metrics and hand it to the sinks, and show it as a line or two."""
+        """Append a record to the metrics, and show it as a line or two."""
         facts = {**record.facts(), **self.pace.stamp()}
         self.metrics.append(json.dumps(facts))
-        self.sinks.write(facts)
+        if self.tensorboard is not None:
+            self.tensorboard.write(facts)
         for line in lines_of(record, self.steps, self.unit, self.pace.timing() if self.pace.done else ""):
             self.say(line)
         if record.bubble is not None and record.predicted is not None:
             self.measured += 1
             if self.measured == EXPLAINED and (line := bubble_explained(record, self.oversubscribed)):
                 self.say(line)
-
-    def draw_losses(self) -> None:
-        """Show the losses of the whole training as text, and draw loss.png if matplotlib is installed."""
-        try:
-            points = read_points(self.out, self.steps)
-            if points is not None:
-                self.say(in_characters(points))
-                draw_png(points, self.out / NAME)
-        except Exception as error:  # a library raises what it likes
-            self.warn(f"mpipipe: the losses cannot be drawn: {error}; the training goes on")
 
     def sync(self) -> None:
         """Force the metrics to the disk: they must reach as far as the checkpoint that is about to be saved."""
@@ -220,9 +198,8 @@ class Reporter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        self.sinks.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
         self.metrics.close()
         self.log.close()
 
@@ -233,7 +210,7 @@ class NullReporter:
     def nothing(self, *_: object) -> None:
         """Do nothing."""
 
-    say = advance = record = sync = draw_losses = __exit__ = nothing
+    say = advance = record = sync = __exit__ = nothing
 
     def __enter__(self) -> NullReporter:
         return self
@@ -276,60 +253,3 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // part:02}{below}"
     return f"{whole}s"
-
-
-# -- The losses of a whole training as a picture: in characters for a terminal, and as loss.png -----------------------
-
-
-LEAST = 8  # losses of training, of which there is a curve to see
-WIDTH, HEIGHT = 72, 12  # characters of the picture, without its axes
-MARKS = {"loss": "*", "validation": "o"}  # the second is drawn over the first
-NAME = "loss.png"
-
-Points = Mapping[str, Sequence[tuple[int, float]]]  # (step, loss), by the name of the loss
-
-
-def read_points(out: Path, step: int) -> Points | None:
-    """Return losses up to a step from the metrics; None if they are too few for a curve. Raises ConfigError."""
-    kept, _ = sinks.kept_records(out, step)
-    records = [json.loads(line) for line in kept.splitlines()]
-    points = {
-        name: [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
-        for name in MARKS
-    }
-    return points if len(points["loss"]) >= LEAST else None
-
-
-def in_characters(points: Points) -> str:
-    """Draw losses over steps, at least one, in lines of ASCII no longer than 90 characters."""
-    steps = [step for curve in points.values() for step, _ in curve]
-    values = [value for curve in points.values() for _, value in curve]
-    first, last, low, high = min(steps), max(steps), min(values), max(values)
-    grid = [[" "] * WIDTH for _ in range(HEIGHT)]
-    for name, mark in MARKS.items():
-        for step, value in points[name]:
-            row = round((high - value) / ((high - low) or 1.0) * (HEIGHT - 1))
-            grid[row][round((step - first) / max(last - first, 1) * (WIDTH - 1))] = mark
-    labels = {0: f"{high:>7.4f}", HEIGHT - 1: f"{low:>7.4f}"}
-    lines = [f"{labels.get(row, ''):>7} |{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
-    return "\n".join([f"--- loss of training (*) and of validation (o) over {counted(last, 'step')}", *lines])
-
-
-def draw_png(points: Points, path: Path) -> bool:
-    """Draw losses over steps as a PNG, where matplotlib is installed; return whether it is. Raises OSError."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
-    axes.plot(*zip(*points["loss"]), label="training")
-    if points["validation"]:
-        axes.plot(*zip(*points["validation"]), "o-", label="validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    canvas.print_figure(path, dpi=120)
-    return True

@@ -21,7 +21,7 @@ from mpipipe.files import PARTIAL
 from mpipipe.job import Preemption, group_of
 from mpipipe.nn import Stage
 from mpipipe.options import option_of, written
-from mpipipe.train import output_folder, sinks
+from mpipipe.train import metrics, output_folder
 from mpipipe.train.config import OutputOptions, RunOptions, TaskConfig
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
@@ -54,7 +54,7 @@ def find_start(config: TaskConfig, task: Task, mesh: Mesh, out: Path) -> Checkpo
         if config.resume == "no" or (found is not None and not _is_in(found, out)):
             output_folder.check_vacant(out, checkpoint.newest(checkpoints_of(out)) is not None)
         else:
-            sinks.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
+            metrics.kept_records(out, 0 if found is None else found.step)  # raises where they are no metrics
             if found is None:
                 _check_unfinished(out, task)
         return found
@@ -107,7 +107,7 @@ def _is_in(found: Checkpoint, out: Path) -> bool:
 
 def _check_unfinished(out: Path, task: Task) -> None:
     """Raise ConfigError for a folder that holds more than a training leaves that ended before its first checkpoint."""
-    ours = {sinks.NAME, sinks.NAME + PARTIAL, checkpoints_of(out).name, *task.unfinished(out)}
+    ours = {metrics.NAME, metrics.NAME + PARTIAL, checkpoints_of(out).name, *task.unfinished(out)}
     others = sorted(name for name in output_folder.names_in(out) - ours if not output_folder.OURS.fullmatch(name))
     if others:
         raise ConfigError(

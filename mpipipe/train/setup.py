@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, Preemption, RankGroup, group_of, inprocess, runtime, watching
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, check_training
-from mpipipe.train import output_folder, resume, sinks
+from mpipipe.train import metrics, output_folder, resume
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
@@ -59,7 +59,8 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     comm = runtime.resolve(comm)
     group = group_of(comm)
     check_same_config(group, config)
-    group.from_one("train: where metrics go", lambda: sinks.check_installed(config.metrics_to))
+    if config.tensorboard:
+        group.from_one("train: where metrics go", metrics.check_tensorboard)
     owned = output_folder.own(comm, config.out, task.folders)
     out, pipe = owned.folder, pipe_of(config, comm.size)
     with released_at_end(owned, None if config.survive else group):
@@ -107,13 +108,12 @@ def _train(
         else:
             with progress.whole_parameters():
                 resume.begin(config, task, mesh, stages)
-        named: Sequence[str] = ()  # metrics of the task
         reader = Reader(task, shard, plan, mesh, config.steps)
         if task.rehearses and survivor is None:
             check_replicas(mesh, stages)  # values that were drawn without the seed
             changed = getattr(config, "changed_task", False)
             before = {} if start is None or changed else start.state.get("rows", {})
-            named, progress.rows = rehearse(task, reader, pipeline, mesh, progress.step, loss, before)
+            progress.rows = rehearse(task, reader, pipeline, mesh, progress.step, loss, before)
         output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
         reporter: Reporter | NullReporter = NullReporter()
         surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
@@ -128,7 +128,6 @@ def _train(
                     reporter.warn(
                         f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on"
                     )
-                reporter.open_sinks(config.metrics_to, keys, named)
         stack.enter_context(reporter)
         preemption = stack.enter_context(
             Preemption(
@@ -283,9 +282,11 @@ def make_reporter(
     step = 0 if start is None else start.step
     with output_folder.using(out):
         aside = resume.leave_behind(start, out)
-        sinks.cut(out, step)
+        metrics.cut(out, step)
         goes_on = None if config.resume == "no" else step
-        reporter = Reporter(config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on)
+        reporter = Reporter(
+            config.steps, out, unit=unit, oversubscribed=oversubscribed, done=goes_on, tensorboard=config.tensorboard
+        )
     for path in aside:
         reporter.say(f"mpipipe: a checkpoint after the one that is resumed is now called {path}")
     return reporter

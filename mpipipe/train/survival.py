@@ -29,7 +29,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, BackendError
 from mpipipe.job import PREEMPTED, Communicator, Preempted, StopSignals, exit, group_of, lifeline, own, write
 from mpipipe.text import counted
-from mpipipe.train import resume, sinks
+from mpipipe.train import metrics, resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress, StepBarrier
 from mpipipe.train.report import Record, Reporter
@@ -165,7 +165,7 @@ class ElasticRun:
         """Make the reporter of rank 0, which goes on with the metrics that the old one has left."""
         step, record = self.facts["step"], self.facts["record"]
         done = step if self.facts["reported"] == step else step - 1  # after which records are made again
-        last = sinks.cut(self.out, done)
+        last = metrics.cut(self.out, done)
         reporter = Reporter(self.config.steps, self.out, unit=unit, oversubscribed=oversubscribed, done=step)
         if last < record.step <= done:
             reporter.record(record)

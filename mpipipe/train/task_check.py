@@ -386,10 +386,10 @@ def validate(
 
 def rehearse(
     task: Task, reader: Reader, pipeline: Pipeline, mesh: Mesh, step: int, loss: Any, before: Mapping[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
+) -> dict[str, Any]:
     """Read the first batches and run them forward, before anything is written.
 
-    Return the names of the metrics, and what is known of row 0 of the first batches; `before` is that of a checkpoint.
+    Return what is known of row 0 of the first batches; `before` is that of a checkpoint.
     """
     group, scores = group_of(mesh.comm), scores_of(task, loss)
     own = loss if isinstance(loss, TaskLoss) else None
@@ -436,7 +436,9 @@ def rehearse(
             remedy="return (value, doutput, weight), or set loss.mean_over_entries = True or False (rows)",
         )
         raise found_by_all(problem, [group])
-    return [] if scores is None else list(scores.means(group)), known
+    if scores is not None:
+        scores.means(group)
+    return known
 
 
 def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Shard) -> str:

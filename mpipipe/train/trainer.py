@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpipipe import checkpoint, optim, schedules
-from mpipipe.analysis import Recording, check_new, library
+from mpipipe.analysis import Recording, check_new
 from mpipipe.checkpoint import check_owned
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
@@ -142,7 +142,6 @@ class Trainer:
             record = replace(record, step=self.progress.step, validation=validation, metrics=self.named, **more)
         with self.progress.whole_parameters():
             task.save(self.out, self.plan, pipeline.stages, self.mesh, self.progress.step)
-            self.reporter.draw_losses()
             sample = task.sample(self.plan, pipeline, self.mesh, self.reader.shard)
             sample = sample or shown(task, self.plan, pipeline, self.mesh, self.reader.shard)
         if sample:
@@ -247,7 +246,6 @@ def trace_folder(comm: Communicator, trace: str | None, out: Path, resumes: bool
             )
         if not (resumes and folder.exists()):
             check_new(folder)
-        library()
         return folder.exists()
 
     return None if group_of(comm).from_one("train: the folder of the trace", is_there) else folder

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
-import subprocess
 import time
 import weakref
 
@@ -17,10 +15,9 @@ from support.tolerance import close
 from mpipipe import Pipeline, analysis, nn, optim, schedules, trace
 from mpipipe.analysis.records import RankRecord, StepRecord, deliveries
 from mpipipe.analysis.segments import PARTS
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
-from mpipipe.text import how_to_install
 
 STEPS, MICROBATCHES = 3, 4
 
@@ -154,7 +151,6 @@ def test_a_trace_needs_every_rank_of_a_pipeline_once():
 
 
 def test_what_is_written_is_read_by_other_tools(tmp_path):
-    pytest.importorskip("otf2")
     found = inprocess.run(2, recorded)[0]
     folder = tmp_path / "new" / "trace"
     found.write(folder)
@@ -165,9 +161,6 @@ def test_what_is_written_is_read_by_other_tools(tmp_path):
     assert summary["advice"] == found.advice() and tuple(summary["parts"]["0"]) == PARTS
     check_events(json.loads((folder / "trace.json").read_text()), found)
     check_read(analysis.read_trace(folder), found)
-    check_archive(folder / "otf2" / "traces.otf2", found)
-    if shutil.which("otf2-print"):
-        check_printed(folder / "otf2" / "traces.otf2")
 
 
 def test_a_trace_of_slices_names_them_measures_their_times_and_is_read_again(tmp_path):
@@ -226,51 +219,3 @@ def check_events(events, found):
     ends = {event["id"]: event for event in events if event["ph"] == "f"}
     assert len(starts) == len(ends) == 2 * MICROBATCHES * STEPS
     assert all(ends[number]["ts"] >= start["ts"] for number, start in starts.items())
-
-
-def check_archive(anchor, found):
-    """By the package's reader: regions are nested, times rise, each send has its receive and none comes before it."""
-    otf2 = pytest.importorskip("otf2")
-    sends, receives, open_regions, last = {}, {}, {}, {}
-    with otf2.reader.open(str(anchor)) as archive:
-        assert archive.timer_resolution == 1_000_000_000
-        ranks = {location: number for number, location in enumerate(archive.definitions.locations)}
-        for location, event in archive.events:
-            rank = ranks[location]
-            assert event.time >= last.get(rank, 0)
-            last[rank] = event.time
-            if isinstance(event, otf2.events.Enter):
-                open_regions.setdefault(rank, []).append(event.region.name)
-            elif isinstance(event, otf2.events.Leave):
-                assert open_regions[rank].pop() == event.region.name
-            elif isinstance(event, otf2.events.MpiSend):
-                sends.setdefault((rank, event.receiver, event.msg_tag), []).append((event.time, event.msg_length))
-            elif isinstance(event, otf2.events.MpiRecv):
-                receives.setdefault((event.sender, rank, event.msg_tag), []).append((event.time, event.msg_length))
-    assert not any(open_regions.values())
-    assert sends.keys() == receives.keys() and len(sends) == 2 * MICROBATCHES
-    for name, sent in sends.items():
-        assert len(sent) == STEPS
-        assert all(a[0] <= b[0] and a[1] == b[1] for a, b in zip(sent, receives[name], strict=True))
-    zero = min(record.steps[0].start for record in found.records)
-    ticks = [sorted(time for events in each.values() for time, _ in events) for each in (sends, receives)]
-    for numbers, name in zip(ticks, ("sent", "received")):
-        times = sorted(getattr(each, name) for each in deliveries(found.records))
-        assert numbers == [round((time - zero) * 1e9) for time in times]
-
-
-def check_printed(anchor):
-    """By Debian's otf2-tools, where they are installed."""
-    done = subprocess.run(["otf2-print", str(anchor)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    for kind in ("MPI_SEND ", "MPI_RECV "):
-        assert sum(line.startswith(kind) for line in done.stdout.splitlines()) == 2 * MICROBATCHES * STEPS
-
-
-def test_a_missing_library_is_one_clear_error(tmp_path, monkeypatch):
-    found = inprocess.run(1, recorded)[0]
-    monkeypatch.setitem(__import__("sys").modules, "otf2", None)
-    with pytest.raises(BackendError, match="otf2 cannot be imported") as error:
-        found.write(tmp_path / "trace")
-    assert error.value.remedy == how_to_install("trace")
-    assert not (tmp_path / "trace").exists()

@@ -274,7 +274,6 @@ def test_a_skip_carries_dicts_and_integers_which_have_no_gradient():
 
 
 def test_reports_and_traces_name_the_skip(tmp_path):
-    pytest.importorskip("otf2")
     schedule = with_skips(schedules.one_f_one_b(3, 2), {"residual": (0, 2)})
     inputs, targets = batch(4, 3)
     seen = []

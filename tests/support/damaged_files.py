@@ -19,7 +19,7 @@ from mpipipe.language.data.tokenizer import open_tokenizer
 from mpipipe.language.inference.prompts import read_prompts
 from mpipipe.planning import LayerCosts, Link, RankCosts, SavedProfile, Sizes
 from mpipipe.schedules.csv_text import from_file
-from mpipipe.train import TrainConfig, sinks
+from mpipipe.train import TrainConfig, metrics
 from support.damage import places
 from support.launch import ROOT
 from support.token_files import random_documents, write_megatron, write_tokens
@@ -107,8 +107,8 @@ def _config(folder):
 
 def _metrics(folder):
     lines = [json.dumps({"step": step, "loss": 5.0 / step}) + "\n" for step in range(1, 40)]
-    (folder / sinks.NAME).write_text("".join(lines))
-    return folder / sinks.NAME
+    (folder / metrics.NAME).write_text("".join(lines))
+    return folder / metrics.NAME
 
 
 def _tokenizer(folder):
@@ -142,7 +142,7 @@ KINDS = {
     "summary of a trace": Kind(_trace("summary.json"), _read_trace),
     "events of a trace": Kind(_trace("trace.json"), _read_trace),
     "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
-    "metrics": Kind(_metrics, lambda path: sinks.kept_records(path.parent, 10)),
+    "metrics": Kind(_metrics, lambda path: metrics.kept_records(path.parent, 10)),
     "tokenizer": Kind(_tokenizer, _read_tokenizer),
     "prompts": Kind(_prompts, lambda path: read_prompts(None, str(path), None, None)),
 }

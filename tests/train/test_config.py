@@ -18,7 +18,7 @@ from mpipipe.train.config import INSTEAD
 from mpipipe.train.progress import make_scaler
 
 KINDS, OTHER_NAMES = kinds_of(TrainConfig), TrainConfig.other_names
-TYPED = ("partition", "memory_limit", "metrics_to", "preempt_signals", "time_limit")  # texts that are parsed
+TYPED = ("partition", "memory_limit", "preempt_signals", "time_limit")  # texts that are parsed
 
 WHOLE = """# a training
 data = ["a.txt", "b.txt"]

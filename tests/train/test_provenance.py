@@ -53,14 +53,11 @@ def test_the_folder_says_where_it_was_trained_what_was_shown_and_has_the_metrics
     text, tmp_path, capfd
 ):
     pytest.importorskip("tensorboardX")
-    config = TrainConfig(
-        **SMALL, data=[str(text)], out=str(tmp_path / "out"), device="cpu", metrics_to="csv,tensorboard"
-    )
-    records = trained(2, config)
+    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), device="cpu", tensorboard=True)
+    trained(2, config)
     environment = json.loads((tmp_path / "out/environment.json").read_text())
     assert environment["ranks"] == 2 and environment["packages"]["numpy"] == np.__version__
     assert (tmp_path / "out/train.log").read_text() == capfd.readouterr().out
-    assert len((tmp_path / "out/metrics.csv").read_text().splitlines()) == len(records) + 1
     assert list((tmp_path / "out/tensorboard").iterdir())
 
 
@@ -80,7 +77,7 @@ def test_another_configuration_of_an_earlier_start_is_kept(text, tmp_path):
 
 
 def test_a_training_that_ended_before_its_first_checkpoint_can_begin_again_in_its_folder(text, tmp_path):
-    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), metrics_to="csv", resume="auto")
+    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), resume="auto")
     first = trained(1, config)
     for path in (tmp_path / "out/weights").iterdir():
         path.unlink()
@@ -102,5 +99,5 @@ def test_values_come_back_from_the_file_as_they_were(tmp_path):
 
 
 def test_files_of_others_are_not_taken_for_those_of_a_training():
-    ours = "config.toml config.12.toml environment.json.partial train.log wandb metrics.csv loss.png".split()
+    ours = "config.toml config.12.toml environment.json.partial train.log tensorboard".split()
     assert [name for name in (*ours, "thesis.tex", "config.toml.old") if output_folder.OURS.fullmatch(name)] == ours

@@ -10,19 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.train.report import (
-    COLUMNS,
-    HEIGHT,
-    LEAST,
-    WIDTH,
-    Record,
-    Reporter,
-    bubble_explained,
-    draw_png,
-    in_characters,
-    lines_of,
-    read_points,
-)  # fmt: skip
+from mpipipe.train.report import COLUMNS, Pace, Record, Reporter, bubble_explained, duration, lines_of
+from mpipipe.train.screen import folded
 
 FULL = Record(
     100_000, 12.3456, 12.5, 1e-3, 1234.567, 1_234_567.8, 0.25, 0.2, loss_scale=2.0**40, skipped=123,
@@ -108,52 +97,30 @@ def test_metrics_can_be_read_while_the_training_goes_on_and_those_of_another_run
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
-# -- the picture of the losses has each of them in its place ----------------------------------------------------------
+@given(st.text(st.sampled_from("ab -\t\n"), max_size=400))
+def test_folding_breaks_lines_and_changes_nothing_else(text):
+    found = folded(text)
+    assert max(map(len, found.split("\n"))) <= COLUMNS
+    assert found.replace("\n", "") == text.replace("\n", "")
+    if max(map(len, text.split("\n"))) <= COLUMNS:
+        assert found == text
 
 
-values = st.floats(-1e3, 1e3)
+def test_times_are_short():
+    seconds = (0, 59.9, 60, 3599, 3600, 86_399, 90_000)
+    assert [*map(duration, seconds)] == ["0s", "59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d01h"]
 
 
-@given(st.dictionaries(st.integers(1, 10_000), values, min_size=2, max_size=40))
-def test_each_loss_has_a_mark_at_the_nearest_character(losses):
-    points = {"loss": sorted(losses.items()), "validation": []}
-    title, *lines = in_characters(points).splitlines()
-    assert len(lines) == HEIGHT and max(map(len, [title, *lines])) < 100
-    marks = {
-        (row, column)
-        for row, line in enumerate(lines)
-        for column, mark in enumerate(line.partition("|")[2])
-        if mark == "*"
-    }
-    first, last, low, high = min(losses), max(losses), min(losses.values()), max(losses.values())
-    for step, loss in losses.items():
-        across = (step - first) / (last - first) * (WIDTH - 1)
-        down = (high - loss) / (high - low) * (HEIGHT - 1) if high > low else 0.0
-        assert any(abs(row - down) <= 0.5001 and abs(column - across) <= 0.5001 for row, column in marks)
-    assert len(marks) <= len(losses)
-
-
-def test_the_axis_says_the_highest_and_the_lowest(tmp_path):
-    text = in_characters({"loss": [(1, 4.0), (100, 2.5)], "validation": [(0, 6.25), (100, 2.0)]})
-    lines = text.splitlines()
-    assert lines[0] == "--- loss of training (*) and of validation (o) over 100 steps"
-    assert lines[1] == " 6.2500 |o" and lines[-1].startswith(" 2.0000 |") and lines[-1].endswith("o")
-    assert text.isascii()
-
-
-def test_few_losses_make_no_curve_and_one_that_is_not_finite_is_left_out(tmp_path):
-    for losses, expected in (([1.0] * (LEAST - 1), None), ([1.0] * LEAST + [float("inf"), float("nan")], LEAST)):
-        lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1)]
-        (tmp_path / "metrics.jsonl").write_text("".join(lines))
-        found = read_points(tmp_path, 100)
-        assert found is expected or found["loss"] == [(step, 1.0) for step in range(1, LEAST + 1)]
-
-
-def test_a_png_is_left_where_matplotlib_is(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    points = {"loss": [(1, 4.0), (100, 2.5)], "validation": []}
-    assert draw_png(points, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not draw_png(points, tmp_path / "other.png")
-    assert not (tmp_path / "other.png").exists()
+def test_the_time_left_counts_only_the_steps_of_this_start(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("mpipipe.train.report.time.monotonic", lambda: now)
+    pace = Pace(100, done=60)
+    assert pace.timing() == "0s"
+    now += 20.0
+    for _ in range(10):
+        pace.done += 1
+    assert (pace.rate(), pace.timing()) == (0.5, "20s, 1m00s left")
+    assert pace.stamp()["seconds"] == 20.0 and pace.stamp()["seconds"] == 0.0
+    for _ in range(30):
+        pace.done += 1
+    assert pace.timing() == "20s"

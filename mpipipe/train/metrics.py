@@ -1,0 +1,122 @@
+"""The metrics of a training: metrics.jsonl over a resume, and scalars for TensorBoard (--tensorboard)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpipipe import files
+from mpipipe.errors import ConfigError
+from mpipipe.text import optional_library
+
+Facts = Mapping[str, float]  # the numbers of a record by name; "step" is always among them
+
+
+def check_tensorboard() -> None:
+    """Raise BackendError where the library that writes for TensorBoard is not installed."""
+    optional_library("tensorboardX", "write for TensorBoard", "tensorboard", ", or leave out --tensorboard")
+
+
+class TensorBoard:
+    """tensorboard/: scalars for TensorBoard. It hides records of earlier starts for steps that this start repeats.
+
+    `done` counts the steps before this start. What the library raises ends no training: one warning says that no more
+    is written.
+    """
+
+    def __init__(self, out: Path, done: int, warn: Callable[[str], None]) -> None:
+        self.warn = warn
+        self.writer: Any = None
+        try:
+            from tensorboardX import SummaryWriter
+
+            if done:
+                # File names have whole seconds: without a suffix two starts might share a file.
+                self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=done + 1, filename_suffix=f".{done}")
+            else:
+                self.writer = SummaryWriter(str(out / "tensorboard"))
+        except Exception as error:
+            self._give_up(error)
+
+    def write(self, facts: Facts) -> None:
+        """Write the numbers of a record."""
+        if self.writer is None:
+            return
+        try:
+            for name, value in facts.items():
+                if name not in ("step", "time"):
+                    self.writer.add_scalar(name, value, int(facts["step"]), walltime=facts["time"])
+            self.writer.flush()
+        except Exception as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        writer, self.writer = self.writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.writer = None
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        self.warn(f"mpipipe: no more metrics go to TensorBoard: {reason}; the training goes on")
+
+
+# -- metrics.jsonl over a resume: records after the checkpoint are cut off, so that none is repeated -----------------
+
+
+NAME = "metrics.jsonl"
+MOST_BYTES = 1 << 30
+
+
+def kept_records(out: Path, step: int) -> tuple[str, bool]:
+    """Read the lines of the records up to `step`, none for 0, and whether there are others.
+
+    A last line without an end is what a killed training leaves, and counts as another one. Raises ConfigError if the
+    file cannot be read, or holds something else.
+    """
+    path = out / NAME
+    try:
+        text = files.read_text(path, MOST_BYTES)
+    except FileNotFoundError:
+        return "", False
+    except (OSError, UnicodeDecodeError) as error:
+        raise _wrong(path, str(error)) from error
+    lines = text.splitlines(keepends=True)
+    torn = bool(lines) and not lines[-1].endswith("\n")
+    if torn and not lines[-1].startswith('{"step"'[: len(lines[-1])]):
+        raise _wrong(path, f"line {len(lines)} is no record")
+    steps = [_step_of(line, number, path) for number, line in enumerate(lines[: len(lines) - torn], 1)]
+    kept = "".join(line for line, number in zip(lines, steps) if 0 < step >= number)
+    return kept, len(kept) < len(text)
+
+
+def cut(out: Path, step: int) -> int:
+    """Cut off the records after a step, as a whole or not at all; return the last step left, or -1. Raises OSError."""
+    kept, others = kept_records(out, step)
+    if others:
+        files.write_whole(out / NAME, kept.encode())
+    return json.loads(kept.splitlines()[-1])["step"] if kept else -1
+
+
+def _step_of(line: str, number: int, path: Path) -> int:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        step = json.loads(line)["step"]
+        if type(step) is int:
+            return step
+    raise _wrong(path, f"line {number} is no record")
+
+
+def _wrong(path: Path, text: str) -> ConfigError:
+    return ConfigError(
+        f"the metrics of a training to go on with cannot be used: {text}",
+        found=str(path),
+        expected="one JSON object a line, each with its step",
+        remedy="move the file away; the training then goes on with a new one",
+    )

@@ -1,0 +1,116 @@
+"""TensorBoard gets each number and cannot end a training; metrics.jsonl is cut off at a resume."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+
+import pytest
+
+from mpipipe.errors import BackendError, ConfigError
+from mpipipe.train import metrics
+from mpipipe.train.metrics import TensorBoard
+
+RECORDS = [
+    {"step": 0, "validation": 5.5, "time": 1e9, "seconds": 0.5},
+    {"step": 1, "loss": 0.1 + 0.2, "time": 1e9 + 1, "seconds": 1.0},
+    {"step": 2, "loss": 2.0, "validation": 2.5, "time": 1e9 + 3, "seconds": 2.0},
+]
+
+
+def write_all(folder, done=0, records=RECORDS, warn=pytest.fail):
+    opened = TensorBoard(folder, done, warn)
+    for record in records:
+        opened.write(record)
+    opened.close()
+    opened.close()
+
+
+def events_of(folder):
+    """(step, wall time, {tag: value}) of each scalar in the event files, by the definition of TFRecord files."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    found = []
+    for path in sorted(folder.glob("tensorboard/events.*")):
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            (size,) = struct.unpack_from("<Q", content, at)
+            event = event_pb2.Event.FromString(content[at + 12 : at + 12 + size])
+            found += [(event.step, event.wall_time, value.tag, value.simple_value) for value in event.summary.value]
+            at += 16 + size
+    return found
+
+
+def test_tensorboard_gets_each_number_with_its_step_and_time(tmp_path):
+    pytest.importorskip("tensorboardX")
+    write_all(tmp_path)
+    expected = [
+        (record["step"], record["time"], name, pytest.approx(value, rel=1e-6))  # its floats have 32 bits
+        for record in RECORDS
+        for name, value in record.items()
+        if name not in ("step", "time")
+    ]
+    assert events_of(tmp_path) == expected
+
+
+def test_the_reader_of_tensorboard_opens_it_and_hides_what_was_resumed_before(tmp_path):
+    pytest.importorskip("tensorboardX")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write_all(tmp_path)
+    write_all(tmp_path, done=1, records=[{**RECORDS[2], "loss": 1.5}])
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("validation")] == [(0, 5.5), (2, 2.5)]
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, pytest.approx(0.3)), (2, 1.5)]
+
+
+@pytest.mark.parametrize("at", ["__init__", "add_scalar", "close"])
+def test_a_library_that_fails_is_left_out_with_one_warning(tmp_path, monkeypatch, at):
+    library = pytest.importorskip("tensorboardX")
+
+    def fail(*_, **__):
+        raise RuntimeError("no room\nand many lines more")
+
+    monkeypatch.setattr(library.SummaryWriter, at, fail)
+    warnings = []
+    write_all(tmp_path, warn=warnings.append)
+    assert warnings == ["mpipipe: no more metrics go to TensorBoard: no room; the training goes on"]
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(BackendError, match="tensorboardX") as caught:
+        metrics.check_tensorboard()
+    assert "'.[tensorboard]'" in caught.value.remedy
+
+
+# -- metrics.jsonl over a resume: cut off after the checkpoint, as a whole, and never another program's file ----------
+
+
+LINES = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 9, "lo', "{"])
+@pytest.mark.parametrize("step", [0, 1, 3, 4, 7])
+def test_records_behind_a_step_and_a_torn_line_are_cut_off_and_nothing_else_is_touched(tmp_path, step, tail):
+    path = tmp_path / metrics.NAME
+    path.write_text("".join(LINES) + tail)
+    before = path.stat().st_ino
+    metrics.cut(tmp_path, step)
+    assert path.read_text() == "".join(LINES[: step + 1] if step else [])
+    assert [file.name for file in tmp_path.iterdir()] == [metrics.NAME]
+    if not tail and step >= 4:
+        assert path.stat().st_ino == before  # what needs no cut is not written anew
+    metrics.cut(tmp_path / "absent", step)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["precious", "precious\n", "[]\n", '{"loss": 1}\n', '{"step": "1"}\n', '{"step": 1}\n\n', "\xff\n"]
+)
+def test_what_is_no_record_is_refused_with_the_file(tmp_path, text):
+    path = tmp_path / metrics.NAME
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        metrics.cut(tmp_path, 3)
+    assert caught.value.found == str(path) and path.read_bytes() == text.encode("latin1")
