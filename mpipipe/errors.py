@@ -124,10 +124,6 @@ class PeerError(MpipipeError, RuntimeError):
     failure: Any = None
 
 
-class LostRankError(PeerError):
-    """Another rank has died, and MPI has told the others (ULFM)."""
-
-
 class StallError(MpipipeError, TimeoutError):
     """One wait of a rank was longer than MPIPIPE_TIMEOUT seconds."""
 

@@ -103,20 +103,6 @@ class Owner:
                     # into the file that was opened: where another job has taken over, it has no name any more
                     write_over(self._descriptor, record.content())
 
-    def hand_on(self, group: RankGroup, holder: int) -> None:
-        """After ranks have died: let one of the ranks that are left keep the file alive; collective over them."""
-        self._stop()
-        processes = group.gather("the owner of a folder: its processes", this_process())
-        with group.raise_together("the owner of a folder: who keeps it"):
-            if group.rank == holder:
-                self._checked = float("-inf")
-                self.check()
-                record = OwnerRecord.of_this_job(self.token, processes)
-                descriptor = os.open(self.folder / NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                os.ftruncate(descriptor, 0)
-                write_over(descriptor, record.content())
-                self.renew_by(descriptor, record)
-
     def _stop(self) -> None:
         self._ended.set()
         with self._lock:

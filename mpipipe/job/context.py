@@ -85,7 +85,6 @@ class RankContext:
         self.long_waits: list[Any] = []  # of wait.LongWait, one for each thread that waits
         self.long_waits_begun = 0
         self.watchdog: Any = None  # of job.watch.watchdog, once there is a group of several ranks
-        self.lifeline: Any = None  # a lifeline.Lifeline, where MPI tells of dead ranks
         self.ended = False  # whether the program of this rank is over
         self.unwritten = False  # whether some of its output could not be written: its exit code is 1 then
         self.recorders: set[Recorder] = set()  # note the waits of this rank
@@ -303,8 +302,6 @@ class OpenGroup:
                 self._send_all(ControlKind.WITHDRAWN, failure.number, failure.text, members)
 
     def _send_all(self, kind: ControlKind, number: int, text: str, members: Container[int] | None = None) -> None:
-        if self.context.lifeline is not None and self.context.lifeline.is_broken:
-            return  # all learn of the death from MPI, and sending to the dead raises
         for peer, member in enumerate(self.members):
             if peer != self.rank and (members is None or (member in members and member not in self.context.left)):
                 self.messages.send(peer, kind, number, text)

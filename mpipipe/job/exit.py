@@ -25,14 +25,14 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from mpipipe.errors import ArgumentError, BackendError, LostRankError, MpipipeError
-from mpipipe.job import communicators, ended, lifeline, rank_list, report, runtime, settings, stop_signals
+from mpipipe.errors import ArgumentError, BackendError, MpipipeError
+from mpipipe.job import communicators, ended, rank_list, report, runtime, settings, stop_signals
 from mpipipe.job.consensus import digest
 from mpipipe.job.context import current_rank, finalized, is_rank
 from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe_error, heading, write
 from mpipipe.job.requests import own
-from mpipipe.job.types import MpiCommunicator, Request
+from mpipipe.job.types import MpiCommunicator
 from mpipipe.text import counted
 
 __all__ = ["Stop", "run_or_abort"]
@@ -69,13 +69,11 @@ def run_or_abort(main: Callable[[], object]) -> int:
             time.sleep(GRACE)
         return 1 if runtime.limit_error() is None else AGREED
     _running.append(world)
-    lifeline.start()
     try:
         with report.suspended(), _watching_os_exit(world):
             end = _run(main, world)
     finally:
         stop_signals.ignore()
-        world = _running[-1]  # that of the survivors, where ranks have died
         _running.clear()
         _afterwards.clear()
     if not is_rank():  # forked by the program: it must not touch MPI
@@ -84,14 +82,8 @@ def run_or_abort(main: Callable[[], object]) -> int:
     return leave_together(world, end)
 
 
-def outlive(comm: MpiCommunicator) -> None:
-    """Let the job end together with the ranks of `comm` alone: all others have died. Collective over it."""
-    if _running:
-        _running[-1] = _world(comm)
-
-
-def _world(comm: MpiCommunicator | None = None) -> JobRanks:
-    comm = runtime.world() if comm is None else comm
+def _world() -> JobRanks:
+    comm = runtime.world()
     return JobRanks(group_of(comm), communicators.duplicate(comm), comm.rank, comm.size)
 
 
@@ -117,9 +109,9 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
     except Stop as stop:
         return ExitReport(stop.code, ExitCause.CAUSE, stop.text)
     except BaseException as error:
-        world, line, refusal = _running[-1], current_rank().lifeline, 0
+        refusal = 0
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else AGREED if world.group.agreed_on(error) else 1
-        elsewhere = getattr(error, "reported_elsewhere", False) or (line is not None and line.explains(error))
+        elsewhere = getattr(error, "reported_elsewhere", False)
         cause = ExitCause.REPORTED_ELSEWHERE if elsewhere else ExitCause.CAUSE
         if isinstance(error, (ArgumentError, BackendError)) and error.microbatch is None:
             refusal = digest(type(error).__name__, (("text", str(error)),))
@@ -209,29 +201,16 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
         if end.code == 0 and world.rank == 0:  # MPI_Finalize is collective: no rank was missing
             _prove()
         return end.code
-    line, head = current_rank().lifeline, heading(world.rank, world.size)
+    head = heading(world.rank, world.size)
     try:
         table = _all_ends(world, end)
-    except LostRankError as error:  # a job that was done stays done
-        if end.cause == ExitCause.CAUSE:
-            write(end.report)
-        elif end.code and world.rank == line.lowest():
-            write(f"{head}\n  {type(error).__name__}: {error}\n")
-        elif end.code:
-            line.let_leave_first(line.lowest(), GRACE)
-        elif world.rank == line.lowest():
-            _prove()
-        lifeline.leave(end.code)
     except KeyboardInterrupt:
         write(f"{head}\n  KeyboardInterrupt while it waited for the other ranks to end\n")
         abort_job(runtime.world(), INTERRUPTED)
-    outlived = line is not None and bool(line.lost)
     codes, causes, refusals = (column.tolist() for column in table.T)
     if len(set(codes)) == 1 and set(causes) in ({ExitCause.NOTHING}, {ExitCause.EXITED}):
         if codes[0] == 0 and world.rank == 0:
             _prove()
-        if outlived:
-            lifeline.leave(codes[0])
         return codes[0]
     speaker = causes.index(max(causes))
     if max(causes) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in causes:
@@ -242,8 +221,6 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
         text, code = end.report, AGREED if alike else codes[speaker]
     if world.rank == speaker:
         write(text)
-    if outlived:
-        lifeline.leave(code)
     _finalize(code)
     return code
 
@@ -266,7 +243,7 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
     patience = 2 * GRACE + STAGGER * world.rank
     if end.cause == ExitCause.CAUSE:
         patience = GRACE + min(2.0, 0.25 * world.rank)
-    while not _is_complete(request, current_rank().lifeline):
+    while not request.Test():
         waited = time.monotonic() - start
         if not told and (end.code or waited > QUIET):
             told = True
@@ -276,19 +253,6 @@ def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:
             abort_job(runtime.world(), end.code)
         time.sleep(PAUSE)
     return table
-
-
-def _is_complete(request: Request, line: lifeline.Lifeline | None) -> bool:
-    """Test a request; raise LostRankError if it cannot be completed, since a rank has died."""
-    if line is None:
-        return request.Test()
-    try:
-        line.look()
-        return request.Test()
-    except Exception as error:
-        if line.explains(error):
-            raise LostRankError(line.name(line.dead()) or str(error)) from error
-        raise
 
 
 def _finalize(code: int) -> None:

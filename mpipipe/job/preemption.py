@@ -197,8 +197,8 @@ class Preemption:
     def _hopeless(self) -> bool:
         """Return whether another rank has ended although none has left: its launcher then signals the others."""
         context = self.group.context
-        if context.lifeline is not None or context.watchdog is None or self.reason or self._closed:
-            return False  # with a lifeline, MPI tells of the death, and the others may go on
+        if context.watchdog is None or self.reason or self._closed:
+            return False
         return bool(context.watchdog.ended_neighbours())
 
     def _end_at_once(self, text: str, code: int) -> None:
@@ -214,7 +214,7 @@ class Preemption:
             time.sleep(FORWARD_SECONDS)
         if not usable:
             os._exit(code)
-        abort_job(runtime.world(), code, self.group.context)
+        abort_job(runtime.world(), code)
 
 
 # -- When a job has to leave, to be done before its time is over: what the clock of rank 0 says -----------------------

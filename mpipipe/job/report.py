@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from mpipipe.errors import MpipipeError, StageError
-from mpipipe.job.context import RankContext, current_rank, finalized, is_rank
+from mpipipe.job.context import current_rank, finalized, is_rank
 from mpipipe.job.types import MpiCommunicator
 
 GRACE = 3.0  # seconds: for peers to come to their end after an error, and for the rank with the cause to report first
@@ -125,8 +125,8 @@ def write_past_launcher(errors: Path, text: str) -> None:
 # -- The end of a whole job at once, by MPI_Abort, which does not end every process that calls it ---------------------
 
 
-def abort_job(world: MpiCommunicator, code: int, context: RankContext | None = None) -> NoReturn:
-    """End the job: by the lifeline of `context`, by default the calling rank's, where it has one, else by MPI_Abort.
+def abort_job(world: MpiCommunicator, code: int) -> NoReturn:
+    """End the job by MPI_Abort.
 
     The main thread first waits until the launcher has read what was written, and no Ctrl-C keeps it from the end. Any
     other thread ends the job at once, for the program would go on meanwhile.
@@ -136,14 +136,11 @@ def abort_job(world: MpiCommunicator, code: int, context: RankContext | None = N
 
     MPICH's MPI_Abort may return, as under `srun --mpi=pmi2`: this process then ends by a signal.
     """
-    line = (current_rank() if context is None else context).lifeline
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             wait_for_launcher()
     finally:
-        if line is not None:
-            line.end_job(code)
         world.Abort(code)
         os.kill(os.getpid(), signal.SIGKILL)
     raise SystemExit(code)  # the signal comes first

@@ -10,7 +10,6 @@ No rank waits inside MPI, where it could neither learn of a failure nor give up.
   this rank is in, ends the wait with PeerError;
 - after TELL_SECONDS sends rank 0 of its group word that it waits, so that rank 0 knows who is missing;
 - after WARNING_SECONDS logs what it waits for, and who is missing; after MPIPIPE_TIMEOUT seconds raises StallError;
-- raises LostRankError if MPI has told that a rank has died (lifeline.py);
 - lets the watchdog look around, where that has no thread of its own (watch/watchdog.py).
 
 Every poll also advances what this thread has registered (context.register_progress): the peer may wait for it.
@@ -126,8 +125,6 @@ class LongWait:
     def look(self) -> None:
         """Read control messages; raise where they or the clock end the wait."""
         context, group = self.context, self.group
-        if context.lifeline is not None:
-            context.lifeline.look()
         if context.watchdog is not None:
             context.watchdog.look()
         with context.lock:

@@ -8,7 +8,7 @@ The room trains any model, and knows nothing of tokens:
     offline_check    what `--check` compares before a job is queued
     config           what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop
-    progress, resume, survival       the state of a training; checkpoints; going on when ranks die
+    progress, resume                 the state of a training; checkpoints
     report, screen, metrics          what people and programs see
     output_folder                    the run folder
     training_plan                    layers of each rank; plans and memory, with mpipipe.planning

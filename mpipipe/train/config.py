@@ -192,9 +192,6 @@ class ClusterOptions:
     watchdog: float | None = option(
         None, "seconds without progress until a hang is reported; 0: never; default: MPIPIPE_WATCHDOG or 600", least=0
     )
-    survive: bool = option(
-        False, "go on with fewer replicas when ranks die: needs `mpiexec --with-ft ulfm` of Open MPI 5"
-    )
 
 
 @dataclass(frozen=True)
@@ -236,6 +233,7 @@ _WITHOUT = {
     "(replicas x microbatches) sequences: give batch and microbatches",
     "tensor_model_parallel_size tensor_parallel tensor_parallel_size tp tp_size": "layers are not divided over ranks: "
     "give pipe for large models, and seq for long sequences",
+    "survive": "save checkpoints (save_every), and start a job that has ended again with resume = auto",
 }
 INSTEAD = {name: remedy for names, remedy in _WITHOUT.items() for name in names.split()}
 
@@ -330,9 +328,6 @@ def _check_together(config: TaskConfig) -> None:
     if config.recompute and config.recompute_limit is not None:
         why = "recompute runs all forwards again, recompute_limit some"
         raise _both_given("recompute and recompute_limit", f"recompute_limit {config.recompute_limit}", why)
-    if config.shard_optimizer and config.survive:
-        why = "with shards no rank has the state of one that dies"
-        raise _both_given("shard_optimizer and survive", None, why, "save checkpoints, and resume after a death")
     strange = [name for name in config.fixed if name not in PLANNED]
     if strange:
         raise ConfigError("fixed names what no plan decides", found=strange[0], expected=" or ".join(PLANNED))
@@ -366,10 +361,6 @@ def _check_plan(config: TaskConfig) -> None:
             "an order is made for its own ranks, chunks and micro-batches",
             "leave out plan, or name a schedule that the package makes",
         )
-    if config.survive:
-        why = "a plan is made for a number of ranks, and survive changes that"
-        remedy = "make a plan with `mpipipe plan`, and give its file to the training"
-        raise _both_given("plan = auto and survive", None, why, remedy)
 
 
 def _both_given(names: str, found: str | None, why: str, remedy: str | None = None) -> ConfigError:

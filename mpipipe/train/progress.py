@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 from mpipipe import checkpoint, optim
-from mpipipe.arrays import DeviceArray
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError
-from mpipipe.job import RankGroup, group_of
-from mpipipe.nn import Stage, announce_write
+from mpipipe.job import group_of
 from mpipipe.pipeline import Pipeline
 from mpipipe.train.config import TrainingOptions
 from mpipipe.train.report import Record
 from mpipipe.train.task import Task
-
-Outcome: TypeAlias = "tuple[float, float, float | None]"  # of a step: loss, learning rate, norm
-Scalars: TypeAlias = tuple[float, int, int, int]  # of the loss scaler: scale, good, skipped; and steps of the pipeline
 
 
 class Progress:
@@ -34,19 +29,7 @@ class Progress:
         self.optimizer = make_optimizer(config, pipeline, task, mesh)
         self.scaler = make_scaler(config)
         self.step, self.record = 0, Record(0)  # number of steps made, and the last record
-        self.outcome: Outcome = 0.0, 0.0, None  # of the last step
-        self.reported = -1  # number of steps after which nothing is left to do
         self.rows: Mapping[str, Any] = {}  # what is known of row 0 of the first batches, to find other data at a resume
-        self.in_memory = False  # whether the state comes from ranks that live on: no checkpoint may hold it
-
-    @property
-    def scalars(self) -> Scalars:
-        """What the loss scaler and the pipeline count."""
-        return self.scaler.scale, self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken
-
-    @scalars.setter
-    def scalars(self, values: Scalars) -> None:
-        self.scaler.scale, self.scaler.good, self.scaler.skipped, self.pipeline.steps_taken = values
 
     def scaling(self) -> dict[str, Any]:
         """Return what a record says of the loss scale, where that is dynamic."""
@@ -87,9 +70,11 @@ class Progress:
         if any(type(value) not in (int, float) for value in record.facts().values()):
             raise ValueError("the record has something else than numbers")
         optim.LossScaler(initial=scale["scale"])  # raises where it is out of range
-        self.step, self.record, self.reported = found.step, record, found.step or -1
-        counts = scale["good"], scale["skipped"], state["random"]["steps_taken"]
-        self.scalars = float(scale["scale"]), *map(_count, counts)  # type: ignore[assignment]
+        self.step, self.record = found.step, record
+        self.scaler.good = _count(scale["good"])
+        self.scaler.skipped = _count(scale["skipped"])
+        self.scaler.scale = float(scale["scale"])
+        self.pipeline.steps_taken = _count(state["random"]["steps_taken"])
 
 
 def _count(value: Any) -> int:
@@ -123,60 +108,3 @@ def make_scaler(config: TrainingOptions) -> optim.LossScaler:
     if config.loss_scale == 0 or (config.loss_scale is None and config.dtype == "float16"):
         return optim.LossScaler()
     return optim.LossScaler(config.loss_scale or 1.0, dynamic=False)
-
-
-# -- The moment in a step before which no rank has changed anything, and after which every rank can -------------------
-
-
-class StepBarrier:
-    """An optimizer that, if ranks go `together`, changes nothing before all of a group have come to the same step."""
-
-    def __init__(self, progress: Progress, group: RankGroup, together: bool) -> None:
-        self.progress, self.optimizer = progress, progress.optimizer
-        self.group, self.together = group, together
-        self.step_begun, self.made = -1, progress.step  # numbers of steps
-        self.pending: Callable[[], Any] | None = None  # makes the step to which all ranks may have come
-        self._before = progress.scalars
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        return self.optimizer.stages
-
-    @property
-    def steps(self) -> int:
-        """Steps of the optimizer, which leaves out those that overflow."""
-        return self.optimizer.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self.optimizer.steps = steps
-
-    def begin(self, step: int) -> None:
-        """Remember what a step changes before its end."""
-        self.step_begun, self._before = step, self.progress.scalars
-
-    def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None:
-        """Make a step of the optimizer, once all ranks can; collective."""
-        self._commit(lambda: self.optimizer.step(lr=lr, scale=scale))
-
-    def skip(self) -> None:
-        """Leave a step out, once all ranks know that they do; collective."""
-        self._commit(lambda: None)
-
-    def _commit(self, make: Callable[[], Any]) -> None:
-        self.pending = make
-        if self.together:
-            self.group.agree("train: all ranks have the sums of gradients and their norm")
-        self.make()
-
-    def make(self) -> None:
-        """Make the pending step. It stays pending if the wait for readers of the arrays ends in an error."""
-        if self.pending is not None:
-            announce_write(self.optimizer, *self.stages)
-            make, self.pending = self.pending, None
-            make()
-            self.made += 1
-
-    def scalars(self) -> Scalars:
-        """Return what belongs to the number of steps that were made."""
-        return self._before if self.made == self.step_begun else self.progress.scalars

@@ -206,8 +206,6 @@ class Checkpoints:
     says so in one line, as `config.on_storage_error` has it. The next save tries again.
 
     The metrics of `reporter` must not end before a checkpoint does, and `preemption` learns how long a save takes.
-    `owed` says whether a save was begun that is not known to be whole, or to have failed: where ranks have died
-    meanwhile, `follow` begins another one.
     """
 
     config: RunOptions
@@ -218,18 +216,18 @@ class Checkpoints:
     preemption: Preemption
 
     def __post_init__(self) -> None:
-        progress, stages, self.owed = self.progress, self.progress.pipeline.stages, False
-        self.saver = checkpoint.Saver(self.root, progress.mesh, stages, progress.optimizer, keep=self.config.keep)
+        progress = self.progress
+        self.saver = checkpoint.Saver(
+            self.root, progress.mesh, progress.pipeline.stages, progress.optimizer, keep=self.config.keep
+        )
 
     def follow(self, leaves: bool) -> None:
         """After a step: look at the checkpoint in flight; begin another where it is time, or the job `leaves`."""
         self._look(self.saver.poll, AGAIN)
         config, step = self.config, self.progress.step
-        lost = self.owed and not self.saver.in_flight
         then = "the job leaves without it" if leaves else AGAIN
-        if leaves or lost or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
+        if leaves or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
             self._look(partial(self.saver.wait, room_for=step), AGAIN)  # an earlier one may turn out to have failed
-            self.owed = True
             with self._bearing(then):
                 self.saver.save(step, self.progress.state(self.facts), beforehand=self.reporter.sync)
         if leaves:
@@ -242,7 +240,6 @@ class Checkpoints:
     def _look(self, how: Callable[[], Path | None], then: str) -> None:
         with self._bearing(then):
             if how() is not None:
-                self.owed = self.saver.in_flight
                 self.preemption.save_took(self.saver.seconds)
 
     @contextmanager
@@ -250,7 +247,6 @@ class Checkpoints:
         try:
             yield
         except StorageError as error:
-            self.owed = self.saver.in_flight
             if self.config.on_storage_error == "end":
                 raise
             if self.progress.mesh.rank == 0:

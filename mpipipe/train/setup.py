@@ -23,7 +23,6 @@ from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.shard import Shard
-from mpipipe.train.survival import ElasticRun
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, layers_of
 from mpipipe.train.task_check import TaskLoss, rehearse, validate
@@ -63,24 +62,15 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
         group.from_one("train: where metrics go", metrics.check_tensorboard)
     owned = output_folder.own(comm, config.out, task.folders)
     out, pipe = owned.folder, pipe_of(config, comm.size)
-    with released_at_end(owned, None if config.survive else group):
+    with released_at_end(owned, group):
         config = with_order(config, comm, out)
         trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
-        if config.survive:
-            elastic = ElasticRun(config, comm, pipe, out)
-            with watching(config.watchdog, out):
-                return elastic.train(lambda mesh: _train(mesh, task, config, out, trace, elastic))
         with watching(config.watchdog, out), Mesh(comm, pipe=pipe, seq=config.seq) as mesh:
             return _train(mesh, task, config, out, trace)
 
 
-def _train(
-    mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None, elastic: ElasticRun | None = None
-) -> Record:
-    survivor = elastic if elastic is not None and elastic.goes_on else None  # has the state of the training in memory
+def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None) -> Record:
     group, device, chosen = group_of(mesh.comm), select_device(config.device, mesh.comm), ""
-    if elastic is not None:
-        elastic.check_device(device)
     with ExitStack() as stack:
         stack.enter_context(arrays.own_stream(device))
         task.find_data(group)
@@ -89,7 +79,7 @@ def _train(
             config, chosen = best_plan(config, task, mesh, device, shard)
         plan = make_plan(config, task, mesh, device)
         task.open_data(plan, mesh)
-        start = None if survivor else resume.find_start(config, task, mesh, out)
+        start = resume.find_start(config, task, mesh, out)
         stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
         pipeline = stack.enter_context(
@@ -101,15 +91,13 @@ def _train(
         norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
         with group.raise_together("train: the optimizer"):
             progress = Progress(config, pipeline, mesh, task)
-        if survivor:
-            survivor.restore(progress)
-        elif start is not None:
+        if start is not None:
             progress.load(start)
         else:
             with progress.whole_parameters():
                 resume.begin(config, task, mesh, stages)
         reader = Reader(task, shard, plan, mesh, config.steps)
-        if task.rehearses and survivor is None:
+        if task.rehearses:
             check_replicas(mesh, stages)  # values that were drawn without the seed
             changed = getattr(config, "changed_task", False)
             before = {} if start is None or changed else start.state.get("rows", {})
@@ -119,8 +107,7 @@ def _train(
         surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
         with group.raise_together("train: the reporter"):
             if surroundings is not None:  # on rank 0
-                make = survivor.reporter if survivor else partial(make_reporter, config, out, start)
-                reporter = make(task.unit, surroundings["oversubscribed"])
+                reporter = make_reporter(config, out, start, task.unit, surroundings["oversubscribed"])
                 keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
                 try:
                     output_folder.write(out, keys, surroundings, task)
@@ -138,12 +125,10 @@ def _train(
                 say=reporter.say,
             )
         )
-        tracing = Tracing(None if survivor else trace, pipeline, mesh, reporter.say)
+        tracing = Tracing(trace, pipeline, mesh, reporter.say)
         trainer = Trainer(
             config, progress, reader, plan, loss, norm, reporter, preemption=preemption, tracing=tracing, out=out
         )
-        if elastic is not None:
-            elastic.enlist(trainer)
         preemption.whereabouts = trainer.whereabouts
         if chosen:
             reporter.say(chosen)

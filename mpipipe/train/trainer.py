@@ -17,12 +17,13 @@ from mpipipe.checkpoint import check_owned
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
+from mpipipe.nn import announce_write
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
 from mpipipe.train import output_folder, resume
 from mpipipe.train.config import TaskConfig
-from mpipipe.train.progress import Progress, StepBarrier
+from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
 from mpipipe.train.task import Task
@@ -60,12 +61,11 @@ class Trainer:
         # record, and in all
         self.times = np.zeros((2, 4))
         self.named: dict[str, float] = {}
-        self.step_barrier = StepBarrier(self.progress, self.group, self.config.survive)
 
     def run(self) -> Record:
         """Train, validate, show a sample, and return the last record."""
         config, progress, task = self.config, self.progress, self.task
-        if progress.step < config.steps and not progress.in_memory and self.preemption.asked():
+        if progress.step < config.steps and self.preemption.asked():
             self._leave()
         place = "CPUs" if progress.pipeline.stages[0].device == "cpu" else "GPUs"
         self.reporter.say(introduction(config, task, self.plan, self.mesh, place=place, out=self.out))
@@ -73,32 +73,27 @@ class Trainer:
             self.reporter.say(f"mpipipe: goes on after step {progress.step}")
         elif beginning := task.beginning() or resume.beginning(config):
             self.reporter.say(f"mpipipe: begins with {beginning}")
-        if progress.reported < 0:
+        if progress.step == 0:
             for line in doubts(task, self.reader.shard):
                 self.reporter.say(line)
             validation = self.validate()
             more = task.derived(None, validation)
             self._report(Record(0, validation=validation, metrics=self.named, **more))
-            progress.reported = 0
-        elif progress.reported < progress.step:  # ranks have died meanwhile
-            self._after_step()
-        elif self.checkpoints.owed:
-            self.checkpoints.follow(leaves=False)
         for step in range(progress.step, config.steps):
             try:
-                progress.outcome = self.step(step)
+                loss, lr, norm = self.step(step)
                 progress.step = step + 1
                 self.tracing.end_step()
-                self._after_step()
+                self._after_step(loss, lr, norm)
             except MpipipeError as error:
                 error.message = f"step {step + 1} of {config.steps}: {error.message}"
                 raise
         return self._end()
 
-    def _after_step(self) -> None:
+    def _after_step(self, loss: float, lr: float, norm: float | None) -> None:
         """Compare replicas, validate, report, save and leave, where the step or somebody else asks for it."""
         config, progress = self.config, self.progress
-        done, (loss, lr, norm) = progress.step, progress.outcome
+        done = progress.step
         if config.check_weights and done % config.check_weights == 0:
             checkpoint.check_replicas(self.mesh, progress.pipeline.stages, progress.optimizer)
         validated = done % config.eval_every == 0 or done == config.steps
@@ -118,7 +113,6 @@ class Trainer:
         if leaves:
             self.tracing.finish()
             self._leave()
-        progress.reported = done
 
     def _leave(self) -> None:
         self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
@@ -163,7 +157,6 @@ class Trainer:
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Make one optimizer step; return loss, learning rate and norm (None if skipped), the same on every rank."""
         config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
-        self.step_barrier.begin(step)
         self.tracing.begin_step(config.steps - step)
         with self.tracing.part("reading"):
             batch = self.reader.batch(step)
@@ -179,12 +172,12 @@ class Trainer:
     def _optimize(self, lr: float) -> float | None:
         try:
             clip, scaler = self.config.clip, self.progress.scaler
-            norm = optim.begin_step(self.step_barrier, clip, scaler=scaler, lr=lr, over=self.norm).wait()
+            optimizer = self.progress.optimizer
+            # an optimizer of the task's own does not wait for a save that still reads
+            announce_write(optimizer, *optimizer.stages)
+            return optim.begin_step(optimizer, clip, scaler=scaler, lr=lr, over=self.norm).wait()
         except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
             raise agreed_by(error, self.group) from None
-        if norm is None:
-            self.step_barrier.skip()
-        return norm
 
     def validate(self) -> float:
         """Return the mean loss over the validation, always the same batches; means of metrics are `named` then."""

@@ -328,26 +328,6 @@ def test_an_owner_writes_once_in_ten_seconds_and_into_its_own_file_alone(comm, m
     assert token_in(mpi_tmp_path) == DEAD  # nor is another job's file removed
 
 
-def test_the_ranks_that_are_left_keep_the_folder(comm, mpi_tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "RENEW_SECONDS", 0.05)
-    group, last = group_of(comm), comm.size - 1
-    owned = owner.take_folder(mpi_tmp_path, group, failed)
-    owned.hand_on(group, last)
-    found = record_in(mpi_tmp_path)
-    assert found.token == owned.token and len(found.processes) == comm.size
-    wait_until(lambda: record_in(mpi_tmp_path).renewals >= f"{3:012d}")
-    comm.Barrier()
-    if comm.rank != last:
-        owned.release()
-    comm.Barrier()
-    assert (mpi_tmp_path / "owner.json").exists()
-    comm.Barrier()
-    if comm.rank == last:
-        owned.release()
-    comm.Barrier()
-    assert os.listdir(mpi_tmp_path) == []
-
-
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_a_saver_that_has_lost_its_folder_ends_and_touches_nothing(comm, mpi_tmp_path, monkeypatch, when):
     """As that of a job which was stopped, and wakes up after another has taken over."""

@@ -351,7 +351,6 @@ def test_what_cannot_be_is_refused_on_all_ranks(keys, place, text):
         ({"partition": "2,0,1"}, "partition: no partition"),
         ({"fixed": ("dim",)}, "fixed names what no plan decides"),
         ({"plan": "yes"}, "no or auto"),
-        ({"survive": True}, "plan = auto and survive"),
         ({"schedule": "order.csv"}, "plan = auto and an order of a schedule"),
         ({"schedule": "0F0,0B0\n"}, "plan = auto and an order of a schedule"),
         ({"fixed": ("partition",)}, "fixed names partition, which has no value"),

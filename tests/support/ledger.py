@@ -22,7 +22,6 @@ EXPECTED = (
     r"CuPy is not installed|nvidia-cudnn-frontend is not installed|no nvmath|no hipRTC",
     r"needs (SLURM|ReFrame|flux-python)",
     r"(NPY_DISABLE_CPU_FEATURES|OPENBLAS_CORETYPE) is not set",
-    r"ULFM is in Open MPI 5 alone",
     r"for one rank|one SLURM on a machine",
     r"more than two replicas add in another order|one stage shows it|the backward may come before the next forward",
 )

@@ -52,7 +52,7 @@ from mpipipe.job import runtime
 from mpipipe.job.context import current_rank
 from mpipipe.job.exit import run_or_abort
 from mpipipe.language.models import GPT
-from mpipipe.train import TaskFileConfig, TrainConfig, load_task, run, survival, train
+from mpipipe.train import TaskFileConfig, TrainConfig, load_task, run, train
 from mpipipe.train.trainer import Trainer
 
 comm, (text, out, *words) = runtime.world(), sys.argv[1:]

@@ -114,7 +114,6 @@ REFUSED = [  # (keys, words of the error)
     ({"time_limit": "an hour"}, "time_limit: no length of time\n.*'an hour'"),
     ({"resume": "auto"}, "resume = auto without out"),
     ({"resume": "a", "init": "b"}, "resume and init are both given"),
-    ({"shard_optimizer": True, "survive": True}, "shard_optimizer and survive are both given"),
 ]  # fmt: skip
 
 

@@ -121,12 +121,6 @@ class Watchdog:
                 self._leave_world()
         self._start()
 
-    def forget(self) -> None:
-        """Watch over no rank, until there are new channels: a rank of those that there were has died."""
-        with self._lock:
-            self._leave_world()
-            self._channels, self._probe, self._held, self.quiet, self._again = [], None, 0.0, 0.0, 0.0
-
     def configure(self, limit: float | None, folder: Path | None) -> None:
         """Set the limit in seconds, None for no watchdog, and the folder of a report."""
         with self._lock:
@@ -177,9 +171,8 @@ class Watchdog:
             self._lock.release()
 
     def _say(self, error: Exception) -> None:
-        if self.context.lifeline is None or not self.context.lifeline.is_broken:  # else the waits meet the same
-            logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
-            self._loudness = logging.DEBUG
+        logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
+        self._loudness = logging.DEBUG
 
     def _look(self, elapsed: float) -> None:
         token = self.context.progress_token()
@@ -297,7 +290,7 @@ class Watchdog:
             publish(verdict, dumps, self.quiet, self.folder, (mine.rank, world.size))
         finally:
             time.sleep(FORWARD_SECONDS)
-            abort_job(world, HUNG, self.context)
+            abort_job(world, HUNG)
 
 
 class HangProbe:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from support import huggingface_reference as theirs
 from support.text_plan import text_plan
 from support.tolerance import close, largest
 
-from mpipipe import nn, optim
+from mpipipe import nn
 from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.language.models import GPT
@@ -21,7 +19,6 @@ from mpipipe.language.models.model_folder import convert, open_model
 from mpipipe.nn.layers.head_slices import TILE_BYTES
 from mpipipe.planning.problem import declared, layers_with
 from mpipipe.train import TrainConfig, train
-from mpipipe.train.survival import _arrays_of
 
 LORA = "2,4,q_proj,v_proj,down_proj"
 
@@ -182,11 +179,3 @@ def test_what_cannot_be_trained_is_refused_on_all_ranks_before_anything_is_writt
 def test_adapters_as_text():
     lora = parse_lora("8, 16, q_proj, v_proj")
     assert (lora.rank, lora.alpha, lora.targets) == (8, 16.0, ("q_proj", "v_proj"))
-
-
-def test_survivors_hand_on_what_is_frozen_too():
-    stage = nn.Stage(nn.LoRA(1, 1.0, ["q_proj"]).apply(GPT(dim=8, layers=1, heads=1).build(Local())))
-    progress = SimpleNamespace(pipeline=SimpleNamespace(stages=[stage]), optimizer=optim.AdamW([stage], 0.1))
-    handed_on = _arrays_of(progress)
-    for name, array in stage.parameters.items():
-        assert any(np.shares_memory(array, each) for each in handed_on), name
