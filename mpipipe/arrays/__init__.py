@@ -40,7 +40,7 @@ from mpipipe.arrays.graphs import Graph, keep_for_graph, record_graph, workspace
 from mpipipe.arrays.half_precision import faster_rounding, float32_like, round_into, upcast, upcast_halves
 from mpipipe.arrays.memory import ALIGNMENT, Shortage, address, aligned_empty, copy, copy_into, empty
 from mpipipe.arrays.memory import empty_like, memory_shortage, set_zero, shares_memory, zeros, zeros_like
-from mpipipe.arrays.nccl import bus_id, multiprocessors, nccl, nccl_type
+from mpipipe.arrays.nccl import bus_id, nccl, nccl_type
 from mpipipe.arrays.products import batched_gemm, gemm, graphs_refused, products_by
 from mpipipe.arrays.streams import annotated, is_done, own_stream, record, seconds_between, side_stream, stream
 from mpipipe.arrays.streams import wait_for

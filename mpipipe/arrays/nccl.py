@@ -43,8 +43,3 @@ def nccl_type(kind: np.dtype) -> tuple[int, int] | None:
 def bus_id() -> str:
     """Return the PCI address of the current GPU, "0000:41:00.0", the same for all processes of a machine."""
     return str(cupy().cuda.runtime.deviceGetPCIBusId(current_gpu()))
-
-
-def multiprocessors() -> int:
-    """Return the number of multiprocessors of the current GPU, such as 132."""
-    return int(cupy().cuda.runtime.getDeviceProperties(current_gpu())["multiProcessorCount"])

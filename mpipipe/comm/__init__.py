@@ -5,7 +5,7 @@ messages of a pipeline   mailbox, tags, transport/
 messages of a ring       ring_exchange
 parts to other ranks     transfer
 sums over replicas       allreduce
-by NCCL                  nccl/
+sums by NCCL             nccl/
 
 Other rooms import the names below from here. A file is imported when one of its names is first used (faces.py).
 """
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from mpipipe.comm.nccl.channel import Channel, NcclChoice, agree_on_nccl, new_identity
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
-    from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags, neighbours
+    from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags
     from mpipipe.comm.transfer import Index, PartMove, Transfer, all_to_all, along, exchange_on, halo_of
     from mpipipe.comm.transport.choose import make_transport
     from mpipipe.comm.transport.device import DeviceTransport
     from mpipipe.comm.transport.gpu_aware import GpuAwareness
     from mpipipe.comm.transport.host import HostTransport, Transport, check_sendable
-    from mpipipe.comm.transport.nccl import Pair
 
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
     __all__, __getattr__ = lazy_face(__name__, __file__)

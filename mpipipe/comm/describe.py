@@ -12,8 +12,6 @@ from mpipipe.errors import BackendError
 from mpipipe.job import Communicator, group_of, launcher_size, mpi, settings, tag_upper_bound
 from mpipipe.text import counted
 
-NEIGHBOURS = 4  # messages that a rank in the middle of a pipeline has under way: with two ranks, both ways
-
 
 def describe() -> dict[str, str]:
     """What `python -m mpipipe info` shows of MPI; collective over COMM_WORLD. Raises BackendError without MPI."""
@@ -54,7 +52,7 @@ def nccl(comm: Communicator) -> str:
     if not group.agree("info: the GPUs", values=[arrays.device_count()]).any():
         return "no GPU"
     try:
-        return str(agree_on_nccl([group], "cuda" if arrays.device_count() else "cpu", messages=NEIGHBOURS))
+        return str(agree_on_nccl([group], "cuda" if arrays.device_count() else "cpu"))
     except BackendError as error:
         return str(error)
 

@@ -3,22 +3,19 @@
 The name of a message, not its order, decides what arrives where. There are two ways to receive. Where the shapes of
 all messages are known (`begin_call`), buffers are posted ahead of their data, at most `window` of them. Where they are
 not known, a small header comes first (`take_header`, then `take_unknown`).
-
-Some transports need one order of all messages of all ranks (comm/transport/nccl.py). Then a rank starts its sends and
-receives in that order, by their order keys (ActionPlan.order_keys).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpipipe.arrays import Array, Shape, read_only
 from mpipipe.errors import ArgumentError
-from mpipipe.job import Condition, RankGroup, own, wait_for
+from mpipipe.job import RankGroup, own, wait_for
 from mpipipe.trace import Recorder
 
 HEADER_BYTES = 4096
@@ -68,8 +65,6 @@ class Mailbox:
         self.posted: deque = deque()  # (arrays, lease, requests, envelope), in the order of `incoming`
         self.incoming: list = []
         self.next = 0
-        self.order_keys: Mapping[Envelope, Any] | None = None  # of a call whose messages start in an order
-        self.wanted: deque = deque()  # envelopes of that call that are still to be taken, as they are needed
         self.sent: list[Envelope] = []  # in this call: one for each of the requests that were in `outgoing`
         self.polls = 0  # so far: a sign of progress
         self.taken = 0  # messages of this call
@@ -82,25 +77,13 @@ class Mailbox:
             for envelope, shapes in zip(envelopes, leaves)
         ]
 
-    def waits_on_host(self) -> bool:
-        """Whether messages of this call hold nothing up on the device, so that the host may wait for it."""
-        return self.order_keys is None
-
-    def begin_call(
-        self, schedule: list, window: int, order_keys: Mapping[Envelope, Any] | None = None, repeated: bool = False
-    ) -> None:
+    def begin_call(self, schedule: list, window: int) -> None:
         """Begin a step whose incoming messages are known; the first `window` receives are posted at once.
 
-        `schedule` is what `receive_schedule` returned. `order_keys` say where each message stands in the one order of
-        all messages. `repeated` says, on all ranks alike, that nothing in this call is new.
+        `schedule` is what `receive_schedule` returned.
         """
         self.incoming, self.next, self.taken = schedule, 0, 0
         self.sent = self.sent[-len(self.outgoing) :] if self.outgoing else []
-        self.order_keys = order_keys if order_keys and self.transport.begin_call(repeated) else None
-        if self.order_keys is not None:
-            self.wanted = deque(entry[0] for entry in schedule)
-            self.incoming = sorted(schedule, key=self._order_key_of)
-            return
         for _ in range(min(window, len(schedule))):
             self._post_next()
 
@@ -122,37 +105,15 @@ class Mailbox:
             requests.append(transport.irecv(buffer[0], peer, channel, tag))
         self.posted.append((received, lease, requests, envelope))
 
-    def _order_key_of(self, entry: tuple) -> Any:
-        assert self.order_keys is not None  # asked only where order matters
-        return self.order_keys[entry[0]]
-
-    def start_before(self, order_key: Any) -> None:
-        """Where order matters, start the receives of all messages that stand before `order_key`."""
-        if self.order_keys is None:
-            return
-        while self.next < len(self.incoming) and self._order_key_of(self.incoming[self.next]) < order_key:
-            self._post_next()
-
-    def _bring_forward(self) -> None:
-        """Start the receives up to the next one that is needed, and put that one first."""
-        envelope = self.wanted.popleft()
-        while not any(envelope is entry[3] for entry in self.posted):
-            self._post_next()
-        while self.posted[0][3] is not envelope:
-            self.posted.rotate(-1)
-
     def take(self) -> tuple[list, Lease]:
         """Return the arrays of the next expected message, and their lease."""
-        if self.order_keys is not None:
-            self._bring_forward()
         arrays, lease, requests, envelope = self.posted[0]
         for request in requests:
             if not request.Test():
                 wait_for(request, envelope, self.group, peer=envelope.peer)
         self.posted.popleft()
         self.taken += 1
-        if self.order_keys is None:
-            self._post_next()
+        self._post_next()
         return arrays, lease
 
     def take_header(self, envelope: Envelope) -> bytes:
@@ -185,8 +146,6 @@ class Mailbox:
     def put(self, envelope: Envelope, arrays: Sequence[Array]) -> None:
         """Send C-contiguous arrays; they must not change until the step has ended. Never waits."""
         peer, (channel, tag) = envelope[0], envelope[5]
-        if self.order_keys is not None:
-            self.start_before(self.order_keys[envelope])
         outgoing = self.outgoing
         while outgoing and outgoing[0].Test():
             outgoing.popleft()
@@ -226,8 +185,6 @@ class Mailbox:
                 what = f"{oldest.subject} to be received by rank {oldest.peer}"
                 wait_for(request, what, self.group, peer=oldest.peer)
             self.outgoing.popleft()
-        if self.order_keys is not None and not self.transport.settled():
-            wait_for(Condition(self.transport.settled), "the last messages to arrive", self.group)
 
     def drop_buffers(self) -> None:
         """Drop all free buffers; their shapes will not come again."""

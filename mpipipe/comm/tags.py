@@ -56,10 +56,3 @@ class Tags:
         """(channel, tag) of one message; the two stages of the edge lie on different ranks."""
         code = ((self.index[edge] * self.microbatches + microbatch) * 2 + direction) * 2 + part
         return divmod(code, self.base)
-
-
-def neighbours(placement: Sequence[int], skips: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-    """Return (from, to) of all ranks that exchange messages: activations one way, gradients back."""
-    ends = [*pairwise(placement), *((placement[source], placement[target]) for source, target in skips)]
-    joined = {pair for pair in ends if pair[0] != pair[1]}
-    return sorted(joined | {(after, before) for before, after in joined})

@@ -366,8 +366,8 @@ class CheckedLoss(Loss):
 class CheckedMessages(StageMessages):
     """Activations and gradients of one rank, with a look at those that arrive."""
 
-    def __init__(self, mailbox: Mailbox, warmup_calls: int, checks: Checks) -> None:
-        super().__init__(mailbox, warmup_calls)
+    def __init__(self, mailbox: Mailbox, checks: Checks) -> None:
+        super().__init__(mailbox)
         self._checks = checks
 
     def receive_activation(self, envelope: Envelope) -> tuple[Tree, Lease]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm import Tags, neighbours
+from mpipipe.comm import Tags
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import (
     Communicator,
@@ -407,6 +407,5 @@ def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
     digest(schedule)
     tags = Tags(schedule.placement, schedule.units, PROMISED_TAG_UB, schedule.skip_ends)
     TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
-    neighbours(schedule.placement, schedule.skip_ends)
     BatchReader(schedule, rank, loss=None)
     return ActionPlan(schedule, rank, tags)

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.comm import Mailbox, NcclChoice, NcclSums, Pair, Tags, agree_on_nccl, make_transport, neighbours
+from mpipipe.comm import Mailbox, NcclChoice, NcclSums, Tags, agree_on_nccl, make_transport
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import own, runtime, settings
@@ -59,18 +59,15 @@ class Engine:
 
         tags = Tags(schedule.placement, schedule.units, runtime.tag_upper_bound(pipe.comm), schedule.skip_ends)
         ties = TieNames(partners.ties, tags.channels, tags.base)
-        pairs = sorted({*neighbours(schedule.placement, schedule.skip_ends), *ties.pairs})
-        self.nccl = choose_nccl(partners, pairs)  # whether NCCL carries sums over replicas and messages, and why
+        self.nccl = choose_nccl(partners)  # whether NCCL carries sums over replicas, and why
         sums_by_nccl = NcclSums(replicas) if self.nccl.sums and replicas is not None else None
         verdict = gpu_aware.detect(pipe.comm, pipe) if "cuda" in partners.devices else None
         how = tags.channels + ties.channels, settings.SYNC_SENDS.is_on, device, verdict
-        by_nccl = pairs if self.nccl.messages else ()
-        mailbox = Mailbox(make_transport(pipe.comm, *how, group=pipe, pairs=by_nccl), pipe)
-        warmup = 2 if settings.GRAPHS.is_on else 1  # the second one records graphs
+        mailbox = Mailbox(make_transport(pipe.comm, *how, group=pipe), pipe)
         self.checks = checks = Checks(rank, schedule.stages - 1, mailbox) if partners.check else None
-        self.messages = StageMessages(mailbox, warmup) if checks is None else CheckedMessages(mailbox, warmup, checks)
+        self.messages = StageMessages(mailbox) if checks is None else CheckedMessages(mailbox, checks)
         self.ties = Ties(pipe, mailbox.transport, stages, numbers, ties)
-        self.sums = None if replicas is None else GradientSums(replicas, sums_by_nccl, mailbox, stages)
+        self.sums = None if replicas is None else GradientSums(replicas, sums_by_nccl, pipe.size > 1, stages)
 
         self.agreement = Agreement(pipe, replicas, name, runs_ahead="cuda" not in partners.devices)
         self.weighing = Weighing(pipe, replicas, schedule.placement[-1])
@@ -91,7 +88,7 @@ class Engine:
             if checks is not None:
                 stage.computes = CheckedStage(stage, checks)
             elif device == "cuda" and settings.GRAPHS.is_on:
-                use_graphs(stage, mailbox.waits_on_host)
+                use_graphs(stage)
         bare = any(schedule.has_backward(n) and not s.shows_gradients for n, s in zip(numbers, stages))
         names = stages[0].input_names if numbers and numbers[0] == 0 else None
         self.batches = BatchReader(schedule, rank, loss, bare, names, self.slicing)
@@ -367,17 +364,17 @@ def _refuse_write() -> None:
     )
 
 
-# -- The choice of what carries the messages and sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks
+# -- The choice of what carries the sums of a pipeline: MPI, or NCCL between GPUs; the same on all ranks
 
 
-def choose_nccl(partners: Partners, pairs: Sequence[Pair]) -> NcclChoice:
-    """Return whether NCCL carries messages between `pairs` and sums; collective if there are replicas or GPUs."""
+def choose_nccl(partners: Partners) -> NcclChoice:
+    """Return whether NCCL carries sums over replicas; collective if there are replicas or GPUs."""
     pipe, devices = partners.pipe, partners.devices
     if partners.check:  # the host would wait for a device that waits for another rank
-        return NcclChoice(False, False, "check mode looks at arrays on the host")
+        return NcclChoice(False, "check mode looks at arrays on the host")
     if partners.replicas is None and "cuda" not in devices and not settings.NCCL.is_on:
-        return NcclChoice(False, False, "the ranks compute on the CPU")
-    choice = agree_on_nccl(partners.groups, devices[pipe.rank], sum(pipe.rank in pair for pair in pairs))
+        return NcclChoice(False, "the ranks compute on the CPU")
+    choice = agree_on_nccl(partners.groups, devices[pipe.rank])
     if devices[pipe.rank] == "cuda" and pipe.rank == 0:
         logger.info("NCCL: %s", choice)
     return choice

@@ -78,12 +78,12 @@ class Executor:
             for action in actions:
                 if action.completes:
                     if sums is not None:
-                        sums.watch(action)
+                        sums.watch(action.chunk)
                     functions[action.op](action, state)
                     self.stages[action.chunk].check_gradients()  # no later action adds to them
                     if sums is not None:
                         start = self.clock.host_seconds()
-                        sums.complete(action)
+                        sums.complete(action.chunk)
                         self.clock.add(f"all-reduce {action.stage}", start, self.clock.host_seconds())
                 else:
                     functions[action.op](action, state)

@@ -7,12 +7,8 @@ By NCCL they start bucket by bucket while the last backward of the stage (or its
 layers end. That needs an `nn.Stage` with layers of this package on a GPU, and the same order of buckets on all
 replicas, which they agree on. All other sums start when the last backward of their stage has ended.
 
-In calls whose messages do not go by NCCL, while sums do, all sums start when the last message of the rank has ended. A
-message that the host moves on piece by piece might come after a sum otherwise, which waits for another rank.
-
-Sums and messages have one order (see comm/transport/nccl.py). In it, all buckets of a stage stand where the action ends
-that completes its gradients. Buckets that are complete before this action ends come before its message. The bucket
-that the first layer completes comes after the message, since another rank waits for the message.
+In a pipeline of several ranks all sums by NCCL start when the last message of the rank has ended. A message that the
+host moves on piece by piece might come after a sum otherwise, which waits for another rank.
 """
 
 from __future__ import annotations
@@ -24,11 +20,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mpipipe.arrays import Array
-from mpipipe.comm import AllReduce, Mailbox, NcclSums
+from mpipipe.comm import AllReduce, NcclSums
 from mpipipe.comm.nccl import sums
 from mpipipe.job import RankGroup, ReplicaSum
 from mpipipe.nn import GradientReady, Layer, Stage, gradient_ready
-from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.stages import StageAdapter
 
 
@@ -49,15 +44,18 @@ class LayerBuckets:
 
 
 class GradientSums:
-    """The sums of one rank's gradients over the replicas; the constructor and `close` are collective over them."""
+    """The sums of one rank's gradients over the replicas; the constructor and `close` are collective over them.
 
-    def __init__(self, replicas: RankGroup, nccl: NcclSums | None, mailbox: Mailbox, stages: Sequence[StageAdapter]):
-        self.replicas, self.nccl, self.mailbox, self.stages = replicas, nccl, mailbox, stages
+    `messages` is True where the pipeline has other ranks, which send this one messages.
+    """
+
+    def __init__(self, replicas: RankGroup, nccl: NcclSums | None, messages: bool, stages: Sequence[StageAdapter]):
+        self.replicas, self.nccl, self.stages = replicas, nccl, stages
         self.underway: list[ReplicaSum] = []  # that this call has started
         self._by_layers: list[LayerBuckets | None] = [None] * len(stages)
-        self._postpones = False  # whether all sums of this call start when its last message has ended
-        self._postponed: list[PlannedAction] = []
-        if nccl is not None:  # by layers as far as all replicas have the same buckets
+        self._postpones = nccl is not None and messages
+        self._postponed: list[int] = []  # chunks whose sums start when the last message has ended
+        if nccl is not None and not messages:  # by layers as far as all replicas have the same buckets
             for chunk, stage in enumerate(stages):
                 ready = gradient_ready(stage.given) if type(stage.given) is Stage else None
                 if ready is not None and nccl.takes(ready.arrays[0].array):
@@ -78,41 +76,36 @@ class GradientSums:
         return None if moved else buckets
 
     def begin(self) -> None:
-        """Begin a call, once it is known how its messages travel."""
+        """Begin a call."""
         self.underway, self._postponed = [], []
-        alone = self.mailbox.group is None or self.mailbox.group.size == 1
-        self._postpones = self.nccl is not None and not alone and self.mailbox.waits_on_host()
 
-    def watch(self, action: PlannedAction) -> None:
+    def watch(self, chunk: int) -> None:
         """Before the action that completes a stage's gradients: start the sums of its layers as these end."""
-        buckets = self.by_layers(action.chunk)
+        buckets = self.by_layers(chunk)
         if buckets is not None:
             buckets.left = deque(buckets.buckets)
-            if not self._postpones:
-                buckets.model.on_layer_done = partial(self._layer_ended, action, buckets)
+            buckets.model.on_layer_done = partial(self._layer_ended, buckets)
 
-    def _layer_ended(self, action: PlannedAction, buckets: LayerBuckets, layer: Layer) -> None:
-        """Start the sums of what is complete now; not after the first layer: another rank waits for the message."""
-        place = buckets.ready.places[layer]
-        if place:
-            self._start(action, buckets.take(place))
+    def _layer_ended(self, buckets: LayerBuckets, layer: Layer) -> None:
+        self._start(buckets.take(buckets.ready.places[layer]))
 
-    def complete(self, action: PlannedAction) -> None:
+    def complete(self, chunk: int) -> None:
         """After that action: start the sums that are left of the stage."""
         if self._postpones:
-            self._postponed.append(action)
-            return
-        buckets = self.by_layers(action.chunk)
+            self._postponed.append(chunk)
+        else:
+            self._complete(chunk)
+
+    def _complete(self, chunk: int) -> None:
+        buckets = self.by_layers(chunk)
         if buckets is None:
-            self._start(action, self.stages[action.chunk].gradient_arrays)
+            self._start(self.stages[chunk].gradient_arrays)
         else:
             buckets.model.on_layer_done = None
-            self._start(action, buckets.take(0))
+            self._start(buckets.take(0))
 
-    def _start(self, action: PlannedAction, gradients: Iterable[Array]) -> None:
-        """Start sums, in the order of messages and sums at the end of an action."""
+    def _start(self, gradients: Iterable[Array]) -> None:
         for array in gradients:
-            self.mailbox.start_before(action.order_key)
             if self.nccl is not None and self.nccl.takes(array):
                 self.underway.append(self.nccl.start(array))
             else:
@@ -121,9 +114,8 @@ class GradientSums:
 
     def wait(self) -> None:
         """Start the sums that were postponed, and wait for all of this call; its messages have ended."""
-        self._postpones = False
-        for action in self._postponed:
-            self.complete(action)
+        for chunk in self._postponed:
+            self._complete(chunk)
         for pending in self.underway:
             self.replicas.wait(pending, "the sum of gradients over the replicas", everyone=True)
 
@@ -134,6 +126,8 @@ class GradientSums:
     def cancel(self) -> None:
         for pending in self.underway:
             pending.Cancel()
+        if self.nccl is not None:
+            self.nccl.abort()
 
     def close(self) -> None:
         if self.nccl is not None:

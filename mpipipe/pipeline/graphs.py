@@ -79,22 +79,19 @@ class Saved:
             self.kind.free[self.slot.number] = self.slot
 
 
-def use_graphs(stage: StageAdapter, may_record: Callable[[], bool]) -> None:
+def use_graphs(stage: StageAdapter) -> None:
     """Let a stage compute by CUDA graphs where it can."""
     if type(stage.given) is nn.Stage:
-        stage.computes = StageGraphs(stage.given, may_record)
+        stage.computes = StageGraphs(stage.given)
     else:
         logger.info("CUDA graphs: a stage has none: %s is no nn.Stage", stage.name)
 
 
 class StageGraphs:
-    """Forward and backward of a stage on a GPU, with one launch each where that is possible.
+    """Forward and backward of a stage on a GPU, with one launch each where that is possible."""
 
-    `may_record`: whether the host may wait for the device now, as it does to allocate the memory of a graph.
-    """
-
-    def __init__(self, stage: nn.Stage, may_record: Callable[[], bool]) -> None:
-        self.stage, self._may_record = stage, may_record
+    def __init__(self, stage: nn.Stage) -> None:
+        self.stage = stage
         self.reason = arrays.graphs_refused() or unrecordable(stage)  # why no more is recorded; "" where it is
         self._kinds: dict[tuple, Kind] = {}
         self._read: tuple = ()  # what recordings have read: where parameters and gradients are, and the layers
@@ -182,7 +179,7 @@ class StageGraphs:
         stage = self.stage
         if stage.on_layer_done is not None:  # of each layer as it ends: a graph has no such places
             return False
-        if key not in slot.graphs and not self.reason and self._may_record():
+        if key not in slot.graphs and not self.reason:
             poll, stage.poll = stage.poll, lambda: None  # messages are no part of the work
             try:
                 slot.graphs[key] = arrays.record_graph(work)

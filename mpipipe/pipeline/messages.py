@@ -7,7 +7,6 @@ and post their receives before the data is sent.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from typing import TypeAlias
@@ -30,38 +29,36 @@ class StageMessages:
     """Activations and gradients of one rank, sent and received as trees.
 
     A received tree comes with a lease on its buffers, which goes back through `mailbox.release` once nothing reads the
-    tree. After `warmup_calls` calls of one kind stages neither compile nor allocate anything any more.
+    tree.
     """
 
-    def __init__(self, mailbox: Mailbox, warmup_calls: int = 1):
-        self.mailbox, self.warmup_calls = mailbox, warmup_calls
+    def __init__(self, mailbox: Mailbox):
+        self.mailbox = mailbox
         self.known = False  # whether this call's specs were kept by an earlier one
         self.specs: dict[tuple[int, int], MessageSpec] = {}  # of this call, by (edge, micro-batch)
         self.kept: dict[int, dict[tuple[int, int], MessageSpec]] = {}  # by signature of the inputs
         self.receive_schedules: dict[tuple[int, int], list] = {}  # by (signature, id of the plan)
         self.plan: ActionPlan | None = None  # of the last call
-        self.ended: Counter[tuple[int, int]] = Counter()  # calls that have run to their end, by (signature, id of plan)
 
     def begin(self, plan: ActionPlan, signature: int) -> None:
         """Begin a call whose inputs have this signature; every rank of the pipeline does so."""
         key = signature, id(plan)
         self.known = signature in self.kept
         if not self.known and len(self.kept) == KNOWN_SHAPES:  # every rank drops them at the same call
-            for known in (self.kept, self.receive_schedules, self.ended):
-                known.clear()
+            self.kept.clear()
+            self.receive_schedules.clear()
             self.mailbox.drop_buffers()
         self.plan, self.specs = plan, self.kept.get(signature, {})
         if self.known and key not in self.receive_schedules:
             leaves = [self._leaves(self.specs[each.edge, each.microbatch], each) for each in plan.receives]
             self.receive_schedules[key] = self.mailbox.receive_schedule(plan.receives, leaves)
         schedule = self.receive_schedules[key] if self.known else []
-        self.mailbox.begin_call(schedule, plan.window, plan.order_keys, self.ended[key] >= self.warmup_calls)
+        self.mailbox.begin_call(schedule, plan.window)
 
     def end(self, signature: int) -> None:
         """Wait until everything sent has left, and keep the specs."""
         self.mailbox.flush()
         self.kept[signature] = self.specs
-        self.ended[signature, id(self.plan)] += 1
 
     @staticmethod
     def _leaves(spec: MessageSpec, envelope: Envelope) -> Sequence[tuple[arrays.Shape, np.dtype]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
 from mpipipe.schedules import Action, Schedule, logical_time_of, recomputed_on, simulate, source
 from mpipipe.text import Unit, units
 
-OrderKey: TypeAlias = tuple[float, int, str, int]  # (time of the end, stage, op, micro-batch): no two are equal
 AHEAD = 8  # receives of a large schedule that are kept posted
 
 
@@ -39,7 +38,6 @@ class PlannedAction(NamedTuple):
     receive: Envelope | None
     send: Envelope | None
     completes: bool  # no later action adds to this stage's gradients
-    order_key: OrderKey  # its end in the one order of the actions of all ranks
     keeps: bool  # a backward follows in a training step
     recomputed: bool  # an R stands between the F and the backward
     ends: bool  # the backwards end here: no stage before has one
@@ -63,65 +61,14 @@ class PlannedAction(NamedTuple):
 
 
 class ActionPlan:
-    """The steps of `rank`, its messages in the order in which steps need and make them, and its window of receives.
-
-    `order_keys`, Envelope -> (OrderKey of the action that makes it, edge), put the messages of all ranks into one
-    order, in which each action comes after the messages that it needs.
-    """
+    """The steps of `rank`, its messages in the order in which steps need and make them, and its window of receives."""
 
     def __init__(self, schedule: Schedule, rank: int, tags: Tags):
-        self.schedule, clock = schedule, _clock(schedule, rank)
-        self.steps = _steps(schedule, rank, tags, clock)
-        self.order_keys = {sent: (*step.order_key, sent.edge) for step in self.steps for sent in step.sends}
-        for step in self.steps:
-            for received in step.receives:
-                maker = Action(_maker(schedule, received), step.op, step.microbatch)
-                self.order_keys[received] = (*clock(maker), received.edge)
+        self.schedule = schedule
+        self.steps = _steps(schedule, rank, tags)
         self.receives = [received for step in self.steps for received in step.receives]
         self.sends = [sent for step in self.steps for sent in step.sends]
         self.window = receive_windows(schedule)(rank) if self.receives else 0
-
-
-def _maker(schedule: Schedule, message: Envelope) -> int:
-    """The stage that makes a message."""
-    ends = message.edge - 1, message.edge
-    if message.skip:
-        ends = schedule.skip_ends[message.edge - schedule.stages]
-    return ends[message.direction]
-
-
-def _clock(schedule: Schedule, rank: int) -> Callable[[Action], OrderKey]:
-    """Return a function from an action, of this rank or one that makes a message for it, to its OrderKey.
-
-    The times are those of a simulation. For a large schedule they are the logical times by which the ranks divide the
-    proof. A W or an R has none: it follows the action before it on its rank.
-    """
-    logical_time = logical_time_of(schedule)
-    if logical_time is None:
-        ends = {action: end for row in simulate(schedule).spans for action, _, end in row}
-
-        def simulated(action: Action) -> OrderKey:
-            action = action if action in ends else _split_otherwise(action)
-            return ends[action], *action
-
-        return simulated
-    order, later, before, behind = schedule.orders[rank], {}, 0, 0
-    for action in order:
-        stage, op, microbatch = action
-        if op in "WR":
-            behind += 1
-            later[action] = before + behind / (len(order) + 1)
-        else:
-            before, behind = logical_time(stage, op != "F", microbatch), 0
-
-    def proven(action: Action) -> OrderKey:
-        stage, op, microbatch = action
-        if op in "WR":
-            return later[action], stage, op, microbatch
-        # one name for B and I: a rank does not know which of them its neighbour has
-        return logical_time(stage, op != "F", microbatch), stage, "F" if op == "F" else "B", microbatch
-
-    return proven
 
 
 def _split_otherwise(action: Action) -> Action:
@@ -129,7 +76,7 @@ def _split_otherwise(action: Action) -> Action:
     return action._replace(op="B" if action.op == "I" else "I")
 
 
-def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], OrderKey]) -> list[PlannedAction]:
+def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     placement, last_stage, lowest = schedule.placement, schedule.stages - 1, schedule.trained_from
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
     order, recomputed = schedule.orders[rank], recomputed_on(schedule, rank)
@@ -169,7 +116,7 @@ def _steps(schedule: Schedule, rank: int, tags: Tags, clock: Callable[[Action], 
         facts = stage == 0, stage == last_stage, receive, send, final.get(stage) == action
         again = (stage, microbatch) in recomputed
         limits = schedule.has_backward(stage), again, stage == lowest, takes, gives
-        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, clock(action), *limits))
+        steps.append(PlannedAction(op, stage, chunk_of[stage], microbatch, *facts, *limits))
     return steps
 
 

@@ -15,14 +15,13 @@ Messages and additions are where the gradients are: nothing of a GPU's passes th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import permutations
 from typing import NamedTuple, TypeAlias
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.comm import Transport
 from mpipipe.errors import ArgumentError, MismatchError
-from mpipipe.job import Condition, RankGroup, Testable, own
+from mpipipe.job import RankGroup, Testable, own
 from mpipipe.nn import Stage, kernels, partly_frozen_error
 from mpipipe.stages import StageAdapter
 
@@ -111,9 +110,8 @@ class TieNames:
                     channel, tag = divmod(count, tags)
                     self.order[key].append(TiedPlace(site, rank, first_channel + channel, tag))
                     count += 1
-        ranks = [{place.rank for place in places} for places in self.order.values()]
-        self.pairs = {pair for several in ranks for pair in permutations(several, 2)}
-        self.channels = -(-count // tags) if self.pairs else 0
+        on_several_ranks = any(len({place.rank for place in places}) > 1 for places in self.order.values())
+        self.channels = -(-count // tags) if on_several_ranks else 0
 
 
 class Ties:
@@ -142,14 +140,11 @@ class Ties:
                 first = next((user for user in mine if user.name not in user.stage.buffers.owners), mine[0])
                 shared += [(user, first) for user in mine if user is not first]
         share(shared)
-        self.pipe, self.transport = pipe, transport
         self.parameters = [TiedParameter(pipe, transport, *each) for each in tied]
 
     def sum_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.sum_gradients()
-        if self.parameters:
-            self.pipe.wait(Condition(self.transport.settled), "the gradients of tied parameters to arrive")
 
 
 class TiedParameter:
@@ -196,7 +191,7 @@ class TiedParameter:
     def sum_gradients(self) -> None:
         """Give every array of the gradient on this rank the sum of all parts."""
         here, parts, requests = self.pipe.rank, list(zip(self.places, self.parts)), []
-        for place, part in parts:  # in this order on all ranks, as NCCL needs it
+        for place, part in parts:
             if place.rank == here:
                 requests.append([self._send(part, place, peer) for peer in self.peers])
             else:

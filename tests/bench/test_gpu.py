@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from gpu_emulator import cublaslt
-from gpu_emulator.fixture import own_gpus
 from support import gpu_selection
 from support.command_line import invoke
 from support.reference_attention import NAMES, dense
@@ -325,23 +324,10 @@ def test_messages_between_two_ranks_on_one_gpu(gpu, subcomm):
         assert not (gpu.real and arrays.device_count() > 1) == all("take turns" in row.what for row in rows)
 
 
-def test_messages_by_nccl_are_measured_where_each_rank_has_its_gpu(subcomm, monkeypatch):
-    monkeypatch.setenv("MPIPIPE_TIMEOUT", "60")
-    comm = subcomm(2)
-    if comm is not None:
-        with own_gpus(comm.rank) as device, arrays.own_stream():
-            rows = list(steps.measure_transport(1, sizes=(256, 1 << 16), comm=comm))
-            moved = sum(each._bytes for each in device.machine.communicators)
-        assert [row.what for row in rows] == [f"{way}, {size} B" for size in (256, 65536) for way in ("staged", "nccl")]
-        assert all(row.value > 0 and row.goal == "above 1 for large messages" for row in rows[1::2])
-        assert moved > 4 * 50 * (256 + 65536), "they have gone by NCCL"
-
-
 def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
     monkeypatch.setattr(steps, "_rate", lambda *_: 5.0)
     monkeypatch.setattr(steps.gpu_aware, "detect", lambda comm: steps.GpuAwareness(True, "says so"))
     monkeypatch.setattr(steps, "make_transport", lambda *_: None)
-    monkeypatch.setattr(steps, "agree_on_nccl", lambda groups, device, messages: SimpleNamespace(messages=False))
     monkeypatch.setattr(steps.runtime, "resolve", lambda comm: comm)
     for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
         group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])

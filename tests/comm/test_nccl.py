@@ -1,4 +1,4 @@
-"""NCCL: whether all ranks can use it, sums and messages in every case, and the rules that they keep."""
+"""NCCL: whether all ranks can use it, and sums in every case."""
 
 from __future__ import annotations
 
@@ -7,26 +7,18 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_emulator import DeviceHangError, poisoned
+from gpu_emulator import DeviceHangError
 from gpu_emulator.fixture import own_gpus
-from support.around import check_every_shape, finish, go_round, make
-from support.around import neighbours as around
+from support.around import make
 
 from mpipipe import arrays
 from mpipipe.comm.nccl import channel, sums
 from mpipipe.comm.nccl.channel import Facts, NcclChoice, NcclTask, agree_on_nccl, judge
 from mpipipe.comm.nccl.sums import NcclRow, NcclSums
-from mpipipe.comm.tags import neighbours
-from mpipipe.comm.transport.choose import make_transport
-from mpipipe.comm.transport.gpu_aware import GpuAwareness
-from mpipipe.comm.transport.nccl import NcclTransport
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
 from mpipipe.job.group import RankGroup, group_of
-from mpipipe.job.wait import Condition, wait_for
-
-STAGED = GpuAwareness(False, "for a test")
-
+from mpipipe.job.wait import wait_for
 
 # -- choice ------------------------------------------------------------------------------------------------------------
 
@@ -35,15 +27,15 @@ def ranks(count, **changes):
     """Facts of ranks that can use NCCL; `changes` are {name: {rank: value}}."""
     everyone = []
     for rank in range(count):
-        facts = Facts(rank, "auto", "", "a", f"gpu {rank}", "2.27.7", room=132, needed=32)
+        facts = Facts(rank, "auto", "", "a", f"gpu {rank}", "2.27.7")
         everyone.append(facts._replace(**{name: those[rank] for name, those in changes.items() if rank in those}))
     return everyone
 
 
 def test_ranks_with_a_gpu_each_use_nccl():
-    assert judge(ranks(4)) == NcclChoice(True, True, "each of the 4 ranks has a GPU of its own and NCCL 2.27.7")
+    assert judge(ranks(4)) == NcclChoice(True, "each of the 4 ranks has a GPU of its own and NCCL 2.27.7")
     elsewhere = ranks(2, gpu={0: "gpu 0", 1: "gpu 0"}, host={1: "b"})
-    assert judge(elsewhere).messages
+    assert judge(elsewhere).sums
 
 
 @pytest.mark.parametrize(
@@ -56,7 +48,7 @@ def test_ranks_with_a_gpu_each_use_nccl():
     ],
 )
 def test_one_rank_in_the_way_keeps_nccl_out(changes, reason):
-    assert judge(ranks(3, **changes)) == NcclChoice(False, False, reason)
+    assert judge(ranks(3, **changes)) == NcclChoice(False, reason)
     with pytest.raises(BackendError) as caught:
         judge(ranks(3, setting={0: "on"}, **changes))
     assert reason.removeprefix("on ") in str(caught.value)
@@ -67,35 +59,21 @@ def test_every_rank_in_the_way_is_named_and_one_rank_alone_needs_no_nccl():
         judge(ranks(3, setting={0: "on"}, gpu={1: "gpu 0"}, problem={2: "CuPy does not find libnccl"}))
     assert caught.value.rank == "1-2"
     assert caught.value.found == "rank 1: it shares GPU gpu 0 of a with rank 0; rank 2: CuPy does not find libnccl"
-    assert judge(ranks(1)) == NcclChoice(False, False, "one rank has no other to talk to")
-
-
-def test_sums_alone_where_messages_have_another_way_or_no_room():
-    assert judge(ranks(2, direct={1: "1"}))[:2] == (True, False)
-    assert judge(ranks(2, direct={1: "1"}, setting={0: "on", 1: "on"})).messages
-    small = judge(ranks(2, room={1: 40}))
-    assert small[:2] == (True, False) and "32 of 40 multiprocessors on rank 1" in small.reason
+    assert judge(ranks(1)) == NcclChoice(False, "one rank has no other to talk to")
 
 
 def test_threads_do_not_use_nccl():
     found = inprocess.run(2, lambda comm: agree_on_nccl([group_of(comm)], "cuda"))
-    assert found == [NcclChoice(False, False, "the ranks are threads of one process")] * 2
+    assert found == [NcclChoice(False, "the ranks are threads of one process")] * 2
 
 
 def test_the_kernels_are_bounded_unless_the_user_has(monkeypatch):
     monkeypatch.setenv("NCCL_MAX_CTAS", "7")
-    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS", raising=False)
     channel.limit_kernels()
     assert os.environ["NCCL_MAX_CTAS"] == "7"
-    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == channel.LIMITS["NCCL_MAX_P2P_NCHANNELS"]
-    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
-
-
-def test_neighbours_are_ordered_pairs_of_different_ranks():
-    assert neighbours([0, 1, 2]) == [(0, 1), (1, 0), (1, 2), (2, 1)]
-    assert neighbours([0, 1, 1, 0]) == [(0, 1), (1, 0)]
-    assert neighbours([0, 1, 0, 1]) == [(0, 1), (1, 0)]
-    assert neighbours([0]) == []
+    monkeypatch.delenv("NCCL_MAX_CTAS")
+    channel.limit_kernels()
+    assert os.environ["NCCL_MAX_CTAS"] == channel.THREAD_BLOCKS
 
 
 def test_info_says_whether_and_why(emulated_gpu, launch):
@@ -103,7 +81,7 @@ def test_info_says_whether_and_why(emulated_gpu, launch):
     job = launch(2, ["-m", "mpipipe", "info"], env=own)
     assert job.returncode == 0, job.stderr
     said = " ".join(job.stdout.split())  # its lines are folded
-    assert "NCCL sums over replicas and messages: each of the 2 ranks has a GPU of its own and NCCL 2.27.7 " in said
+    assert "NCCL sums over replicas: each of the 2 ranks has a GPU of its own and NCCL 2.27.7 " in said
     job = launch(2, ["-m", "mpipipe", "info"], env={**own, "MPIPIPE_TEST_GPU_OWN": "", "MPIPIPE_NCCL": "on"})
     assert job.returncode == 0, job.stderr
     assert "rank 1: it shares GPU 0000:01:00.0" in job.stdout
@@ -243,102 +221,6 @@ def test_a_rank_alone_adds_nothing_to_its_values_and_a_row_is_its_part(alone, ki
     row.close()
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def transport(group, comm):
-    pairs = neighbours([*range(comm.size), 0])
-    found = make_transport(comm, 2, False, "cuda", STAGED, group=group, pairs=pairs)
-    if comm.size > 1:
-        assert isinstance(found, NcclTransport)
-    else:
-        pytest.skip("messages need two ranks")
-    found.begin_call(repeated=True)
-    yield found
-    found.close()
-
-
-@pytest.mark.parametrize("kind", ["float32", "float64", ml_dtypes.bfloat16, "int64", "bool"], ids=str)
-def test_every_dtype_and_shape(transport, comm, kind):
-    check_every_shape(comm, transport, kind)
-
-
-def test_messages_of_a_pair_arrive_in_their_order(transport, comm):
-    right, left = around(comm)
-    names = [(0, 3), (1, 3), (0, 7), (0, 3)]
-    buffers = [transport.empty((50 + place,), np.dtype(float)) for place in range(len(names))]
-    receives, sends = [], []
-    for place, name in enumerate(names):
-        receives.append(transport.irecv(buffers[place], left, *name))
-        sends.append(transport.isend(make(10 * comm.rank + place, 50 + place), right, *name))
-    for place, receive in enumerate(receives):
-        wait_for(receive)
-        assert (arrays.download(buffers[place]) == 10.0 * left + place).all(), place
-    finish(*sends, Condition(transport.settled))
-
-
-def only_queued(own):
-    if own.machine.background:
-        pytest.skip("needs a device on which nothing runs before something waits for it")
-
-
-def test_the_host_runs_ahead_by_one_message(own, transport, comm, monkeypatch):
-    """It could otherwise fill CUDA's queue of launches, and wait there for a rank that has failed."""
-    only_queued(own)
-    right, left = around(comm)
-    buffers = [transport.empty((10,), np.dtype(float)) for _ in range(2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(own.machine, "glance", lambda queue, position: queue.finished >= position)
-        receives = [transport.irecv(buffer, left, 0, 1) for buffer in buffers]
-        sends = [transport.isend(arrays.upload(np.full(10, 1.0)), right, 0, 1) for _ in range(2)]
-        assert receives[0].Test() and not receives[1].Test()
-        comm.Barrier()
-    finish(*receives, *sends, Condition(transport.settled))
-
-
-def test_the_host_does_not_wait_for_the_data(own, transport, comm, monkeypatch):
-    """A receive is complete for the host, and its consumer queued, while no device has done anything yet."""
-    only_queued(own)
-    right, left = around(comm)
-    source, received = make(comm.rank, 1000), transport.empty((1000,), np.dtype(float))
-    copy = arrays.empty((1000,), np.dtype(float), "cuda")
-    with monkeypatch.context() as patch:
-        patch.setattr(own.machine, "glance", lambda queue, position: queue.finished >= position)
-        receive = transport.irecv(received, left, 0, 1)
-        send = transport.isend(source, right, 0, 1)
-        wait_for(receive)
-        arrays.copy_into(copy, received)
-        assert poisoned(source) and poisoned(received) and not send.Test() and not transport.settled()
-        comm.Barrier()
-    wait_for(send)
-    assert (arrays.download(copy) == left).all()
-
-
-def test_a_buffer_is_overwritten_only_after_its_last_reader(transport, comm):
-    right, left = around(comm)
-    received = transport.empty((1000,), np.dtype(float))
-    copies = []
-    for turn in range(3):
-        sent = arrays.upload(np.full(1000, 10.0 * comm.rank + turn))
-        receive, send = transport.irecv(received, left, 0, 1), transport.isend(sent, right, 0, 1)
-        wait_for(receive)
-        copies.append(arrays.copy(received))
-        transport.retire(received)
-        wait_for(send)
-    for turn, copy in enumerate(copies):
-        assert (arrays.download(copy) == 10.0 * left + turn).all()
-
-
-def test_a_first_call_goes_another_way(own, transport, comm):
-    transport.begin_call(repeated=False)
-    before = sum(each._bytes for each in own.machine.communicators)
-    received = transport.empty((1000,), np.dtype(float))
-    go_round(comm, transport, make(1, 1000), received, 0, 1)
-    assert (arrays.download(received) == 1).all()
-    assert sum(each._bytes for each in own.machine.communicators) == before
-
-
 # -- the emulated NCCL -------------------------------------------------------------------------------------------------
 
 
@@ -352,19 +234,18 @@ def pair(own, comm):
     comm.Barrier()
 
 
-def exchange(pair, count):
-    """Queue a message of `count` bytes from rank 0 to rank 1; returns its array."""
-    rank, communicator = pair
+def add(pair, count):
+    """Queue a sum of `count` bytes over the two ranks; returns its array."""
     array, library = arrays.zeros(count, np.uint8, "cuda"), arrays.nccl()
-    move = communicator.recv if rank else communicator.send
-    move(array.data.ptr, count, library.NCCL_UINT8, 1 - rank, arrays.stream().ptr)
+    place = array.data.ptr
+    pair[1].allReduce(place, place, count, library.NCCL_UINT8, library.NCCL_SUM, arrays.stream().ptr)
     return array
 
 
 def test_different_sizes_are_a_hang_that_one_sees(own, pair, comm):
     own.machine.patience = 0.5
     if pair is not None:
-        array = exchange(pair, 10_000 + pair[0])
+        array = add(pair, 10_000 + pair[0])
         with pytest.raises(DeviceHangError, match=r"of 1000[01] bytes"):
             arrays.stream().synchronize()
         pair[1].abort()
@@ -374,17 +255,20 @@ def test_different_sizes_are_a_hang_that_one_sees(own, pair, comm):
 def test_a_kernel_that_waits_holds_what_is_behind_it_in_one_queue(own, pair, comm):
     own.machine.one_queue = True
     if pair is not None:
-        outward, other = arrays.side_stream(), arrays.zeros(8, np.uint8, "cuda")
-        with outward:
-            array = exchange(pair, 10_000)
+        side, other = arrays.side_stream(), arrays.zeros(8, np.uint8, "cuda")
+        with side:
+            add(pair, 10_000)
+            side.synchronize()
+        if pair[0]:
+            comm.recv(source=0, tag=1)
+        with side:
+            array = add(pair, 10_000)
             arrays.record()
         arrays.set_zero(other)
         behind = arrays.record()
-        if pair[0]:
-            comm.recv(source=0, tag=1)
-        else:
-            assert not any(arrays.is_done(behind) for _ in range(20)), "behind the event of the send's stream"
+        if not pair[0]:
+            assert not any(arrays.is_done(behind) for _ in range(20)), "behind the event of the sum's stream"
             comm.send(None, dest=1, tag=1)
-        outward.synchronize()
+        side.synchronize()
         behind.synchronize()
         arrays.download(array)

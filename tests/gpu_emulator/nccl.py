@@ -2,14 +2,13 @@
 
 It does what NCCL does where that matters to whoever uses it:
 
-- making a communicator, and the first message between two of its ranks, keep the host until the peer has come too;
+- making a communicator, and the first sum of each kind, keep the host until the peers have come too;
 - an operation is a kernel in the order of its stream. Once it has begun it holds the stream until all its ranks are
   there, which is for ever where one does not come, or comes with another size;
-- messages of an ordered pair of ranks of one communicator meet in the order in which each side issued them;
 - two ranks on one GPU are refused;
 - a communicator that is aborted lets its kernels end, with whatever is in memory then.
 
-Data travel through files in shared memory. A send ends when its data are taken; with a seed a small one may end sooner.
+Data travel through files in shared memory.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ _ERRORS = {
 }
 _SHARED = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 _ID_BYTES = 128
-_SMALL = 8192  # bytes of a send that may end before they are received
 
 
 class NcclError(RuntimeError):
@@ -142,41 +140,6 @@ class NcclCommunicator:
                 run()
 
         self._home.launch(self._home.queue_of(stream), name, end, lambda: self._aborted or meets())
-
-    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int):
-        _integers(sendbuf=sendbuf, count=count, datatype=datatype, peer=peer, stream=stream)
-        lane = f"message-{self._rank}-{peer}"
-        nbytes = self._operation(lane, stream, count, datatype)
-        self._home.device_ranges.check(sendbuf, nbytes)
-        self._meet(f"connect-{lane}", (self._rank, peer))
-        path = self._path(lane, self._issued[lane])
-        early = nbytes <= _SMALL and self._home.background and self._home.random.random() < 0.5
-        begun = []
-
-        def meets() -> bool:
-            if not begun:
-                begun.append(True)
-                self._bytes += nbytes
-                _write(path, ctypes.string_at(sendbuf, nbytes))
-            return bool(early) or not path.exists()
-
-        self._launch(f"ncclSend {path.name} of {nbytes} bytes", stream, lambda: None, meets)
-
-    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int):
-        _integers(recvbuf=recvbuf, count=count, datatype=datatype, peer=peer, stream=stream)
-        lane = f"message-{peer}-{self._rank}"
-        nbytes = self._operation(lane, stream, count, datatype)
-        self._home.device_ranges.check(recvbuf, nbytes)
-        self._meet(f"connect-{lane}", (self._rank, peer))
-        path = self._path(lane, self._issued[lane])
-
-        def run():
-            content = path.read_bytes()
-            ctypes.memmove(recvbuf, content, nbytes)
-            path.unlink()
-
-        there = lambda: path.exists() and path.stat().st_size == nbytes  # noqa: E731
-        self._launch(f"ncclRecv {path.name} of {nbytes} bytes", stream, run, there)
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int):
         _integers(sendbuf=sendbuf, recvbuf=recvbuf, count=count, datatype=datatype, op=op, stream=stream)

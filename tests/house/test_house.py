@@ -20,7 +20,6 @@ BLOCKING = set(
 )
 EXCEPTIONS = {
     "job/communicators.py": {"Split", "Split_type"},  # behind an agreement, see there
-    "comm/transport/nccl.py": {"recv"},  # NCCL's: it puts a kernel on a stream
     "job/inprocess.py": {"Split", "allgather", "Barrier"},  # these are its own, between threads
     "bench/pipeline.py": {"Recv", "Wait"},  # bare mpi4py, which the package is measured against
 }

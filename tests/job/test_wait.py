@@ -180,9 +180,6 @@ def test_a_send_that_nobody_receives_is_named(comm, monkeypatch):
         def isend(self, *_):
             return Never()
 
-        def begin_call(self, repeated):
-            return False
-
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "0.3")
     mailbox = Mailbox(Transport())
     mailbox.put(NEVER, [np.ones(1)])

@@ -6,17 +6,13 @@ import tracemalloc
 from functools import partial
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from support import dense
 
 from mpipipe import Pipeline, schedules
 from mpipipe.comm.mailbox import Mailbox
-from mpipipe.comm.tags import Tags
 from mpipipe.errors import MismatchError, ScheduleError
 from mpipipe.job import inprocess
 from mpipipe.pipeline.construction import construct_on_paper
-from mpipipe.pipeline.plan import AHEAD, ActionPlan
 from mpipipe.schedules import Schedule, proof
 from mpipipe.schedules.action import OrdersOnDemand
 
@@ -49,32 +45,6 @@ def test_a_rank_of_a_large_job_needs_little_memory(name, chunks, microbatches):
         tracemalloc.stop()
     assert peak < 50 << 20
     assert len(plan.steps) >= 2 * chunks * microbatches and {each.peer for each in plan.sends} <= {510, 512}
-
-
-@settings(max_examples=40)
-@given(case=st.sampled_from(NAMES), ranks=st.integers(2, 5), microbatches=st.integers(1, 12))
-def test_keys_of_large_schedules_order_all_messages(case, ranks, microbatches):
-    """Each rank ends its actions in their order, after the messages that they need; both ends name the same key."""
-    name, chunks = case
-    schedule = schedules.by_name(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
-    assume(isinstance(schedule.orders, OrdersOnDemand))  # zero_bubble_2p is searched for a few micro-batches
-    tags = Tags(schedule.placement, microbatches, 32767)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proof, "WHOLE", 0)
-        plans = [ActionPlan(schedule, rank, tags) for rank in range(ranks)]
-    sent = {
-        (rank, each.peer, *each[1:]): plan.order_keys[each] for rank, plan in enumerate(plans) for each in plan.sends
-    }
-    assert len(set(sent.values())) == len(sent)
-    for rank, plan in enumerate(plans):
-        assert plan.window == (AHEAD if plan.receives else 0)
-        keys = [step.order_key for step in plan.steps]
-        assert keys == sorted(set(keys))
-        for step in plan.steps:
-            if step.receive is not None:
-                made = sent.pop((step.receive.peer, rank, *step.receive[1:]))
-                assert made == plan.order_keys[step.receive] < step.order_key
-    assert not sent
 
 
 @pytest.mark.parametrize("name, chunks", NAMES)

@@ -1,4 +1,4 @@
-"""Sums of gradients that start as the layers of a stage end: same bits, early, in one order, and no deadlock.
+"""Sums of gradients that start as the layers of a stage end: same bits, early, and no deadlock.
 
 NCCL is emulated. With `one queue` the emulated device runs nothing before all that was issued earlier has begun.
 """
@@ -6,7 +6,7 @@ NCCL is emulated. With `one queue` the emulated device runs nothing before all t
 from __future__ import annotations
 
 import time
-from functools import partial, partialmethod
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,9 +18,7 @@ from support.device_pipelines import all_aborted
 from support.small_gpt import MODEL, build, text
 
 from mpipipe import Mesh, Pipeline, arrays, nn
-from mpipipe.comm.mailbox import Mailbox
 from mpipipe.comm.nccl import sums
-from mpipipe.comm.nccl.sums import NcclSums
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.errors import MpipipeError, StageError
 from mpipipe.pipeline.gradient_sums import Bucket, GradientSums, cut
@@ -38,10 +36,8 @@ def small_buckets(monkeypatch):
 
 @pytest.fixture
 def mesh(own, comm):
-    """Two replicas of pipelines of all ranks."""
-    if comm.size % 2:
-        pytest.skip("needs an even number of ranks")
-    return Mesh(comm, pipe=comm.size // 2, data=2)
+    """All ranks are replicas of pipelines of one rank."""
+    return Mesh(comm, pipe=1, data=comm.size)
 
 
 def pipeline_of(mesh, schedule, stages, recompute=False):
@@ -122,8 +118,7 @@ def test_a_gradient_that_no_layer_has_written_counts_as_zero(mesh, monkeypatch):
     """With one micro-batch the memory still holds the gradient of the step before."""
     stage = nn.Stage([nn.Linear(3, 40), nn.Linear(40, 60), nn.Linear(60, 3)], seed=1, device="cuda")
     skipping, x = stage.layers[2], np.ones((4, 3), np.float32)
-    alone = mesh.pipe.Split(mesh.pipe.rank, 0)
-    with Pipeline([stage], gpipe(1, 1), alone, loss=nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
+    with Pipeline([stage], gpipe(1, 1), mesh.pipe, loss=nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
         assert by_layers(pipeline) == [True]
         pipeline.step(x, 0 * x)
         assert arrays.download(stage.gradients["2.weight"]).any()
@@ -132,7 +127,6 @@ def test_a_gradient_that_no_layer_has_written_counts_as_zero(mesh, monkeypatch):
         pipeline.step(x, 0 * x)
     assert not arrays.download(stage.gradients["2.weight"]).any()
     assert arrays.download(stage.gradients["1.weight"]).any()
-    alone.Free()
 
 
 def mark(monkeypatch, machine, stage, method):
@@ -154,8 +148,7 @@ def test_buckets_are_put_while_earlier_layers_are_still_to_come(own, mesh, monke
     (stage,) = build(schedule, mesh.pipe.rank, **SMALL)
     mine = rows_of(mesh, schedule)
     with pipeline_of(mesh, schedule, [stage]) as pipeline:
-        for _ in range(2):  # whose messages go by MPI, and in which NCCL connects ranks for each size of a bucket
-            pipeline.step(*mine)
+        pipeline.step(*mine)  # in which NCCL connects ranks for each size of a bucket
         plan = pipeline.engine.sums.by_layers(0)
         mark(monkeypatch, own.machine, stage, method)
         own.machine.launches.clear()
@@ -170,60 +163,6 @@ def test_buckets_are_put_while_earlier_layers_are_still_to_come(own, mesh, monke
         put += each.startswith("nccl")
     assert seen == {at: sum(bucket.place > at for bucket in plan.buckets) for at in range(len(stage.layers))}
     assert seen[0] > 0 and put == len(plan.buckets) > seen[0]
-
-
-@pytest.mark.parametrize(
-    "own, name, chunks",
-    [(False, "one_f_one_b", 1), (True, "interleaved_1f1b", 2), (True, "zero_bubble_h1", 1)],
-    indirect=["own"],
-)
-def test_all_replicas_put_the_same_buckets_in_one_order_with_messages(own, mesh, comm, monkeypatch, name, chunks):
-    """Every rank issues receives, sends and sums by the order keys of the schedule's simulation."""
-    schedule = dense.build(name, mesh.pipe.size, chunks, 4)
-    stages = build(schedule, mesh.pipe.rank, **SMALL)
-    mine, issued, put, now = rows_of(mesh, schedule), [], [], []
-    post, send, start = Mailbox._post_next, Mailbox.put, NcclSums.start
-
-    def posting(self):
-        if self.next < len(self.incoming):
-            issued.append((self._order_key_of(self.incoming[self.next])[:-1], "receive"))  # without the edge
-        post(self)
-
-    def sending(self, envelope, content):
-        send(self, envelope, content)
-        issued.append((self.order_keys[envelope][:-1], "send"))
-
-    def starting(self, part):
-        issued.append((now[-1], "sum"))
-        at = [arrays.address(part) - arrays.address(stage.gradients.flat) for stage in stages]
-        chunk = next(c for c, stage in enumerate(stages) if 0 <= at[c] < stage.gradients.flat.nbytes)
-        put.append((chunk, at[chunk], part.nbytes))
-        return start(self, part)
-
-    def noting(original, self, step):
-        now.append(step.order_key)
-        original(self, step)
-
-    with pipeline_of(mesh, schedule, stages) as pipeline:
-        for _ in range(2):
-            pipeline.step(*mine)
-        assert pipeline.engine.nccl.messages
-        monkeypatch.setattr(Mailbox, "_post_next", posting)
-        monkeypatch.setattr(Mailbox, "put", sending)
-        monkeypatch.setattr(NcclSums, "start", starting)
-        for name in ("watch", "complete"):
-            monkeypatch.setattr(GradientSums, name, partialmethod(partial(noting, getattr(GradientSums, name))))
-        pipeline.step(*mine)
-        messages = pipeline.engine.training_plan.order_keys
-    keys = [key for key, _ in issued]
-    assert keys == sorted(keys)
-    assert len(issued) == len(messages) + len(put)
-    for key in now:  # what the first layer completes comes behind the message of the action
-        kinds = [kind for when, kind in issued if when == key]
-        assert kinds[0] == kinds[-1] == "sum" and set(kinds) <= {"sum", "send"}
-    assert sum(nbytes for *_, nbytes in put) == sum(stage.gradients.flat.nbytes for stage in stages)
-    assert len(put) > 3 * len(stages)
-    assert mesh.data.allgather(put) == [put] * 2
 
 
 # -- stages whose sums start at the end --------------------------------------------------------------------------------
@@ -266,8 +205,6 @@ def test_what_is_not_known_keeps_its_sums_for_the_end(own, mesh, monkeypatch, wh
     schedule = one_f_one_b(mesh.pipe.size, 2)
     batch = rows_of(mesh, schedule, 2)
     if which == "a layer of the user's":
-        if mesh.pipe.size > 1:
-            pytest.skip("one stage shows it")
         stages = [nn.Stage([nn.Linear(3, 30), Scaled(30), nn.Linear(30, 3)], device="cuda")]
         batch = [np.ones((4, 3), np.float32)] * 2
         made = Pipeline(stages, schedule, mesh.pipe, loss=nn.mean_squared_error, replicas=mesh.replicas)
@@ -353,7 +290,7 @@ def _fresh(stage):
     return arrays.upload(np.ones(y.shape, np.float32)), saved
 
 
-# -- messages that are no part of the order ----------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 CROSSING = """0F0,0F1,3F0,3I0,3F1,3I1,0I0,3W0,3W1,0I1,0W0,0W1
@@ -380,8 +317,7 @@ class Slow(nn.Layer):
 
 @pytest.mark.long
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("by_layers", [False, True])
-def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch, by_layers):
+def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch):
     """Later pieces of a staged message would stand behind a sum, and that waits for the replica that waits for them."""
     four = subcomm(4)
     if four is None:
@@ -389,8 +325,6 @@ def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch, 
     monkeypatch.setenv("MPIPIPE_TIMEOUT", "20")
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "0")
     monkeypatch.setattr(StagedTransport, "piece_bytes", 64)
-    if not by_layers:
-        monkeypatch.setattr(GradientSums, "by_layers", lambda self, chunk: None)
     x = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32)
     with own_gpus(four.rank, one_queue=True), arrays.own_stream(), Mesh(four, pipe=2, data=2) as mesh:
         schedule = from_csv(CROSSING)
@@ -401,7 +335,7 @@ def test_sums_wait_for_messages_that_the_host_moves(comm, subcomm, monkeypatch, 
             stages.append(nn.Stage(layers, device="cuda", first=2 * number, seed=1))
         mine = dense.placed(schedule, mesh.pipe.rank, x, -x)
         with Pipeline(stages, schedule, mesh.pipe, loss=nn.mean_squared_error, replicas=mesh.replicas) as pipeline:
-            assert tuple(pipeline.engine.nccl[:2]) == (True, False)
+            assert pipeline.engine.nccl.sums
             losses = {pipeline.step(*mine).loss for _ in range(2)}
     assert len(losses) == 1
 

@@ -11,7 +11,6 @@ import pytest
 from faults.fault import HEADING
 from gpu_emulator.fixture import own_gpus
 from support import dense, small_gpt
-from support.device_pipelines import all_aborted
 from support.small_gpt import MODEL, parts_of, text
 from support.tolerance import close_norm
 
@@ -325,11 +324,10 @@ def test_an_error_in_mid_exchange_reaches_all_ranks(comm, monkeypatch, device, g
 
     monkeypatch.setattr(TiedParameter, "_send", breaks)
     schedule, x = one_f_one_b(comm.size, 4), np.ones((8, 512), np.float32)
-    with own_gpus(comm.rank) if device == "cuda" else nullcontext() as gpu:
+    with own_gpus(comm.rank) if device == "cuda" else nullcontext():
         tied = dict(bias=False, tie="w") if comm.rank in places else {}
         stage = nn.Stage([nn.Linear(512, 512, **tied)], first=comm.rank, device=device)
         pipeline = Pipeline([stage], schedule, comm, loss=nn.mean_squared_error)
-        assert pipeline.engine.nccl.messages == (device == "cuda")
         mine = dense.placed(schedule, comm.rank, x, x)
         for _ in range(2):
             pipeline.step(*mine)
@@ -338,8 +336,6 @@ def test_an_error_in_mid_exchange_reaches_all_ranks(comm, monkeypatch, device, g
             for _ in range(2 - (comm.rank in places)):
                 pipeline.step(*mine)
         assert comm.rank == guilty or isinstance(caught.value, PeerError)
-        if gpu is not None:
-            all_aborted(gpu.machine)
 
 
 # of three ranks or more one has no place of the parameter, and is in its next step by then; a part is 1 MB
@@ -366,12 +362,11 @@ def breaks(parameter, *given):
 def main():
     global pipeline
     tied = dict(bias=False, tie="w") if rank in (0, 1, last) else dict()
-    stage = nn.Stage([nn.Linear(512, 512, **tied)], first=rank, device="{device}")
+    stage = nn.Stage([nn.Linear(512, 512, **tied)], first=rank)
     if rank == {guilty}:
         TiedParameter._send = breaks
     x = np.ones((8, 512), np.float32)
     with Pipeline([stage], one_f_one_b(comm.size, 4), comm, loss=nn.mean_squared_error) as pipeline:
-        assert pipeline.engine.nccl.messages == ("{device}" == "cuda"), pipeline.engine.nccl
         for step in range(5):
             pipeline.step(x if rank == 0 else None, x if rank == last else None)
     print("finished", flush=True)
@@ -382,21 +377,17 @@ KILL, LEAVE, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)", "rai
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "act, guilty, says",
     [(KILL, "0", None), (KILL, "last", None), (RAISE, "last", "wet paint"), (LEAVE, "last", "os._exit(3) was called")],
     ids=["the first is killed", "the last is killed", "raise", "leave"],
 )
-def test_a_rank_that_ends_in_mid_exchange_ends_the_job(request, launch, ranks, act, guilty, says, device):
+def test_a_rank_that_ends_in_mid_exchange_ends_the_job(launch, ranks, act, guilty, says):
     """With one report, unless it is killed: then the launcher may be faster than a report."""
-    env = {}
-    if device == "cuda":
-        env = {**request.getfixturevalue("emulated_gpu").environment, "MPIPIPE_TEST_GPU_OWN": "1"}
-    job = launch(ranks, JOB.format(act=act, guilty=guilty, device=device), timeout=60, env=env)
+    job = launch(ranks, JOB.format(act=act, guilty=guilty), timeout=60)
     assert job.returncode not in (0, None) and "finished" not in job.stdout
-    assert job.stdout.count("in mid-exchange") == 1 and "DeviceHangError" not in job.stderr, job.stderr
+    assert job.stdout.count("in mid-exchange") == 1, job.stderr
     if says is None:
         assert job.stderr.count(HEADING) <= 1
     else:

@@ -16,9 +16,9 @@ from mpipipe.attention import Local
 from mpipipe.bench.gpu.kernels import torch_with_gpu
 from mpipipe.bench.pipeline import PingPong
 from mpipipe.bench.timing import Row, compare, normal, seconds, seconds_behind
-from mpipipe.comm import GpuAwareness, agree_on_nccl, make_transport
+from mpipipe.comm import GpuAwareness, make_transport
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.job import Communicator, RankGroup, group_of, runtime, settings, wait_for
+from mpipipe.job import Communicator, group_of, runtime, settings
 from mpipipe.language.models import GPT
 
 # -- How well the executor keeps a GPU busy, with about a millisecond of work in each action ---------------------------
@@ -192,11 +192,11 @@ def _wall(step: Callable[[], object], synchronize: Callable[[], object], repeats
 
 # -- Messages ----------------------------------------------------------------------------------------------------------
 #
-# Messages between the GPUs of two ranks: by pinned host memory, directly where MPI takes device memory, and by NCCL.
+# Messages between the GPUs of two ranks: by pinned host memory, and directly where MPI takes device memory.
 #
-# Two ranks play ping-pong through the mailbox, as in `bench transport`; by NCCL without it, since a ping-pong has its
-# own order. Two processes on one GPU take turns on it by time slices, unless NVIDIA's MPS runs. Most of what is
-# measured then is waiting for the turn, and no rate of the transports.
+# Two ranks play ping-pong through the mailbox, as in `bench transport`. Two processes on one GPU take turns on it by
+# time slices, unless NVIDIA's MPS runs. Most of what is measured then is waiting for the turn, and no rate of the
+# transports.
 
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
@@ -214,14 +214,11 @@ def measure_transport(
         ways["direct"] = verdict
     place = socket.gethostname(), arrays.bus_id()
     shared = len(set(group.gather("bench: the GPUs", place))) < comm.size
-    by_nccl = agree_on_nccl([group], "cuda", messages=2).messages  # one each way
     note = ", by processes that take turns on one GPU: no rate of the transport" if shared else ""
     for size in sizes:
         rates = {}
         for name, way in ways.items():
             rates[name] = _rate(comm, make_transport(comm, 1, False, "cuda", way), size, repeats)
-        if by_nccl:
-            rates["nccl"] = _nccl_rate(comm, group, ways["staged"], size, repeats)
         staged = rates.pop("staged")
         yield Row(f"staged, {size} B{note}", staged, "GB/s")
         for name, rate in rates.items():
@@ -240,23 +237,3 @@ def _rate(comm: Communicator, transport: Any, size: int, repeats: int) -> float:
 
 def _turns(size: int) -> int:
     return max(2, min(50, (1 << 26) // size))
-
-
-def _nccl_rate(comm: Communicator, group: RankGroup, other: GpuAwareness, size: int, repeats: int) -> float:
-    """Return GB/s of messages of `size` bytes by NCCL; `other` is for what it does not take."""
-    transport = make_transport(comm, 1, False, "cuda", other, group, [(0, 1), (1, 0)])
-    transport.begin_call(repeated=True)  # all memory is there
-    peer, count = 1 - comm.rank, _turns(size)
-    sent = normal((size // 4,), "float32")
-    received = transport.empty(sent.shape, sent.dtype)
-    moves = [lambda: transport.isend(sent, peer, 0, 1), lambda: transport.irecv(received, peer, 0, 1)]
-
-    def game() -> None:
-        for _ in range(count):
-            for move in moves if comm.rank == 0 else moves[::-1]:
-                wait_for(move())
-        arrays.stream().synchronize()
-
-    (seconds,) = compare(comm, [game], repeats)
-    transport.close()
-    return 2 * count * size / seconds / 1e9

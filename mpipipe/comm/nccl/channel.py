@@ -1,22 +1,21 @@
 """A communicator of NCCL and the stream that is its own: what is put there runs in order, one after the other.
 
-NCCL lets operations of one communicator run one after the other, whatever their streams. So what may have to wait for
-different ranks needs different communicators: one for each ordered pair of ranks that send each other messages, one
-for the sums of a group.
+NCCL lets operations of one communicator run one after the other, whatever their streams. So each group has one of its
+own for its sums.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from mpipipe import arrays
 from mpipipe.arrays import Event
 from mpipipe.errors import BackendError, MpipipeError
-from mpipipe.job import GPU_DIRECT, NCCL, Ballot, RankGroup, ThreadTask, keep_forever, rank_list, runtime
+from mpipipe.job import NCCL, Ballot, RankGroup, ThreadTask, keep_forever, rank_list, runtime
 
 
 class Channel:
@@ -77,34 +76,27 @@ def new_identity() -> bytes:
     return bytes(arrays.nccl().get_unique_id())
 
 
-def open_together(tasks: Sequence[NcclTask[Channel]], group: RankGroup, what: str) -> list[Channel]:
-    """Wait for channels that are being opened; collective over the group; each has some of its ranks or all.
-
-    Where this rank cannot open one it raises BackendError; the group ends then, and the others raise PeerError.
-    """
-    with group.failing(what):
-        channels = []
-        for task in tasks:
-            group.wait(task, what, everyone=True)
-            channels.append(task.value())
-    group.agree(what)
-    return channels
-
-
 def open_channel(group: RankGroup, first: Callable[[Any, int], object], purpose: str) -> Channel:
-    """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors."""
+    """Open the channel of all ranks of a group; collective. `purpose` is what it is for, in errors.
+
+    Where this rank cannot open it, it raises BackendError; the group ends then, and the others raise PeerError.
+    """
     what = f"opening NCCL for {purpose}"
     identity = group.broadcast(what, new_identity() if group.rank == 0 else None)
-    make = partial(Channel, group.size, group.rank, identity, first)
-    return open_together([NcclTask(make, what)], group, what)[0]
+    task = NcclTask(partial(Channel, group.size, group.rank, identity, first), what)
+    with group.failing(what):
+        group.wait(task, what, everyone=True)
+        channel = task.value()
+    group.agree(what)
+    return channel
 
 
-def close_together(channels: Iterable[Channel], group: RankGroup) -> None:
-    """Free channels between ranks of a group, on which nothing is under way."""
+def close_channel(channel: Channel, group: RankGroup) -> None:
+    """Free the channel of a group, on which nothing is under way."""
     what = "the end of NCCL's communicators"
-    for task in [NcclTask(channel.close, what) for channel in channels]:
-        group.wait(task, what)
-        task.value()
+    task = NcclTask(channel.close, what)
+    group.wait(task, what)
+    task.value()
 
 
 # -- Calls of NCCL that keep the host until other ranks come, made on a thread ----------------------------------------
@@ -148,14 +140,12 @@ class NcclTask(ThreadTask[Result]):
 # turns. So the facts of all ranks of a pipeline and of its replicas are put together, and every rank judges the same
 # facts.
 #
-# NCCL's kernels hold processors of the GPU while they wait. `limit_kernels` bounds how many each may take, by NCCL's
-# own variables, which the user may set otherwise; `judge` refuses where the kernels that may wait at once would take
-# more than half of a GPU, since the work that they wait for must find room (comm/transport/nccl.py has the argument).
+# NCCL's kernels hold processors of the GPU while they wait. `limit_kernels` bounds how many one sum may take, by NCCL's
+# own variable, which the user may set otherwise.
 
 
 CALL = "asking whether NCCL can be used"
-LIMITS = {"NCCL_MAX_CTAS": "16", "NCCL_MAX_P2P_NCHANNELS": "4"}  # thread blocks of one sum, and of one message
-ON, OFF = "on", "off"
+THREAD_BLOCKS = "16"  # of one sum
 
 
 class Facts(NamedTuple):
@@ -167,30 +157,24 @@ class Facts(NamedTuple):
     host: str = ""
     gpu: str = ""  # by its PCI address
     version: str = ""  # of NCCL
-    room: int = 0  # multiprocessors of the GPU
-    needed: int = 0  # most thread blocks that NCCL's kernels take there while they wait
-    direct: str = ""  # MPIPIPE_GPU_DIRECT, by which a user says how messages of device arrays travel
 
 
 class NcclChoice(NamedTuple):
-    """Whether NCCL carries sums, and messages, and why or why not."""
+    """Whether NCCL carries sums over replicas, and why or why not."""
 
     sums: bool
-    messages: bool
     reason: str
 
     def __str__(self) -> str:
-        used = ["sums over replicas"] * self.sums + ["messages"] * self.messages
-        return f"{' and '.join(used) or 'not used'}: {self.reason}"
+        return f"{'sums over replicas' if self.sums else 'not used'}: {self.reason}"
 
 
-def agree_on_nccl(groups: Sequence[RankGroup], device: str, messages: int = 0) -> NcclChoice:
+def agree_on_nccl(groups: Sequence[RankGroup], device: str) -> NcclChoice:
     """Choose for all ranks of these groups, one or those along two axes of a grid; collective over each of them.
 
-    `messages` is the most that one rank may have under way at once, sent and received. All ranks raise BackendError
-    where MPIPIPE_NCCL=on and NCCL cannot be used.
+    All ranks raise BackendError where MPIPIPE_NCCL=on and NCCL cannot be used.
     """
-    everyone = [facts_of(groups[0], device, messages)]
+    everyone = [facts_of(groups[0], device)]
     for group in groups:
         everyone = [facts for some in group.gather(CALL, everyone) for facts in some]
     everyone = sorted(set(everyone))
@@ -205,10 +189,10 @@ def agree_on_nccl(groups: Sequence[RankGroup], device: str, messages: int = 0) -
         raise
 
 
-def facts_of(group: RankGroup, device: str, messages: int) -> Facts:
+def facts_of(group: RankGroup, device: str) -> Facts:
     """What this rank says of itself; the arguments are those of `agree_on_nccl`."""
     rank, setting = group.world_rank, os.environ.get(NCCL.name) or "auto"
-    if setting == OFF:
+    if setting == "off":
         return Facts(rank, setting, f"{NCCL.name}=off")
     if runtime.in_process(group.comm):
         return Facts(rank, setting, "the ranks are threads of one process")
@@ -216,20 +200,16 @@ def facts_of(group: RankGroup, device: str, messages: int) -> Facts:
         return Facts(rank, setting, "it computes on the CPU")
     try:
         version = arrays.nccl().get_version()
-        sum_blocks, message_blocks = (int(os.environ.get(name) or value) for name, value in LIMITS.items())
     except Exception as error:  # a library that is there and does not work raises what it likes
         return Facts(rank, setting, error.message if isinstance(error, MpipipeError) else repr(error))
     text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    needed, direct = sum_blocks + messages * message_blocks, os.environ.get(GPU_DIRECT.name, "")
-    place = socket.gethostname(), arrays.bus_id()
-    return Facts(rank, setting, "", *place, text, room=arrays.multiprocessors(), needed=needed, direct=direct)
+    return Facts(rank, setting, "", socket.gethostname(), arrays.bus_id(), text)
 
 
 def judge(everyone: Sequence[Facts]) -> NcclChoice:
     """Return the choice that follows from what all ranks say, in the order of their ranks; may raise BackendError."""
     refusals = _refusals(everyone)
-    asked = any(facts.setting == ON for facts in everyone)
-    if refusals and asked:
+    if refusals and any(facts.setting == "on" for facts in everyone):
         raise BackendError(
             f"{NCCL.name}=on, and NCCL cannot be used",
             rank=rank_list.numbers((rank for rank, _ in refusals), len(everyone)),
@@ -238,19 +218,12 @@ def judge(everyone: Sequence[Facts]) -> NcclChoice:
             remedy=f"start one rank for each GPU, install what is missing, or set {NCCL.name}=auto",
         )
     if refusals:
-        (rank, reason), alike = refusals[0], len(refusals) == len(everyone) and len({why for _, why in refusals}) == 1
-        return NcclChoice(False, False, reason if alike else f"on rank {rank}: {reason}")
+        rank, reason = refusals[0]
+        everywhere = len(refusals) == len(everyone) and len({why for _, why in refusals}) == 1
+        return NcclChoice(False, reason if everywhere else f"on rank {rank}: {reason}")
     if len(everyone) == 1:
-        return NcclChoice(False, False, "one rank has no other to talk to")
-    reason = f"each of the {len(everyone)} ranks has a GPU of its own and NCCL {everyone[0].version}"
-    direct = next((facts.direct for facts in everyone if facts.direct), "")
-    if direct and not asked:
-        return NcclChoice(True, False, f"{reason}; {GPU_DIRECT.name}={direct} says how messages travel")
-    crowded = next((facts for facts in everyone if 2 * facts.needed > facts.room), None)
-    if crowded is not None:
-        why = f"kernels that wait might take {crowded.needed} of {crowded.room} multiprocessors on rank {crowded.rank}"
-        return NcclChoice(True, False, f"{reason}; messages go by MPI: {why} (lower {' or '.join(LIMITS)})")
-    return NcclChoice(True, True, reason)
+        return NcclChoice(False, "one rank has no other to talk to")
+    return NcclChoice(True, f"each of the {len(everyone)} ranks has a GPU of its own and NCCL {everyone[0].version}")
 
 
 def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
@@ -270,6 +243,5 @@ def _refusals(everyone: Sequence[Facts]) -> list[tuple[int, str]]:
 
 
 def limit_kernels() -> None:
-    """Bound the kernels of NCCL, where the user has not: before its first communicator, which reads these variables."""
-    for name, value in LIMITS.items():
-        os.environ.setdefault(name, value)
+    """Bound the kernels of NCCL, where the user has not: before its first communicator, which reads this variable."""
+    os.environ.setdefault("NCCL_MAX_CTAS", THREAD_BLOCKS)

@@ -1,7 +1,8 @@
 """Sums over replicas by NCCL: they stay on the device, bucket by bucket, while layers and stages still compute.
 
-Buckets are put on the stream in the order of the calls and of their places, the same on all ranks. The caller starts
-sums and messages in one order (comm/transport/nccl.py says why).
+Buckets are put on the stream in the order of the calls and of their places, the same on all ranks. A kernel of NCCL
+waits for other ranks and holds its place on the device meanwhile. So messages that the host moves on end before the
+first sum starts (pipeline/gradient_sums.py).
 
 The host sees that a sum is done before anything uses it. So no wait of the host for its own device can depend on a rank
 that has failed meanwhile.
@@ -19,7 +20,7 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import DeviceArray, Event
-from mpipipe.comm.nccl.channel import NcclTask, close_together, open_channel
+from mpipipe.comm.nccl.channel import NcclTask, close_channel, open_channel
 from mpipipe.job import Condition, RankGroup, keep_forever, register_progress, unregister_progress
 
 BUCKET_BYTES = 32 << 20
@@ -86,7 +87,7 @@ class NcclSums:
         """Free the communicator; collective, and only when no sum is under way. After a failure it is kept."""
         unregister_progress(self)
         if self.group.failure is None:
-            close_together([self.channel], self.group)
+            close_channel(self.channel, self.group)
 
 
 class NcclSum:
@@ -132,8 +133,8 @@ def _add(part: DeviceArray, communicator: Any, stream: int) -> None:
 # the order. So all ranks get the same bits, those that each rank had.
 #
 # The host waits for nothing. The current stream waits for the row, and the host hears of failures where it waits for
-# what comes after (`wait`). Nothing else of NCCL is under way meanwhile, so no order is needed: a call of a pipeline
-# ends when the host has seen the end of all its messages and sums, and `wait` ends before the next call begins.
+# what comes after (`wait`). Nothing else of NCCL is under way meanwhile: a call of a pipeline ends when the host
+# has seen the end of all its messages and sums, and `wait` ends before the next call begins.
 
 
 KIND = np.dtype(np.float64)
@@ -179,4 +180,4 @@ class NcclRow:
 
     def close(self) -> None:
         """Free the communicator; collective, and only when no row is under way."""
-        close_together([self.channel], self.group)
+        close_channel(self.channel, self.group)

@@ -3,8 +3,7 @@
     host.py          what a transport can do; numpy arrays
     device.py        device arrays, whose addresses go to a GPU-aware MPI
     staged.py        device arrays, through pinned host memory
-    nccl.py          device arrays, by NCCL, in the order of streams
-    choose.py        which of these, on the evidence of gpu_aware.py, and by the choice of nccl/channel.py
+    choose.py        which of these, on the evidence of gpu_aware.py
 
 All ranks of a communicator cut long arrays in the same way, so a rank that computes on the host and one that computes
 on a GPU understand each other.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 
 from mpipipe.comm.transport import gpu_aware
 from mpipipe.comm.transport.device import DeviceTransport
 from mpipipe.comm.transport.gpu_aware import GpuAwareness
 from mpipipe.comm.transport.host import CHUNK_BYTES, PIECE_BYTES, HostTransport, Transport
-from mpipipe.comm.transport.nccl import NcclTransport, Pair
 from mpipipe.comm.transport.staged import StagedTransport
 from mpipipe.job import Communicator, RankGroup, group_of
 
@@ -23,12 +21,11 @@ def make_transport(
     device: str = "cpu",
     verdict: GpuAwareness | None = None,
     group: RankGroup | None = None,
-    pairs: Collection[Pair] = (),
 ) -> Transport:
     """Return the transport for arrays on this rank's device, "cpu" or "cuda"; collective. Ranks may differ.
 
     The ranks agree in `group`, by default in that of `comm`. `verdict` is what gpu_aware.detect said, asked by default
-    where a rank computes on a GPU. `pairs` are (from, to) of ranks that exchange messages by NCCL, the same on all.
+    where a rank computes on a GPU.
     """
     group = group_of(comm) if group is None else group
     everyone = group.gather("making a transport", (device, verdict))
@@ -37,12 +34,9 @@ def make_transport(
     verdicts = [other for _, other in everyone if other is not None] or [gpu_aware.detect(comm, group)]
     verdict = next((other for other in verdicts if not other.direct), verdicts[0])
     if comm.rank == 0:
-        way = "by NCCL, what it does not take " if pairs else ""
-        logger.info(
-            "device arrays travel %s%s: %s", way, "directly" if verdict.direct else "by the host", verdict.reason
-        )
+        way = "directly" if verdict.direct else "by the host"
+        logger.info("device arrays travel %s: %s", way, verdict.reason)
     if device == "cpu":
         return HostTransport(comm, channels, synchronous, PIECE_BYTES if verdict.direct else CHUNK_BYTES, typed=False)
     kind = DeviceTransport if verdict.direct else StagedTransport
-    transport = kind(comm, channels, synchronous)
-    return NcclTransport(group, pairs, transport) if pairs else transport
+    return kind(comm, channels, synchronous)

@@ -42,17 +42,6 @@ class Transport(Protocol):
         """Take note that work queued so far is the last that reads this receive buffer."""
         return
 
-    def begin_call(self, repeated: bool) -> bool:
-        """Begin a call; return whether its messages must be started in one order on all ranks.
-
-        `repeated` says, on all ranks alike, that a call like this one has run to its end before.
-        """
-        return False
-
-    def settled(self) -> bool:
-        """Whether all that was received is there, and the device waits for no other rank any more."""
-        return True
-
     def progress(self) -> bool:
         """Let everything under way advance, if that is this object's business (not MPI's), and say whether it is."""
         return False
