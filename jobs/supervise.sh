@@ -7,15 +7,13 @@
 #
 # CHECKPOINTS is where they appear, by default `checkpoints` in the folder that --out names. It ends with the exit code of
 # the last start: 0 once the training is done; 2 where it is refused; 75 where it was asked to leave; else that of the
-# failure, after MPIPIPE_RESTARTS starts in a row without a new checkpoint (3 by default). Each start is one of
-# `mpipipe launch`: a 0 without the proof that all ranks have come to their end is a failure. That takes any Python from
-# 3.11 on, MPIPIPE_PYTHON or python3, and a working folder that the node of rank 0 sees.
+# failure, after MPIPIPE_RESTARTS starts in a row without a new checkpoint (3 by default). A 0 without the file `finished`
+# next to the checkpoints, which a training leaves once all ranks have ended well, is a failure. A loop of your own leaves
+# it on rank 0.
 # INT, TERM, USR1 and USR2 end the training, and nothing is started again. All but INT let it save: it gets the signal
 # that its launcher hands on, USR2 for Open MPI's mpiexec, TERM for the others, and for a script of your own around them.
 set -euo pipefail
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-. "$root/mpipipe/cli/jobscripts/restarts.sh"
-python=${MPIPIPE_PYTHON:-python3}
+. "$(dirname -- "${BASH_SOURCE[0]}")/restarts.sh"
 
 [ "$#" -gt 0 ] || { echo "usage: bash jobs/supervise.sh COMMAND..." >&2; exit 2; }
 out=$(option_of out "" "$@")
@@ -25,6 +23,7 @@ if [ -z "${CHECKPOINTS:-}" ] && [ "$(option_of resume no "$@")" != auto ]; then
     echo "supervise.sh: without --resume auto each start would begin anew" >&2
     exit 2
 fi
+folder=$(dirname -- "$checkpoints")  # in which `finished` will be
 notes=$(mktemp)
 trap 'rm -f "$notes"' EXIT
 
@@ -41,11 +40,6 @@ of_open_mpi() {
 polite=TERM
 if of_open_mpi "$1"; then polite=USR2; fi
 
-# proven COMMAND...: `mpipipe launch` of this checkout, which need not be installed in that Python
-proven() {
-    exec "$python" -c 'import sys; sys.path.insert(0, sys.argv.pop(1)); from mpipipe.cli import main; main()' \
-        "$root" launch -- "$@"
-}
 asked="" child="" signals=0
 pass_on() {
     asked=$1 signals=$((signals + 1))
@@ -56,15 +50,19 @@ for name in INT TERM USR1 USR2; do trap "pass_on $name" "$name"; done
 
 start=1
 while [ -z "$asked" ]; do
+    rm -f -- "$folder/finished"
     set -m  # a process group of its own: Ctrl-C comes here alone, and is passed on once
-    proven "$@" < /dev/null &
+    "$@" < /dev/null &
     child=$!
     set +m
     while seen=$signals status=0; do
         wait "$child" || status=$?
         [ "$seen" != "$signals" ] || break  # else a signal has cut the waiting short
     done
-    [ "$status" != 0 ] || exit 0
+    if [ "$status" = 0 ]; then
+        is_finished "$folder" "$1" && exit 0
+        status=1
+    fi
     [ "$status" != "$preempted" ] && [ -z "$asked" ] || break
     worth_another_start "$status" "$checkpoints" "$notes" || break
     start=$((start + 1)) newest=$(newest_checkpoint "$checkpoints")

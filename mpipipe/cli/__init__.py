@@ -11,12 +11,6 @@ from mpipipe.cli.output import on_ranks, refusing, show
 def main() -> None:
     """Run the command that sys.argv names, and exit with its code: 2 for wrong usage, which one rank reports."""
     name, *words = sys.argv[1:] or [""]
-    if name == "launch":
-        from mpipipe.cli.launch import start
-
-        code = start(words)
-        if code is not None:  # else a mistake, or the help is asked for
-            sys.exit(code)
     if name == "train" and "--dry-run" not in words:
         from mpipipe.job import stop_signals
 

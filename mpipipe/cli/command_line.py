@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 
 from mpipipe import __version__
 from mpipipe.cli.flags import REQUIRED, Argument, Operand, parameters_of
-from mpipipe.cli.output import WRONG_USAGE, refusing, show
+from mpipipe.cli.output import WRONG_USAGE, show
 from mpipipe.errors import BackendError
-from mpipipe.job import INTERRUPTED, Stop, ended, group_of, run_or_abort, runtime, settings, write
+from mpipipe.job import INTERRUPTED, Stop, group_of, run_or_abort, runtime, settings, write
 from mpipipe.options import Option
 from mpipipe.text import as_word, near
 
@@ -36,15 +36,8 @@ def run() -> int:
     if _is_job():
         return run_or_abort(_command_of_job)
     try:
-        if settings.launcher_size(os.environ) is None:
-            with refusing():
-                ended.begin(True, "1 rank")
-        else:  # one of several that do not see each other: none can prove that all have ended
-            os.environ.pop(ended.VARIABLE, None)
         code = execute(sys.argv[1:])
         show("")  # what was written without it is flushed
-        if code == 0:
-            ended.end()
     except Stop as stop:
         write(stop.text)
         code = stop.code
@@ -108,7 +101,9 @@ def _chosen(words: list[str]) -> partial[int]:
             raise SystemExit(0)
         if name not in command.commands:
             known = [*command.commands, "--help", *(["--version"] if command is ALL else [])]
-            raise wrong_usage(prog, f"there is no command {name}", near(name, known))
+            remedy = INSTEAD.get(name)
+            likely = near(name, known) if remedy is None else ()
+            raise wrong_usage(prog, f"there is no command {name}", likely, remedy)
         prog, command = f"{prog} {name}", command.commands[name]
     return partial(_run, command, parser_of(prog, command.load()).parse(words))
 
@@ -182,10 +177,13 @@ COMMANDS = {
     "draw": Command("Pictures of schedules and traces, as PNG or SVG", commands=DRAW),
     "bench": Command("Measure; every number beside what it can be compared with", commands=BENCH),
     "info": Command("Show what a run finds on this machine", "cli.info:info"),
-    "jobscript": Command("Print a job script for SLURM, PBS, LSF or Flux", "cli.jobscript:jobscript"),
-    "run": Command("Run a script on every rank; an error ends the whole job", "cli.jobscript:run"),
-    "launch": Command("Start a job, and believe its exit code 0 with a proof alone", "cli.jobscript:launch"),
+    "run": Command("Run a script on every rank; an error ends the whole job", "cli.run:run"),
     "completion": Command("Print what completes commands in a shell", "cli.completion:completion"),
+}
+# commands that are gone, and what to use in their place
+INSTEAD = {
+    "jobscript": "copy a job script: jobs/train.sbatch, train_gpu.sbatch, train_preemptable.sbatch or train.pbs",
+    "launch": "start the job without it: `train` leaves a file `finished` in its folder once all ranks have ended well",
 }
 ALL = Command("Pipeline parallelism and ring attention over MPI.", commands=COMMANDS)
 

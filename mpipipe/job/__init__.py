@@ -4,7 +4,7 @@ where a rank stands      runtime (world), settings, cores, types; context: its s
 agreement                group, consensus, communicators
 waiting                  wait, requests
 hangs                    flight, watch/
-the end of a job         exit, report, ended (the proof for `mpipipe launch`, which imports that file alone)
+the end of a job         exit, report
 a job that is preempted  preemption, stop_signals
 ranks without MPI        inprocess
 

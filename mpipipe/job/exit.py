@@ -26,14 +26,13 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from mpipipe.errors import ArgumentError, BackendError, MpipipeError
-from mpipipe.job import communicators, ended, rank_list, report, runtime, settings, stop_signals
+from mpipipe.job import communicators, rank_list, report, runtime, settings, stop_signals
 from mpipipe.job.consensus import digest
 from mpipipe.job.context import current_rank, finalized, is_rank
 from mpipipe.job.group import RankGroup, group_of
 from mpipipe.job.report import AGREED, GRACE, INTERRUPTED, STAGGER, abort_job, describe_error, heading, write
 from mpipipe.job.requests import own
 from mpipipe.job.types import MpiCommunicator
-from mpipipe.text import counted
 
 __all__ = ["Stop", "run_or_abort"]
 
@@ -91,7 +90,6 @@ def _run(main: Callable[[], object], world: JobRanks) -> ExitReport:
     try:
         with world.group.raise_together("the start of the program"):
             settings.check_settings()
-            ended.begin(world.rank == 0, counted(world.size, "rank"))
         _afterwards.insert(0, main)
         while _afterwards:
             try:
@@ -198,8 +196,6 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
     if finalized():
         if end.report and end.code:
             write(end.report)
-        if end.code == 0 and world.rank == 0:  # MPI_Finalize is collective: no rank was missing
-            _prove()
         return end.code
     head = heading(world.rank, world.size)
     try:
@@ -209,8 +205,6 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
         abort_job(runtime.world(), INTERRUPTED)
     codes, causes, refusals = (column.tolist() for column in table.T)
     if len(set(codes)) == 1 and set(causes) in ({ExitCause.NOTHING}, {ExitCause.EXITED}):
-        if codes[0] == 0 and world.rank == 0:
-            _prove()
         return codes[0]
     speaker = causes.index(max(causes))
     if max(causes) == ExitCause.EXITED and ExitCause.REPORTED_ELSEWHERE not in causes:
@@ -223,14 +217,6 @@ def leave_together(world: JobRanks, end: ExitReport) -> int:
         write(text)
     _finalize(code)
     return code
-
-
-def _prove() -> None:
-    """Leave the proof that this job has ended well, for a launcher that waits for one."""
-    try:
-        ended.end()
-    except OSError as error:
-        write(f"mpipipe: the proof of this job's end cannot be written: {error.strerror}\n")
 
 
 def _all_ends(world: JobRanks, end: ExitReport) -> np.ndarray:

@@ -223,7 +223,7 @@ class Preemption:
 #  |--------------|------------|--------|----|     as long as this fits, one step more is begun
 
 
-END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970; set by SLURM from 23.02, by cli/jobscripts/job.sh for older ones
+END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970; set by SLURM from 23.02, by jobs/batch.sh for older ones
 SHARE, LEAST_MARGIN, MOST_MARGIN = 0.02, 2.0, 60.0  # of the time there is; seconds
 FORM = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d*)?)", re.ASCII)
 

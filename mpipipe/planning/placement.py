@@ -110,6 +110,9 @@ def table(found: Sequence[Placement], cores: int, present: tuple[int, int]) -> I
             f"on {counted(cores, 'core')} of a node: {counted(best.ranks, 'rank')} with "
             f"{counted(best.threads, 'thread')} each (the fewest ranks within {NEAR:.0%} of the fastest step)"
         )
+        yield "in a script of SLURM, such as jobs/train.sbatch:"
+        yield f"#SBATCH --ntasks-per-node={best.ranks}"
+        yield f"#SBATCH --cpus-per-task={best.threads}"
         if (best.ranks, best.threads) != present:
             yield "start those and plan again: messages and sums that the ranks here do not have are not counted"
 

@@ -32,6 +32,7 @@ from mpipipe.train.task import Task
 PATIENCE = 10.0  # seconds in which a network file system shows one host what another one wrote
 PAUSE = 0.1
 MARKER = ".mpipipe-marker"
+FINISHED = "finished"  # left once all ranks have ended well; batch scripts look at it
 
 
 def shared_path(comm: Communicator, path: str | None) -> str:
@@ -116,6 +117,7 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
     with group.raise_together("making the output folder"), using(out):
         if comm.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
+            (out / FINISHED).unlink(missing_ok=True)  # of a training that goes on
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(marker, flags, 0o644), "w") as file:
                 file.write(token)
@@ -133,6 +135,18 @@ def make_folder(out: Path, comm: Communicator, writes: bool) -> None:
         if comm.rank == 0:
             with suppress(OSError):
                 marker.unlink()
+
+
+def finish(out: Path, comm: Communicator) -> None:
+    """Leave the file `finished` once all ranks have come to the end of the training; collective.
+
+    An exit code 0 is no proof of that: MPICH's launcher returns 0 where a library in C ends one rank by `exit(0)`.
+    """
+    group = group_of(comm)
+    group.agree("train: all ranks have come to the end")
+    with group.raise_together("train: the file of the end"), using(out):
+        if comm.rank == 0:
+            files.write_whole(out / FINISHED, f"{datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
 
 
 def _sees(marker: Path, token: str) -> bool:

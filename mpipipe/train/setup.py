@@ -66,7 +66,9 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
         config = with_order(config, comm, out)
         trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
         with watching(config.watchdog, out), Mesh(comm, pipe=pipe, seq=config.seq) as mesh:
-            return _train(mesh, task, config, out, trace)
+            record = _train(mesh, task, config, out, trace)
+        output_folder.finish(out, comm)
+        return record
 
 
 def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None) -> Record:

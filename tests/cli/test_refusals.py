@@ -35,7 +35,6 @@ def alone(monkeypatch):
         "simulate --schedule gpip",
         "draw timeline --schedule gpip --ranks 2 --microbatches 2 --out x.svg",
         "completion fish",
-        "jobscript sge",
         "convert absent new",
     ],
 )
@@ -115,7 +114,6 @@ def test_a_table_in_a_configuration_is_named(tmp_path, content, table, remedy):
         ["generate", "here", "--out", ""],
         ["evaluate", "here", "--data", ""],
         ["draw", "split", "--trace", "", "--out", "a.svg"],
-        ["jobscript", "slurm", "--account", ""],
         ["run", ""],
     ],
 )
@@ -130,9 +128,17 @@ def test_an_empty_text_in_a_configuration_is_refused(keys):
         TrainConfig(**keys)
 
 
-def test_the_partition_of_slurm_is_a_queue():
-    ended = invoke("jobscript", "slurm", "--partition", "long")
-    assert ended.code == 2 and "did you mean: --queue" in ended.report
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("jobscript slurm", "remedy: copy a job script: jobs/train.sbatch"),
+        ("launch -- mpiexec", "remedy: start the job without it"),
+        ("train --survive", "remedy: save checkpoints"),
+    ],
+)
+def test_what_is_gone_names_what_to_use(words, said):
+    ended = invoke(*words.split())
+    assert ended.code == 2 and said in ended.report
 
 
 class Place:

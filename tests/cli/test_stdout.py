@@ -31,7 +31,6 @@ SIZES = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 2 --sample
         "info --help",
         "simulate --schedule gpipe --ranks 2 --microbatches 2",
         "completion bash",
-        "jobscript slurm --mpi openmpi",
         "train --dry-run --dim 16 --layers 1 --seq-len 16 --batch 4",
     ],
 )

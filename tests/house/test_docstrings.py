@@ -31,7 +31,6 @@ ROOMS = [
     "mpipipe.pictures",
     "mpipipe.planning",
     "mpipipe.schedules",
-    "mpipipe.cli.jobscripts",
     "mpipipe.train",
 ]
 

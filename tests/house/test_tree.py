@@ -16,8 +16,6 @@ pytestmark = pytest.mark.together
 LONGEST, SHORTEST = 500, 60  # lines of a file
 FILES, FLOORS = 20, 8  # of a folder
 ARGUMENTS = 5  # by position; fields of a tuple or a dataclass count as arguments of its constructor
-# what may be imported past the face of its room, and why
-PAST_THE_FACE = {"mpipipe.job.ended": "`mpipipe launch` starts without the rest of the room"}
 # words that hide what is meant: `shared/style` in short
 WORDS = re.compile(r"\b(behind|beside|whoever|whom|whose turn|none of|of which|so many|likewise)\b")
 METAPHORS = re.compile(r"\b(vigil|letter|crew|remains|hear|heard|tells?|told)\b")
@@ -74,7 +72,6 @@ def past_the_face(of: dict[str, ast.Module]) -> list[str]:
         and node.module.count(".") >= 2
         and node.module.split(".")[:2] != module_of(path).split(".")[:2]
         and node.module not in packages
-        and node.module not in PAST_THE_FACE
     ]
 
 

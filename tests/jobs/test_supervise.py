@@ -14,14 +14,14 @@ from train.test_kills import NEVER, TRAINING, outcome
 
 pytestmark = pytest.mark.jobs
 # a job that makes one checkpoint in each start, as `steps` says, and ends with a code of `codes`; "silent" is a 0
-# without the proof that a rank 0 leaves
+# without the file that a rank 0 leaves
 FAKE = """
 echo start >> starts
 n=$(wc -l < starts)
 step=$(sed -n ${n}p steps) code=$(sed -n ${n}p codes)
 folder=run/checkpoints/step-0000000$step
 if [ -n "$step" ]; then mkdir -p $folder; touch $folder/manifest.json; fi
-[ "$code" != 0 ] || echo "ended ${MPIPIPE_ENDED##*-ended-}" > "$MPIPIPE_ENDED"
+[ "$code" != 0 ] || touch run/finished
 exit "${code/silent/0}"
 """
 
@@ -70,10 +70,10 @@ def test_a_job_that_never_saves_is_given_up(fake):
     assert "start 2 begins anew" in result.stderr and "(newest: none)" in result.stderr
 
 
-def test_a_success_without_a_proof_is_a_failure(fake):
+def test_a_success_without_the_file_of_the_end_is_a_failure(fake):
     result, starts = fake(["1", "2"], ["silent", "0"])
     assert result.returncode == 0 and starts == 2, result
-    assert "bash returned 0, but nothing proves" in result.stderr
+    assert "bash returned 0, but run/finished is not there" in result.stderr
     assert "exit code 1; start 2 goes on from step-00000001" in result.stderr
 
 

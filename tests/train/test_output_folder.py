@@ -15,6 +15,7 @@ from mpipipe import files
 from mpipipe.errors import ConfigError, OwnerError
 from mpipipe.language.models import GPT, weights
 from mpipipe.train import output_folder, train
+from mpipipe.train.trainer import Trainer
 
 
 @pytest.fixture
@@ -36,7 +37,8 @@ def test_a_relative_folder_and_the_default_are_those_of_rank_0(comm, own_folder,
     comm.Barrier()
     out = own_folder.parent / "rank-0" / "runs" / "a"
     names = {f"stage-{number}.safetensors" for number in range(comm.size)}
-    assert set(os.listdir(out)) == {"metrics.jsonl", "weights", "config.toml", "environment.json", "train.log"}
+    written = {"metrics.jsonl", "weights", "config.toml", "environment.json", "train.log", "finished"}
+    assert set(os.listdir(out)) == written
     assert set(os.listdir(out / "weights")) == {"model.json", *names}
     assert comm.rank == 0 or os.listdir(own_folder) == []
     if comm.rank == 0:
@@ -45,6 +47,20 @@ def test_a_relative_folder_and_the_default_are_those_of_rank_0(comm, own_folder,
     path = output_folder.shared_path(comm, None)
     assert Path(path).parent == own_folder.parent / "rank-0" / "runs"
     assert comm.allgather(path) == [path] * comm.size
+
+
+def test_only_a_training_that_has_ended_well_on_all_ranks_is_finished(comm, mpi_tmp_path, config, monkeypatch):
+    finished = mpi_tmp_path / "run" / "finished"
+    train(config(save_every=2), GPT, comm)
+    assert finished.exists()
+    with pytest.raises(ConfigError, match="not empty"):
+        train(config(), GPT, comm)
+    assert finished.exists()  # the folder is as it was
+    monkeypatch.setattr(Trainer, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(config(steps=3, resume="auto"), GPT, comm)
+    comm.Barrier()
+    assert not finished.exists()
 
 
 def test_two_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):

@@ -1,4 +1,4 @@
-# Sourced by job.sh beside it, and by jobs/supervise.sh: whether a training that ended is worth another start.
+# Sourced by jobs/batch.sh and jobs/supervise.sh: whether a training has ended well, and is worth another start.
 #
 #   MPIPIPE_RESTARTS     starts in a row that may end without a new checkpoint, 1 to 999999, 3 by default
 
@@ -12,6 +12,19 @@ case ${MPIPIPE_RESTARTS:=3} in
 esac
 refused=2     # exit code of a job that all ranks refuse alike, as for a wrong option: it would be refused again
 preempted=75  # exit code of a job that was asked to leave, and has saved
+
+# is_finished FOLDER COMMAND: whether the training there has ended well on all ranks, after COMMAND has returned 0. No
+# launcher knows that: that of MPICH returns 0 where a library in C ends one rank by exit(0).
+is_finished() {
+    local look
+    for look in 1 2 3; do
+        ls -- "$1" > /dev/null 2>&1 || true  # lets a network file system look anew
+        [ ! -e "$1/finished" ] || return 0
+        [ "$look" = 3 ] || sleep 1
+    done
+    echo "mpipipe: $2 returned 0, but $1/finished is not there: not all ranks have ended well" >&2
+    return 1
+}
 
 # option_of NAME DEFAULT OPTIONS...: the value of the last --NAME among the options
 option_of() {
@@ -38,10 +51,11 @@ newest_checkpoint() {
 # remembers, from one start to the next, the newest checkpoint and how many starts have ended without a newer one.
 worth_another_start() {
     local status=$1 newest before="" idle=0
-    [ "$status" != 0 ] && [ "$status" != "$refused" ] || return 1
+    [ "$status" != "$refused" ] || return 1
     newest=$(newest_checkpoint "$2")
     [ ! -e "$3" ] || read -r before idle < "$3"
     if [ "${newest:-none}" = "$before" ] || [ -z "$newest" ]; then idle=$((idle + 1)); else idle=0; fi
+    mkdir -p -- "$(dirname -- "$3")"
     echo "${newest:-none} $idle" > "$3"
     if [ "$idle" -ge "$MPIPIPE_RESTARTS" ]; then
         echo "mpipipe: $idle starts in a row have ended without a new checkpoint (newest: ${newest:-none}): no other one" >&2
