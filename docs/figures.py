@@ -1,26 +1,17 @@
 """Draw the pictures of these pages from the code that they show: python docs/figures.py writes docs/figures/*.svg.
 
-A test draws them again and compares, so that no picture can show what the code no longer does. Those of a training
-are drawn from docs/figures/trace, which python docs/figures.py --record makes anew.
+A test draws them again and compares, so that no picture can show what the code no longer does.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from html import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from mpipipe import pictures, schedules
-from mpipipe.analysis.written import EVENTS, SUMMARY
+from mpipipe import schedules, tracing
 from mpipipe.attention import Layout
-from mpipipe.cli.draw import draw_parts, draw_step
 
 FOLDER = Path(__file__).with_name("figures")
-TRACE = FOLDER / "trace"
-TRAINING = "--pipe 4 --layers 4 --dim 192 --microbatches 8 --steps 4 --eval-batches 1 --sample-bytes 0"
 RANKS = ("#9ec5e8", "#a8d5a2", "#f3c98b", "#d9b3dd")
 INK, PAPER, PALE = "#22313f", "#ffffff", "#eef2f5"
 RANK_COUNT, MICROBATCHES = 4, 8
@@ -72,7 +63,7 @@ def floors() -> str:
         ("9", [("cli", "commands"), ("bench", "measurements"), ("gpu_check", "checks of a GPU")]),
         ("8", [("language", "tokens: models, data, text")]),
         ("7", [("train", "any model: loop, run folder")]),
-        ("6", [("planning", "the fastest plan"), ("analysis", "where the time went")]),
+        ("6", [("planning", "the fastest plan"), ("tracing", "where the time went")]),
         (
             "5",
             [
@@ -82,7 +73,7 @@ def floors() -> str:
                 ("adapters", "PyTorch, JAX"),
             ],
         ),
-        ("4", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring"), ("pictures", "by matplotlib")]),
+        ("4", [("optim", "SGD, AdamW, scaling"), ("attention", "layouts, ring")]),
         ("3", [("schedules", "pure Python"), ("comm", "messages of arrays"), ("nn", "layers, stages, losses")]),
         ("2", [("job", "agreement, waiting, failure, exit")]),
         ("1", [("arrays", "the door to CuPy")]),
@@ -199,7 +190,7 @@ def drawn() -> dict[str, str]:
 
 
 def draw_schedules(folder: Path) -> None:
-    """Draw the pictures that `mpipipe.pictures` makes. Their bytes depend on the version of matplotlib."""
+    """Draw the pictures that `mpipipe.tracing` makes. Their bytes depend on the version of matplotlib."""
     half = schedules.Costs(forward=0.5, input_grad=0.5, weight_grad=0.5)  # two chunks share a rank's layers
     timelines = {
         "gpipe": schedules.simulate(schedules.gpipe(RANK_COUNT, MICROBATCHES)),
@@ -211,38 +202,13 @@ def draw_schedules(folder: Path) -> None:
         "slices": schedules.simulate(schedules.one_f_one_b(RANK_COUNT, 1, slices=8)),
     }
     for name, timeline in timelines.items():
-        pictures.draw_timeline(timeline, folder / f"{name}.svg")
+        tracing.draw_timeline(timeline, folder / f"{name}.svg")
     for name in ("one_f_one_b", "v_half"):
-        pictures.draw_memory(timelines[name], folder / f"memory_{name}.svg")
-    counts = [RANK_COUNT * factor for factor in (1, 2, 4, 8)]
-    pictures.draw_comparison(pictures.simulate_all(RANK_COUNT, counts), folder / "comparison.svg")
-
-
-def draw_training(folder: Path) -> None:
-    """Draw the recorded training, as `mpipipe draw split` and `mpipipe draw trace` do."""
-    draw_parts(TRACE, folder / "split.svg")
-    draw_step(TRACE, folder / "trace.svg")
-
-
-def record() -> None:
-    """Train with four ranks, and keep of the trace what the pictures need."""
-    with TemporaryDirectory() as folder:
-        train = [sys.executable, "-m", "mpipipe", "train", *TRAINING.split()]
-        subprocess.run(
-            ["mpiexec", "-n", "4", *train, "--out", f"{folder}/out", "--trace", f"{folder}/trace"], check=True
-        )
-        TRACE.mkdir(parents=True, exist_ok=True)
-        (TRACE / SUMMARY).write_text((Path(folder) / "trace" / SUMMARY).read_text())
-        events = json.loads((Path(folder) / "trace" / EVENTS).read_text())
-    kept = [event for event in events if event["ph"] == "X" and event["tid"] == 0 and event["cat"] == "compute"]
-    (TRACE / EVENTS).write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+        tracing.draw_memory(timelines[name], folder / f"memory_{name}.svg")
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    if "--record" in sys.argv:
-        record()
     for name, svg in drawn().items():
         (FOLDER / name).write_text(svg)
     draw_schedules(FOLDER)
-    draw_training(FOLDER)

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from mpipipe.planning import cut
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here
-_ROOMS = (
-    "adapters analysis attention checkpoint errors exchange language nn optim pictures planning schedules train".split()
-)
+_ROOMS = "adapters attention checkpoint errors exchange language nn optim planning schedules tracing train".split()
 if not TYPE_CHECKING:  # else a checker of types takes each wrong name for an object
     __all__, _named = lazy_face(__name__, __file__)
 

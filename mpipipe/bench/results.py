@@ -1,4 +1,4 @@
-"""`bench all`: every bench that this machine can run, several times, as one page with a figure.
+"""`bench all`: every bench that this machine can run, several times, as one page.
 
 Each bench is a job of its own, started like a user's. A line of its report becomes a row of the page: the median of its
 ratios in all runs, their range, the goal, and what the run in the middle has measured.
@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Annotated, NamedTuple
 
-from mpipipe import arrays, environment, files, nn, pictures
+from mpipipe import arrays, environment, files, nn
 from mpipipe.cli import probe, show
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
@@ -68,12 +68,11 @@ class Ratio(NamedTuple):
 
 def every(
     runs: Annotated[int, Option("of each bench; the middle and the range are shown", least=1)] = 3,
-    out: Annotated[str, Option("folder for results.md and results.svg", metavar="DIR")] = "results",
+    out: Annotated[str, Option("folder for results.md", metavar="DIR")] = "results",
 ) -> None:
     """Run all benches, and write a page of results (python -m mpipipe bench all); on two cores some 15 minutes."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures.check_can_draw(folder / "results.svg")
     rows: list[Ratio] = []
     missing: list[str] = []
     for bench in BENCHES:
@@ -84,7 +83,6 @@ def every(
         start = perf_counter()
         rows += _rows(bench, [_run(bench) for _ in range(runs)])
         show(f"{bench.command}: {perf_counter() - start:.0f} s\n")
-    pictures.draw_ratios({row.what: row.ratios for row in rows}, folder / "results.svg")
     files.write_whole(folder / "results.md", _page(rows, missing, runs).encode())
     show(f"{folder}: {len(rows)} rows; this machine cannot show {len(missing)} of {len(BENCHES)} benches\n")
 
@@ -143,4 +141,4 @@ def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
         lines.append(f"| {row.what} | {numbers} | {row.goal} | {row.measured} | `{row.command}` |")
     if missing:
         lines += ["", "This machine cannot show:", "", *(f"- {each}" for each in missing)]
-    return "\n".join([*lines, "", "![Ratios and their ranges](results.svg)", ""])
+    return "\n".join([*lines, ""])

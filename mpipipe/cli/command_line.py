@@ -101,7 +101,7 @@ def _chosen(words: list[str]) -> partial[int]:
             raise SystemExit(0)
         if name not in command.commands:
             known = [*command.commands, "--help", *(["--version"] if command is ALL else [])]
-            remedy = INSTEAD.get(name)
+            remedy = INSTEAD.get(f"{prog.removeprefix(program())} {name}".strip())
             likely = near(name, known) if remedy is None else ()
             raise wrong_usage(prog, f"there is no command {name}", likely, remedy)
         prog, command = f"{prog} {name}", command.commands[name]
@@ -145,9 +145,6 @@ class Command:
 DRAW = {
     "timeline": Command("Who computes what at which time", "cli.draw:timeline"),
     "memory": Command("How many activations each rank holds at which time", "cli.draw:memory"),
-    "compare": Command("Bubble and memory of schedules beside each other", "cli.draw:compare"),
-    "split": Command("Where the time of each rank went in a training", "cli.draw:split"),
-    "trace": Command("A step of a training below what its schedule predicts", "cli.draw:trace"),
 }
 BENCH = {
     "all": Command("Most of these, as a page of results with a figure", "bench.results:every"),
@@ -174,7 +171,7 @@ COMMANDS = {
     "evaluate": Command("Compute the loss of a model", "cli.evaluate:evaluate"),
     "convert": Command("Turn a model folder of Hugging Face into ours, or back", "cli.convert:convert"),
     "simulate": Command("Run a schedule on paper", "cli.simulate:simulate"),
-    "draw": Command("Pictures of schedules and traces, as PNG or SVG", commands=DRAW),
+    "draw": Command("Pictures of schedules, as PNG or SVG", commands=DRAW),
     "bench": Command("Measure; every number beside what it can be compared with", commands=BENCH),
     "info": Command("Show what a run finds on this machine", "cli.info:info"),
     "run": Command("Run a script on every rank; an error ends the whole job", "cli.run:run"),
@@ -184,6 +181,9 @@ COMMANDS = {
 INSTEAD = {
     "jobscript": "copy a job script: jobs/train.sbatch, train_gpu.sbatch, train_preemptable.sbatch or train.pbs",
     "launch": "start the job without it: `train` leaves a file `finished` in its folder once all ranks have ended well",
+    "draw compare": "`mpipipe simulate` prints bubble and peak memory of a schedule",
+    "draw split": "`mpipipe train --trace DIR` prints where the time went, and DIR/summary.json has it",
+    "draw trace": "open the trace.json of `mpipipe train --trace DIR` in https://ui.perfetto.dev",
 }
 ALL = Command("Pipeline parallelism and ring attention over MPI.", commands=COMMANDS)
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from mpipipe import checkpoint, optim, schedules
-from mpipipe.analysis import Recording, check_new
 from mpipipe.checkpoint import check_owned
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
@@ -21,6 +20,7 @@ from mpipipe.nn import announce_write
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
+from mpipipe.tracing import Recording, check_new
 from mpipipe.train import output_folder, resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress

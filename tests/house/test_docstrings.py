@@ -17,7 +17,6 @@ pytest.importorskip("numpydoc")
 ROOMS = [
     "mpipipe",
     "mpipipe.adapters",
-    "mpipipe.analysis",
     "mpipipe.attention",
     "mpipipe.checkpoint",
     "mpipipe.job.inprocess",
@@ -28,9 +27,9 @@ ROOMS = [
     "mpipipe.language.models.huggingface",
     "mpipipe.nn",
     "mpipipe.optim",
-    "mpipipe.pictures",
     "mpipipe.planning",
     "mpipipe.schedules",
+    "mpipipe.tracing",
     "mpipipe.train",
 ]
 

@@ -12,7 +12,7 @@ from support.small_gpt import MODEL, build, gradients, parts_of, text
 from support.tolerance import close, close_norm, largest
 from support.training_tolerance import curve, path, roundings
 
-from mpipipe import Mesh, Pipeline, analysis, arrays, nn, optim
+from mpipipe import Mesh, Pipeline, arrays, nn, optim, tracing
 from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
@@ -162,7 +162,7 @@ def test_durations_and_spans_are_those_of_the_device(gpu, comm):
     stages = build(schedule, comm.rank, "float32", **ON_DEVICE)
     mine = dense.placed(schedule, comm.rank, *text(4))
     with Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy) as pipeline:
-        with analysis.recording(pipeline) as record:
+        with tracing.recording(pipeline) as record:
             for _ in range(2):
                 pipeline.step(*mine)
         costs = pipeline.durations()

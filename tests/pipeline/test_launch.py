@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import dense
 
-from mpipipe import Pipeline, analysis, nn, optim, schedules
+from mpipipe import Pipeline, nn, optim, schedules, tracing
 from mpipipe.errors import ArgumentError, MpipipeError
 from mpipipe.job import inprocess
 
@@ -172,7 +172,7 @@ def test_a_launched_step_is_recorded_like_any_other(comm):
     schedule = dense.build("one_f_one_b", comm.size, 1, 2)
     mine = dense.placed(schedule, comm.rank, *dense.batch(4, schedule.stages))
     with Pipeline(dense.model(schedule, comm.rank), schedule, comm, dense.mean_squared) as pipeline:
-        with analysis.recording(pipeline) as record:
+        with tracing.recording(pipeline) as record:
             for _ in range(3):
                 pipeline.launch(*mine)
         assert record.steps == 3

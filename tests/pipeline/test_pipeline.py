@@ -8,7 +8,7 @@ from support import dense
 from support.device_pipelines import check_weight_gradients_from_received_inputs
 from support.tolerance import close, within
 
-from mpipipe import Pipeline, analysis, nn
+from mpipipe import Pipeline, nn, tracing
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.schedules import from_csv, gpipe, interleaved_1f1b, one_f_one_b, simulate
 
@@ -122,7 +122,7 @@ def test_all_reduce_starts_while_other_stages_still_compute(comm):
         stage.gradients = type("Flat", (), {"flat": stage.gradient.reshape(-1)})
     inputs, targets = dense.batch(6, 2)
     with Pipeline(stages, schedule, alone, loss=dense.mean_squared, replicas=comm) as pipeline:
-        with analysis.recording(pipeline, comm) as record:
+        with tracing.recording(pipeline, comm) as record:
             pipeline.step(inputs, targets)
     names = [span.name for span in record.spans]
     if comm.size > 1:

@@ -9,7 +9,7 @@ import pytest
 from support import dense
 from support.small_gpt import gradients, parts_of
 
-from mpipipe import Pipeline, analysis, nn, schedules
+from mpipipe import Pipeline, nn, schedules, tracing
 from mpipipe.comm.tags import Tags
 from mpipipe.errors import StageError
 from mpipipe.job import inprocess
@@ -128,7 +128,7 @@ def durations_of(schedule, recompute):
         stage = nn.Stage([nn.Linear(4, 4)], first=comm.rank)
         x = np.ones((4, 4), np.float32)
         with Pipeline([stage], schedule, comm, loss=nn.mean_squared_error, recompute=recompute) as pipeline:
-            with analysis.recording(pipeline) as record:
+            with tracing.recording(pipeline) as record:
                 pipeline.step(*dense.placed(schedule, comm.rank, x, x))
             totals = pipeline.engine.executor.clock.totals
             return pipeline.durations(), dict(totals), [span.name for span in record.spans]

@@ -9,7 +9,7 @@ import pytest
 from support import dense
 from support.tolerance import within
 
-from mpipipe import Mesh, Pipeline, analysis, nn, schedules
+from mpipipe import Mesh, Pipeline, nn, schedules, tracing
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, StageError
 from mpipipe.job import inprocess
 from mpipipe.stages import StageAdapter
@@ -146,7 +146,7 @@ def test_what_a_call_leaves_and_what_may_be_asked_within_it():
         loss = lambda output, target: (np.array([0.5]), output)  # noqa: E731  # an array of one number
         with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=loss) as pipeline:
             stage.forward = lambda x: calls.append(pipeline.busy) or forward(x)
-            with analysis.recording(pipeline) as record:
+            with tracing.recording(pipeline) as record:
                 for count in (1, 2):
                     assert pipeline.step(x, x).loss == 0.5
                     assert len(record.spans) == 4 * count and pipeline.engine.executor.state is None

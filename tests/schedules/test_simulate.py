@@ -12,10 +12,10 @@ from support.random_schedules import runnable_schedules
 from support.tolerance import close
 
 from mpipipe import schedules
-from mpipipe.analysis.efficiency import efficiencies
-from mpipipe.analysis.segments import PARTS
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Action, Costs, peak_memory, simulate, with_recompute
+from mpipipe.tracing.efficiency import efficiencies
+from mpipipe.tracing.segments import PARTS
 
 
 def longest_path(schedule, costs):

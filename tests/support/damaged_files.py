@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from mpipipe import schedules
-from mpipipe.analysis.written import read_trace
 from mpipipe.language import data
 from mpipipe.language.data.tokenizer import open_tokenizer
 from mpipipe.language.inference.prompts import read_prompts
@@ -21,7 +19,6 @@ from mpipipe.planning import LayerCosts, Link, RankCosts, SavedProfile, Sizes
 from mpipipe.schedules.csv_text import from_file
 from mpipipe.train import TrainConfig, metrics
 from support.damage import places
-from support.launch import ROOT
 from support.token_files import random_documents, write_megatron, write_tokens
 
 DOCUMENTS = 200
@@ -87,19 +84,6 @@ def _profile(folder):
     return folder / "profile.json"
 
 
-def _trace(name):
-    def make(folder):
-        shutil.copytree(ROOT / "docs" / "figures" / "trace", folder / "trace")
-        return folder / "trace" / name
-
-    return make
-
-
-def _read_trace(path):
-    found = read_trace(path.parent)
-    return found.pipeline(found.middle_step())
-
-
 def _config(folder):
     (folder / "config.toml").write_text('dim = 64\nheads = 4\ndata = ["text"]\nlr = 0.003\nschedule = "one_f_one_b"\n')
     return folder / "config.toml"
@@ -139,8 +123,6 @@ KINDS = {
     "megatron": Kind(_megatron, _read_data),
     "csv": Kind(_csv, from_file),
     "profile": Kind(_profile, SavedProfile.read),
-    "summary of a trace": Kind(_trace("summary.json"), _read_trace),
-    "events of a trace": Kind(_trace("trace.json"), _read_trace),
     "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
     "metrics": Kind(_metrics, lambda path: metrics.kept_records(path.parent, 10)),
     "tokenizer": Kind(_tokenizer, _read_tokenizer),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpipipe.analysis.records import RankRecord, StepRecord, Waited
 from mpipipe.trace import Sent, Span
+from mpipipe.tracing.records import RankRecord, StepRecord, Waited
 
 AGREE, NORM = ((0, 1), "agreement"), ((0, 1), "norm of the gradients")  # (key of the group, what)
 

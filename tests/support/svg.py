@@ -1,4 +1,4 @@
-"""What an SVG of `mpipipe.pictures` shows: its texts, and its shapes with their colours and places."""
+"""What an SVG of `mpipipe.tracing` shows: its texts, and its shapes with their colours and places."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpipipe.analysis.records import RankRecord, deliveries
-from mpipipe.analysis.segments import Segment
 from mpipipe.schedules import Timeline
+from mpipipe.tracing.records import RankRecord, deliveries
+from mpipipe.tracing.segments import Segment
 
 MEASURED, PREDICTED = 0, 1  # rows
 MICRO = 1e6  # Chrome counts in microseconds

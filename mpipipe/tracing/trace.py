@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mpipipe import files
-from mpipipe.analysis import efficiency, exports, written
-from mpipipe.analysis.efficiency import Efficiencies
-from mpipipe.analysis.records import RankRecord, on_one_clock
-from mpipipe.analysis.segments import PARTS, measured_costs, parts_of_steps, segments
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import Costs, Schedule, simulate
 from mpipipe.text import counted
+from mpipipe.tracing import efficiency, perfetto
+from mpipipe.tracing.efficiency import Efficiencies
+from mpipipe.tracing.records import RankRecord, on_one_clock
+from mpipipe.tracing.segments import PARTS, measured_costs, parts_of_steps, segments
+
+SUMMARY, EVENTS = "summary.json", "trace.json"
 
 
 class Trace:
@@ -108,7 +111,7 @@ class Trace:
         list of dict
             ``json.dumps`` of it is what they read.
         """
-        return exports.events(self.records, self._pieces, simulate(self.schedule, self.costs))
+        return perfetto.events(self.records, self._pieces, simulate(self.schedule, self.costs))
 
     def summary(self) -> dict[str, Any]:
         """Put the results together as plain values.
@@ -116,10 +119,8 @@ class Trace:
         Returns
         -------
         dict
-            schedule, steps, parts, parts of each step, efficiencies and advice; order of actions, costs, and the
-            replica and place of each rank, with which `read_trace` shows it again.
+            schedule, steps, parts, parts of each step, efficiencies, advice and costs.
         """
-        places = {record.rank: (record.replica, record.position) for record in self.records}
         return {
             "schedule": self.schedule.name,
             "steps": len(self.records[0].steps),
@@ -127,7 +128,7 @@ class Trace:
             "parts_of_steps": self.parts_of_steps(),
             "efficiencies": self.efficiencies()._asdict(),
             "advice": self.advice(),
-            **written.facts(self.schedule, self.costs, places),
+            "costs": asdict(self.costs),
         }
 
     def write(self, folder: str | Path) -> None:
@@ -139,8 +140,8 @@ class Trace:
         check_new(folder)
         folder = Path(folder)
         folder.mkdir(parents=True)
-        (folder / written.SUMMARY).write_text(json.dumps(self.summary(), indent=1) + "\n")
-        (folder / written.EVENTS).write_text(json.dumps(self.events()))
+        (folder / SUMMARY).write_text(json.dumps(self.summary(), indent=1) + "\n")
+        (folder / EVENTS).write_text(json.dumps(self.events()))
 
 
 def check_places(places: Sequence[tuple[int, int]], ranks: int) -> None:

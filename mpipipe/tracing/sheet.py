@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import io
-import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
-from numbers import Real
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from mpipipe import files
@@ -22,53 +18,32 @@ from mpipipe.text import counted, optional_library
 # They are those of Okabe and Ito, "Color Universal Design" (2008), https://jfly.uni-koeln.de/color/.
 
 
-ORANGE, SKY_BLUE, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
-BLUE, VERMILION, PURPLE, BLACK = "#0072b2", "#d55e00", "#cc79a7", "#000000"
-GREY, PALE, WHITE, INK = "#595959", "#d0d4d8", "#ffffff", "#22313f"
-# R is work that is done a second time, so it has no hue of its own
-OPS = {
-    "F": ("forward", SKY_BLUE),
-    "B": ("backward", GREEN),
-    "I": ("input gradient", PURPLE),
-    "W": ("weight gradient", ORANGE),
-    "R": ("recomputation", GREY),
-}
-SERIES = (GREEN, SKY_BLUE, ORANGE, PURPLE, YELLOW, VERMILION, BLUE, "#999999")
-OTHERS = (YELLOW, BLUE, VERMILION)  # for what is no op of a schedule
-HATCHES = ("", "///", "...", "xxx")  # where colours come again
+ORANGE, SKY_BLUE, GREEN, BLUE, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7"
+GREY, PALE, WHITE, BLACK, INK = "#595959", "#d0d4d8", "#ffffff", "#000000", "#22313f"
 LIGHTEST = 0.55  # how much white is in the lightest shade
 
 
 class Look(NamedTuple):
-    """How one kind of box is drawn: what the key calls it, its colour, and lines across it where colours come again."""
+    """How one kind of box is drawn: what the key calls it, and its colour."""
 
     words: str
     colour: str
-    hatch: str = ""
 
 
-def looks_of_ops(labels: Iterable[str]) -> dict[str, Look]:
-    """Return the looks of ops, in the order of a step, and of other labels after them, in their own order."""
-    given = list(dict.fromkeys(labels))
-    looks = {op: Look(words, colour) for op, (words, colour) in OPS.items() if op in given}
-    others = [label for label in given if label not in OPS]
-    return looks | {label: Look(label, *_repeated(OTHERS, place)) for place, label in enumerate(others)}
-
-
-def looks_of_series(labels: Iterable[str]) -> dict[str, Look]:
-    """Return a look for each label, in their order."""
-    return {label: Look(label, *_repeated(SERIES, place)) for place, label in enumerate(dict.fromkeys(labels))}
+# R is work that is done a second time, so it has no hue of its own
+OPS = {
+    "F": Look("forward", SKY_BLUE),
+    "B": Look("backward", GREEN),
+    "I": Look("input gradient", PURPLE),
+    "W": Look("weight gradient", ORANGE),
+    "R": Look("recomputation", GREY),
+}
 
 
 def shade(colour: str, chunk: int, chunks: int) -> str:
     """Return the colour for a chunk: the first has it as it is, the last has the lightest shade."""
     white = LIGHTEST * chunk / (chunks - 1) if chunks > 1 else 0.0
-    return _mixed(colour, 255, white)
-
-
-def darker(colour: str, times: int) -> str:
-    """Return the colour for the `times`-th time that it is used, for lines, which have no hatches."""
-    return _mixed(colour, 0, min(0.75, 0.4 * times))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in _parts(colour))
 
 
 def ink_on(colour: str) -> str:
@@ -77,16 +52,8 @@ def ink_on(colour: str) -> str:
     return BLACK if (light + 0.05) / 0.05 >= 1.05 / (light + 0.05) else WHITE
 
 
-def _repeated(colours: tuple[str, ...], place: int) -> tuple[str, str]:
-    return colours[place % len(colours)], HATCHES[place // len(colours) % len(HATCHES)]
-
-
 def _parts(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def _mixed(colour: str, other: int, amount: float) -> str:
-    return "#" + "".join(f"{round(part + (other - part) * amount):02x}" for part in _parts(colour))
 
 
 def _linear(part: int) -> float:
@@ -113,7 +80,6 @@ SETTINGS = {
     "xtick.color": INK,
     "ytick.color": INK,
     "axes.linewidth": 0.8,
-    "hatch.linewidth": 0.6,
     "text.parse_math": False,  # a dollar in a name is a dollar
     "svg.fonttype": "none",  # text stays text: it can be searched, and read aloud
     "svg.hashsalt": "mpipipe",  # the same picture has the same names inside
@@ -131,7 +97,6 @@ class Sheet:
         from matplotlib.figure import Figure
 
         self.name = ""
-        self.widths: dict[str, float] = {}  # of words, once they were measured
         self.figure = Figure(facecolor="white")
         self.places: list[tuple[Any, float, float, float, float]] = []
         self.ink = self.figure.add_axes((0, 0, 1, 1), facecolor="none")
@@ -167,14 +132,6 @@ class Sheet:
         """Return the width of a text in points."""
         return float(text.get_window_extent().width) * 72 / self.figure.dpi
 
-    def width_of_words(self, words: str) -> float:
-        """Return the width that `text` gives to words."""
-        if words not in self.widths:
-            text = self.text(0, 0, words)
-            self.widths[words] = self.width_of(text)
-            text.remove()
-        return self.widths[words]
-
     def key(self, top: float, looks: Sequence[Look], chunks: int = 1, notes: Sequence[str] = ()) -> float:
         """Write what the colours mean, and return where it ends; a look has a swatch in the shade of each chunk."""
         from matplotlib.patches import Rectangle
@@ -191,7 +148,7 @@ class Sheet:
             for part in range(shades if look.colour else 0):
                 step = (swatch - 4) / shades
                 fill = shade(look.colour, part, shades)
-                box = Rectangle((x + part * step, y - SWATCH / 2), step, SWATCH, facecolor=fill, hatch=look.hatch)
+                box = Rectangle((x + part * step, y - SWATCH / 2), step, SWATCH, facecolor=fill)
                 box.set(edgecolor=INK, linewidth=0.5)
                 self.ink.add_patch(box)
             x += width + 14
@@ -218,8 +175,8 @@ def check_can_draw(path: str | os.PathLike[str]) -> None:
 
     Examples
     --------
-    >>> from mpipipe import pictures
-    >>> pictures.check_can_draw("schedule.png")
+    >>> from mpipipe import tracing
+    >>> tracing.check_can_draw("schedule.png")
     """
     _target(path)
     _library()
@@ -248,11 +205,6 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, str]:
 def subject(schedule: Schedule) -> str:
     """Return what a picture of one schedule is called."""
     return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {schedule.batch}"
-
-
-def is_number(value: object) -> bool:
-    """Whether this is a finite number."""
-    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _library() -> Any:
@@ -295,44 +247,15 @@ def height_of_row(rows: int, wanted: float) -> float:
     return min(wanted, TALLEST / rows)
 
 
-def add_rows(
-    sheet: Sheet, top: float, ranks: int, row: float, longest: float, *, right: float = RIGHT, middle: float = 0.5
-) -> Any:
-    """Return axes with rank r between r and r + 1 downwards, its name at r + `middle`, and time from 0 to `longest`."""
+def add_rows(sheet: Sheet, top: float, ranks: int, row: float, longest: float, *, right: float = RIGHT) -> Any:
+    """Return axes with rank r between r and r + 1 downwards, its name in the middle, and time from 0 to `longest`."""
     axes = sheet.axes(LEFT, top, WIDTH - LEFT - right, ranks * row)
     axes.set(xlim=(0, longest or 1.0), ylim=(ranks, 0))
     every = int(-(-NAMES_APART // row))
     named = range(0, ranks, every)
-    axes.set_yticks([rank + middle for rank in named], [f"rank {rank}" for rank in named], fontsize=TEXT)
+    axes.set_yticks([rank + 0.5 for rank in named], [f"rank {rank}" for rank in named], fontsize=TEXT)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=SMALL)
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
     return axes
-
-
-# -- Labels in a row, each as near as can be to what it names, and none upon another ----------------------------------
-
-
-def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
-    """Return the middles of labels of these sizes that lie within low .. high, near to where they are wanted.
-
-    Labels that want the same place stand in the order given. Where all together are longer than there is room, they
-    begin at `low`.
-    """
-
-    def edges(run: Sequence[int]) -> list[float]:
-        """Return where labels without gaps begin, and the last one ends: on average none is off to one side."""
-        ends = list(accumulate((sizes[label] for label in run), initial=0.0))
-        mean = fmean(wanted[label] - end - sizes[label] / 2 for label, end in zip(run, ends))
-        start = max(low, min(mean, high - ends[-1]))
-        return [start + end for end in ends]
-
-    runs: list[list[int]] = []  # of labels that touch each other
-    for label in sorted(range(len(wanted)), key=lambda label: wanted[label]):
-        run = [label]
-        while runs and edges(runs[-1])[-1] > edges(run)[0]:
-            run = [*runs.pop(), *run]
-        runs.append(run)
-    middles = {label: edge + sizes[label] / 2 for run in runs for label, edge in zip(run, edges(run))}
-    return [middles[label] for label in range(len(wanted))]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-import re
 from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
 from support.svg import shapes, texts
 
-from mpipipe import pictures, schedules
+from mpipipe import schedules, tracing
 from mpipipe.errors import ArgumentError
-from mpipipe.pictures import Measured
-from mpipipe.pictures.timeline import profile
 from mpipipe.schedules import Costs
+from mpipipe.tracing.timeline import profile
 
 pytest.importorskip("matplotlib")
 
@@ -36,7 +34,7 @@ def boxes_of(path, fill):
 def test_every_action_is_a_box_in_its_place_with_its_number(case, tmp_path):
     schedule, costs = CASES[case]
     found, path = schedules.simulate(schedule, costs), tmp_path / "timeline.svg"
-    pictures.draw_timeline(found, path)
+    tracing.draw_timeline(found, path)
     drawn = {fill: boxes_of(path, fill) for fill in (*FIRST.values(), *SECOND.values())}
     left = min(box.left for boxes in drawn.values() for box in boxes)
     unit = (max(box.right for boxes in drawn.values() for box in boxes) - left) / found.makespan
@@ -56,7 +54,7 @@ def test_every_action_is_a_box_in_its_place_with_its_number(case, tmp_path):
 
 def test_the_words_say_what_was_simulated(tmp_path):
     path = tmp_path / "timeline.svg"
-    pictures.draw_timeline(schedules.simulate(schedules.one_f_one_b(4, 8)), path)
+    tracing.draw_timeline(schedules.simulate(schedules.one_f_one_b(4, 8)), path)
     words = [text.words for text in texts(path)]
     assert words[:2] == ["one_f_one_b: 4 ranks, 8 micro-batches", "makespan 33, bubble 27.3%"]
     assert words[2:5] == ["forward", "backward", "white: bubble"]
@@ -65,90 +63,39 @@ def test_the_words_say_what_was_simulated(tmp_path):
 
 def test_boxes_of_slices_have_micro_batch_and_slice(tmp_path):
     path, found = tmp_path / "timeline.svg", schedules.simulate(schedules.one_f_one_b(2, 2, slices=3))
-    late = [[Measured(a.op, a.stage, a.microbatch, s, e) for a, s, e in row] for row in found.spans]
-    late[0].append(Measured("optimizer", None, None, 30, 33))
-    pictures.draw_timeline(found, path, late)
+    tracing.draw_timeline(found, path)
     words = [text.words for text in texts(path)]
     assert words[0] == "one_f_one_b: 2 ranks, 2 micro-batches in 3 slices each"
-    for panel_and_rank in range(4):
-        assert all(words.count(f"{m}.{s}") == 8 for m in range(2) for s in range(3)), panel_and_rank
+    assert all(words.count(f"{m}.{s}") == 4 for m in range(2) for s in range(3) if (m, s) != (0, 0))
+    assert words.count("0.0") == 5  # the axis begins with it
 
 
 def test_boxes_without_room_have_no_number(tmp_path):
     path = tmp_path / "timeline.svg"
-    pictures.draw_timeline(schedules.simulate(schedules.one_f_one_b(2, 150)), path)
+    tracing.draw_timeline(schedules.simulate(schedules.one_f_one_b(2, 150)), path)
     assert len(boxes_of(path, FIRST["F"])) == len(boxes_of(path, FIRST["B"])) == 300
     assert not [text for text in texts(path) if text.words == "149"]
 
 
-def test_measured_boxes_stand_below_on_the_same_axis(tmp_path):
-    found, path = schedules.simulate(schedules.gpipe(2, 2)), tmp_path / "timeline.svg"
-    measured = [  # twice as slow, on a clock that began long ago, with an optimizer at the end
-        [Measured(a.op, a.stage, a.microbatch, 1e3 + 2 * s, 1e3 + 2 * e) for a, s, e in spans]
-        + [Measured("optimizer", None, None, 1018.0, 1020.0)]
-        for spans in found.spans
-    ]
-    pictures.draw_timeline(found, path, measured)
-    boxes = boxes_of(path, FIRST["F"])
-    assert len(boxes) == 8
-    rows = sorted({box.top for box in boxes})
-    first = [[box for box in boxes if box.top == top] for top in rows]
-    assert first[2][0].left == pytest.approx(first[0][0].left)
-    assert first[2][0].right - first[2][0].left == pytest.approx(2 * (first[0][0].right - first[0][0].left))
-    assert len([shape for shape in shapes(path, "#f0e442") if shape.bottom - shape.top > 15]) == 2
-    words = [text.words for text in texts(path)]
-    assert {"predicted: 9", "measured: 20, +122.2%", "optimizer"} <= set(words)
-
-
-def test_one_narrow_box_takes_neither_borders_nor_numbers_from_the_others(tmp_path):
-    found, path = schedules.simulate(schedules.gpipe(2, 12)), tmp_path / "timeline.svg"
-    measured = [[Measured(a.op, a.stage, a.microbatch, s, e) for a, s, e in spans] for spans in found.spans]
-    narrow, wide = measured[0][3], measured[0][4]
-    measured[0][3] = narrow._replace(end=narrow.start + 1e-3 * (narrow.end - narrow.start))
-    measured[0][4] = wide._replace(end=wide.start + 0.7 * (wide.end - wide.start))
-    pictures.draw_timeline(found, path, measured)
-    fills = [style for style in re.findall(r'style="([^"]*)"', path.read_text()) if "fill: #56b4e9" in style]
-    borders = [float(width) for style in fills for width in re.findall(r"stroke-width: ([0-9.]+)", style)]
-    assert borders.count(0.6) == 2 * 24 - 1  # all forwards but one, predicted and measured
-    words = [text.words for text in texts(path)]
-    assert (words.count("3"), words.count("4")) == (7, 8)  # F and B on two ranks, predicted and measured
-
-
 def test_recomputation_has_its_own_colour(tmp_path):
-    found, path = schedules.simulate(schedules.gpipe(1, 1)), tmp_path / "timeline.svg"
-    pictures.draw_timeline(found, path, [[Measured("R", 0, 0, 0, 1)]])
-    assert len(boxes_of(path, "#595959")) == 1
+    found = schedules.simulate(schedules.with_recompute(schedules.gpipe(1, 3), memory_limit=1))
+    path = tmp_path / "timeline.svg"
+    tracing.draw_timeline(found, path)
+    assert len(boxes_of(path, "#595959")) == sum(action.op == "R" for action in found.schedule.orders[0]) > 1
     assert "recomputation" in [text.words for text in texts(path)]
 
 
-@pytest.mark.parametrize(
-    "measured, match",
-    [
-        ([[]], "another number of ranks"),
-        ([[], []], "nothing was measured"),
-        ([[], [("F", 0, 0, 1.0)]], "no box of a timeline"),
-        ([[], [("F", 0, 0, 2.0, 1.0)]], "no box of a timeline"),
-        ([[], [("F", 0, 0, float("nan"), 1.0)]], "no box of a timeline"),
-        ([[], [("F", 0, 0, "0", 1.0)]], "no box of a timeline"),
-    ],
-)
-def test_what_does_not_belong_to_the_schedule_is_refused(measured, match, tmp_path):
-    with pytest.raises(ArgumentError, match=match):
-        pictures.draw_timeline(schedules.simulate(schedules.gpipe(2, 1)), tmp_path / "a.svg", measured)
-    assert not list(tmp_path.iterdir())
-
-
 def test_more_actions_than_a_picture_shows_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpipipe.pictures.sheet.MOST_BOXES", 7)
+    monkeypatch.setattr("mpipipe.tracing.sheet.MOST_BOXES", 7)
     found = schedules.simulate(schedules.gpipe(2, 2))
-    for draw in (pictures.draw_timeline, pictures.draw_memory):
+    for draw in (tracing.draw_timeline, tracing.draw_memory):
         with pytest.raises(ArgumentError, match="more actions than a picture can show"):
             draw(found, tmp_path / "a.svg")
 
 
 def test_free_actions_leave_rows_empty(tmp_path):
     path = tmp_path / "timeline.svg"
-    pictures.draw_timeline(schedules.simulate(schedules.gpipe(2, 1), Costs(0, 0, 0)), path)
+    tracing.draw_timeline(schedules.simulate(schedules.gpipe(2, 1), Costs(0, 0, 0)), path)
     assert not boxes_of(path, FIRST["F"])
 
 
@@ -202,7 +149,7 @@ def test_an_activation_that_is_recomputed_is_held_from_then_on():
 
 def test_the_peaks_stand_at_their_rows(tmp_path):
     found, path = schedules.simulate(schedules.interleaved_1f1b(4, 2, 8)), tmp_path / "memory.svg"
-    pictures.draw_memory(found, path)
+    tracing.draw_memory(found, path)
     words = [text.words for text in texts(path)]
     assert [word for word in words if word.startswith("peak")] == [f"peak {peak}" for peak in found.peak_activations]
     assert "largest peak 11, smallest 5" in words

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.made_records import made
 
 from mpipipe import schedules
-from mpipipe.analysis import Trace
-from mpipipe.analysis.segments import PARTS
 from mpipipe.errors import ArgumentError
+from mpipipe.tracing import Trace
+from mpipipe.tracing.segments import PARTS
 
 F, B = 0.010, 0.020  # seconds of forward and backward
 WITHIN = 0.02  # of the size of a cause

@@ -24,8 +24,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple, TypeAlias
 
-from mpipipe.analysis.records import RankRecord, StepRecord, Waited, deliveries
 from mpipipe.schedules import Action, Costs, Schedule, Timeline, simulate
+from mpipipe.tracing.records import RankRecord, StepRecord, Waited, deliveries
 
 LATE = "late"
 ORDER = ("compute", "reading", LATE, "transfer", "sums", "optimizer", "overhead")

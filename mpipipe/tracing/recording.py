@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.analysis.records import RankRecord, StepRecord, Waited, action_of
-from mpipipe.analysis.trace import Trace, check_places
 from mpipipe.comm import Envelope
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, RankGroup, collect, group_of, own
 from mpipipe.pipeline import Pipeline, PlannedAction
 from mpipipe.schedules import Action
 from mpipipe.trace import Recorder, Wait
+from mpipipe.tracing.records import RankRecord, StepRecord, Waited, action_of
+from mpipipe.tracing.trace import Trace, check_places
 
 
 class Recording:
@@ -125,14 +125,14 @@ def recording(
     Examples
     --------
     >>> import numpy as np
-    >>> from mpipipe import Pipeline, analysis, nn, optim, schedules
+    >>> from mpipipe import Pipeline, nn, optim, schedules, tracing
     >>> from mpipipe.job import inprocess
     >>> def on_one_rank(comm):
     ...     stage = nn.Stage([nn.Linear(3, 3)])
     ...     optimizer = optim.SGD([stage], lr=0.1)
     ...     x, target = np.ones((2, 4, 3), np.float32)
     ...     with Pipeline([stage], schedules.gpipe(1, 2), comm, loss=nn.mean_squared_error) as pipe:
-    ...         with analysis.recording(pipe) as record:
+    ...         with tracing.recording(pipe) as record:
     ...             for step in range(3):
     ...                 pipe.step(x, target)
     ...                 with record.optimizer():

@@ -10,11 +10,11 @@ import pytest
 from support.made_records import made
 
 from mpipipe import schedules
-from mpipipe.analysis import Trace
-from mpipipe.analysis.recording import clock_offset
-from mpipipe.analysis.records import deliveries
 from mpipipe.job import inprocess
 from mpipipe.job.group import collect, group_of
+from mpipipe.tracing import Trace
+from mpipipe.tracing.recording import clock_offset
+from mpipipe.tracing.records import deliveries
 
 SKEW, DRIFT = 0.050, 100e-6  # of rank r: r times as much
 

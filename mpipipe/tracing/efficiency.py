@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import NamedTuple
 
-from mpipipe.analysis.segments import PARTS
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.text import text_table
+from mpipipe.tracing.segments import PARTS
 
 ENOUGH = 0.95  # of the time: nothing is worth changing
 

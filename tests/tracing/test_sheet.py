@@ -10,19 +10,16 @@ from itertools import combinations
 import pytest
 from support.launch import job_environment
 
-from mpipipe import files, pictures, schedules
+from mpipipe import files, schedules, tracing
 from mpipipe.errors import ArgumentError, BackendError, StorageError
-from mpipipe.pictures.sheet import OPS, ink_on, looks_of_series, shade
+from mpipipe.tracing.sheet import OPS, ink_on, shade
 
 pytest.importorskip("matplotlib")
 
 HALF = schedules.Costs(0.5, 0.5, 0.5)
-PARTS = ["compute", "bubble", "imbalance", "late sender", "transfer", "sums", "optimizer", "overhead"]
 DRAWN = {
-    "timeline": lambda path: pictures.draw_timeline(schedules.simulate(schedules.dualpipe_v(4, 10), HALF), path),
-    "memory": lambda path: pictures.draw_memory(schedules.simulate(schedules.one_f_one_b(12, 12)), path),
-    "comparison": lambda path: pictures.draw_comparison(pictures.simulate_all(4, [3, 4, 5, 16]), path),
-    "split": lambda path: pictures.draw_split([dict.fromkeys(PARTS, 0.05) | {"compute": 2.0}] * 4, path),
+    "timeline": lambda path: tracing.draw_timeline(schedules.simulate(schedules.dualpipe_v(4, 10), HALF), path),
+    "memory": lambda path: tracing.draw_memory(schedules.simulate(schedules.one_f_one_b(12, 12)), path),
 }
 
 
@@ -55,7 +52,7 @@ def test_no_text_lies_on_another_or_beyond_the_edge(kind, tmp_path, monkeypatch)
 def test_png_and_svg_by_the_ending_and_twice_the_same(tmp_path):
     found = schedules.simulate(schedules.gpipe(2, 2))
     for name, head in (("a.png", b"\x89PNG"), ("b.PNG", b"\x89PNG"), ("c.svg", b"<?xml"), ("d.svg", b"<?xml")):
-        pictures.draw_timeline(found, tmp_path / name)
+        tracing.draw_timeline(found, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(head)
     assert (tmp_path / "c.svg").read_bytes() == (tmp_path / "d.svg").read_bytes()
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.PNG").read_bytes()
@@ -73,7 +70,7 @@ def test_places_where_no_picture_can_be_are_refused(name, error, match, tmp_path
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(error, match=match):
-        pictures.draw_timeline(schedules.simulate(schedules.gpipe(1, 1)), tmp_path / name)
+        tracing.draw_timeline(schedules.simulate(schedules.gpipe(1, 1)), tmp_path / name)
 
 
 def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
@@ -82,19 +79,19 @@ def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "write_whole", full)
     with pytest.raises(StorageError, match="No space left on device"):
-        pictures.draw_timeline(schedules.simulate(schedules.gpipe(1, 1)), tmp_path / "a.svg")
+        tracing.draw_timeline(schedules.simulate(schedules.gpipe(1, 1)), tmp_path / "a.svg")
 
 
 def test_without_matplotlib_one_error_names_the_extra_and_text_is_still_drawn(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     schedule = schedules.one_f_one_b(2, 2)
     with pytest.raises(BackendError, match=r"pip install '.\[plot\]'`; schedules.timeline"):
-        pictures.draw_timeline(schedules.simulate(schedule), tmp_path / "a.png")
+        tracing.draw_timeline(schedules.simulate(schedule), tmp_path / "a.png")
     assert "0F0" in schedules.timeline(schedule)
 
 
 def test_matplotlib_is_imported_by_nothing_but_a_picture():
-    program = "import sys, mpipipe.cli, mpipipe.pictures; assert not {'matplotlib', 'mpi4py.MPI'} & set(sys.modules)"
+    program = "import sys, mpipipe.cli, mpipipe.tracing; assert not {'matplotlib', 'mpi4py.MPI'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], env=job_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -103,9 +100,9 @@ def test_settings_of_the_user_change_nothing(tmp_path):
     import matplotlib
 
     found = schedules.simulate(schedules.gpipe(1, 2))
-    pictures.draw_timeline(found, tmp_path / "a.svg")
+    tracing.draw_timeline(found, tmp_path / "a.svg")
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "svg.fonttype": "path"}):
-        pictures.draw_timeline(found, tmp_path / "b.svg")
+        tracing.draw_timeline(found, tmp_path / "b.svg")
         assert matplotlib.rcParams["font.size"] == 30
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
@@ -116,12 +113,6 @@ def test_numbers_can_be_read_on_every_colour():
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    colours = [colour for _, colour in OPS.values()] + [look.colour for look in looks_of_series("abcdefgh").values()]
-    for colour in {shade(colour, chunk, 3) for colour in colours for chunk in range(3)}:
+    for colour in {shade(look.colour, chunk, 3) for look in OPS.values() for chunk in range(3)}:
         one, two = sorted((light(colour), light(ink_on(colour))))
         assert (two + 0.05) / (one + 0.05) >= 4.5, colour  # what WCAG 2 asks for text
-
-
-def test_colours_that_come_again_differ_by_their_hatches():
-    looks = list(looks_of_series(map(str, range(20))).values())
-    assert len({(look.colour, look.hatch) for look in looks}) == 20

@@ -1,0 +1,192 @@
+"""A schedule over time, a row for each rank: its actions, or the activations that it holds."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from mpipipe.schedules import Action, Schedule, Timeline, activations
+from mpipipe.tracing import sheet as paper
+
+ROW, BOX = 22.0, 0.84  # points from one rank to the next, and the part of them that is a box
+TOP = 24.0  # points above the key
+FRAMED = 6.0  # points of a row below which frames would hide what they frame
+DIGIT = 0.64  # width of a digit, in sizes of its font
+TIGHT = 1.0  # points around the number in a narrow box
+SIZES = (9.0, 8.0, 7.0, 6.0)  # of the numbers in boxes
+
+
+def draw_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Draw a row of boxes for each rank, with the numbers of micro-batches where they have room.
+
+    A colour is an op, and its shade the chunk: the first stage of a rank has the darkest. White is the bubble. The
+    colours are those of Okabe and Ito (2008), https://jfly.uni-koeln.de/color/.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        What `schedules.simulate` returns.
+    path : str or path
+        A file that ends in .png or .svg. One that is there is replaced.
+
+    Raises
+    ------
+    ArgumentError, BackendError, StorageError
+        There are too many actions, the name of the file does not fit, matplotlib (extra ``[plot]``) is not installed,
+        or the file cannot be written.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> from mpipipe import schedules, tracing
+    >>> timeline = schedules.simulate(schedules.one_f_one_b(ranks=2, microbatches=3))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tracing.draw_timeline(timeline, f"{folder}/1f1b.svg")
+    ...     os.listdir(folder)
+    ['1f1b.svg']
+    """
+    paper.check_boxes(sum(map(len, timeline.spans)))
+    paper.draw(path, lambda: _sheet(timeline))
+
+
+def _sheet(timeline: Timeline) -> paper.Sheet:
+    schedule = timeline.schedule
+    row = paper.height_of_row(schedule.ranks, ROW)
+    ops = {action.op for order in schedule.orders for action in order}
+    notes = ["white: bubble"]
+    if schedule.chunks > 1:
+        notes.append("lighter: later chunk")
+    sheet = paper.Sheet()
+    sheet.title(paper.subject(schedule), f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_fraction:.1%}")
+    top = sheet.key(TOP, [look for op, look in paper.OPS.items() if op in ops], schedule.chunks, notes) + 4
+    axes = paper.add_rows(sheet, top, schedule.ranks, row, timeline.makespan)
+    _fill(axes, timeline, row)
+    axes.set_xlabel("time, in the unit of the costs", fontsize=paper.TEXT, labelpad=2)
+    sheet.end_at(top + schedule.ranks * row + paper.AXIS)
+    return sheet
+
+
+def _fill(axes: Any, timeline: Timeline, row: float) -> None:
+    """Draw the boxes of all ranks."""
+    schedule = timeline.schedule
+    points = (paper.WIDTH - paper.LEFT - paper.RIGHT) / axes.get_xlim()[1]  # of one unit of time
+    size = _size(timeline, points, row)
+    frame, high = (0.6, BOX) if row >= FRAMED else (0.0, 1.0)
+    for rank, spans in enumerate(timeline.spans):
+        place = rank + (1 - high) / 2, high
+        whole = [(0, timeline.makespan)]
+        axes.broken_barh(whole, place, facecolor=paper.WHITE, edgecolor=paper.PALE, linewidth=frame, clip_on=False)
+        chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
+        groups: dict[tuple[str, int], list[tuple[str, float, float]]] = defaultdict(list)
+        for action, start, end in spans:
+            if end > start:
+                groups[action.op, chunks[action.stage]].append((_number(action, schedule), start, end - start))
+        for (op, chunk), boxes in groups.items():
+            fill = paper.shade(paper.OPS[op].colour, chunk, schedule.chunks)
+            axes.broken_barh(
+                [(start, length) for _, start, length in boxes],
+                place,
+                facecolor=fill,
+                edgecolor=paper.INK,
+                linewidth=[_border(min(points * length, row)) for _, _, length in boxes],
+                clip_on=False,  # else the last edge would be half as wide
+                label=f"rank {rank} {op} chunk {chunk}",
+            )
+            for number, start, length in boxes:
+                own = size if _needed(number, size) <= points * length else SIZES[-1]
+                if own <= size < math.inf and _needed(number, own, TIGHT) <= points * length:
+                    middle = start + length / 2, rank + 0.53
+                    axes.text(*middle, number, color=paper.ink_on(fill), fontsize=own, ha="center", va="center")
+
+
+def _number(action: Action, schedule: Schedule) -> str:
+    """Return what stands in the box of an action: its micro-batch, and its slice where sequences are cut."""
+    if schedule.slices == 1:
+        return str(action.microbatch)
+    return f"{action.microbatch // schedule.slices}.{action.microbatch % schedule.slices}"
+
+
+def _border(least: float) -> float:
+    """Return the width of the border of a box whose shorter side has `least` points."""
+    return 0.6 if least > 5 else 0.25 if least > 2 else 0.0
+
+
+def _size(timeline: Timeline, points: float, row: float) -> float:
+    """Return the largest size at which every number has room in its box; boxes too narrow for any do not count."""
+    sizes = [size for size in SIZES if size <= 0.75 * BOX * row]
+    if not sizes:
+        return math.inf  # no number has room in so low a row
+    roomy = []
+    for spans in timeline.spans:
+        for action, start, end in spans:
+            number, width = _number(action, timeline.schedule), points * (end - start)
+            if _needed(number, sizes[-1]) <= width:
+                roomy.append((number, width))
+    return next(
+        size for size in sizes if size == sizes[-1] or all(_needed(text, size) <= width for text, width in roomy)
+    )
+
+
+def _needed(number: str, size: float, around: float = 3.0) -> float:
+    return DIGIT * size * len(number) + around
+
+
+# -- The activations that each rank holds over time -------------------------------------------------------------------
+
+
+MEMORY_ROW, PEAKS = 34.0, 54.0  # points: from one rank to the next; for the peaks at the right
+FULL = 0.86  # of a row's height, for the largest peak of all ranks
+
+
+def draw_memory(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Draw for each rank how many activations it holds at which time, with the peak at the end of its row.
+
+    An activation is that of one chunk and one micro-batch, counted as in `Timeline.peak_activations`. All rows have one
+    scale. Files and errors are as for `draw_timeline`.
+    """
+    paper.check_boxes(sum(map(len, timeline.spans)))
+    paper.draw(path, lambda: _memory_sheet(timeline))
+
+
+def profile(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[int]]:
+    """Return the times at which the number of activations of a rank changes, and the number from then on.
+
+    The first time is 0 and the last one is the makespan.
+    """
+    times, counts, spans = [0.0], [0], timeline.spans[rank]
+    for (begins, ends), (_, start, end) in zip(activations(timeline.schedule, [span[0] for span in spans]), spans):
+        if begins or ends:
+            times.append(start if begins else end)
+            counts.append(counts[-1] + begins - ends)
+            if times[-2] == times[-1]:  # one goes and one comes: no change that could be seen
+                del times[-2], counts[-2]
+    return [*times, timeline.makespan], [*counts, counts[-1]]
+
+
+def _memory_sheet(timeline: Timeline) -> paper.Sheet:
+    schedule, peaks = timeline.schedule, timeline.peak_activations
+    row = paper.height_of_row(schedule.ranks, MEMORY_ROW)
+    sheet = paper.Sheet()
+    sheet.title(paper.subject(schedule), f"largest peak {max(peaks)}, smallest {min(peaks)}")
+    part = "" if schedule.chunks == 1 else f", each of one chunk of {schedule.chunks}"
+    words = f"activations that each rank holds{part}; dotted: the largest peak of all ranks"
+    sheet.text(paper.MARGIN, TOP + paper.LINE / 2, words)
+    top = TOP + paper.LINE + 4
+    axes = paper.add_rows(sheet, top, schedule.ranks, row, timeline.makespan, right=PEAKS)
+    scale = FULL / max(1, *peaks)
+    for rank, peak in enumerate(peaks):
+        times, counts = profile(timeline, rank)
+        heights = [rank + 1 - scale * count for count in counts]
+        axes.fill_between(times, heights, rank + 1, step="post", color=paper.SKY_BLUE, linewidth=0)
+        axes.plot(
+            times, heights, drawstyle="steps-post", color=paper.BLUE, linewidth=min(1.0, row / 10), label=f"rank {rank}"
+        )
+        axes.axhline(rank + 1 - FULL, color=paper.PALE, linewidth=min(0.8, row / 20), linestyle=":", zorder=0)
+        if row >= 10 or rank % int(-(-10 // row)) == 0:
+            sheet.text(paper.WIDTH - PEAKS + 6, top + (rank + 0.55) * row, f"peak {peak}")
+    axes.set_xlabel("time, in the unit of the costs", fontsize=paper.TEXT, labelpad=2)
+    sheet.end_at(top + schedule.ranks * row + paper.AXIS)
+    return sheet
