@@ -1,16 +1,14 @@
-"""The machinery of the pipeline on small stages: its cost, steps without a barrier between them, its messages."""
+"""The machinery of the pipeline on small stages: what it costs, and its messages."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mpipipe import Pipeline, nn, optim, schedules
-from mpipipe.arrays import Array
+from mpipipe import Pipeline, nn, schedules
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
-from mpipipe.comm import DeviceTransport, Envelope, HostTransport, Mailbox
+from mpipipe.comm import Envelope, HostTransport, Mailbox
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
 from mpipipe.text import counted
@@ -29,7 +27,7 @@ def pipeline(repeats: Repeats = 100) -> None:
     """Cost of the machinery on tiny stages (mpiexec -n 2 python -m mpipipe bench pipeline)."""
     comm = _two_ranks("pipeline")
     for schedule in (schedules.one_f_one_b(2, MICROBATCHES), schedules.interleaved_1f1b(2, 2, MICROBATCHES)):
-        linear = _Linears(comm, schedule, WIDTH, ROWS)
+        linear = _Linears(comm, schedule)
         hand, scale = _HandWrittenStep(comm, schedule, linear.batch), 1e6 / MICROBATCHES
         ours, by_hand = compare(comm, [linear.step, hand], repeats)
         linear.pipeline.close()
@@ -52,37 +50,16 @@ def _two_ranks(name: str) -> MpiCommunicator:
 class _Linears:
     """A small training: each chunk is one linear stage."""
 
-    def __init__(self, comm: Communicator, schedule: schedules.Schedule, width: int, rows: int) -> None:
-        stages = [nn.Stage([nn.Linear(width, width)], first=s) for s in schedule.stages_of(comm.rank)]
-        self.comm, self.pipeline = comm, Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
-        self.optimizer, self.scaler = optim.AdamW(stages, lr=1e-4), optim.LossScaler(1.0, dynamic=False)
-        self.batch = np.random.default_rng(0).standard_normal((rows * schedule.microbatches, width), dtype=np.float32)
+    def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
+        stages = [nn.Stage([nn.Linear(WIDTH, WIDTH)], first=s) for s in schedule.stages_of(comm.rank)]
+        self.pipeline = Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
+        self.batch = np.random.default_rng(0).standard_normal((ROWS * schedule.microbatches, WIDTH), dtype=np.float32)
         ends = schedule.placement[0], schedule.placement[-1]
         self.inputs, self.targets = (self.batch if rank == comm.rank else None for rank in ends)
 
     def step(self) -> None:
-        """Run a step without its optimizer."""
+        """Run a step without an optimizer."""
         self.pipeline.step(self.inputs, self.targets)
-
-    def steps(self, max_norm: float | None) -> None:
-        """Let every step end on all ranks before the next one begins."""
-        for _ in range(STEPS):
-            self.step()
-            if max_norm is None:
-                self.optimizer.step()
-            else:
-                optim.scaled_step(self.optimizer, self.scaler, max_norm, comm=self.comm)
-
-    def launches(self, max_norm: float | None) -> None:
-        """Ask for the loss of a step while the next one is under way."""
-        pending = None
-        for _ in range(STEPS):
-            launched = self.pipeline.launch(self.inputs, self.targets)
-            update = optim.begin_step(self.optimizer, max_norm, comm=self.comm)
-            if pending is not None:
-                pending.wait()
-            update.wait()
-            pending = launched
 
 
 class _HandWrittenStep:
@@ -142,39 +119,6 @@ class _HandWrittenStep:
             request.Wait()
 
 
-# -- `bench steps`: what it is worth that no barrier stands between steps ----------------------------------------------
-#
-# A loop of steps with their optimizer, by `step` and by `launch`, takes turns in one run. Each chunk is one float32
-# linear stage, 512 wide, with 16 rows in a micro-batch: so AdamW takes as long as some actions do. Without clipping no
-# rank needs another one for its update, and ends of steps overlap with begins of the next ones; with clipping the ranks
-# meet at the norm.
-
-
-STEP_WIDTH, STEP_ROWS, STEPS = 512, 16, 8
-
-
-@on_ranks
-def steps(repeats: Repeats = 30, microbatches: int = 4) -> None:
-    """Steps with their optimizer, launched against one after the other (mpiexec -n 2 python -m mpipipe bench steps)."""
-    comm = runtime.world()
-    if comm.size < 2:
-        raise ArgumentError("bench steps", found="1 rank", expected="at least 2 ranks")
-    for make in (schedules.one_f_one_b, schedules.zero_bubble_h1, schedules.zero_bubble_v):
-        schedule = make(comm.size, microbatches)
-        loop = _Linears(comm, schedule, STEP_WIDTH, STEP_ROWS)
-        for max_norm in (None, 1.0):
-            by_step, by_launch = partial(loop.steps, max_norm), partial(loop.launches, max_norm)
-            step, launch = (seconds * 1e3 / STEPS for seconds in compare(comm, [by_step, by_launch], repeats))
-            report(
-                comm,
-                f"steps {schedule.name}, {'no clipping' if max_norm is None else 'clipping'}",
-                f"launch {launch:.2f} ms, step {step:.2f} ms",
-                launch / step,
-                "at most 1",
-            )
-        loop.pipeline.close()
-
-
 # -- `bench transport`: messages through the mailbox against bare Isend and Irecv, over a range of sizes ---------------
 #
 # Two ranks play ping-pong. The bare candidate posts a receive, sends, and waits, with buffers laid out beforehand: two
@@ -191,7 +135,7 @@ def transport(repeats: Repeats = 50) -> None:
     host = HostTransport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
-        ours, bare = PingPong(comm, host, np.ones(size // 8), count), _Bare(comm, size, count)
+        ours, bare = _PingPong(comm, host, np.ones(size // 8), count), _Bare(comm, size, count)
         ours_took, bare_took = (seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats))
         rates = (f"{took * 1e6:9.2f} us {size / took / 1e9:6.2f} GB/s" for took in (ours_took, bare_took))
         report(
@@ -204,12 +148,10 @@ def transport(repeats: Repeats = 50) -> None:
     host.close()
 
 
-class PingPong:
+class _PingPong:
     """`count` turns of an array from rank 0 to rank 1 and back, through a mailbox."""
 
-    def __init__(
-        self, comm: Communicator, transport: HostTransport | DeviceTransport, array: Array, count: int
-    ) -> None:
+    def __init__(self, comm: Communicator, transport: HostTransport, array: np.ndarray, count: int) -> None:
         self.rank, self.mailbox = comm.rank, Mailbox(transport)
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
         self.array = array

@@ -389,7 +389,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
             )
 
 
-# -- The construction of a Pipeline on one rank of a large job, without MPI: `bench schedules` measures it
+# -- The construction of a Pipeline on one rank of a large job, without MPI
 
 
 PROMISED_TAG_UB = 32767  # what every MPI offers
