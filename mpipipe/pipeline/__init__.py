@@ -12,7 +12,7 @@ from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
 from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.pipeline.pipeline import Pipeline
-from mpipipe.pipeline.plan import PlannedAction, receive_windows
+from mpipipe.pipeline.plan import PlannedAction, receive_window
 from mpipipe.pipeline.units import merge
 
 __all__ = [
@@ -24,5 +24,5 @@ __all__ = [
     "StepResult",
     "construct_on_paper",
     "merge",
-    "receive_windows",
+    "receive_window",
 ]
