@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpipipe.attention import Ring
     from mpipipe.comm import Mesh, select_device
     from mpipipe.job import Preemption, world
-    from mpipipe.pipeline import Branches, PendingStep, Pipeline, StepResult
+    from mpipipe.pipeline import Branches, Pipeline, StepResult
     from mpipipe.planning import cut
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it from here

@@ -8,7 +8,6 @@ Other rooms see a `StageAdapter` alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from inspect import signature
 from math import prod
@@ -333,11 +332,10 @@ class StageAdapter:
             model.on_layer_done = None
 
     def check_storage(self) -> None:
-        """Raise ArgumentError where an optimizer step has not ended, or arrays are others than at construction.
+        """Raise ArgumentError where arrays are others than at construction.
 
         What a user's backward adds to the old gradients would be neither zeroed nor summed over the replicas.
         """
-        check_finished((self.given, *self.models), self.number)
         self.check_gradients()
         for model, owners in zip(self.models, self._storage[1]):
             if model.buffers.owners != owners:
@@ -377,29 +375,6 @@ def takes_parameter(function: Callable[..., Any], name: str) -> bool:
         return name in signature(function).parameters
     except (TypeError, ValueError):  # not a function, or a function without a signature
         return False
-
-
-# -- The optimizer step that a stage is in: until its end no training step and no other optimizer step may begin ------
-
-
-def mark_begun(stages: Iterable[Any], update: Any) -> None:
-    """Note that an optimizer step has begun on these stages; its attribute `has_ended` says when it has ended."""
-    for stage in stages:
-        with suppress(AttributeError):  # a user's object with fixed attributes
-            stage.update_begun = update
-
-
-def check_finished(stages: Iterable[Any], number: int | None = None) -> None:
-    """Raise ArgumentError where an optimizer step of any of these stages, of this logical number, has not ended."""
-    for stage in stages:
-        update = getattr(stage, "update_begun", None)
-        if update is not None and not update.has_ended:
-            raise ArgumentError(
-                "an optimizer step of this stage has begun, and not ended: it still needs the gradients as they are",
-                stage=getattr(stage, "index", None) if number is None else number,
-                expected="the update finished before the next one, and before the next training step",
-                remedy="call wait() of what optim.begin_step has returned; the stage has it as update_begun",
-            )
 
 
 # -- Named pieces of one flat array, where the array and its names are a user's own: what FlatBuffer has by itself ----

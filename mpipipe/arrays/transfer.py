@@ -27,9 +27,15 @@ def pinned(nbytes: int) -> np.ndarray:
 
 
 @cache
-def _uploads() -> tuple[deque[tuple[Event, np.ndarray]], threading.Lock]:
-    """(event, buffer) of uploads under way, from all threads: CuPy hands a freed buffer out again at once."""
+def _copies_under_way() -> tuple[deque[tuple[Event, np.ndarray]], threading.Lock]:
+    """(event, buffer) of copies under way, from all threads: CuPy hands a freed buffer out again at once."""
     return deque(), threading.Lock()
+
+
+def _forget_ended_copies() -> None:
+    underway, _ = _copies_under_way()
+    while underway and is_done(underway[0][0]):
+        underway.popleft()
 
 
 def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
@@ -42,10 +48,9 @@ def upload(host: ArrayLike, out: DeviceArray | None = None) -> DeviceArray:
     host = np.asarray(host, order="C")
     array = empty(host.shape, host.dtype, "cuda") if out is None else out
     content, target = host.reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8)
-    underway, lock = _uploads()
+    underway, lock = _copies_under_way()
     with lock:
-        while underway and is_done(underway[0][0]):
-            underway.popleft()
+        _forget_ended_copies()
         for start in range(0, host.nbytes, PIECE_BYTES):
             if start >= 2 * PIECE_BYTES:
                 underway[-2][0].synchronize()
@@ -106,6 +111,10 @@ class Download:
             if array.nbytes:
                 copy_to_host(buffer, array.reshape(-1).view(np.uint8))
         self._done = record()
+        underway, lock = _copies_under_way()
+        with lock:
+            _forget_ended_copies()
+            underway += [(self._done, buffer) for _, buffer in self._copies]
 
     def is_done(self) -> bool:
         """Return whether `result` will not wait; never waits itself."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from mpipipe.errors import ArgumentError, MismatchError, MpipipeError, PeerError
 from mpipipe.job import rank_list
-from mpipipe.job.context import OpenGroup, register_progress
+from mpipipe.job.context import OpenGroup
 from mpipipe.job.requests import own
 from mpipipe.job.wait import wait_for
 
@@ -65,11 +65,6 @@ class Ballot:
 
     def cast(self, group: OpenGroup, values: Sequence[int] = ()) -> np.ndarray:
         """Return the values of all ranks, int64 (size, values); collective, even for a rank that has an error."""
-        row = self.row(group, values)
-        return self.count(Exchange(group, row, self.text).result(), len(values))
-
-    def row(self, group: OpenGroup, values: Sequence[int]) -> list[int]:
-        """Return the row that this rank sends in an exchange of the group."""
         if len(values) > VALUES:
             raise ArgumentError("too many values in an agreement", found=len(values), expected=f"at most {VALUES}")
         self.groups.append(group)
@@ -80,14 +75,11 @@ class Ballot:
                 code = self.code or digest(self.call, self.facts)
             except Exception as error:
                 self.refuse(ArgumentError(f"facts that have no text: {type(error).__name__}: {error}"))
-        return [code, number, *values]
-
-    def count(self, table: np.ndarray, values: int) -> np.ndarray:
-        """Return the values in the rows of all ranks, (size, values), and note whether the ranks agree."""
+        table = exchange(group, [code, number, *values], self.text)
         heads = table[:, :2].tolist()
         if heads[0][0] == REFUSED or heads.count(heads[0]) < len(heads):
             self.failed = True
-        return table[:, 2 : 2 + values]
+        return table[:, 2 : 2 + len(values)]
 
     def refuse(self, error: MpipipeError) -> None:
         """Add an error that this rank has found in the values of other ranks."""
@@ -204,10 +196,10 @@ def digest(call: str, facts: Facts) -> int:
 def _gather(group: OpenGroup, reasons: list[Reason], what: str) -> list[Reason]:
     """Return the entries of all ranks, in rank order, in a call in which all know that something is wrong."""
     content = dumps_anyhow(reasons)
-    sizes = Exchange(group, [len(content)], what).result()[:, 0].tolist()
+    sizes = exchange(group, [len(content)], what)[:, 0].tolist()
     reasons = [reason for block in spread(group, content, sizes, what) for reason in block]
     with suppress(PeerError):  # no rank may end over this before all know what it is about
-        Exchange(group, [], what).result()
+        exchange(group, [], what)
     return reasons
 
 
@@ -222,96 +214,19 @@ def spread(group: OpenGroup, content: bytes, sizes: list[int], what: str) -> lis
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(table, sizes)]
 
 
-class Exchange:
-    """An all-gather of one row of at most 2 + VALUES integers from each rank of a group, which the constructor begins.
+def exchange(group: OpenGroup, row: Sequence[int], what: str) -> np.ndarray:
+    """Return the rows of all ranks, int64 (size, 2 + VALUES), by one all-gather. Shorter rows are filled with zeros.
 
-    `table`, int64 (size, 2 + VALUES), has all rows once `Test` is true. `what` names the call in errors.
+    `what` names the call in errors. An error during the wait ends the life of the group.
     """
-
-    def __init__(self, group: OpenGroup, row: Sequence[int], what: str) -> None:
-        group.begin()
-        self.group, self.what = group, what
-        mine = np.zeros(2 + VALUES, np.int64)
-        mine[: len(row)] = row
-        self.table, self._request = mine[None], None
-        if group.size > 1:
-            self.table = np.empty((group.size, mine.size), np.int64)
-            self._operation = group.context.flight.begin(what)
-            self._request = own(group.comm.Iallgather(mine, self.table))
-
-    def Test(self) -> bool:
-        """Return whether all rows are here; never waits."""
-        if self._request is None:
-            return True
-        if not self._request.Test():
-            return False
-        self._request = None
-        self.group.context.flight.end(self._operation)
-        return True
-
-    def result(self) -> np.ndarray:
-        """Wait for the rows of all ranks, and return them. An error during the wait ends the life of the group."""
-        if self._request is not None:
-            with self.group.failing(self.what):
-                wait_for(self, self.what, self.group, everyone=True)
-        return self.table
-
-
-# -- A vote: an agreement that a rank begins without waiting for its outcome, which it presumes to be "all agree" -----
-#
-#     rank 0   begin | what does not need the outcome, or can still be thrown away ... | settle: all agree
-#     rank 1           begin | ........................................................ | settle: all agree
-#
-# A vote is one exchange, the same as in any agreement. So it also meets a rank that makes another call of the same
-# group, and all ranks find out. While a vote is open:
-#
-# - Nothing else begins on the communicator. MPI matches collectives by their order, and ranks that disagree would begin
-#   different ones. So `RankGroup.begin` settles the vote first.
-# - Every wait of this rank tests the vote (context.register_progress). If ranks disagree, the messages that this rank
-#   waits for may never come, and the other ranks wait for its part in the explanation.
-# - A failure of the group ends the vote: it is not tested or waited for any more.
-
-
-class Vote:
-    """One vote of a group, which has at most one open; the constructor does not wait for the other ranks."""
-
-    def __init__(self, group: OpenGroup, ballot: Ballot, values: Sequence[int] = ()) -> None:
-        self.group, self.ballot, self._count = group, ballot, len(values)
-        group.settle()  # first the vote before: then the ballot can take the number of its call
-        self._exchange = Exchange(group, ballot.row(group, values), ballot.text)
-        self._values: np.ndarray | None = None
-        self._error: MpipipeError | None = None
-        if group.size > 1:
-            group.vote = self
-            register_progress(self)
-
-    def progress(self) -> None:
-        """Test whether the outcome is there. Never waits if ranks agree; raises the common error if they do not."""
-        if self._exchange.Test():
-            self._close()
-
-    def settle(self) -> np.ndarray:
-        """Wait for the outcome, and return the values of all ranks; if ranks disagree, all raise the same error."""
-        if self._values is None:
-            self.group.context.advancing.pop(self, None)  # the wait below would come back to this vote
-            self._exchange.result()
-            self._close()
-        if self._error is not None:
-            raise self._error
-        assert self._values is not None  # by _close
-        return self._values
-
-    def abandon(self) -> None:
-        """Drop the vote, because its group is closed or has failed, or because its outcome is there."""
-        self.group.vote = None
-        self.group.context.advancing.pop(self, None)
-
-    def _close(self) -> None:
-        """Take the outcome, which is there."""
-        self.abandon()
-        self._values = self.ballot.count(self._exchange.table, self._count)
-        try:
-            self.ballot.decide()
-        except MpipipeError as error:
-            self._error = error
-            raise
+    group.begin()
+    mine = np.zeros(2 + VALUES, np.int64)
+    mine[: len(row)] = row
+    if group.size == 1:
+        return mine[None]
+    table = np.empty((group.size, mine.size), np.int64)
+    operation = group.context.flight.begin(what)
+    with group.failing(what):
+        wait_for(own(group.comm.Iallgather(mine, table)), what, group, everyone=True)
+    group.context.flight.end(operation)
+    return table

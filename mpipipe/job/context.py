@@ -228,7 +228,6 @@ class OpenGroup:
         self.messages = ControlMessages(comm)
         self.key: tuple[int, ...] = ()  # names this group on all its ranks alike
         self.related: list[Any] = []  # groups of the same object, whose failure is this one's too
-        self.vote: Any = None  # an open consensus.Vote: nothing else begins on `comm` before its outcome is known
         self.progress: Callable[[], str] | None = None  # how far this rank has come, for peers that will miss it
         self.calls = 0  # collective calls of the group that this rank has begun
         self.closed = self.has_left = False
@@ -257,13 +256,7 @@ class OpenGroup:
             )
         if self.failure is not None:
             raise peer_error(self.failure, remedy="start the job anew: an earlier call of these ranks has failed")
-        self.settle()
         self.calls += 1
-
-    def settle(self) -> None:
-        """Wait for the outcome of an open vote, and raise its error; before any other use of `comm`."""
-        if self.vote is not None:
-            self.vote.settle()
 
     @contextmanager
     def failing(self, what: str) -> Iterator[None]:
@@ -307,8 +300,6 @@ class OpenGroup:
                 self.messages.send(peer, kind, number, text)
 
     def _detach(self) -> None:
-        if self.vote is not None:
-            self.vote.abandon()
         context = self.context
         with context.lock:
             if self in context.groups:

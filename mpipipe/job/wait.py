@@ -144,11 +144,10 @@ class LongWait:
             if waited - self.absent_since >= self.grace:
                 raise peer_error(Failure(-1 - rank, context.left[rank]))
         if waited > self.tell_after and group is not None:
-            concerns_all = self.everyone or group.vote is not None  # all must come before this call can end
-            if concerns_all:
+            if self.everyone:
                 group.tell_leader(str(self.what))
             if context.single_threaded:
-                self._look_for_a_circle(group, concerns_all)
+                self._look_for_a_circle(group, self.everyone)
         if self.limit is not None and waited > self.limit:
             self._give_up(waited, self.limit)
         if waited > WARNING_SECONDS and not self.warned:

@@ -12,7 +12,7 @@ from mpipipe.optim.norm import GlobalNorm, gradient_norm
 from mpipipe.optim.optimizers import SGD, AdamW, Group, warmup_cosine
 from mpipipe.optim.optimizers import duplicate_name_error as duplicate_name_error  # for other rooms of the package
 from mpipipe.optim.shards import StateShard
-from mpipipe.optim.step import LossScaler, PendingUpdate, begin_step, clip_by_global_norm, scaled_step
+from mpipipe.optim.step import LossScaler, NormOfStep, clip_by_global_norm, scaled_step
 
 __all__ = [
     "SGD",
@@ -20,9 +20,8 @@ __all__ = [
     "GlobalNorm",
     "Group",
     "LossScaler",
-    "PendingUpdate",
+    "NormOfStep",
     "StateShard",
-    "begin_step",
     "clip_by_global_norm",
     "gradient_norm",
     "scaled_step",

@@ -1,35 +1,37 @@
 """The global norm of gradients: of all stages on all ranks together.
 
-    gathered    each rank sends the squares of each parameter, all add them up exactly
-    begun       each rank sends the exact sum of its squares as few numbers, and no rank waits before the end
-    on GPUs     squares of each parameter   NCCL: those of all ranks   factor, update
+    by MPI     each rank sends the exact sum of its squares as few numbers
+    on GPUs    squares of each parameter   NCCL: those of all ranks   factor, update
 
-The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So all three have
-the same bits, on all ranks and however the model is cut. On GPUs what comes after the norm is asked of the device
-before the host knows it: the device computes the factor of the gradients, and a kernel takes it from the device's
-memory. The host fetches the sums of squares meanwhile, to return the norm and to name a gradient that is not finite. It
-waits for these sums alone, so the device goes on working.
+The squares of each parameter are summed in float64, and the sums of all parameters are added exactly. So both have the
+same bits, on all ranks and however the model is cut. On GPUs the device computes the factor of the gradients, and a
+kernel takes it from the device's memory: the update is asked for before the host knows the norm. The host fetches the
+sums of squares meanwhile, to return the norm and to name a gradient that is not finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays
 from mpipipe.comm import NcclRow, agree_on_nccl
 from mpipipe.errors import ArgumentError, NonFiniteError
-from mpipipe.job import VALUES, Ballot, Communicator, Vote, group_of, raise_on_all
+from mpipipe.job import VALUES, Communicator, group_of, raise_on_all
 from mpipipe.nn import clip_factor
 from mpipipe.stages import StageAdapter
 
 WHAT = "norm of the gradients"
 PARTS = VALUES - 1  # numbers that hold the exact sum of one rank: enough for 700 binary digits
 UNKNOWN = -1  # sent in place of how many parts there are: then all squares are gathered
+
+
+# squares of each parameter, and (stage, name) of the first one that is not finite
+Report: TypeAlias = "tuple[list[float], tuple[int | None, str] | None]"
 
 
 class NonFiniteParameter(NamedTuple):
@@ -39,12 +41,11 @@ class NonFiniteParameter(NamedTuple):
     stage: int | None
     name: str
 
-    def refuse(self, comm: Communicator | None) -> NoReturn:
+    def refuse(self, comm: Communicator | None, when: str = "") -> NoReturn:
         """Raise the NonFiniteError that names it: on all ranks of `comm`, which have all learnt of it."""
         remedy = "lower the learning rate, lengthen the warm-up, or look for bad data in this step"
-        error = NonFiniteError(
-            f"the gradient of parameter {self.name} is not finite", rank=self.rank, stage=self.stage, remedy=remedy
-        )
+        message = f"the gradient of parameter {self.name} is not finite{when}"
+        error = NonFiniteError(message, rank=self.rank, stage=self.stage, remedy=remedy)
         if comm is None or self.rank is None:
             raise error
         raise_on_all(self.rank, error, group_of(comm))
@@ -124,59 +125,42 @@ class Norm:
         """Whether the norm stays on the device; the same on all ranks."""
         return self._row is not None or (self._group is None and gpu_of(self.stages) is not None)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks put it together on their GPUs."""
+        return self._row is not None
+
     def measure(self, scale: float) -> MeasuredNorm:
-        """Gather the squares of all parameters; an error on one rank is raised on all."""
+        """Add up the squares of all ranks; an error on one rank is raised on all.
+
+        The ranks exchange one row of numbers of fixed length. If a gradient is not finite, or a sum too long, all
+        squares are gathered, so that an error can name the parameter.
+        """
         if self.comm is None:
             reports = [self._report()]
         else:
-            error = report = None
+            group = group_of(self.comm)
+            report, error = None, None
             try:
                 report = self._report()
             except Exception as caught:
                 error = caught
-            reports = group_of(self.comm).gather(WHAT, report, error)
-        everything = [square for squares, _ in reports for square in squares]
+            rows = group.agree(WHAT, values=_exact_sum(report), error=error)
+            counts = rows[:, 0].tolist()
+            if UNKNOWN not in counts:
+                numbers = rows[:, 1:].view(np.float64).tolist()
+                parts = [part for row, count in zip(numbers, counts) for part in row[:count]]
+                return MeasuredNorm(math.sqrt(math.fsum(parts)) / scale, None)
+            reports = group.gather(f"{WHAT}: the squares of all parameters", report)
+        squares = [square for some, _ in reports for square in some]
         for rank, (_, bad) in enumerate(reports):
             if bad is not None:
-                return MeasuredNorm(
-                    math.sqrt(sum(everything)), NonFiniteParameter(None if self.comm is None else rank, *bad)
-                )
-        return MeasuredNorm(math.sqrt(math.fsum(everything)) / scale, None)
+                owner = NonFiniteParameter(None if self.comm is None else rank, *bad)
+                return MeasuredNorm(math.sqrt(sum(squares)), owner)
+        return MeasuredNorm(math.sqrt(math.fsum(squares)) / scale, None)
 
-    def begin(self, scale: float) -> Callable[[], MeasuredNorm]:
-        """Begin what `measure` does, and return a function that waits for the result.
-
-        The ranks exchange one row of numbers of fixed length. If a gradient is not finite, or a sum too long, all
-        squares are gathered in the end, so that an error can name the parameter.
-        """
-        if self.comm is None:
-            return lambda: self.measure(scale)
-        vote = Vote(group_of(self.comm), Ballot(f"{WHAT}: the squares"), self._summary())
-
-        def end() -> MeasuredNorm:
-            table = vote.settle()
-            counts = table[:, 0].tolist()
-            if UNKNOWN in counts:
-                return self.measure(scale)
-            rows = table[:, 1:].view(np.float64).tolist()
-            numbers = (part for row, count in zip(rows, counts) for part in row[:count])
-            return MeasuredNorm(math.sqrt(math.fsum(numbers)) / scale, None)
-
-        return end
-
-    def _summary(self) -> list[int]:
-        """The number of parts of the exact sum of squares of this rank, and their bits as integers."""
-        try:
-            squares, bad = self._report()
-            parts = expansion(squares) if bad is None else None
-        except Exception:  # `measure` will raise it again, on all ranks
-            parts = None
-        if parts is None or len(parts) > PARTS:
-            return [UNKNOWN] + [0] * PARTS
-        return [len(parts), *np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64).tolist()]
-
-    def _report(self) -> tuple[list[float], tuple[int | None, str] | None]:
-        """The sum of squares of each parameter of this rank, and (stage, name) of the first that is not finite."""
+    def _report(self) -> Report:
+        """Measure the squares of the parameters of this rank."""
         counted = self._counted()
         rows = arrays.download_all(
             [stage.kernels.sums_of_squares(stage.gradients.flat, at) for stage, _, at in counted]
@@ -205,6 +189,18 @@ def gpu_of(stages: Sequence[Any]) -> int | None:
 def _owners(counted: Sequence[Counted], rank: int | None) -> list[NonFiniteParameter]:
     """Rank, stage and name of each number that a rank has a part with."""
     return [NonFiniteParameter(rank, each.stage.index, name) for each in counted for name in each.names]
+
+
+def _exact_sum(report: Report | None) -> list[int]:
+    """Return the number of parts of the exact sum of squares of this rank, and their bits as integers."""
+    if report is None:
+        return []
+    squares, bad = report
+    parts = expansion(squares) if bad is None else None
+    if parts is None or len(parts) > PARTS:
+        return [UNKNOWN] + [0] * PARTS
+    bits = np.array(parts + [0.0] * (PARTS - len(parts))).view(np.int64)
+    return [len(parts), *bits.tolist()]
 
 
 def expansion(numbers: Iterable[float]) -> list[float]:
@@ -242,6 +238,10 @@ class NormOnDevice:
                 row.share(squares)
         self.factor = clip_factor(squares, max_norm, scale, divisor)
         self._download = arrays.Download([squares])
+
+    def is_here(self) -> bool:
+        """Whether `result` will not wait."""
+        return self._download.is_done()
 
     def result(self) -> MeasuredNorm:
         """Wait for the norm alone."""

@@ -18,7 +18,7 @@ from mpipipe.job import Communicator, runtime
 from mpipipe.nn import announce_write
 from mpipipe.nn.kernels import AdamWNumbers, Kernels, Update
 from mpipipe.optim.shards import Shards
-from mpipipe.stages import StageAdapter, check_finished
+from mpipipe.stages import StageAdapter
 
 State: TypeAlias = dict[str, Array]  # of a stage, by kind
 
@@ -75,12 +75,9 @@ class FlatOptimizer:
 
         Raises
         ------
-        ArgumentError
-            A step that `begin_step` has begun with these stages has not ended.
         MismatchError
             The replicas of a sharded optimizer differ in numbers, or in a sample of their parameters and gradients.
         """
-        check_finished(self.stages)
         rate, shards = self.lr if lr is None else lr, self._shards
         at = scale if isinstance(scale, float) else None  # else it is on the GPU
         numbers = dict(steps=self.steps, lr=float(rate), weight_decay=self.weight_decay, scale=at)

@@ -1,23 +1,18 @@
-"""Clipping by the global norm, and the step of an optimizer with it: at once, or begun and ended.
-
-    rank 0   gradients whole | begin: squares -->           ... log, fetch data ... | end: norm, update
-    rank 3             gradients whole | begin: squares --> ................ | end: norm, update
-
-No rank waits between the two. Norms are those of `norm.GlobalNorm`, to the bit.
-"""
+"""Clipping by the global norm, scaling of the loss, and the step of an optimizer with both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from functools import total_ordering
+from typing import Any, Protocol
 
 from mpipipe.arrays import DeviceArray
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator
 from mpipipe.nn import rescale
 from mpipipe.optim.norm import GlobalNorm, MeasuredNorm, Norm, NormOnDevice, norm_of
-from mpipipe.stages import StageAdapter, check_finished, mark_begun
+from mpipipe.stages import StageAdapter
 
 
 def clip_by_global_norm(
@@ -63,12 +58,10 @@ def clip_by_global_norm(
     check_max_norm(max_norm)
     norm, adapters = norm_of(stages, comm, skip, over), StageAdapter.of(stages)
     if norm.on_device:
-        asked = NormOnDevice(norm, max_norm, scale)
-        try:
-            for stage in adapters:
-                rescale(stage.gradients.flat, asked.factor)  # not where it is NaN
-        finally:  # after an error too: until then the device writes to memory of the host that others would get
-            measured = asked.result()
+        begun = NormOnDevice(norm, max_norm, scale)
+        for stage in adapters:
+            rescale(stage.gradients.flat, begun.factor)  # not where it is NaN
+        measured = begun.result()
     else:
         measured = norm.measure(scale)
         if measured.bad is None and measured.norm > max_norm:
@@ -139,6 +132,17 @@ class LossScaler:
         self.scale, self.growth, self.backoff, self.interval = float(initial), growth, backoff, interval
         self.dynamic = dynamic
         self.good = self.skipped = 0
+        self.unread: list[NormOfStep] = []  # of steps on a GPU
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a smaller scale is allowed."""
+        return self.dynamic and self.scale > SMALLEST
+
+    def read_norms(self, wait: bool) -> None:
+        """Look at norms that steps before have left on the GPU: all of them, or those that are there by now."""
+        while self.unread and (wait or self.unread[0].is_here()):
+            float(self.unread.pop(0))
 
     def update(self, finite: bool) -> None:
         """Take note of a step, and whether all its gradients were `finite`."""
@@ -170,42 +174,6 @@ class Stepping(Protocol):
     def step(self, lr: float | None = None, scale: float | DeviceArray = 1.0) -> None: ...
 
 
-class _OptimizerStep(NamedTuple):
-    """A step of an optimizer with all that it depends on."""
-
-    optimizer: Stepping
-    scaler: LossScaler
-    max_norm: float
-    lr: float | None
-    norm: Norm
-
-    def on_device(self) -> float | None:
-        """Measure, and make the step or leave it out there, before the host knows the norm."""
-        asked = NormOnDevice(self.norm, self.max_norm, self.scaler.scale, divisor=self.scaler.scale)
-        try:
-            self.optimizer.step(lr=self.lr, scale=asked.factor)
-        finally:  # after an error too: until then the device writes to memory of the host that others would get
-            measured = asked.result()
-        if measured.bad is not None:
-            self.optimizer.steps -= 1  # the device has not made it
-        return measured.norm if self._is_good(measured) else None
-
-    def with_norm(self, measured: MeasuredNorm) -> float | None:
-        """Make the step once the norm is known, or the parameter whose gradient is not finite."""
-        factor = (self.max_norm / measured.norm if measured.norm > self.max_norm else 1.0) / self.scaler.scale
-        if not self._is_good(measured):
-            return None
-        self.optimizer.step(lr=self.lr, scale=factor)
-        return measured.norm
-
-    def _is_good(self, measured: MeasuredNorm) -> bool:
-        """Let the scaler know; raise NonFiniteError where no smaller scale can help."""
-        if measured.bad is not None and not (self.scaler.dynamic and self.scaler.scale > SMALLEST):
-            measured.bad.refuse(self.norm.comm)
-        self.scaler.update(measured.bad is None)
-        return measured.bad is None
-
-
 def scaled_step(
     optimizer: Stepping,
     scaler: LossScaler,
@@ -214,11 +182,12 @@ def scaled_step(
     comm: Communicator | None = None,
     skip: Collection[str] = (),
     over: GlobalNorm | None = None,
-) -> float | None:
+) -> float | NormOfStep | None:
     """Make a step of the optimizer with gradients that carry `scaler.scale`, and update the scaler.
 
     If a gradient is infinite or NaN, on whichever rank, no rank makes the step. The gradients stay as they are. The
-    norm of the gradients, without scale and before clipping, is returned; None if no step was made.
+    norm of the gradients, without scale and before clipping, is returned; None if no step was made. Where one GPU holds
+    the whole model and the scale is not dynamic, it is a `NormOfStep`, which waits for the GPU where it is read.
 
     Parameters
     ----------
@@ -237,8 +206,7 @@ def scaled_step(
         A gradient is infinite or NaN, and no smaller scale can help: the scale is 1 already, or not dynamic. All ranks
         raise it, and it names rank, stage and parameter.
     ArgumentError
-        As `clip_by_global_norm`; or another step of these stages has not ended (see `begin_step`). The scaler is as it
-        was.
+        As `clip_by_global_norm`. The scaler is as it was.
 
     Examples
     --------
@@ -251,95 +219,88 @@ def scaled_step(
     >>> stage.parameters["0.gain"]
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    return begin_step(optimizer, max_norm, scaler=scaler, lr=lr, comm=comm, skip=skip, over=over).wait()
-
-
-def begin_step(
-    optimizer: Stepping,
-    max_norm: float | None = None,
-    *,
-    scaler: LossScaler | None = None,
-    lr: float | None = None,
-    comm: Communicator | None = None,
-    skip: Collection[str] = (),
-    over: GlobalNorm | None = None,
-) -> PendingUpdate:
-    """Begin a step of the optimizer, and of the sum over all ranks that clipping needs. Nothing waits.
-
-    With `wait` this is `scaled_step`, to the bit. Without `max_norm` and `scaler` the step is made at once, as by
-    `optimizer.step`. Where the optimizer has `replicas`, the step is collective over them. Between the two calls
-    gradients and parameters must be left alone, and `wait` must come first: until then no training step of a pipeline
-    and no other step of an optimizer of these stages begins.
-
-    Parameters
-    ----------
-    optimizer : SGD or AdamW
-        The optimizer of this rank's stages, whose gradients are whole.
-    max_norm : float, optional
-        Above 0: larger gradients are clipped to it; infinity for the norm alone.
-    scaler : LossScaler, optional
-        Equal on all ranks; its scale is in the gradients.
-    lr, comm, skip, over : optional
-        As for `scaled_step`. Where `over` keeps the norm on the GPUs, all is done in `wait`.
-
-    Examples
-    --------
-    >>> from mpipipe import nn, optim
-    >>> stage = nn.Stage([nn.RMSNorm(4)])
-    >>> optimizer = optim.SGD([stage], lr=0.5)
-    >>> stage.gradients["0.gain"][...] = 1
-    >>> update = optim.begin_step(optimizer, max_norm=1.0)
-    >>> update.wait()
-    2.0
-    >>> stage.parameters["0.gain"]
-    array([0.75, 0.75, 0.75, 0.75], dtype=float32)
-    """
-    check_finished(optimizer.stages)
-    if max_norm is None and scaler is None:
-        optimizer.step(lr=lr)
-        return PendingUpdate(lambda: None)
-    max_norm = math.inf if max_norm is None else max_norm
     check_max_norm(max_norm)
-    scaler = LossScaler(1.0, dynamic=False) if scaler is None else scaler
-    step = _OptimizerStep(optimizer, scaler, max_norm, lr, norm_of(optimizer.stages, comm, skip, over))
-    if step.norm.on_device:
-        return PendingUpdate(step.on_device, optimizer.stages)
-    measured = step.norm.begin(scaler.scale)
-    return PendingUpdate(lambda: step.with_norm(measured()), optimizer.stages)
+    norm = norm_of(optimizer.stages, comm, skip, over)
+    if norm.on_device:
+        return _step_on_device(optimizer, scaler, max_norm, lr, norm)
+    measured = norm.measure(scaler.scale)
+    if not _is_good(measured, scaler, norm):
+        return None
+    factor = max_norm / measured.norm if measured.norm > max_norm else 1.0
+    optimizer.step(lr=lr, scale=factor / scaler.scale)
+    return measured.norm
 
 
-class PendingUpdate:
-    """What `begin_step` returns: an optimizer step that `wait` ends.
+def _is_good(measured: MeasuredNorm, scaler: LossScaler, norm: Norm) -> bool:
+    """Let the scaler know whether gradients are finite; raise NonFiniteError where no smaller scale can help."""
+    if measured.bad is not None and not scaler.can_shrink:
+        measured.bad.refuse(norm.comm)
+    scaler.update(measured.bad is None)
+    return measured.bad is None
+
+
+def _step_on_device(
+    optimizer: Stepping, scaler: LossScaler, max_norm: float, lr: float | None, norm: Norm
+) -> float | NormOfStep | None:
+    """Measure, and make the step or leave it out, on the device; the host waits only where the next step needs it."""
+    scaler.read_norms(wait=False)
+    begun = NormOnDevice(norm, max_norm, scaler.scale, divisor=scaler.scale)
+    optimizer.step(lr=lr, scale=begun.factor)
+    if scaler.dynamic or norm.is_shared:  # the scale of the next step depends on it; or other ranks may fail
+        measured = begun.result()
+        if measured.bad is not None:
+            optimizer.steps -= 1  # the device has not made it
+        return measured.norm if _is_good(measured, scaler, norm) else None
+    scaler.update(finite=True)
+    made = NormOfStep(begun, norm, optimizer.steps)
+    scaler.unread.append(made)
+    return made
+
+
+@total_ordering
+class NormOfStep:
+    """The norm of a step on a GPU. The host waits for it where `float()`, a comparison or a text reads it.
+
+    Where a gradient was not finite, the device has left the step out. Reading raises NonFiniteError then, and so does
+    the next step with the same scaler that finds this one done.
 
     Parameters
     ----------
-    end, stages : callable, sequence of stages
-        What waits for the norm, makes the step, and returns the norm; and stages, whose next steps may not begin
-        until then.
+    begun, norm : NormOnDevice, Norm
+        What is under way on the device, and over which stages and ranks.
+    step : int
+        Number of the step of the optimizer, for errors.
     """
 
-    def __init__(self, end: Callable[[], float | None], stages: Sequence[Any] = ()) -> None:
-        self._end: Callable[[], float | None] | None = end
-        self._norm: float | None = None
-        mark_begun(stages, self)
+    def __init__(self, begun: NormOnDevice, norm: Norm, step: int) -> None:
+        self._begun: NormOnDevice | None = begun
+        self._norm = norm
+        self._step = step
+        self._measured: MeasuredNorm | None = None
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether `wait` was called."""
-        return self._end is None
+    def is_here(self) -> bool:
+        """Return whether reading will not wait."""
+        return self._begun is None or self._begun.is_here()
 
-    def wait(self) -> float | None:
-        """Wait for the norm, and make the step; collective where the norm is. A second call does nothing more.
+    def __float__(self) -> float:
+        if self._measured is None:
+            assert self._begun is not None  # until it is measured
+            self._measured = self._begun.result()
+            self._begun = None
+        if self._measured.bad is not None:
+            self._measured.bad.refuse(self._norm.comm, f" in step {self._step} of the optimizer")
+        return self._measured.norm
 
-        The norm of the gradients, without scale and before clipping, is returned; None where no norm was asked for, or
-        no step was made.
+    def __eq__(self, other: object) -> bool:
+        return float(self) == other
 
-        Raises
-        ------
-        NonFiniteError
-            As `scaled_step`; without a scaler wherever a gradient is infinite or NaN.
-        """
-        end, self._end = self._end, None
-        if end is not None:
-            self._norm = end()
-        return self._norm
+    def __lt__(self, other: float) -> bool:
+        return float(self) < other
+
+    __hash__ = None  # type: ignore[assignment]  # a number that is read, never a key
+
+    def __format__(self, how: str) -> str:
+        return format(float(self), how)
+
+    def __repr__(self) -> str:
+        return repr(float(self))

@@ -10,19 +10,18 @@ what went wrong          check, diagnostics
 from mpipipe.pipeline.construction import construct_on_paper
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
-from mpipipe.pipeline.pending import PendingStep, StepResult
 from mpipipe.pipeline.pipeline import Pipeline
-from mpipipe.pipeline.plan import PlannedAction, receive_window
+from mpipipe.pipeline.plan import PlannedAction, receive_windows
+from mpipipe.pipeline.result import StepResult
 from mpipipe.pipeline.units import merge
 
 __all__ = [
     "Branches",
     "Loss",
-    "PendingStep",
     "Pipeline",
     "PlannedAction",
     "StepResult",
     "construct_on_paper",
     "merge",
-    "receive_window",
+    "receive_windows",
 ]

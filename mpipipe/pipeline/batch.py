@@ -18,13 +18,12 @@ from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import Position
 from mpipipe.pipeline.units import AskedSlices, Slicing, rows_of, split
-from mpipipe.schedules import Schedule
+from mpipipe.schedules import Schedule, trains
 from mpipipe.text import counted
 
 KEPT_SIGNATURES = 64
 UNSAID, ROWS, ENTRIES = 0, 1, 2
-TRAINS = ("step", "launch")  # calls that are a whole training step
-STEPS = (*TRAINS, "forward_train")  # those that begin one, with all of its micro-batches
+STEPS = ("step", "forward_train")  # calls that begin a training step, with all of its micro-batches
 
 
 class BatchFacts(NamedTuple):
@@ -80,7 +79,7 @@ class BatchReader:
         self.over_batch = bool(getattr(loss, "over_batch", False))
         said = getattr(loss, "mean_over_entries", None)
         self.mean_over = UNSAID if said is None else ENTRIES if said else ROWS
-        self.bare, self.trains, self.names = bare, not schedule.forwards_only, names
+        self.bare, self.trains, self.names = bare, trains(schedule), names
         self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[-1]
         self.signatures: dict[Any, int] = {}
 
@@ -93,7 +92,7 @@ class BatchReader:
                 remedy="use evaluate or forward, or another schedule",
             )
         holds_inputs = self.rank == self.first_rank
-        holds_targets = self.rank == self.last_rank and call in (*TRAINS, "evaluate")
+        holds_targets = self.rank == self.last_rank and call in ("step", "evaluate")
         check_place("inputs", inputs, holds_inputs, f"rank {self.first_rank}, which holds stage 0")
         check_place("targets", targets, holds_targets, f"rank {self.last_rank}, which holds the last stage")
         if holds_targets and not self.has_loss:

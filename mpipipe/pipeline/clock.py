@@ -40,6 +40,9 @@ class HostClock:
         self.span = 0.0  # from the first action of the last call to the end of the last one, where this clock knows
         self.host_elapsed = self.entered = 0.0  # seconds of the last call by the host's clock, and its start
         self.totals: dict[tuple[str, int], list] = defaultdict(lambda: [0.0, 0])  # (op, stage) -> [seconds, count]
+        # seconds of all training steps so far, in actions and in all; on a GPU as far as marks were read
+        self.training_seconds = np.zeros(2)
+        self.trains = False  # whether the call under way is a training step
         self.recorder: Recorder | None = None
         self.ended: deque[TimedCall] = deque()  # calls that are not yet read
         self.running: TimedCall | None = None
@@ -50,6 +53,9 @@ class HostClock:
 
     def leave(self) -> None:
         self.host_elapsed = perf_counter() - self.entered
+        if self.trains and not self.waits:
+            self.training_seconds[1] += self.host_elapsed
+        self.trains = False
 
     @property
     def elapsed(self) -> float:
@@ -61,6 +67,7 @@ class HostClock:
             self.end()
         while len(self.ended) > MOST_CALLS or (self.ended and self._can_read(self.ended[0])):
             self._read(self.ended.popleft())
+        self.trains = training
         self.running = TimedCall(self._start(), actions, training, [], [])
         return self.running.marks
 
@@ -116,6 +123,7 @@ class HostClock:
         durations = times[:, 1] - times[:, 0]
         self.busy = float(durations.sum())
         if call.training:
+            self.training_seconds += self.busy, self.span
             for action, seconds in zip(call.actions, durations.tolist()):
                 entry = self.totals[action.op, action.stage]
                 entry[0] += seconds

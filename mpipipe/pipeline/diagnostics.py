@@ -25,8 +25,8 @@ from mpipipe.job import Message, RankGroup, Snapshot
 from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.graphs import StageGraphs
 from mpipipe.pipeline.messages import KNOWN_SHAPES, StageMessages
-from mpipipe.pipeline.pending import PipelineState
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction
+from mpipipe.pipeline.result import PipelineState
 from mpipipe.stages import StageAdapter, flat_if_any
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,13 +27,13 @@ from mpipipe.pipeline.diagnostics import PipelineFlight
 from mpipipe.pipeline.executor import Executor
 from mpipipe.pipeline.gradient_sums import GradientSums
 from mpipipe.pipeline.graphs import use_graphs
-from mpipipe.pipeline.loss import Loss, SharedLoss, Weighing, unscaled
+from mpipipe.pipeline.loss import Loss, OwnLosses, SharedLoss, Weighing, unscaled
 from mpipipe.pipeline.messages import StageMessages
-from mpipipe.pipeline.pending import PendingStep, PipelineState
 from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
+from mpipipe.pipeline.result import PipelineState, StepResult
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.units import Slicing, split_as
-from mpipipe.schedules import Schedule, before_backwards
+from mpipipe.schedules import Schedule, before_backwards, recomputed_on
 from mpipipe.text import name_slice, units
 from mpipipe.trace import Recorder
 
@@ -69,7 +69,7 @@ class Engine:
         self.ties = Ties(pipe, mailbox.transport, stages, numbers, ties)
         self.sums = None if replicas is None else GradientSums(replicas, sums_by_nccl, pipe.size > 1, stages)
 
-        self.agreement = Agreement(pipe, replicas, name, runs_ahead="cuda" not in partners.devices)
+        self.agreement = Agreement(pipe, replicas, name)
         self.weighing = Weighing(pipe, replicas, schedule.placement[-1])
         self.executor = Executor(
             partners,
@@ -83,7 +83,7 @@ class Engine:
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(stages, numbers):
             ends = number == schedule.trained_from and (number > 0 or not input_grads)
-            runs_again = recompute or any(again == number for again, _ in schedule.recomputed)
+            runs_again = recompute or any(again == number for again, _ in recomputed_on(schedule, rank))
             stage.attach(number, poll, ends, runs_again)
             if checks is not None:
                 stage.computes = CheckedStage(stage, checks)
@@ -94,6 +94,7 @@ class Engine:
         self.batches = BatchReader(schedule, rank, loss, bare, names, self.slicing)
         self.tags, self.recompute = tags, recompute
         self.training_plan = ActionPlan(before_backwards(schedule) if recompute else schedule, rank, tags)
+        self.unread: list[SharedLoss] = []  # of training steps, on the GPU
         self.forward_plans: dict[int, ActionPlan] = {}  # of calls without backwards, by the number of micro-batches
         # (facts, state, actions that are left) of a step between forward_train and backward
         self.halfway: tuple[BatchFacts, CallState, Sequence[PlannedAction]] | None = None
@@ -193,20 +194,25 @@ class Engine:
         with nullcontext() if loss is None or batch.targets is None else loss.taking_head():
             return self.finish(plan.steps, state, agreed)
 
-    def train(self, call: str, inputs: Any, targets: Any, scale: Any, accumulate: bool) -> PendingStep:
-        """Make a training step, by the call "step" or "launch". The loss of a launched step may still be on its way."""
-        batch, agreed = self.agree(call, inputs, targets, scale, accumulate)
+    def step(self, inputs: Any, targets: Any, scale: Any, accumulate: bool) -> StepResult:
+        """Make a training step."""
+        batch, agreed = self.agree("step", inputs, targets, scale, accumulate)
         with self.state:
+            self.read_losses(wait=False)
             with self.making_gradients(accumulate) as before:
-                state = self.run(call, batch, agreed, scale)
+                state = self.run("step", batch, agreed, scale)
                 if self.sums is not None:  # before losses are fetched: the device must wait for no rank that may fail
                     self.sums.wait()
-                self.agreement.settle()  # whatever comes now is for gradients that all ranks agree on
-                shared = self.share_losses(call, state)
-            total, problem = self.weighing.settle(shared, self.partners.stages, wait=call == "step")
+                shared = self.share_losses("step", state)
+            total, problem = self.weighing.settle(shared, self.partners.stages)
             self.end_step(before)
         self.end(problem)
-        return PendingStep(shared, self.state, self.input_gradients(state, total) if self.input_grads else False)
+        if not shared.was_read:
+            self.unread.append(shared)
+        input_grads: list | Literal[False] | None = False
+        if self.input_grads:
+            input_grads = self.input_gradients(state, total)
+        return StepResult(shared, self.state, partial(self.read_losses, wait=True), input_grads)
 
     @contextmanager
     def making_gradients(self, accumulate: bool) -> Iterator[list[tuple[Array, Array]]]:
@@ -300,11 +306,22 @@ class Engine:
         return ([unscaled(grad, scale) for grad in grads] if scale != 1 else grads) or None
 
     def share_losses(self, call: str, state: CallState) -> SharedLoss:
-        """Begin to send the losses of a call to all ranks."""
-        has_loss = state.inputs.targets is not None
-        losses = self.executor.losses(state, self.schedule.stages - 1) if has_loss else None
-        what = f"{call} (call {self.agreement.count}) of {self.state.name}"
-        return SharedLoss(self.weighing, losses, len(state.inputs.positions) // self.slicing.count, what)
+        """Tell all ranks the losses of a call."""
+        microbatches = len(state.inputs.positions) // self.slicing.count
+        own_losses = None
+        if state.inputs.targets is not None:
+            waiting, download = state.download or ([], None)
+            when = f"step {self.steps_taken + 1}" if state.inputs.training else call
+            where = self.executor.rank, self.schedule.stages - 1, when
+            own_losses = OwnLosses(state.losses, waiting, download, where)
+        return SharedLoss(
+            self.weighing, own_losses, microbatches, f"{call} (call {self.agreement.count}) of {self.state.name}"
+        )
+
+    def read_losses(self, wait: bool) -> None:
+        """Look at losses that steps before have left on the GPU: all of them, or those that are there by now."""
+        while self.unread and (wait or self.unread[0].is_here()):
+            self.unread.pop(0).read()
 
     def end(self, problem: MpipipeError | None = None) -> None:
         """Note how long the call took, and let go of its arrays; raise what all ranks have found wrong."""
@@ -337,7 +354,7 @@ class Engine:
         return everyone.sum(0)
 
     def close(self) -> None:
-        """Free the communicators, once the losses of launched steps are here: then no message is left on them."""
+        """Free the communicators."""
         try:
             self.agree("close")
         except MpipipeError as error:
@@ -345,7 +362,7 @@ class Engine:
                 self.state.fail(error)
             raise
         with self.state:
-            self.weighing.wait()
+            self.read_losses(wait=True)
         self.record(None)
         self.state.state = "closed"
         for stage in self.partners.stages:

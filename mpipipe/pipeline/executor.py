@@ -17,7 +17,7 @@ from mpipipe.pipeline.clock import DeviceClock, HostClock
 from mpipipe.pipeline.construction import Partners
 from mpipipe.pipeline.diagnostics import NAMES, ActivationBytes, ActivationMeter, Function, layer_of, memory_error
 from mpipipe.pipeline.gradient_sums import GradientSums
-from mpipipe.pipeline.loss import Loss, Weighing, check_finite, unscaled
+from mpipipe.pipeline.loss import Loss, Weighing, unscaled
 from mpipipe.pipeline.messages import Branches, StageMessages, copy_if_aliased, parted, remedy_of
 from mpipipe.pipeline.plan import PlannedAction
 from mpipipe.trace import Recorder
@@ -223,20 +223,6 @@ class Executor:
         waiting = [m for m, value in state.losses.items() if type(value) is not float and arrays.is_device(value)]
         if waiting:
             state.download = waiting, arrays.Download([state.losses[m] for m in waiting])
-
-    def losses(self, state: CallState, last_stage: int) -> list[float]:
-        """Return the losses of a call, by micro-batch; waits for those that are on the device, once."""
-        losses = state.losses
-        if state.download is not None:
-            waiting, download = state.download
-            for microbatch, value in zip(waiting, download.result()):
-                losses[microbatch] = float(value.item())
-                try:
-                    check_finite(losses[microbatch])
-                except MpipipeError as error:
-                    error.rank, error.stage, error.microbatch = self.rank, last_stage, microbatch
-                    raise
-        return [losses[microbatch] for microbatch in range(len(losses))]
 
     def _recompute(self, action: PlannedAction, state: CallState) -> None:
         """Run the forward again, at the same position and so with the same random numbers. Nothing is sent."""

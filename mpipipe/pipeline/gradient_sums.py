@@ -109,7 +109,6 @@ class GradientSums:
             if self.nccl is not None and self.nccl.takes(array):
                 self.underway.append(self.nccl.start(array))
             else:
-                self.replicas.settle()  # whether they make this step, too
                 self.underway.append(AllReduce(self.replicas.comm, array))
 
     def wait(self) -> None:

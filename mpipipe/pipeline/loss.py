@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -173,7 +173,7 @@ def unscaled(tree: Tree, scale: float) -> Tree:
 
 
 class Weighing:
-    """The shares of micro-batches in the loss of a pipeline, on one rank, and losses on their way to all ranks."""
+    """The shares of micro-batches in the loss of a pipeline, on one rank."""
 
     def __init__(self, pipe: RankGroup, replicas: RankGroup | None, root: int) -> None:
         self.pipe, self.replicas, self.root = pipe, replicas, root  # the rank of the last stage
@@ -181,7 +181,6 @@ class Weighing:
         self.agreed: bool | None = None  # the same of all replicas, once all ranks know it
         self.shares: list[float] = []  # of this rank's micro-batches in the call under way
         self.known = False  # whether a loss without a weight leaves them as they are
-        self.underway: list[SharedLoss] = []  # losses of launched steps that have not arrived
         self._facts: BatchFacts | None = None
         self._exponent: int | None = None  # c is 2 to the power of minus this one
 
@@ -189,14 +188,6 @@ class Weighing:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
         self._facts, self.known = facts, self.given is False and not facts.uneven
         self.shares = [count / (facts.total or 1) for count in counts]
-
-    def by_microbatch(self, losses: Sequence[float], microbatches: int) -> Any:
-        """Return the loss of each micro-batch: the mean of its slices by their shares, NaN where these have none."""
-        if len(losses) == microbatches:
-            return losses
-        shares = np.reshape(self.shares, (microbatches, -1))
-        sums = np.where(shares > 0, shares * np.reshape(losses, shares.shape), 0).sum(1)
-        return np.divide(sums, shares.sum(1), out=np.full(microbatches, np.nan), where=shares.any(1))
 
     @property
     def exponent(self) -> int:
@@ -243,16 +234,11 @@ class Weighing:
         self.shares[microbatch] = share
         return share / presumed
 
-    def settle(
-        self, shared: SharedLoss, stages: Sequence[StageAdapter] = (), *, wait: bool
-    ) -> tuple[float, MpipipeError | None]:
+    def settle(self, shared: SharedLoss, stages: Sequence[StageAdapter] = ()) -> tuple[float, MpipipeError | None]:
         """Return (sum of all shares, error that all ranks are to raise), and divide gradients of `stages` by the sum.
 
-        The sum is 1 where the loss gives no weights. Waits for the losses if `wait`, or if the loss gives weights.
+        The sum is 1 where the loss gives no weights.
         """
-        if wait or self.agreed is not False:
-            shared.wait()
-        self.underway = [loss for loss in (*self.underway, shared) if not loss.is_here()]
         if self.agreed is False:
             return 1.0, None
         problem = self._problem(shared)
@@ -268,12 +254,6 @@ class Weighing:
                     done.append(gradients)
             self._exponent = min(max(self.exponent + _exponent(shared.total), -LARGEST), LARGEST)
         return shared.total, None
-
-    def wait(self) -> None:
-        """Wait until the losses of all launched steps are here."""
-        while self.underway:
-            self.underway[0].wait()
-            del self.underway[0]
 
     def _problem(self, shared: SharedLoss) -> MpipipeError | None:
         """Return what all ranks find wrong in the same numbers; rank 0 of all is to report it."""
@@ -300,58 +280,104 @@ def _exponent(count: float) -> int:
     return math.frexp(count)[1] - 1 if count else 0
 
 
-# -- The losses of a call, on their way from the rank of the last stage to all ranks of its pipeline ------------------
+# -- The losses of a call: from the rank of the last stage to all ranks of its pipeline -------------------------------
 #
 # table    losses of this pipeline's micro-batches | sum of share x loss | sum of shares | replicas with weights |
 #                                                    these three are sums over all replicas
 
 
-class SharedLoss:
-    """Mean loss over all replicas, and losses of this pipeline's micro-batches, on every rank once `wait` returns.
+class OwnLosses(NamedTuple):
+    """The losses of a call on the rank of the last stage. `waiting` are on the device, and `download` brings them."""
 
-    The constructor is collective. It waits on the ranks of the last stage alone, for each other; these have waited for
-    each other's gradients already. The others learn it by a broadcast, which a later call of the pipeline may overtake.
-    """
-
-    def __init__(self, weighing: Weighing, losses: Sequence[float] | None, microbatches: int, what: str) -> None:
-        self.pipe, self.what = weighing.pipe, f"the loss of {what}"
-        self.table = np.zeros(microbatches + 3)
-        if losses is not None:
-            self.table[:-3] = weighing.by_microbatch(losses, microbatches)
-            # what has no share has no loss either
-            self.table[-3] = sum(share * loss for share, loss in zip(weighing.shares, losses) if share)
-            if weighing.given:
-                self.table[-2:] = sum(weighing.shares), 1
-        replicas, root = weighing.replicas, weighing.root
-        if replicas is not None and self.pipe.rank == root:
-            replicas.wait(AllReduce(replicas.comm, self.table[-3:]), f"{self.what} of the replicas", everyone=True)
-        self._request = own(self.pipe.comm.Ibcast(self.table, root)) if self.pipe.size > 1 else None
+    losses: dict[int, Any]  # by unit
+    waiting: list[int]
+    download: arrays.Download | None
+    where: tuple[int, int, str]  # rank, stage, and which step or call, for errors
 
     def is_here(self) -> bool:
-        """Whether the losses have arrived; never waits."""
-        if self._request is not None and self._request.Test():
-            self._request = None
-        return self._request is None
+        """Whether `read` will not wait."""
+        return self.download is None or self.download.is_done()
 
-    def wait(self) -> None:
-        if self._request is not None:
-            self.pipe.wait(self._request, self.what, everyone=True)
-            self._request = None
+    def read(self) -> list[float]:
+        """Return the losses in order. Raises NonFiniteError for the first one from the device that is not finite."""
+        values = [] if self.download is None else self.download.result()
+        for unit, value in zip(self.waiting, values):
+            self.losses[unit] = float(value.item())
+            try:
+                check_finite(self.losses[unit])
+            except MpipipeError as error:
+                error.rank, error.stage, when = self.where
+                error.microbatch = unit
+                error.message = f"{error.message} in {when}"
+                raise
+        return [self.losses[unit] for unit in range(len(self.losses))]
+
+
+class SharedLoss:
+    """Mean loss over all replicas, and losses of this pipeline's micro-batches, on every rank; collective.
+
+    `own` are the losses of this pipeline on the rank of its last stage, and None elsewhere. Where there is no other
+    rank they may stay on the device until somebody reads them.
+    """
+
+    def __init__(self, weighing: Weighing, own_losses: OwnLosses | None, microbatches: int, what: str) -> None:
+        pipe, replicas, root = weighing.pipe, weighing.replicas, weighing.root
+        self.what = f"the loss of {what}"
+        self._own = own_losses
+        self._shares = weighing.shares
+        self._table = np.zeros(microbatches + 3)
+        if own_losses is not None and weighing.given:
+            self._table[-2:] = sum(self._shares), 1
+        if pipe.size == 1 and replicas is None and own_losses is not None and own_losses.download is not None:
+            return
+        self.read()
+        if replicas is not None and pipe.rank == root:
+            replicas.wait(AllReduce(replicas.comm, self._table[-3:]), f"{self.what} of the replicas", everyone=True)
+        if pipe.size > 1:
+            pipe.wait(own(pipe.comm.Ibcast(self._table, root)), self.what, everyone=True)
+
+    def is_here(self) -> bool:
+        """Whether `read` will not wait."""
+        return self._own is None or self._own.is_here()
+
+    @property
+    def was_read(self) -> bool:
+        """Whether nothing is left on the device."""
+        return self._own is None
+
+    def read(self) -> None:
+        """Take the losses of this rank, which may be on the device."""
+        if self._own is None:
+            return
+        losses = self._own.read()
+        self._own = None
+        self._table[:-3] = self._by_microbatch(losses)
+        # what has no share has no loss either
+        self._table[-3] = sum(share * loss for share, loss in zip(self._shares, losses) if share)
+
+    def _by_microbatch(self, losses: Sequence[float]) -> Any:
+        """Return the loss of each micro-batch: the mean of its slices by their shares, NaN where these have none."""
+        microbatches = len(self._table) - 3
+        if len(losses) == microbatches:
+            return losses
+        shares = np.reshape(self._shares, (microbatches, -1))
+        sums = np.where(shares > 0, shares * np.reshape(losses, shares.shape), 0).sum(1)
+        return np.divide(sums, shares.sum(1), out=np.full(microbatches, np.nan), where=shares.any(1))
 
     @property
     def mean(self) -> float:
-        return float(self.table[-3] / self.total if self.givers else self.table[-3])
+        return float(self._table[-3] / self.total if self.givers else self._table[-3])
 
     @property
     def total(self) -> float:
         """Sum of the shares of all micro-batches of all replicas."""
-        return float(self.table[-2])
+        return float(self._table[-2])
 
     @property
     def givers(self) -> int:
         """How many replicas have a loss that gave weights."""
-        return int(self.table[-1])
+        return int(self._table[-1])
 
     @property
     def losses(self) -> list[float]:
-        return self.table[:-3].tolist()
+        return self._table[:-3].tolist()

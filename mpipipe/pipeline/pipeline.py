@@ -11,7 +11,7 @@ from mpipipe.pipeline.batch import CallState
 from mpipipe.pipeline.construction import Arguments, agree_on_construction, end_groups
 from mpipipe.pipeline.diagnostics import ActivationBytes
 from mpipipe.pipeline.engine import Engine
-from mpipipe.pipeline.pending import PendingStep, StepResult
+from mpipipe.pipeline.result import StepResult
 from mpipipe.pipeline.units import merge
 from mpipipe.schedules import Costs, Schedule
 from mpipipe.text import counted
@@ -23,7 +23,7 @@ Batched: TypeAlias = "Tree | list[Tree] | Callable[[int], Tree] | None"
 class Pipeline:
     """Stages on the ranks of a communicator, run by a schedule.
 
-    The constructor, `step`, `launch`, `forward_train`, `backward`, `evaluate`, `forward`, `durations` and `close` are
+    The constructor, `step`, `forward_train`, `backward`, `evaluate`, `forward`, `durations` and `close` are
     collective.
 
     Parameters
@@ -153,23 +153,7 @@ class Pipeline:
             `scale`: with 1 / K, those of K batches of one size add up to the mean over all. A copy of the gradients is
             kept during the step.
         """
-        return self.engine.train("step", inputs, targets, scale, accumulate).wait()
-
-    def launch(self, inputs: Batched, targets: Batched, scale: float = 1.0, accumulate: bool = False) -> PendingStep:
-        """Make a training step as `step` does, and go on as soon as this rank's part of it is done.
-
-        When it returns, the gradients of this rank's stages are whole, and their optimizer may run; the loss may still
-        be on its way, unless it gives weights. Launched steps have no barrier between them: a rank begins the next one
-        while others are at the end of this one. Gradients and losses have the same bits as those of `step`.
-
-        Parameters
-        ----------
-        inputs, targets : array, tuple or dict of arrays, list of such, function, or None
-            As for `step`; after a `step` or a `launch`, of the same shapes and dtypes as there.
-        scale, accumulate : float, bool
-            As for `step`. After the first step an error in the arguments ends the pipeline, too.
-        """
-        return self.engine.train("launch", inputs, targets, scale, accumulate)
+        return self.engine.step(inputs, targets, scale, accumulate)
 
     def forward_train(self, inputs: Batched) -> Batched:
         """Run the forwards of a training step, for gradients that the caller makes from the outputs.
@@ -212,7 +196,8 @@ class Pipeline:
         batch, agreed = engine.agree("evaluate", inputs, targets)
         with engine.state:
             shared = engine.share_losses("evaluate", engine.run("evaluate", batch, agreed))
-            _, problem = engine.weighing.settle(shared, wait=True)
+            _, problem = engine.weighing.settle(shared)
+            shared.read()
         engine.end(problem)
         return shared.mean
 
@@ -287,6 +272,14 @@ class Pipeline:
         """Seconds of the last call, in all; on a GPU by events, and this waits for the last action."""
         self.engine.executor.clock.settle()
         return self.engine.executor.clock.elapsed
+
+    @property
+    def training_seconds(self) -> tuple[float, float]:
+        """`busy` and `elapsed` of all training steps so far, added up; on a GPU this waits for the last action."""
+        clock = self.engine.executor.clock
+        clock.settle()
+        busy, elapsed = clock.training_seconds.tolist()
+        return busy, elapsed
 
     @property
     def bytes_sent(self) -> int:

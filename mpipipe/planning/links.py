@@ -162,10 +162,11 @@ class TrialSteps:
 
     def _step(self, batch: tuple[Any, Any]) -> None:
         measured, scaler = self.measured, self.scaler
-        pending = self.pipeline.launch(*batch, scale=scaler.scale)
+        self.pipeline.step(*batch, scale=scaler.scale)
         lr = measured.lr / 100
-        optim.begin_step(self.optimizer, measured.clip, scaler=scaler, lr=lr, over=self.norm).wait()
-        pending.wait()
+        norm = optim.scaled_step(self.optimizer, scaler, measured.clip, lr=lr, over=self.norm)
+        if norm is not None:
+            float(norm)  # waits for a GPU
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, MpipipeError, NonFiniteError
 from mpipipe.job import Communicator, Preemption, agreed_by, group_of
 from mpipipe.nn import announce_write
-from mpipipe.pipeline import Pipeline
+from mpipipe.pipeline import Pipeline, StepResult
 from mpipipe.planning import LayerPlan
 from mpipipe.text import counted
 from mpipipe.tracing import Recording, check_new
@@ -29,6 +29,14 @@ from mpipipe.train.resume import Checkpoints
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, rate_of
 from mpipipe.train.task_check import doubts, shown, validate
+
+
+class Made(NamedTuple):
+    """A step that was made: its loss and norm may still be on a GPU."""
+
+    result: StepResult
+    lr: float
+    norm: float | optim.NormOfStep | None  # None if the optimizer has left it out
 
 
 @dataclass
@@ -60,6 +68,7 @@ class Trainer:
         # steps, and seconds in them: by the host's clock, busy and elapsed as the pipeline measured; since the last
         # record, and in all
         self.times = np.zeros((2, 4))
+        self.measured = np.zeros(2)  # busy and elapsed seconds of the pipeline that are in `times`
         self.named: dict[str, float] = {}
 
     def run(self) -> Record:
@@ -81,16 +90,16 @@ class Trainer:
             self._report(Record(0, validation=validation, metrics=self.named, **more))
         for step in range(progress.step, config.steps):
             try:
-                loss, lr, norm = self.step(step)
+                made = self.step(step)
                 progress.step = step + 1
                 self.tracing.end_step()
-                self._after_step(loss, lr, norm)
+                self._after_step(made)
             except MpipipeError as error:
                 error.message = f"step {step + 1} of {config.steps}: {error.message}"
                 raise
         return self._end()
 
-    def _after_step(self, loss: float, lr: float, norm: float | None) -> None:
+    def _after_step(self, made: Made) -> None:
         """Compare replicas, validate, report, save and leave, where the step or somebody else asks for it."""
         config, progress = self.config, self.progress
         done = progress.step
@@ -98,21 +107,30 @@ class Trainer:
             checkpoint.check_replicas(self.mesh, progress.pipeline.stages, progress.optimizer)
         validated = done % config.eval_every == 0 or done == config.steps
         if validated or done == 1 or done % config.log_every == 0:
-            self.group.agree(
-                "train: a record",
-                (("learning rate", lr),),
-                message="ranks make steps with different learning rates",
-                remedy="let rate_at depend on the step and the configuration alone",
-            )
-            validation = self.validate() if validated else None
-            more = self.speed(self.times[0]) | progress.scaling() | self.task.derived(loss, validation)
-            self._report(Record(done, loss, validation, lr, norm, metrics=self.named if validated else {}, **more))
-            self.times[0] = 0
+            self._record(made, validated)
+        elif config.save_every and done % config.save_every == 0:
+            self._read(made)  # no checkpoint is of a training that has failed
         leaves = done < config.steps and self.preemption.due(self.checkpoints.saver.in_flight)
+        if leaves:
+            self._read(made)
         self.checkpoints.follow(leaves)
         if leaves:
             self.tracing.finish()
             self._leave()
+
+    def _record(self, made: Made, validated: bool) -> None:
+        loss, norm = self._read(made)
+        self.group.agree(
+            "train: a record",
+            (("learning rate", made.lr),),
+            message="ranks make steps with different learning rates",
+            remedy="let rate_at depend on the step and the configuration alone",
+        )
+        validation = self.validate() if validated else None
+        metrics = self.named if validated else {}
+        more = self.speed(self.times[0]) | self.progress.scaling() | self.task.derived(loss, validation)
+        self._report(Record(self.progress.step, loss, validation, made.lr, norm, metrics=metrics, **more))
+        self.times[0] = 0
 
     def _leave(self) -> None:
         self.preemption.leave(self.whereabouts() if self.mesh.rank == 0 else "")
@@ -154,29 +172,50 @@ class Trainer:
             return f"{place}; nothing is saved to go on from\nmetrics are in {out}"
         return f"{place}\n--resume auto --out {out} goes on from {saved.name}"
 
-    def step(self, step: int) -> tuple[float, float, float | None]:
-        """Make one optimizer step; return loss, learning rate and norm (None if skipped), the same on every rank."""
+    def step(self, step: int) -> Made:
+        """Make one optimizer step. On a GPU that has the whole model it is under way when this returns."""
         config, pipeline, start = self.config, self.progress.pipeline, perf_counter()
         self.tracing.begin_step(config.steps - step)
         with self.tracing.part("reading"):
             batch = self.reader.batch(step)
         lr = rate_of(self.task, step, config)
-        pending = pipeline.launch(*batch, scale=self.progress.scaler.scale)
+        result = pipeline.step(*batch, scale=self.progress.scaler.scale)
         with self.tracing.part("optimizer"):
             norm = self._optimize(lr)
-        loss = pending.wait().loss  # on its way since the backward ended: the norm has taken as long
-        self.times += 1, perf_counter() - start, pipeline.busy, pipeline.elapsed + self.reader.waited
+        self.times += 1, perf_counter() - start, 0, self.reader.waited
         self.reporter.advance()
-        return loss, lr, norm
+        return Made(result, lr, norm)
 
-    def _optimize(self, lr: float) -> float | None:
+    def _read(self, made: Made) -> tuple[float, float | None]:
+        """Return loss and norm (None if skipped) of a step, the same on every rank; waits for the GPU, if there is one.
+
+        NonFiniteError says which step had a loss or gradient that is not finite, this one or one before.
+        """
+        start = perf_counter()
+        pipeline = self.progress.pipeline
+        loss = made.result.loss
+        with self._as_replicas():
+            self.progress.scaler.read_norms(wait=True)
+        norm = None if made.norm is None else float(made.norm)
+        measured = np.array(pipeline.training_seconds)
+        self.times[:, 2:] += measured - self.measured
+        self.measured = measured
+        self.times[:, 1] += perf_counter() - start
+        return loss, norm
+
+    def _optimize(self, lr: float) -> float | optim.NormOfStep | None:
+        optimizer = self.progress.optimizer
+        # an optimizer of the task's own does not wait for a save that still reads
+        announce_write(optimizer, *optimizer.stages)
+        with self._as_replicas():
+            return optim.scaled_step(optimizer, self.progress.scaler, self.config.clip, lr=lr, over=self.norm)
+
+    @contextmanager
+    def _as_replicas(self) -> Iterator[None]:
+        """A gradient that is not finite is one on all ranks: the replicas have the same sums of gradients."""
         try:
-            clip, scaler = self.config.clip, self.progress.scaler
-            optimizer = self.progress.optimizer
-            # an optimizer of the task's own does not wait for a save that still reads
-            announce_write(optimizer, *optimizer.stages)
-            return optim.begin_step(optimizer, clip, scaler=scaler, lr=lr, over=self.norm).wait()
-        except NonFiniteError as error:  # the replicas have the same sums of gradients, so they raise it, too
+            yield
+        except NonFiniteError as error:
             raise agreed_by(error, self.group) from None
 
     def validate(self) -> float:

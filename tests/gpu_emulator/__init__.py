@@ -177,8 +177,9 @@ def emulated() -> bool:
 
 def uninstall() -> list[str]:
     """Undo `install` after everything that was queued has run; return what went wrong on the device since."""
-    _forget()
     home = _machines[-1]
+    home.drain()  # while the package still has its buffers of copies under way
+    _forget()
     errors = list(home.drain())
     for name in _replaceable():
         del sys.modules[name]

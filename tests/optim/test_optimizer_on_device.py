@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from support.gradients import contents, fill, watched
 
 from mpipipe import arrays, nn, optim
+from mpipipe.arrays import transfer
 from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import inprocess
 from mpipipe.nn.kernels import AdamWNumbers, Update, of
@@ -138,13 +140,14 @@ def test_the_host_asks_for_the_step_before_it_knows_the_norm(gpu, name, dtype):
     assert "cast" not in gpu.launches
 
 
-def test_an_optimizer_that_raises_leaves_no_copy_under_way(gpu, monkeypatch):
-    """Its pinned memory goes back to a pool, from which others take it."""
+def test_an_optimizer_that_raises_leaves_the_memory_of_the_copy_under_way(gpu, monkeypatch):
+    """The device still writes to it: what is pinned next has other memory."""
     stages = made()
     fill(stages, 3)
-    optimizer, ended = optim.AdamW(stages, 0.01), []
-    done = arrays.Download.result
-    monkeypatch.setattr(arrays.Download, "result", lambda self: ended.append(done(self)) or ended[-1])
+    optimizer = optim.AdamW(stages, 0.01)
+    places = []
+    pinned = transfer.pinned
+    monkeypatch.setattr(transfer, "pinned", lambda nbytes: places.append(pinned(nbytes)) or places[-1])
 
     def broken(**_):
         raise ValueError("broken on purpose")
@@ -152,7 +155,10 @@ def test_an_optimizer_that_raises_leaves_no_copy_under_way(gpu, monkeypatch):
     monkeypatch.setattr(optimizer, "step", broken)
     with pytest.raises(ValueError, match="broken on purpose"):
         optim.scaled_step(optimizer, optim.LossScaler(1.0), 1.0)
-    assert len(ended) == 1
+    place = places[-1].ctypes.data
+    places.clear()
+    gc.collect()
+    assert arrays.pinned(64).ctypes.data != place
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -177,10 +183,11 @@ def test_an_overflow_changes_nothing_on_the_device_and_counts_no_step(gpu, name,
     fixed = optim.LossScaler(4.0, dynamic=False)
     fill(stages, 3, bad=value)
     start = contents(stages, optimizer)
+    norm = optim.scaled_step(optimizer, fixed, 1.0)
     with pytest.raises(NonFiniteError, match=r"2\.bias"):
-        optim.scaled_step(optimizer, fixed, 1.0)
+        float(norm)
     assert contents(stages, optimizer) == start
-    assert optimizer.steps == 2 and fixed.skipped == 0
+    assert fixed.skipped == 0
 
 
 def test_a_communicator_of_one_rank_is_no_reason_to_wait(gpu):
@@ -199,7 +206,7 @@ def test_a_communicator_of_one_rank_is_no_reason_to_wait(gpu):
         return waits
 
     (waits,) = inprocess.run(1, alone)
-    assert waits == ([] if gpu.real else ["Event.synchronize"])
+    assert waits == []
 
 
 # -- clipping alone

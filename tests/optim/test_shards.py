@@ -76,7 +76,7 @@ def steps_alike(comm, name, dtype, device="cpu", count=6):
         for stages, optimizer, scaler in ((whole, first, scalers[0]), (cut, second, scalers[1])):
             fill(stages, step, scaler.scale, bad)
             max_norm = (5.0, 1e9, math.inf)[step % 3]
-            norm = optim.begin_step(optimizer, max_norm, scaler=scaler, lr=0.02).wait()
+            norm = optim.scaled_step(optimizer, scaler, max_norm, lr=0.02)
             assert (norm is None) == (step == 2)
         assert computed(cut) == computed(whole)
         assert {stage.parameters.is_divided for stage in cut} == {comm.size > 1 and dtype in arrays.HALVES}
@@ -154,8 +154,8 @@ def trained(mesh, schedule, steps, sharded, dtype="float16", frozen=()):
         for step in range(steps):
             batch = dense.placed(schedule, mesh.pipe.rank, *(each[rows] for each in text(4 * mesh.shape.data, step)))
             pipeline.step(*batch, scale=scaler.scale / 2)
-            pipeline.launch(*batch, scale=scaler.scale / 2, accumulate=True)
-            norms.append(optim.begin_step(optimizer, 0.5, scaler=scaler, comm=mesh.pipe).wait())
+            pipeline.step(*batch, scale=scaler.scale / 2, accumulate=True)
+            norms.append(optim.scaled_step(optimizer, scaler, 0.5, comm=mesh.pipe))
     return parameters(stages, optimizer), norms, state(optimizer), optimizer
 
 

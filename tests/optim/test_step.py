@@ -1,4 +1,4 @@
-"""Clipping, and steps with it: at once, or begun and finished without a wait in between, over all ranks."""
+"""Clipping, and steps with it, over all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.gradients import fill
 from support.tolerance import bound, close, largest, within
 
 from mpipipe import nn, optim
-from mpipipe.errors import ArgumentError, MismatchError, NonFiniteError, PeerError
+from mpipipe.errors import ArgumentError, NonFiniteError
 from mpipipe.job import inprocess
 from mpipipe.optim.norm import expansion
 
@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "adamw": lambda stages: optim.AdamW(stages, lr=0.01),
     "sgd": lambda stages: optim.SGD(stages, lr=0.1, momentum=0.9, weight_decay=0.1),
 }
+UNSCALED = optim.LossScaler(1.0, dynamic=False)
 NUMBERS = st.lists(st.floats(0, 1e300), max_size=40)
 TERMS = 200 * 300 + 300 + 300 + 300 * 5 + 3 * 5  # in the gradients of `whole_model`, whose squares a norm adds up
 
@@ -142,13 +143,12 @@ def test_a_wrong_limit_is_refused(max_norm):
     for call in (
         lambda: optim.clip_by_global_norm(optimizer.stages, max_norm),
         lambda: optim.scaled_step(optimizer, optim.LossScaler(), max_norm),
-        lambda: optim.begin_step(optimizer, max_norm),
     ):
         with pytest.raises(ArgumentError, match="max_norm"):
             call()
 
 
-# -- a step at once, and one that is begun and ended ------------------------------------------------------------------
+# -- a step with clipping and scaling ---------------------------------------------------------------------------------
 
 
 def trained(comm, make, update, steps=4):
@@ -169,11 +169,13 @@ def clip_and_step(optimizer, stage, comm):
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_begin_and_finish_have_the_bits_of_clipping_and_a_step(ranks, make):
-    begun = inprocess.run(
-        ranks, lambda comm: trained(comm, make, lambda o, s, c: optim.begin_step(o, 0.7, comm=c).wait())
+def test_a_scaled_step_has_the_bits_of_clipping_and_a_step(ranks, make):
+    def scaled(optimizer, stage, comm):
+        return optim.scaled_step(optimizer, UNSCALED, 0.7, comm=comm)
+
+    assert inprocess.run(ranks, lambda comm: trained(comm, make, scaled)) == inprocess.run(
+        ranks, lambda comm: trained(comm, make, clip_and_step)
     )
-    assert begun == inprocess.run(ranks, lambda comm: trained(comm, make, clip_and_step))
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -202,45 +204,35 @@ def test_a_scaled_step_is_clipping_and_a_step_of_the_true_gradients(make, max_no
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(comm, value):
-    """Whether steps are made at once or begun and ended, to the bit."""
-    outcomes = []
-    for begun in (False, True):
-        stage, scaler, history = model(comm.rank), optim.LossScaler(1024.0, interval=3), []
-        optimizer, start = optim.AdamW([stage], 0.1), stage.parameters.flat.copy()
-        for step in range(6):
-            draw(stage, comm.rank, step, scaler.scale)
-            if step in (0, 2) and comm.rank == comm.size - 1:
-                stage.gradients[f"{2 * comm.rank}.bias"][3] = value
-            if begun:
-                norm = optim.begin_step(optimizer, 1.0, scaler=scaler, comm=comm).wait()
-            else:
-                norm = optim.scaled_step(optimizer, scaler, 1.0, comm=comm)
-            history.append((norm, scaler.scale, scaler.skipped, optimizer.steps))
-            if step == 0:
-                np.testing.assert_array_equal(stage.parameters.flat, start)
-        assert [norm is None for norm, *_ in history] == [True, False, True, False, False, False]
-        assert [scale for _, scale, *_ in history] == [512, 512, 256, 256, 256, 512]
-        assert history[-1][2:] == (2, 4)
-        assert np.isfinite(stage.parameters.flat).all() and (stage.parameters[f"{2 * comm.rank}.weight"] != 0).all()
-        assert comm.allgather(history) == [history] * comm.size
-        outcomes.append((history, stage.parameters.flat.tobytes()))
-    assert outcomes[0] == outcomes[1]
+    stage, scaler, history = model(comm.rank), optim.LossScaler(1024.0, interval=3), []
+    optimizer, start = optim.AdamW([stage], 0.1), stage.parameters.flat.copy()
+    for step in range(6):
+        draw(stage, comm.rank, step, scaler.scale)
+        if step in (0, 2) and comm.rank == comm.size - 1:
+            stage.gradients[f"{2 * comm.rank}.bias"][3] = value
+        norm = optim.scaled_step(optimizer, scaler, 1.0, comm=comm)
+        history.append((norm, scaler.scale, scaler.skipped, optimizer.steps))
+        if step == 0:
+            np.testing.assert_array_equal(stage.parameters.flat, start)
+    assert [norm is None for norm, *_ in history] == [True, False, True, False, False, False]
+    assert [scale for _, scale, *_ in history] == [512, 512, 256, 256, 256, 512]
+    assert history[-1][2:] == (2, 4)
+    assert np.isfinite(stage.parameters.flat).all() and (stage.parameters[f"{2 * comm.rank}.weight"] != 0).all()
+    assert comm.allgather(history) == [history] * comm.size
 
 
 def test_a_norm_over_kept_ranks_and_names_to_skip(comm):
     stage = model(comm.rank)
     optimizer, skip = optim.SGD([stage], lr=0.1), [f"{2 * comm.rank}.bias"]
     norm = optim.gradient_norm([stage], comm, skip)
-    assert optim.begin_step(optimizer, 1.0, comm=comm, skip=skip).wait() == norm
+    assert optim.scaled_step(optimizer, UNSCALED, 1.0, comm=comm, skip=skip) == norm
     with optim.GlobalNorm([stage], comm, skip) as over:
         draw(stage, comm.rank, 0)
-        update = optim.begin_step(optimizer, math.inf, over=over)
-        assert update.wait() == norm and update.wait() == norm
+        assert optim.scaled_step(optimizer, UNSCALED, over=over) == norm
 
 
 CALLS = {
     "clip": lambda optimizer, comm: optim.clip_by_global_norm(optimizer.stages, 0.5, comm),
-    "begin": lambda optimizer, comm: optim.begin_step(optimizer, 1.0, comm=comm).wait(),
     "a scale of 1": lambda optimizer, comm: optim.scaled_step(optimizer, optim.LossScaler(1.0), 1.0, comm=comm),
     "a fixed scale": lambda optimizer, comm: optim.scaled_step(
         optimizer, optim.LossScaler(64.0, dynamic=False), 1.0, comm=comm
@@ -279,40 +271,7 @@ def test_squares_of_all_sizes_are_gathered_where_their_sum_is_too_long(comm):
     for stage, size in zip(stages, sizes):
         stage.gradients.flat[...] = size * 2.0**-300 * 3.0**7
     norm = optim.gradient_norm(stages, comm)
-    assert optim.begin_step(optim.SGD(stages, lr=0.1), 1.0, comm=comm).wait() == norm > 0
-
-
-def test_without_clipping_no_rank_is_asked(comm):
-    """Rank 0 alone makes its step."""
-    stage = model(comm.rank)
-    expected = stage.parameters.flat - np.float32(0.1) * stage.gradients.flat
-    if comm.rank == 0:
-        assert optim.begin_step(optim.SGD([stage], lr=0.1), comm=comm).wait() is None
-        np.testing.assert_array_equal(stage.parameters.flat, expected)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_begin_waits_for_nobody(comm):
-    """By the order of events: the last rank begins when it has heard that rank 0 has begun."""
-    stage = model(comm.rank)
-    optimizer, token = optim.SGD([stage], lr=0.1), np.zeros(1)
-    optim.begin_step(optimizer, 1.0, comm=comm).wait()
-    if comm.rank == comm.size - 1:
-        comm.Recv(token, 0)
-    update = optim.begin_step(optimizer, 1.0, comm=comm)
-    if comm.rank == 0:
-        comm.Send(token, comm.size - 1)
-    assert update.wait() > 0
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_that_clips_at_once_while_others_begin(comm):
-    stage = model(comm.rank)
-    with pytest.raises((MismatchError, PeerError), match="different calls"):
-        if comm.rank == 0:
-            optim.clip_by_global_norm([stage], 1.0, comm)
-        else:
-            optim.begin_step(optim.SGD([stage], lr=0.1), 1.0, comm=comm).wait()
+    assert optim.scaled_step(optim.SGD(stages, lr=0.1), UNSCALED, 1.0, comm=comm) == norm > 0
 
 
 @pytest.mark.mpi(min_size=2)
@@ -322,18 +281,4 @@ def test_a_stage_that_cannot_be_measured_is_an_error_everywhere(comm):
         stages = [object()] if comm.rank == 0 else [model(comm.rank)]
 
     with pytest.raises(ArgumentError, match="without flat parameters"):
-        optim.begin_step(Broken(), 1.0, comm=comm).wait()
-
-
-@pytest.mark.parametrize("gradient", [8.0, math.inf])
-def test_a_step_that_is_refused_leaves_the_scaler_as_it_was(gradient):
-    """What `wait` divides by is the scale that is in the gradients."""
-    stage = nn.Stage([nn.RMSNorm(4)])
-    optimizer, scaler = optim.SGD([stage], lr=0.5), optim.LossScaler(initial=8.0, interval=1)
-    stage.gradients["0.gain"][...] = gradient
-    update = optim.begin_step(optimizer, scaler=scaler)
-    with pytest.raises(ArgumentError, match="has begun, and not ended"):
-        optim.scaled_step(optimizer, scaler)
-    assert scaler.scale == 8.0
-    update.wait()
-    np.testing.assert_array_equal(stage.parameters["0.gain"], 0.5 if math.isfinite(gradient) else 1.0)
+        optim.scaled_step(Broken(), UNSCALED, 1.0, comm=comm)

@@ -130,7 +130,7 @@ def test_the_host_waits_for_the_device_only_at_the_end_of_a_step(gpu, comm):
 
 
 def test_a_step_of_one_rank_is_asked_for_as_a_whole_with_clipping_and_optimizer(gpu):
-    """The host waits for the losses and for the norm, never for a backward or an update."""
+    """The host waits for nothing: not for the losses, nor the norm, nor an update."""
     if gpu.real or gpu.machine.background:
         pytest.skip("the emulated device, where it works for nothing but a wait")
 
@@ -151,9 +151,9 @@ def test_a_step_of_one_rank_is_asked_for_as_a_whole_with_clipping_and_optimizer(
 
     (found,) = inprocess.run(1, alone)
     for after_step, after_update, waits in found[1:]:  # the first step uploads and compiles
-        assert "rms_norm_backward" in after_step and "softmax_cross_entropy" not in after_step, after_step
-        assert after_update.count("adamw") == 1 and "rms_norm_backward" not in after_update
-        assert waits == ["Event.synchronize"] * 2
+        assert "softmax_cross_entropy" in after_step and "rms_norm_backward" in after_step
+        assert "adamw" in after_update
+        assert waits == []
 
 
 def test_durations_and_spans_are_those_of_the_device(gpu, comm):
@@ -230,6 +230,7 @@ def test_a_loss_that_is_not_finite_ends_the_step_on_every_rank(gpu, comm, dtype)
     pipeline = Pipeline(stages, schedule, comm, loss=nn.softmax_cross_entropy)
     with pytest.raises(MpipipeError) as caught:
         pipeline.step(*mine)
+        pipeline.close()  # on one rank nothing has asked for the loss before
     if comm.rank == comm.size - 1:
         assert isinstance(caught.value, NonFiniteError) and caught.value.microbatch == 0
         assert caught.value.stage == comm.size - 1

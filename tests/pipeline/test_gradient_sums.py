@@ -93,7 +93,7 @@ def test_weights_correct_what_was_summed_by_layers(mesh):
     for device in ("cpu", "cuda"):
         stages = build(schedule, mesh.pipe.rank, layers=3, device=device, tied=True)
         with Pipeline(stages, schedule, mesh.pipe, loss=weighted, replicas=mesh.replicas) as pipeline:
-            losses = [pipeline.launch(*rows_of(mesh, schedule)).wait().loss for _ in range(2)]
+            losses = [pipeline.step(*rows_of(mesh, schedule)).loss for _ in range(2)]
             assert by_layers(pipeline) == [device == "cuda"] * len(stages)
         found[device] = [*losses, *(arrays.download(stage.gradients.flat) for stage in stages)]
     for one, other in zip(*found.values()):

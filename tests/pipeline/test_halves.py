@@ -120,8 +120,7 @@ def check_steps(comm, schedule, data, seed, kind, scale=1.0, recompute=False, we
                     value, dx = outside(pipe, batch, scale, share=shares[me])
                 else:
                     near(pipe.evaluate(*batch), sum(value for value, _, _ in found))
-                    result = getattr(pipe, ("step", "launch")[again == 1])(*batch, scale=scale)
-                    result = result.wait() if again == 1 else result
+                    result = pipe.step(*batch, scale=scale)
                     value, dx = result.losses[0] * shares[me], result.input_grads
                     near(result.loss, sum(value for value, _, _ in found))
                     assert result.losses == [result.losses[0]] * schedule.microbatches
@@ -228,10 +227,9 @@ def test_an_accumulated_step_adds_what_a_step_gives(comm, name, tied, data, weig
             sums = [list(each) for each in zip(*(gradients for _, gradients in alone))]
             losses = []
             for number, feed in enumerate(feeds):
-                call = (pipe.step, pipe.launch)[number % 2]
-                result = call(*feed, scale=0.5, accumulate=number > 0)
+                result = pipe.step(*feed, scale=0.5, accumulate=number > 0)
                 found = flats(stages)
-                losses.append(getattr(result, "loss", None) or result.wait().loss)
+                losses.append(result.loss)
                 for mine, parts in zip(found, sums):
                     assert mine.tobytes() == np.add.reduce(parts[: number + 1]).tobytes()
             assert losses == [value for value, _ in alone]
@@ -267,7 +265,6 @@ def halfway(comm, **options):
 
 CALLS = {
     "step": lambda pipe, batch: pipe.step(*batch),
-    "launch": lambda pipe, batch: pipe.launch(*batch),
     "evaluate": lambda pipe, batch: pipe.evaluate(*batch),
     "forward": lambda pipe, batch: pipe.forward(batch[0]),
     "forward_train": lambda pipe, batch: pipe.forward_train(batch[0]),

@@ -86,7 +86,7 @@ def near(found, expected):
     assert np.linalg.norm(np.subtract(found, expected)) <= 1e-12 * max(np.linalg.norm(expected), 1e-3)
 
 
-def check_steps(comm, schedule, data, seed, loss, scale=1.0, calls=("step", "launch", "step"), recompute=False):
+def check_steps(comm, schedule, data, seed, loss, scale=1.0, recompute=False):
     """Some steps on `data` replicas, each with shards of a length of its own, have loss and gradients of the whole."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5, data)
@@ -102,10 +102,9 @@ def check_steps(comm, schedule, data, seed, loss, scale=1.0, calls=("step", "lau
         with pipe:
             near(pipe.evaluate(*batch), expected[0])
             bits = []
-            for call in calls:
-                result = getattr(pipe, call)(*batch, scale=scale)
-                flats = [stage.gradients.flat.copy() for stage in stages]  # before the loss of a launch is asked for
-                result = result if call == "step" else result.wait()
+            for _ in range(3):
+                result = pipe.step(*batch, scale=scale)
+                flats = [stage.gradients.flat.copy() for stage in stages]
                 near(result.loss, expected[0])
                 for m, (_, (_, mask)) in enumerate(mine):
                     assert np.isnan(result.losses[m]) == (not mask.any())
@@ -143,7 +142,7 @@ def test_over_mpi(comm, name, chunks, data):
         pytest.skip("needs a multiple of that many ranks")
     schedule = dense.build(name, comm.size // data, chunks, 3)
     loss = (masked, masked_with_factor)[data % 2](0.3)
-    check_steps(comm, schedule, data, 7 * data, loss, calls=("launch", "step", "launch"), recompute=chunks == 2)
+    check_steps(comm, schedule, data, 7 * data, loss, recompute=chunks == 2)
 
 
 def of_tokens(output, target):
@@ -158,7 +157,7 @@ def of_tokens(output, target):
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_padded_text_of_a_tied_model_and_the_norm_of_its_gradients(comm, max_norm):
-    """Tied parameters on several ranks, a split backward; clipping by begin_step sees corrected gradients."""
+    """Tied parameters on several ranks, a split backward; clipping sees corrected gradients."""
     x, targets = text(9)
     targets[np.random.default_rng(3).random(targets.shape) < 0.4] = -1
     targets[:4] = -1  # nothing valid in the first micro-batch
@@ -169,9 +168,9 @@ def test_padded_text_of_a_tied_model_and_the_norm_of_its_gradients(comm, max_nor
         with Pipeline(stages, schedule, group, loss=of_tokens) as pipeline:
             losses = []
             for _ in range(3):
-                pending = pipeline.launch(*dense.placed(schedule, group.rank, x, targets))
-                optim.begin_step(optimizer, max_norm=max_norm, comm=group).wait()
-                losses.append(pending.wait().loss)
+                losses.append(pipeline.step(*dense.placed(schedule, group.rank, x, targets)).loss)
+                optim.clip_by_global_norm(stages, max_norm, group)
+                optimizer.step()
         return losses, {name: stage.parameters[name].copy() for stage in stages for name in stage.parameters}
 
     alone = parts_of(comm, 1)
@@ -349,7 +348,7 @@ def test_kinds_of_numbers(comm, weight):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("call", ["step", "launch", "evaluate"])
+@pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_weights_on_some_replicas_only(comm, call):
     with mesh_of(comm) as mesh:
         odd = mesh.data.rank == 1
@@ -365,7 +364,7 @@ def test_a_batch_without_anything_valid_is_refused_on_all_ranks_and_the_next_one
         x = np.random.default_rng(mesh.data.rank).normal(size=(4, 2, WIDTH))
         nothing, all_of_it = ((x, (x + 1, np.full(x.shape, valid))) for valid in (False, True))
         with pipeline:
-            for call in ("evaluate", "step", "launch", "step"):
+            for call in ("evaluate", "step", "step"):
                 with pytest.raises(ArgumentError, match=r"add up to 0\.0") as caught:
                     getattr(pipeline, call)(*dense.placed(schedule, mesh.pipe.rank, *nothing))
                 assert comm.allgather(caught.value.reported_elsewhere).count(False) == 1

@@ -1,35 +1,58 @@
-"""A training step whose loss may still be on its way; the state of a pipeline."""
+"""What a training step gives; the state of a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
-from mpipipe.errors import ArgumentError, MpipipeError
+from mpipipe.errors import ArgumentError, MpipipeError, NonFiniteError
 from mpipipe.job import RankGroup, is_rank, whoami
 from mpipipe.pipeline.loss import SharedLoss
 from mpipipe.text import name_slice
 
 
-@dataclass(frozen=True)
 class StepResult:
     """What a training step gives.
 
-    Attributes
+    Where one GPU holds the whole model, losses stay there until somebody reads them: `step` has not waited for them.
+    Reading then waits for the step, and raises NonFiniteError for a loss that is not finite.
+
+    Parameters
     ----------
-    loss : float
-        Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its weight, or its rows.
-    losses : list of float
-        Loss of each micro-batch of this pipeline, in order, the mean of its slices where it has some; on every rank.
-        NaN where the weight is 0.
-    found : list or None, or False
-        What `input_grads` is; False where that was not computed.
+    shared : SharedLoss
+        The losses of the step.
+    state : PipelineState
+        Of the pipeline, which ends where a loss is not finite.
+    read : callable
+        Reads the losses that steps have left on the GPU, in their order.
+    input_grads : list or None, or False
+        False where they were not computed.
     """
 
-    loss: float
-    losses: list[float]
-    found: list | Literal[False] | None = field(repr=False)
+    def __init__(
+        self,
+        shared: SharedLoss,
+        state: PipelineState,
+        read: Callable[[], None],
+        input_grads: list | Literal[False] | None,
+    ) -> None:
+        self._shared = shared
+        self._state = state
+        self._read_losses = read
+        self._input_grads = input_grads
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the batch of all replicas, on every rank; each micro-batch counts by its weight, or rows."""
+        return self._read().mean
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each micro-batch of this pipeline, in order, the mean of its slices where it has some.
+
+        The same on every rank; NaN where the weight is 0.
+        """
+        return self._read().losses
 
     @property
     def input_grads(self) -> list | None:
@@ -37,70 +60,27 @@ class StepResult:
 
         None on the other ranks, and for integers. An ArgumentError where the pipeline has input_grads=False.
         """
-        if self.found is False:
+        if self._input_grads is False:
             raise ArgumentError(
                 "the gradients of the inputs were not computed",
                 found="a pipeline with input_grads=False, as in a training",
                 remedy="Pipeline(..., input_grads=True)",
             )
-        return self.found
+        return self._input_grads
 
+    def _read(self) -> SharedLoss:
+        if not self._shared.was_read:
+            try:
+                self._read_losses()
+                self._shared.read()
+            except NonFiniteError as error:
+                if self._state.is_open:
+                    self._state.fail(error)
+                raise
+        return self._shared
 
-class PendingStep:
-    """What `Pipeline.launch` returns: the step, whose loss may still be on its way to this rank.
-
-    Parameters
-    ----------
-    shared : SharedLoss
-        The losses on their way.
-    state : PipelineState
-        Of the pipeline.
-    input_grads : list or None, or False
-        As in StepResult; False where they were not computed.
-
-    Examples
-    --------
-    A loop that asks for the loss of a step while the next one is under way:
-
-    >>> import numpy as np
-    >>> from mpipipe import Pipeline, nn, optim, schedules
-    >>> from mpipipe.job import inprocess
-    >>> def on_each_rank(comm):
-    ...     stage = nn.Stage([nn.Linear(3, 3)], first=comm.rank)
-    ...     x = np.ones((8, 3), np.float32) if comm.rank == 0 else None
-    ...     target = np.zeros((8, 3), np.float32) if comm.rank == 1 else None
-    ...     optimizer, losses, before = optim.SGD([stage], lr=0.1), [], None
-    ...     with Pipeline([stage], schedules.one_f_one_b(2, 4), comm, loss=nn.mean_squared_error) as pipe:
-    ...         for step in range(3):
-    ...             pending = pipe.launch(x, target)
-    ...             optimizer.step()
-    ...             if before is not None:
-    ...                 losses.append(before.wait().loss)
-    ...             before = pending
-    ...         losses.append(before.wait().loss)
-    ...     return losses[0] > losses[1] > losses[2]
-    >>> inprocess.run(2, on_each_rank)
-    [True, True]
-    """
-
-    def __init__(self, shared: SharedLoss, state: PipelineState, input_grads: list | Literal[False] | None) -> None:
-        self._shared, self._state, self._input_grads = shared, state, input_grads
-        self._result: StepResult | None = None
-
-    def wait(self) -> StepResult:
-        """Wait for the loss of this step, and return what `Pipeline.step` returns.
-
-        No collective call: each rank asks when it likes, in any order of steps, as often as it likes, or never. What
-        has arrived can be had after the end of the pipeline, too. Raises PeerError or ArgumentError where another rank,
-        or the pipeline, has failed before the loss was here.
-        """
-        if self._result is None:
-            if not self._shared.is_here():
-                self._state.check("wait")
-                with self._state:
-                    self._shared.wait()
-            self._result = StepResult(self._shared.mean, self._shared.losses, self._input_grads)
-        return self._result
+    def __repr__(self) -> str:
+        return f"StepResult(loss={self.loss}, losses={self.losses})"
 
 
 # -- The state of a pipeline: open, then closed, or failed for good ---------------------------------------------------
