@@ -44,17 +44,10 @@ def run(
         _ring(comm, repeats, ring_seq_len, heads, head_dim)
 
 
-def random_arrays(seq_len: int, heads: int, dim: int) -> list[np.ndarray]:
+def _random_arrays(seq_len: int, heads: int, dim: int) -> list[np.ndarray]:
     """Return q, k, v and the gradient of the output."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal((1, seq_len, heads, dim), dtype=np.float32) for _ in range(4)]
-
-
-def both_ways(attend: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the output of an attention, and the gradients of q, k and v."""
-    *inputs, dout = arrays
-    out, saved = attend.forward(*inputs)
-    return [out, *attend.backward(dout, saved)]
 
 
 def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) -> None:
@@ -79,7 +72,7 @@ def _kernels(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: in
 
 def _local(kernel: Any, seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
     """Return forward and backward of a kernel, as attention.Local calls it."""
-    q, k, v, dout = random_arrays(seq_len, heads, dim)
+    q, k, v, dout = _random_arrays(seq_len, heads, dim)
     slices, scale = attention.Layout("contiguous", 1, seq_len).needs(0, 0), dim**-0.5
     block = KVBlock(q, k, v, scale, slices)
     result = OutLse(np.empty_like(q), np.empty((1, heads, seq_len), q.dtype))
@@ -96,7 +89,7 @@ def _pytorch(seq_len: int, heads: int, dim: int) -> tuple[Call, Call]:
     import torch
 
     kernel: Any = kernels.load("torch")
-    q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in random_arrays(seq_len, heads, dim))
+    q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in _random_arrays(seq_len, heads, dim))
     out, lse = kernel.flash(q, k, v, 0.0, True)
     block = q, k, v
     return partial(kernel.flash, *block, 0.0, True), partial(kernel.flash_backward, dout, *block, out, lse, 0.0, True)
@@ -108,7 +101,7 @@ def _ring(comm: Communicator, repeats: int, seq_len: int, heads: int, dim: int) 
         import torch
 
         torch.set_num_threads(1)
-    whole = random_arrays(seq_len, heads, dim)
+    whole = _random_arrays(seq_len, heads, dim)
     layout = attention.Layout("zigzag", comm.size, seq_len)
     shards = [layout.shard(array, comm.rank) for array in whole]
     rings = [attention.Ring(comm, layout=layout, rotation=rotation) for rotation in ROTATIONS]

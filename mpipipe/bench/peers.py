@@ -1,9 +1,6 @@
-"""`bench peers`: a pipelined GPT and a ring, compared with PyTorch's over gloo with the same model, cut and threads.
+"""`bench peers`: a pipelined GPT, compared with `torch.distributed.pipelining` over gloo: same model, cut and threads.
 
-PyTorch's pipeline is `torch.distributed.pipelining` (Schedule1F1B). PyTorch has no released ring for CPUs, so the one
-here is written as its users write it: the zigzag layout, where keys and values (in the backward their gradients, too)
-go round by isend and irecv while its flash kernel for CPUs attends; parts are merged by their log-sum-exps. Both sides
-run in one process each rank, in turns. Gradients are compared before anything is measured.
+Both sides run in one process on each rank, in turns. Gradients are compared before anything is measured.
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ import numpy as np
 
 from mpipipe import Pipeline, attention, nn, processor, schedules
 from mpipipe.arrays import array_of, tensor_of
-from mpipipe.bench.attention import both_ways, random_arrays
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import BackendError
 from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.language.models import GPT
 from mpipipe.options import Option
@@ -48,26 +44,16 @@ def peers(
     microbatches: int = 8,
     rows: Annotated[int, Option("sequences in a micro-batch")] = 4,
     dtype: Annotated[str, Option("of the pipelined GPT", choices=tuple(NEAR))] = "float32",
-    ring_seq_len: Annotated[int, Option("positions of the ring on all ranks")] = 8192,
-    ring_heads: int = 8,
-    ring_head_dim: int = 64,
 ) -> None:
-    """Compare a pipelined GPT and a ring with PyTorch's over gloo (mpiexec -n 2 python -m mpipipe bench peers)."""
+    """Compare a pipelined GPT with PyTorch's over gloo (mpiexec -n 2 python -m mpipipe bench peers)."""
     if torch is None:
         raise BackendError("bench peers needs PyTorch, which is not installed", remedy=how_to_install("torch"))
     comm = runtime.world()
     if comm.size == 1:
         raise BackendError("bench peers measures messages", found="1 rank", remedy="start it by mpiexec -n 2")
-    if ring_seq_len % (2 * comm.size):
-        raise ArgumentError(
-            "the ring of PyTorch has two equal chunks on each rank",
-            found=f"{ring_seq_len} positions on {comm.size} ranks",
-            remedy=f"give --ring-seq-len as a multiple of {2 * comm.size}",
-        )
     torch.set_num_threads(processor.chosen_threads() or 1)
     with _gloo(comm):
         _pipelines(comm, GPT(dim=dim, layers=layers, heads=heads, seq=seq_len), microbatches, rows, dtype, repeats)
-        _rings(comm, ring_seq_len, ring_heads, ring_head_dim, repeats)
 
 
 @contextmanager
@@ -98,9 +84,6 @@ def _check(
     with group_of(comm).raise_together("bench: both sides compute the same"):
         if not apart <= near:
             raise BackendError(f"{what} differs from PyTorch's", found=f"{apart:.2g}", expected=f"at most {near:g}")
-
-
-# -- A pipeline -------------------------------------------------------------------------------------------------------
 
 
 def _pipelines(comm: Communicator, model: GPT, microbatches: int, rows: int, dtype: str, repeats: int) -> None:
@@ -168,83 +151,3 @@ def _as_pytorch(model: GPT, name: str, array: np.ndarray) -> np.ndarray:
     dim = model.dim // model.heads
     turned = array.reshape(3, model.heads, dim // 2, 2, -1).swapaxes(2, 3).reshape(array.shape)
     return np.concatenate([turned[: 2 * model.dim], array[2 * model.dim :]])
-
-
-# -- A ring -----------------------------------------------------------------------------------------------------------
-
-
-def _rings(comm: Communicator, seq_len: int, heads: int, dim: int, repeats: int) -> None:
-    """Report forward and backward of a causal ring, in float32."""
-    layout = attention.Layout("zigzag", comm.size, seq_len)
-    shards = [layout.shard(array, comm.rank) for array in random_arrays(seq_len, heads, dim)]
-    ours = partial(both_ways, attention.Ring(comm, layout=layout), shards)
-    theirs = partial(_torch_ring, *(torch.from_numpy(x).transpose(1, 2).contiguous() for x in shards))
-    expected = [x.transpose(1, 2).numpy() for x in theirs()]
-    _check(comm, "the ring", ours(), expected, NEAR["float32"])
-    seconds, other = compare(comm, [ours, theirs], repeats, 1)
-    report(
-        comm,
-        f"ring, {comm.size} ranks, {seq_len} positions, {heads} heads of {dim}, causal, zigzag, forward and backward",
-        f"{seconds:.3f} s, PyTorch's flash kernel over gloo {other:.3f} s, rate",
-        other / seconds,
-        "at least 1.0, with AVX-512 1.2",
-    )
-
-
-def _torch_ring(q: Any, k: Any, v: Any, dout: Any) -> list[Any]:
-    """Return out, dq, dk, dv of this rank: (1, heads, positions of two chunks, dim) each."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    rank, half = dist.get_rank(), q.shape[2] // 2
-    first, second, both = slice(0, half), slice(half, 2 * half), slice(0, 2 * half)
-
-    def part(owner: int) -> tuple[slice, slice, bool]:
-        """Which queries see which keys of `owner`'s, and whether that is causal."""
-        return (both, both, True) if owner == rank else (both, first, False) if owner < rank else (second, both, False)
-
-    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf)
-    for owner, (keys, values) in _round((k, v)):
-        rows, columns, causal = part(owner)
-        new, new_lse = flash(q[:, :, rows], keys[:, :, columns], values[:, :, columns], 0.0, causal)
-        old = lse[:, :, rows]
-        total = torch.logaddexp(old, new_lse)
-        out[:, :, rows] = out[:, :, rows] * (old - total).exp()[..., None] + new * (new_lse - total).exp()[..., None]
-        lse[:, :, rows] = total
-    dq, moving, arriving = torch.zeros_like(q), [torch.zeros_like(k), torch.zeros_like(v)], None
-    for owner, (keys, values) in _round((k, v)):
-        rows, columns, causal = part(owner)
-        given = dout[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns]
-        grads = flash_backward(*given, out[:, :, rows], lse[:, :, rows], 0.0, causal)
-        if arriving:
-            moving = _finish(arriving)
-        dq[:, :, rows] += grads[0]
-        for total, grad in zip(moving, grads[1:]):
-            total[:, :, columns] += grad
-        arriving = _start(moving)
-    assert arriving is not None
-    return [out, dq, *_finish(arriving)]
-
-
-def _start(tensors: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
-    """Begin to send tensors to the next rank, and to receive those of the one before."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    arrived = [torch.empty_like(x) for x in tensors]
-    sends = [dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % ranks) for x in tensors]
-    receives = [dist.P2POp(dist.irecv, x, (rank - 1) % ranks) for x in arrived]
-    return arrived, list(tensors), dist.batch_isend_irecv([*sends, *receives])
-
-
-def _finish(begun: tuple[list[Any], list[Any], Any]) -> list[Any]:
-    for request in begun[2]:
-        request.wait()
-    return begun[0]
-
-
-def _round(block: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yield each owner and its block, while the next one is on its way."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(ranks):
-        begun = _start(block) if step < ranks - 1 else None
-        yield (rank - step) % ranks, block
-        if begun is not None:
-            block = _finish(begun)

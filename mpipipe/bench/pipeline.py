@@ -1,4 +1,4 @@
-"""The machinery of the pipeline on small stages: its cost, its messages."""
+"""The machinery of the pipeline on small stages: what it costs, and its messages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from mpipipe import Pipeline, nn, schedules
-from mpipipe.arrays import Array
 from mpipipe.bench.timing import Repeats, compare, on_ranks, report
-from mpipipe.comm import DeviceTransport, Envelope, HostTransport, Mailbox
+from mpipipe.comm import Envelope, HostTransport, Mailbox
 from mpipipe.errors import ArgumentError
 from mpipipe.job import Communicator, MpiCommunicator, runtime
 from mpipipe.text import counted
@@ -28,7 +27,7 @@ def pipeline(repeats: Repeats = 100) -> None:
     """Cost of the machinery on tiny stages (mpiexec -n 2 python -m mpipipe bench pipeline)."""
     comm = _two_ranks("pipeline")
     for schedule in (schedules.one_f_one_b(2, MICROBATCHES), schedules.interleaved_1f1b(2, 2, MICROBATCHES)):
-        linear = _Linears(comm, schedule, WIDTH, ROWS)
+        linear = _Linears(comm, schedule)
         hand, scale = _HandWrittenStep(comm, schedule, linear.batch), 1e6 / MICROBATCHES
         ours, by_hand = compare(comm, [linear.step, hand], repeats)
         linear.pipeline.close()
@@ -51,15 +50,15 @@ def _two_ranks(name: str) -> MpiCommunicator:
 class _Linears:
     """A pipeline in which each chunk is one linear stage."""
 
-    def __init__(self, comm: Communicator, schedule: schedules.Schedule, width: int, rows: int) -> None:
-        stages = [nn.Stage([nn.Linear(width, width)], first=s) for s in schedule.stages_of(comm.rank)]
-        self.comm, self.pipeline = comm, Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
-        self.batch = np.random.default_rng(0).standard_normal((rows * schedule.microbatches, width), dtype=np.float32)
+    def __init__(self, comm: Communicator, schedule: schedules.Schedule) -> None:
+        stages = [nn.Stage([nn.Linear(WIDTH, WIDTH)], first=s) for s in schedule.stages_of(comm.rank)]
+        self.pipeline = Pipeline(stages, schedule, comm, loss=nn.mean_squared_error)
+        self.batch = np.random.default_rng(0).standard_normal((ROWS * schedule.microbatches, WIDTH), dtype=np.float32)
         ends = schedule.placement[0], schedule.placement[-1]
         self.inputs, self.targets = (self.batch if rank == comm.rank else None for rank in ends)
 
     def step(self) -> None:
-        """Run a step without its optimizer."""
+        """Run a step without an optimizer."""
         self.pipeline.step(self.inputs, self.targets)
 
 
@@ -136,7 +135,7 @@ def transport(repeats: Repeats = 50) -> None:
     host = HostTransport(comm)
     for size in SIZES:
         count = max(2, min(200, (1 << 23) // size))
-        ours, bare = PingPong(comm, host, np.ones(size // 8), count), _Bare(comm, size, count)
+        ours, bare = _PingPong(comm, host, np.ones(size // 8), count), _Bare(comm, size, count)
         ours_took, bare_took = (seconds / (2 * count) for seconds in compare(comm, [ours, bare], repeats))
         rates = (f"{took * 1e6:9.2f} us {size / took / 1e9:6.2f} GB/s" for took in (ours_took, bare_took))
         report(
@@ -149,12 +148,10 @@ def transport(repeats: Repeats = 50) -> None:
     host.close()
 
 
-class PingPong:
+class _PingPong:
     """`count` turns of an array from rank 0 to rank 1 and back, through a mailbox."""
 
-    def __init__(
-        self, comm: Communicator, transport: HostTransport | DeviceTransport, array: Array, count: int
-    ) -> None:
+    def __init__(self, comm: Communicator, transport: HostTransport, array: np.ndarray, count: int) -> None:
         self.rank, self.mailbox = comm.rank, Mailbox(transport)
         self.envelopes = [Envelope(1 - comm.rank, 1, m, 0, (0, 0), (0, 1)) for m in range(count)]
         self.array = array

@@ -43,11 +43,9 @@ class Bench(NamedTuple):
 
 BENCHES = (
     Bench("pipeline"),
-    Bench("steps"),
     Bench("transport"),
     Bench("train"),
     Bench("threads", 1),
-    Bench("threads"),
     Bench("attention", 1, "torch"),
     Bench("attention"),
     Bench("peers", 2, "torch"),

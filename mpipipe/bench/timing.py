@@ -93,7 +93,6 @@ def show_rows(title: str, rows: list[Row], notes: list[str]) -> None:
 
 WARMUP = 2
 BLOCK = 1 << 20
-LEADS = 5  # attempts to get the host ahead, each with twice the work in front
 
 
 def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
@@ -107,36 +106,6 @@ def seconds(call: Call, repeats: int, warmup: int = WARMUP) -> float:
         marks.append((start, arrays.record(timing=True)))
     marks[-1][1].synchronize()
     return median(arrays.seconds_between(start, end) for start, end in marks)
-
-
-def seconds_behind(work: Call, call: Call, repeats: int) -> tuple[float, bool]:
-    """Return the median device time of `call()`, and whether all of it was always queued before it began.
-
-    Enough of `work()` is queued in front, so that no latency of the host is in the result.
-    """
-    each = seconds(work, 3)
-    arrays.stream().synchronize()
-    began = perf_counter()
-    call()
-    turns = 2 + int(3 * (perf_counter() - began) / max(each, 1e-6))
-    times: list[float] = []
-    always = True
-    for _ in range(repeats):
-        for _ in range(LEADS):
-            arrays.stream().synchronize()
-            for _ in range(min(turns, 1 << 8)):  # a GPU's queue holds about 2^10 launches
-                work()
-            start = arrays.record(timing=True)
-            call()
-            end = arrays.record(timing=True)
-            ahead = not arrays.is_done(start)
-            end.synchronize()
-            if ahead:
-                break
-            turns *= 2
-        always &= ahead
-        times.append(arrays.seconds_between(start, end))
-    return median(times), always
 
 
 def normal(shape: Shape, dtype: str, seed: int = 0) -> DeviceArray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 
 import numpy as np
 import torch
@@ -83,19 +82,6 @@ def training_step(
         return total.item()
 
     return step
-
-
-def device_seconds(call: Callable[[], object], repeats: int, warmup: int = 3) -> float:
-    """Return the median device time of `call()` on PyTorch's current stream."""
-    for _ in range(warmup):
-        call()
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in marks:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return median(start.elapsed_time(end) * 1e-3 for start, end in marks)
 
 
 def sequential(model: GPT) -> nn.Sequential:

@@ -150,17 +150,11 @@ BENCH = {
     "all": Command("Most of these, as a page of results with a figure", "bench.results:every"),
     "pipeline": Command("Cost of the machinery on tiny stages", "bench.pipeline:pipeline"),
     "transport": Command("Mailbox against bare Isend and Irecv", "bench.pipeline:transport"),
-    "schedules": Command("Building, checking and simulating large schedules", "bench.schedules:large"),
-    "gaps": Command("How far searched schedules are from the best", "bench.schedules:gaps"),
     "train": Command("A GPT's step against its simulation", "bench.train:step"),
-    "plan": Command("Predicted steps of plans against real ones", "bench.train:plan"),
-    "dry-run": Command("Memory that a dry run foresees against a training", "bench.train:dry_run"),
-    "checkpoint": Command("Saving and loading against dd", "bench.files:save_and_load"),
-    "tokenize": Command("Tokenizing against the library alone", "bench.files:tokens"),
     "attention": Command("Attention kernels beside PyTorch, a ring beside one rank", "bench.attention:run"),
     "threads": Command("Threads in a rank beside one thread, and beside ranks", "bench.threads:run"),
     "peers": Command("A pipeline and a ring beside PyTorch's over gloo", "bench.peers:peers"),
-    "gpu": Command("Kernels, ring, executor and a GPT's step on a GPU", "bench.gpu.run:gpu"),
+    "gpu": Command("Kernels, executor and a GPT's step on a GPU", "bench.gpu.run:gpu"),
 }
 COMMANDS = {
     "train": Command("Train a GPT on text or tokens", "cli.train:train"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,25 +13,14 @@ from mpipipe.cli.flags import numbers
 from mpipipe.cli.output import refusing, show
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import Option
-from mpipipe.schedules import (
-    FORM,
-    Costs,
-    Links,
-    Repetition,
-    Schedule,
-    Timeline,
-    from_file,
-    is_path,
-    names,
-    placement_of,
-)
-from mpipipe.text import counted, text_table
+from mpipipe.schedules import FORM, Costs, Links, Schedule, Timeline, from_file, is_path, names, placement_of
+from mpipipe.text import counted
 
 Cost = Annotated[str, Option("time in each stage: a number, or one for each stage with commas between")]
 
 
 def simulate(
-    schedule: Annotated[str | None, Option("a name; all: a table of them; search: look for the best; FILE.csv")] = None,
+    schedule: Annotated[str | None, Option("a name; all: a table of them; FILE.csv")] = None,
     ranks: Annotated[int | None, Option("P; default: 4")] = None,
     chunks: Annotated[int | None, Option("V, stages on each rank; default: 1")] = None,
     microbatches: Annotated[int | None, Option("M; default: 16")] = None,
@@ -44,8 +32,6 @@ def simulate(
     transfer_model: Annotated[str | None, Option(f"in place of --transfer, in s and bytes/s: {FORM}")] = None,
     message_bytes: Annotated[float, Option("of one micro-batch between two stages, for --transfer-model")] = 0,
     memory_limit: Annotated[float | None, Option("chunk activations that a rank may hold at once")] = None,
-    seconds: Annotated[float | None, Option("of --schedule search; default: 10")] = None,
-    seed: Annotated[int | None, Option("of --schedule search; default: 0")] = None,
     recompute: Annotated[bool, Option("run forwards again, as many as --memory-limit needs; without it, all")] = False,
     csv: Annotated[Path | None, Option("read the order from this file, which may have any name")] = None,
     out: Annotated[Path | None, Option("write the order to this new file")] = None,
@@ -53,7 +39,7 @@ def simulate(
     """Simulate a schedule: time, bubble, memory, distance from the best (python -m mpipipe simulate --schedule all).
 
     It runs in one process, without MPI. Without --memory-limit a schedule is compared with schedules that need no more
-    memory than it does. Of a very large schedule only the part that repeats is simulated.
+    memory than it does.
     """
     with refusing("simulate"):
         if (schedule is None) == (csv is None):
@@ -67,38 +53,30 @@ def simulate(
         if is_path(name):
             source, csv = f"--schedule {name}", Path(name)
         given = given_of(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
-        search = given_of(seconds=seconds, seed=seed)
         if csv is not None:
             refuse(f"{source}, whose order says it", given)
-        if name != "search":
-            refuse("anything but --schedule search", search)
         sizes = {"ranks": 4, "chunks": 1, "microbatches": 16, "slices": 1, **given}
         costs = costs_of(forward, input_grad, weight_grad, transfer)
         links = _links(transfer_model, message_bytes, costs)
-        large = csv is None and math.prod(sizes.values()) > WHOLE
-        _check(name, sizes, large, memory_limit, recompute, out)
+        if name == "all":
+            refuse("--schedule all", given_of(recompute=recompute or None, out=out))
+        if out is not None:
+            files.check_new("the order", out)
 
         def with_links(name: str) -> Costs:
             """Return the costs, with the times of messages between the stages of this schedule."""
             if links is None:
                 return costs
-            placement = from_file(csv).placement if csv is not None else _placement(name, **sizes)
+            placement = from_file(csv).placement if csv else placement_of(name, sizes["ranks"], sizes["chunks"])
             return replace(costs, transfer=links.times(placement, message_bytes))
 
-        if large:
-            options: dict[str, Any] = {"costs": costs, "links": links, "message_bytes": message_bytes}
-            repeated = partial(schedules.simulate_repeated, **sizes, **options)
-            lines = [*(_all_repeated(sizes, repeated) if name == "all" else _repeated(name, sizes, repeated))]
-        elif name == "all":
+        if name == "all":
             lines = [*_table(sizes, with_links, memory_limit)]
         else:
             costs = with_links(name)
-            if name == "search":
-                made = _searched(costs, memory_limit, recompute, **sizes, **search)
-            else:
-                limit = None if recompute else memory_limit
-                made = from_file(csv) if csv else schedules.by_name(name, **sizes, costs=costs, memory_limit=limit)
-                made = schedules.with_recompute(made, costs, memory_limit) if recompute else made
+            limit = None if recompute else memory_limit
+            made = from_file(csv) if csv else schedules.by_name(name, **sizes, costs=costs, memory_limit=limit)
+            made = schedules.with_recompute(made, costs, memory_limit) if recompute else made
             lines = [*_one(made, costs, memory_limit)]
             if out is not None:
                 with files.writing("the order", out):
@@ -107,7 +85,7 @@ def simulate(
     show("".join(f"{line}\n" for line in lines))
 
 
-def given_of(**options: float | None) -> dict[str, Any]:
+def given_of(**options: Any) -> dict[str, Any]:
     """Return the options that are given."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -152,79 +130,44 @@ def _links(text: str | None, message_bytes: float, costs: Costs) -> Links | None
     return network
 
 
-def _check(
-    name: str, sizes: dict[str, int], large: bool, memory_limit: float | None, recompute: bool, out: Path | None
-) -> None:
-    """Raise ConfigError for options that do not go together."""
-    if recompute and (name == "all" or (name == "search" and memory_limit is None)):
-        raise ConfigError(
-            "--recompute has nothing to keep",
-            found=f"--schedule {name}, without a limit of its own",
-            expected="a schedule, or --schedule search with --memory-limit",
-        )
-    if out is not None:
-        files.check_new("the order", out)
-        refuse("--schedule all", {"out": out} if name == "all" else {})
-    if large and (name == "search" or memory_limit is not None or recompute or out is not None):
-        raise ConfigError(
-            "a schedule of this size is never made as a whole",
-            found=" x ".join(f"{count} {name}" for name, count in sizes.items() if name != "slices" or count > 1),
-            expected=f"at most {WHOLE:,} forwards for search, --memory-limit, --recompute and --out",
-        )
+# -- The lines of text that show one schedule, or all of them ---------------------------------------------------------
 
 
-def _placement(name: str, ranks: int, chunks: int, **sizes: int) -> tuple[int, ...]:
-    """Say where stages lie, so that hops can have their times."""
-    if name == "search" and chunks > 1:
-        raise ConfigError(
-            "a search chooses where stages lie, and their hops are not known before",
-            found=f"--transfer-model with --schedule search and {counted(chunks, 'chunk')}",
-            remedy="give the time of each hop: --transfer",
-        )
-    return placement_of(name, ranks, chunks)
-
-
-def _searched(
-    costs: Costs, memory_limit: float | None, recompute: bool, ranks: int, microbatches: int, **options: Any
-) -> Schedule:
-    search: Any = schedules.search_with_recompute if recompute else schedules.search
-    return search(ranks, microbatches, costs, memory_limit=memory_limit, **options)
-
-
-# -- The lines of text that show one schedule, all of them, or the repeated part of a large one -----------------------
-
-
-WHOLE = 1 << 21  # most forwards of a schedule that is simulated as a whole: it takes some seconds and 1 GB
 SMALL_RANKS, SMALL_ORDER = 16, 60  # of larger ones no timeline is shown
-
-
-def _facts(sizes: str, found: Timeline | Repetition, activations: str, slices: int) -> Iterator[str]:
-    yield f"schedule    {sizes}"
-    yield f"makespan    {found.makespan:.6g}"
-    yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
-    yield f"activations {activations}, in chunks{' of slices' if slices > 1 else ''}, at most"
-
-
-def _sizes(name: str, ranks: int, stages: int, batch: str) -> str:
-    return f"{name}: {counted(ranks, 'rank')}, {counted(stages, 'stage')}, {batch}"
 
 
 def _one(made: Schedule, costs: Costs, memory_limit: float | None) -> Iterator[str]:
     found = schedules.simulate(made, costs)
     limit = memory_limit if memory_limit is not None else max(found.peak_activations) or None
-    share, _, bound = schedules.gap(made, costs, limit)
+    bound, gap = _bound_and_gap(found, costs, limit)
     held = " ".join(map(str, found.peak_activations))
-    yield from _facts(
-        _sizes(made.name, made.ranks, made.stages, made.batch), found, f"{held} on each rank", made.slices
-    )
+    unit = "chunks of slices" if made.slices > 1 else "chunks"
+    yield f"schedule    {made.name}: {counted(made.ranks, 'rank')}, {counted(made.stages, 'stage')}, {made.batch}"
+    yield f"makespan    {found.makespan:.6g}"
+    yield f"bubble      {found.bubble_fraction:.4f} of all time, {found.bubble_ratio:.4f} of busy time"
+    yield f"activations {held} on each rank, in {unit}, at most"
     if made.recomputed:
         room = " that runs as many forwards again"
     else:
         room = "" if limit is None else f" with {limit:g} {'activation' if limit == 1 else 'activations'} on each rank"
     yield f"bound       {bound:.6g}: no schedule of these stages is faster{room}"
-    yield f"gap         {share:.2%}: it is at most so much slower than the best one"
+    yield f"gap         {gap:.2%}: it is at most so much slower than the best one"
     if made.ranks <= SMALL_RANKS and max(map(len, made.orders)) <= SMALL_ORDER:
         yield schedules.timeline(made, costs)
+
+
+def _bound_and_gap(timeline: Timeline, costs: Costs, limit: float | None) -> tuple[float, float]:
+    """Return the time that no schedule beats, and by which share of it this one is longer."""
+    held = max(timeline.peak_activations)
+    if limit is not None and held > limit:
+        raise ArgumentError(
+            "the schedule does not keep the memory limit",
+            found=f"{counted(held, 'activation')} on rank {timeline.peak_activations.index(held)}",
+            expected=f"at most {limit:g}",
+            remedy=f"--memory-limit {held}, or another schedule",
+        )
+    bound = schedules.lower_bound(timeline.schedule, costs, limit)
+    return bound, max(0.0, timeline.makespan / bound - 1) if bound else 0.0
 
 
 def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit: float | None) -> Iterator[str]:
@@ -238,28 +181,5 @@ def _table(sizes: dict[str, int], costs_of: Callable[[str], Costs], memory_limit
         if memory_limit is not None and held > memory_limit:
             yield f"{row}  above the limit of {memory_limit:g}"
         else:
-            share, _, bound = schedules.gap(made, costs, memory_limit if memory_limit is not None else held)
-            yield f"{row}{bound:>10.6g}{share:>8.2%}"
-
-
-def _repeated(name: str, sizes: dict[str, int], simulated: Callable[[str], Repetition]) -> Iterator[str]:
-    found, (ranks, chunks, microbatches, slices) = simulated(name), sizes.values()
-    text = _sizes(name, ranks, ranks * chunks, Schedule(name, (), microbatches, (), slices=slices).batch)
-    yield from _facts(text, found, f"{found.peak_activations} on a rank", slices)
-    largest = "{}, {}".format(*map(counted, found.sizes[-1], ("rank", "micro-batch")))
-    yield f"simulated   {len(found.sizes)} sizes to {largest}, and the rest repeats"
-
-
-def _all_repeated(sizes: dict[str, int], simulated: Callable[[str], Repetition]) -> Iterator[str]:
-    """Yield a table of all schedules that are too large, the fastest first."""
-    rows, without = [], []
-    for name in names(sizes["chunks"]):
-        try:
-            found = simulated(name)
-        except ArgumentError as error:
-            without.append(f"{name}: {error.message}")
-        else:
-            numbers = f"{found.makespan:.6g}", f"{found.bubble_fraction:.4f}", str(found.peak_activations)
-            rows.append((found.makespan, (name, *numbers)))
-    yield from text_table(("schedule", "makespan", "bubble", "activations"), [row for _, row in sorted(rows)])
-    yield from without
+            bound, gap = _bound_and_gap(found, costs, held if memory_limit is None else memory_limit)
+            yield f"{row}{bound:>10.6g}{gap:>8.2%}"

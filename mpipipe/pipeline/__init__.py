@@ -11,7 +11,7 @@ from mpipipe.pipeline.construction import construct_on_paper
 from mpipipe.pipeline.loss import Loss
 from mpipipe.pipeline.messages import Branches
 from mpipipe.pipeline.pipeline import Pipeline
-from mpipipe.pipeline.plan import PlannedAction, receive_windows
+from mpipipe.pipeline.plan import PlannedAction, receive_window
 from mpipipe.pipeline.result import StepResult
 from mpipipe.pipeline.units import merge
 
@@ -23,5 +23,5 @@ __all__ = [
     "StepResult",
     "construct_on_paper",
     "merge",
-    "receive_windows",
+    "receive_window",
 ]

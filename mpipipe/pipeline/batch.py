@@ -18,7 +18,7 @@ from mpipipe.comm import Lease, check_sendable
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
 from mpipipe.nn import Position
 from mpipipe.pipeline.units import AskedSlices, Slicing, rows_of, split
-from mpipipe.schedules import Schedule, trains
+from mpipipe.schedules import Schedule
 from mpipipe.text import counted
 
 KEPT_SIGNATURES = 64
@@ -79,7 +79,7 @@ class BatchReader:
         self.over_batch = bool(getattr(loss, "over_batch", False))
         said = getattr(loss, "mean_over_entries", None)
         self.mean_over = UNSAID if said is None else ENTRIES if said else ROWS
-        self.bare, self.trains, self.names = bare, trains(schedule), names
+        self.bare, self.trains, self.names = bare, not schedule.forwards_only, names
         self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[-1]
         self.signatures: dict[Any, int] = {}
 

@@ -27,7 +27,7 @@ from mpipipe.job import (
 from mpipipe.pipeline.batch import BatchReader
 from mpipipe.pipeline.plan import ActionPlan
 from mpipipe.pipeline.ties import TieNames, TieSite, check_ties, tie_facts
-from mpipipe.schedules import Schedule, check_part, digest
+from mpipipe.schedules import Schedule, check
 from mpipipe.stages import FlatView, StageAdapter, flat_if_any
 from mpipipe.text import counted
 
@@ -174,7 +174,7 @@ def _agree_in_pipe(pipe: RankGroup, arguments: Arguments) -> Partners:
 def _common_facts(arguments: Arguments) -> tuple[tuple[str, object], ...]:
     """What all ranks, and all replicas, must have in common."""
     return (
-        ("schedule", f"{arguments.schedule.name} {digest(arguments.schedule)}"),
+        ("schedule", f"{arguments.schedule.name} {arguments.schedule.fingerprint:x}"),
         ("recompute", bool(arguments.recompute)),
         ("check", arguments.check),
         ("input_grads", arguments.input_grads),
@@ -289,7 +289,7 @@ def check_arguments(arguments: Arguments, comm: Communicator) -> list[StageAdapt
             expected=f"{comm.size}, the size of the communicator",
             remedy="build the schedule for this communicator, or split the communicator with mpipipe.Mesh",
         )
-    check_part(schedule, comm.rank)
+    check(schedule)
     numbers = schedule.stages_of(comm.rank)
     if not isinstance(stages, (list, tuple)) or len(stages) != len(numbers):
         count = len(stages) if isinstance(stages, (list, tuple)) else type(stages).__name__
@@ -389,7 +389,7 @@ def _check_own_gradients(numbers: Sequence[int], stages: Sequence[StageAdapter])
             )
 
 
-# -- The construction of a Pipeline on one rank of a large job, without MPI: `bench schedules` measures it
+# -- The construction of a Pipeline on one rank of a large job, without MPI
 
 
 PROMISED_TAG_UB = 32767  # what every MPI offers
@@ -399,12 +399,12 @@ def construct_on_paper(build: Callable[[], Schedule], rank: int) -> ActionPlan:
     """Return the plan of a rank, after all that its constructor of a Pipeline does with a schedule that `build` makes.
 
     >>> from mpipipe import schedules
-    >>> len(construct_on_paper(lambda: schedules.one_f_one_b(ranks=1024, microbatches=4096), rank=7).steps)
-    8192
+    >>> len(construct_on_paper(lambda: schedules.one_f_one_b(ranks=64, microbatches=256), rank=7).steps)
+    512
     """
     schedule = build()
-    check_part(schedule, rank)
-    digest(schedule)
+    check(schedule)
+    assert schedule.fingerprint
     tags = Tags(schedule.placement, schedule.units, PROMISED_TAG_UB, schedule.skip_ends)
     TieNames([{} for _ in range(schedule.ranks)], tags.channels, tags.base)
     BatchReader(schedule, rank, loss=None)

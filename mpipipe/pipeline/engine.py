@@ -33,7 +33,7 @@ from mpipipe.pipeline.plan import ActionPlan, PlannedAction, recomputes_all
 from mpipipe.pipeline.result import PipelineState, StepResult
 from mpipipe.pipeline.ties import TieNames, Ties
 from mpipipe.pipeline.units import Slicing, split_as
-from mpipipe.schedules import Schedule, before_backwards, recomputed_on
+from mpipipe.schedules import Schedule, before_backwards
 from mpipipe.text import name_slice, units
 from mpipipe.trace import Recorder
 
@@ -83,7 +83,7 @@ class Engine:
         poll = mailbox.poll if self.sums is None else self.executor.poll
         for stage, number in zip(stages, numbers):
             ends = number == schedule.trained_from and (number > 0 or not input_grads)
-            runs_again = recompute or any(again == number for again, _ in recomputed_on(schedule, rank))
+            runs_again = recompute or any(again == number for again, _ in schedule.recomputed)
             stage.attach(number, poll, ends, runs_again)
             if checks is not None:
                 stage.computes = CheckedStage(stage, checks)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from typing import NamedTuple
 
 from mpipipe.comm import BACKWARD, DATA, FORWARD, HEADER, Envelope, Tags
-from mpipipe.schedules import Action, Schedule, logical_time_of, recomputed_on, simulate, source
+from mpipipe.schedules import Action, Schedule, Timeline, simulate, source
 from mpipipe.text import Unit, units
-
-AHEAD = 8  # receives of a large schedule that are kept posted
 
 
 class Port(NamedTuple):
@@ -68,18 +65,13 @@ class ActionPlan:
         self.steps = _steps(schedule, rank, tags)
         self.receives = [received for step in self.steps for received in step.receives]
         self.sends = [sent for step in self.steps for sent in step.sends]
-        self.window = receive_windows(schedule)(rank) if self.receives else 0
-
-
-def _split_otherwise(action: Action) -> Action:
-    """The action of a neighbour that does not split its backward where this rank does, or the reverse."""
-    return action._replace(op="B" if action.op == "I" else "I")
+        self.window = receive_window(simulate(schedule), rank) if self.receives else 0
 
 
 def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     placement, last_stage, lowest = schedule.placement, schedule.stages - 1, schedule.trained_from
     chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-    order, recomputed = schedule.orders[rank], recomputed_on(schedule, rank)
+    order, recomputed = schedule.orders[rank], schedule.recomputed
     final = {action.stage: action for action in order if action.op in "BW"}
 
     def envelope(edge: int, neighbour: int, microbatch: int, direction: int, skip: str = "") -> Envelope | None:
@@ -120,29 +112,21 @@ def _steps(schedule: Schedule, rank: int, tags: Tags) -> list[PlannedAction]:
     return steps
 
 
-def receive_windows(schedule: Schedule) -> Callable[[int], int]:
-    """Return a function of the rank: the fewest receives kept posted by which each is there before its message is sent.
+def receive_window(timeline: Timeline, rank: int) -> int:
+    """Return the fewest receives kept posted by which each of a rank is there before its message is sent.
 
-    The schedule is simulated once, for stages of equal cost. A rank of a large one does not simulate the whole: it
-    keeps AHEAD receives posted, so that a message may take as long as several actions.
+    The timeline is that of a simulation for stages of equal cost.
     """
-    if logical_time_of(schedule) is not None:
-        return lambda rank: AHEAD
-    placement, spans = schedule.placement, simulate(schedule).spans
-    ends = {action: end for row in spans for action, _, end in row}
-
-    def window(rank: int) -> int:
-        needed = []  # (start of the action that receives, time at which the message is sent)
-        for action, start, _ in spans[rank]:
-            for stage in _makers(schedule, action):
-                if placement[stage] != rank:
-                    made = action._replace(stage=stage)
-                    needed.append((start, ends[made] if made in ends else ends[_split_otherwise(made)]))
-        starts = [start for start, _ in needed]
-        ahead = [index - bisect_right(starts, sent) + 1 for index, (_, sent) in enumerate(needed)]
-        return max([1, *ahead])
-
-    return window
+    schedule = timeline.schedule
+    needed = []  # (start of the action that receives, time at which the message is sent)
+    for action, start in zip(schedule.orders[rank], timeline.starts[rank]):
+        for stage in _makers(schedule, action):
+            if schedule.placement[stage] != rank:
+                sent = timeline.done[action.op != "F"][stage * schedule.units + action.microbatch]
+                needed.append((start, sent))
+    starts = [start for start, _ in needed]
+    ahead = [index - bisect_right(starts, sent) + 1 for index, (_, sent) in enumerate(needed)]
+    return max([1, *ahead])
 
 
 def _makers(schedule: Schedule, action: Action) -> list[int]:
@@ -158,5 +142,5 @@ def _makers(schedule: Schedule, action: Action) -> list[int]:
 def recomputes_all(schedule: Schedule, rank: int) -> bool:
     """Whether every forward of this rank that has a backward is run again."""
     trained = [stage for stage in schedule.stages_of(rank) if schedule.has_backward(stage)]
-    again = sum(stage in trained for stage, _ in recomputed_on(schedule, rank))
+    again = sum(stage in trained for stage, _ in schedule.recomputed)
     return bool(trained) and again == len(trained) * schedule.units

@@ -144,7 +144,7 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield the lines of a table of the best plans."""
     rows = [_row(plan, plans[0]) for plan in plans[:SHOWN]]
     heads = ("schedule", "chunks", "micro-batches", "layers of stages", "run again", "step", "bubble", "memory",
-             "slower", "gap")  # fmt: skip
+             "slower")  # fmt: skip
     yield from text_table(heads, rows, left=(0, 3, 4))
 
 
@@ -177,5 +177,4 @@ def _row(plan: Plan, best: Plan) -> tuple[str, ...]:
         f"{prediction.bubble:.1%}",
         shown_bytes(prediction.peak),
         f"{prediction.seconds / best.prediction.seconds - 1:.1%}",
-        f"{prediction.gap:.1%}",
     )

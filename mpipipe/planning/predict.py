@@ -39,15 +39,6 @@ class Prediction:
         """Bytes of the rank that needs the most."""
         return max(self.memory)
 
-    @property
-    def gap(self) -> float:
-        """By which share of the best the schedule is slower, at most.
-
-        The best has the same stages on the same ranks, runs as many forwards again, and holds no more activations.
-        """
-        held = max(schedules.simulate(self.schedule).peak_activations)
-        return schedules.gap(self.schedule, self.costs, held).share
-
 
 def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int] | None = None) -> Prediction:
     """Predict the time and memory of a step.

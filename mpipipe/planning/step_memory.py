@@ -15,11 +15,11 @@ import numpy as np
 from mpipipe import arrays, nn
 from mpipipe.adapters import ForeignLayer, counting
 from mpipipe.arrays import Branches, Structure, Tree
-from mpipipe.pipeline import Loss, receive_windows
+from mpipipe.pipeline import Loss, receive_window
 from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.memory import array_bytes, check_memory, new_bytes, process_bytes, taking, tracing
 from mpipipe.planning.problem import PlanningProblem, attentions, parameters_of
-from mpipipe.schedules import Schedule, before_backwards
+from mpipipe.schedules import Schedule, before_backwards, simulate
 
 
 @dataclass(frozen=True)
@@ -299,12 +299,12 @@ def rank_bytes(
         inputs.append(whole.input + sum(named[skip.name] for skip in schedule.skips if skip.target == number))
         gives = {skip.name for skip in schedule.skips if skip.source == number}
         stages.append(replace(whole, output=whole.output + sum(named[name] for name in gives)))
-    windows, process = receive_windows(schedule), process_bytes()
+    timeline, process = simulate(schedule), process_bytes()
     row = 2 * (sum(map(bytes_of, example)) // len(first)) * plan.rows  # the next batch is read meanwhile
     wide = arrays.accumulator(arrays.dtype(problem.dtype)).itemsize
     ranks = []
     for rank in range(problem.ranks):
-        window = windows(rank) if schedule.ranks > 1 else 0
+        window = receive_window(timeline, rank) if schedule.ranks > 1 else 0
         held = [round(part) for part in peak_of_step(schedule, rank, stages, inputs, window, shares)]
         batch = ((rank == schedule.placement[0]) + (rank == schedule.placement[-1])) * row
         ranges = plan.ranges_of(rank)
@@ -370,7 +370,7 @@ def peak_of_step(
 ) -> tuple[float, float, float]:
     """Walk through the order of a rank; return bytes of activations, messages and scratch at the peak.
 
-    `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of `receive_windows`, and
+    `inputs` are bytes of the input of a micro-batch, for all stages, `window` is that of `receive_window`, and
     `shares` are those of the slices in a sequence.
     """
     parts = [([share_of(stage, share) for stage in stages], [share * size for size in inputs]) for share in shares]

@@ -1,13 +1,13 @@
 """Pipeline schedules as data: built by name, proven by `check`, timed by `simulate`. No MPI, no arrays."""
 
 from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
-from mpipipe.schedules.bounds import Gap, gap, lower_bound
+from mpipipe.schedules.bounds import lower_bound
 from mpipipe.schedules.building_blocks import v_half, v_min, zero_bubble_2p
 from mpipipe.schedules.classic import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from mpipipe.schedules.csv_text import from_csv, from_file, is_path
 from mpipipe.schedules.draw import chrome_trace, timeline
 from mpipipe.schedules.partition import partition, with_frozen
-from mpipipe.schedules.proof import check, check_part, digest, grid, logical_time_of, recomputed_on, trains
+from mpipipe.schedules.proof import check, grid
 from mpipipe.schedules.recompute import before_backwards, with_recompute
 from mpipipe.schedules.registry import (
     ONE_STAGE,
@@ -20,12 +20,8 @@ from mpipipe.schedules.registry import (
     names,
     placement_of,
 )
-from mpipipe.schedules.repeated import Repetition, simulate_repeated
 from mpipipe.schedules.replay import source
 from mpipipe.schedules.schedule import Schedule, Skip, with_skips
-from mpipipe.schedules.search.exact import Optimum, optimum
-from mpipipe.schedules.search.memory_limited import search_with_recompute
-from mpipipe.schedules.search.search import search
 from mpipipe.schedules.simulate import (
     EQUAL_COSTS,
     FORM,
@@ -43,10 +39,7 @@ __all__ = [
     "Action",
     "Advice",
     "Costs",
-    "Gap",
     "Links",
-    "Optimum",
-    "Repetition",
     "Schedule",
     "Skip",
     "Timeline",
@@ -57,7 +50,6 @@ __all__ = [
     "dualpipe_v",
     "forward_only",
     "from_csv",
-    "gap",
     "gpipe",
     "grid",
     "interleaved_1f1b",
@@ -65,13 +57,9 @@ __all__ = [
     "looped_bfs",
     "lower_bound",
     "one_f_one_b",
-    "optimum",
     "partition",
     "peak_memory",
-    "search",
-    "search_with_recompute",
     "simulate",
-    "simulate_repeated",
     "timeline",
     "v_half",
     "v_min",

@@ -19,21 +19,25 @@ classic.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import accumulate, product
 from typing import NamedTuple
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
-from mpipipe.schedules.bounds import ROUNDING, least_time
-from mpipipe.schedules.checks import counts
-from mpipipe.schedules.classic import grouped, looped
+from mpipipe.schedules.classic import looped
 from mpipipe.schedules.schedule import Schedule, looped_placement
-from mpipipe.schedules.search.orders import PATIENCES, Filled, Queues, Score, fastest, fill_waits
-from mpipipe.schedules.search.problem import OrderProblem
 from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
 from mpipipe.schedules.slices import in_slices
-from mpipipe.schedules.zero_bubble import split_order, v_placement
+from mpipipe.schedules.zero_bubble import (
+    PATIENCES,
+    Filled,
+    Queues,
+    StageTimes,
+    fill_idle_with_weight_grads,
+    split_order,
+    v_placement,
+)
 
 PERIOD = 6
 
@@ -112,22 +116,24 @@ def _repeated(
     slices: int,
 ) -> Schedule:
     """Try some blocks on few micro-batches, and on fewer ranks if there are many; then repeat the best one."""
-    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
-    units, costs = microbatches * slices, costs.of_mean_slice()
+    ranks, _, microbatches, slices = checks.sizes(ranks=ranks, chunks=2, microbatches=microbatches, slices=slices)
+    units = microbatches * slices
+    costs = costs.of_mean_slice()
     small = ranks if ranks < 2 * PERIOD else PERIOD + ranks % PERIOD  # its actions fall on the same cells of the six
     average = costs if small == ranks else costs.average(2 * ranks)
-    few = OrderProblem(v_placement(small), min(units, small + TRIED), average, None)
+    few_units = min(units, small + TRIED)
+    few = StageTimes(v_placement(small), few_units, average)
     tried = []
     for block in _blocks(small, steps):
         for patience in PATIENCES:
-            made = fill_waits(few, _queues(few, block), limit(small), patience)
-            if made is not None:
-                tried.append((made.score, block, patience))
-    whole = OrderProblem(v_placement(ranks), units, costs, None)
+            filled = fill_idle_with_weight_grads(few, _queues(small, few_units, block), limit(small), patience)
+            if filled is not None:
+                tried.append((filled.score, block, patience))
+    whole = StageTimes(v_placement(ranks), units, costs)
     for _, block, patience in sorted(tried):
-        made = fill_waits(whole, _queues(whole, block), limit(ranks), patience)
-        if made is not None:
-            return in_slices(whole.schedule(name, made.orders), slices)
+        filled = fill_idle_with_weight_grads(whole, _queues(ranks, units, block), limit(ranks), patience)
+        if filled is not None:
+            return in_slices(whole.schedule(name, filled.orders), slices)
     raise AssertionError(f"{name} on {ranks} ranks: no block fits {limit(ranks)} activations")
 
 
@@ -143,7 +149,7 @@ def _blocks(ranks: int, steps: tuple[int, int, int, int]) -> list[BuildingBlock]
 
 
 def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]:
-    """List (cell, task) of one micro-batch on a rank; see search/problem.py."""
+    """List (cell, task) of one micro-batch on a rank; tasks are those of zero_bubble.py."""
     down, up, input_down, input_up = block.steps
     last = ranks - 1
     turn = last * down + block.turns[0]  # f on the last rank
@@ -158,15 +164,12 @@ def _cells(ranks: int, rank: int, block: BuildingBlock) -> list[tuple[int, int]]
     ]
 
 
-def _queues(problem: OrderProblem, block: BuildingBlock) -> Queues:
+def _queues(ranks: int, units: int, block: BuildingBlock) -> Queues:
     queues = []
-    for rank in range(len(problem.own)):
-        cells = sorted(
-            (cell + PERIOD * microbatch, task)
-            for cell, task in _cells(len(problem.own), rank, block)
-            for microbatch in range(problem.microbatches)
-        )
-        queues.append([[task for _, task in cells]])
+    for rank in range(ranks):
+        cells = _cells(ranks, rank, block)
+        runs = sorted((cell + PERIOD * unit, task) for cell, task in cells for unit in range(units))
+        queues.append([[task for _, task in runs]])
     return queues
 
 
@@ -179,7 +182,7 @@ def _queues(problem: OrderProblem, block: BuildingBlock) -> Queues:
 # The picture is that of a limit of 4 activations.
 #
 # Each rank begins with some forwards, then takes an I and an F in turn. Their number is a slope times the later ranks,
-# as in 1F1B, where the slope is 1. Or it is a share of those that fit into the time until the first micro-batch is
+# as in 1F1B, where the slope is 1; or it is a share of those that fit into the time until the first micro-batch is
 # back. Several slopes are tried, and the two orders that ranks find by themselves when they prefer I's, or F's. The
 # fastest is taken. Nothing is tried where all F's, I's and W's take the same time, messages take none, and there are
 # memory and micro-batches for the orders of ZB-H2: no rank waits in those.
@@ -189,27 +192,25 @@ def _queues(problem: OrderProblem, block: BuildingBlock) -> Queues:
 #     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
 
-SLOPES, FINE = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0), 0.1  # and the step to those next to the best of them
+SLOPES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0)
 MANY = 16  # ranks: for more, choices are tried on so many
 FINALISTS, AFFORDABLE = 12, 1_000_000  # of the choices that are tried so many, with no more actions together
-NO_SCORE: Score = (math.inf, math.inf, 0)
 
 
-class OrderRule(NamedTuple):
+class Rule(NamedTuple):
     """How the orders of F's and I's are made.
 
-    `rule` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
+    `kind` says how many forwards come first: later "ranks" times slope, or those that fit into the "time" away times
     slope / 2, or "I" or "F": whatever comes of preferring these.
     """
 
-    rule: str
-    slope: float  # by which the number of forwards grows
+    kind: str
+    slope: float
     more: int  # it begins with 1 + more on the last rank
-    patience: float  # see fill_waits
-    prompt: bool = False
+    patience: float  # see fill_idle_with_weight_grads
 
 
-H1 = OrderRule("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
+H1 = Rule("ranks", 1.0, 0, 1.0)  # its orders of F's and I's
 
 
 def zero_bubble_2p(
@@ -246,8 +247,9 @@ def zero_bubble_2p(
     >>> timeline.makespan - 3 * 8, timeline.peak_activations
     (3.0, [7, 7, 7, 7])
     """
-    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
-    units, costs = microbatches * slices, costs.of_mean_slice()
+    ranks, _, microbatches, slices = checks.sizes(ranks=ranks, microbatches=microbatches, slices=slices)
+    units = microbatches * slices
+    costs = costs.of_mean_slice()
     limit = 2 * ranks if memory_limit is None else checks.number("memory_limit", memory_limit) - (slices - 1)
     if not limit >= 1:
         raise ArgumentError(
@@ -256,85 +258,44 @@ def zero_bubble_2p(
     if not 0 <= checks.number("kept", kept) <= 1:
         raise ArgumentError("kept is no share", found=f"kept={kept}", expected="0 to 1")
     if are_alike(costs, ranks) and min(limit, units) >= 2 * ranks - 1:
-        return looped("zero_bubble_2p", ranks, 1, microbatches, split_order, grouped, 2, slices=slices)
-    whole = _Tries(ranks, units, costs, limit, kept)
+        return looped("zero_bubble_2p", ranks, 1, microbatches, split_order, 2, slices=slices)
     small = min(ranks, MANY)
-    average, share = (costs, limit) if small == ranks else (costs.average(ranks), limit * small / ranks)
-    few = _Tries(small, min(units, 3 * small), average, share, kept)
-    best = few.best()
-    if (small, few.problem.microbatches) == (ranks, units):
-        found = whole.made(best[0])  # H1 is among those that were tried
-    else:
-        number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
-        finalists = dict.fromkeys([*best[:number], H1])
-        found = fastest(map(whole.made, finalists), whole.least() if number == 1 else (0.0, 0.0))
-    assert found is not None, f"no order keeps {limit} activations"
-    return in_slices(whole.problem.schedule("zero_bubble_2p", found.orders), slices)
+    average = costs if small == ranks else costs.average(ranks)
+    few = _Ranks(small, min(units, 3 * small), average, limit * small / ranks, kept)
+    rules = [Rule(*rule) for rule in product(("ranks", "time"), SLOPES, (0, 1), PATIENCES)]
+    rules += [Rule(kind, 0.0, 0, patience) for kind in ("I", "F") for patience in PATIENCES]
+    tried = sorted((filled.score, rule) for rule in rules if (filled := few.filled(rule)) is not None)
+    whole = _Ranks(ranks, units, costs, limit, kept)
+    number = max(1, min(FINALISTS, AFFORDABLE // (3 * ranks * units)))
+    finalists = dict.fromkeys([*(rule for _, rule in tried[:number]), H1])
+    best = min(filled for rule in finalists if (filled := whole.filled(rule)) is not None)
+    return in_slices(whole.times.schedule("zero_bubble_2p", best.orders), slices)
 
 
-class _Tries:
-    """Choices are tried on these stages and micro-batches."""
+class _Ranks:
+    """Some ranks and micro-batches on which rules are tried."""
 
-    def __init__(self, ranks: int, microbatches: int, costs: Costs, limit: float, kept: float) -> None:
-        self.problem = OrderProblem(looped_placement(ranks, 1), microbatches, costs, None)
-        self.limit, self.kept = max(1, limit), kept
+    def __init__(self, ranks: int, units: int, costs: Costs, limit: float, kept: float) -> None:
+        self.times = StageTimes(looped_placement(ranks, 1), units, costs)
+        self.units, self.limit, self.kept = units, max(1, limit), kept
         self.away = _away(costs, ranks)
 
-    def best(self) -> list[OrderRule]:
-        """Try choices, and those next to the best of them; return those that end, the fastest first."""
-        tried: dict[OrderRule, Score] = {}
-        scores: dict[tuple[object, ...], Score] = {}  # of choices that are the same on so few ranks
-
-        def add(choices: Iterable[OrderRule]) -> list[OrderRule]:
-            for choice in choices:
-                same = (self.ahead(choice) or choice.rule, choice.patience, choice.prompt)
-                if same not in scores:
-                    made = self.made(choice)
-                    scores[same] = NO_SCORE if made is None else made.score
-                tried[choice] = scores[same]
-            return [choice for score, choice in sorted(zip(tried.values(), tried)) if score != NO_SCORE]
-
-        rules = [("I", 0.0), ("F", 0.0), *product(("ranks", "time"), SLOPES)]
-        coarse = add(OrderRule(*rule, 0, patience) for rule in rules for patience in PATIENCES)
-        near = {(best.rule, best.slope + step) for best in coarse[:2] if best.slope for step in (-FINE, 0, FINE)}
-        return add(
-            OrderRule(*rule, more, patience, prompt)
-            for rule in sorted(near)
-            for more, prompt in ((0, False), (0, True), (1, False))
-            for patience in PATIENCES
-        )
-
-    def made(self, choice: OrderRule) -> Filled | None:
-        """Return what comes of a choice, None where the memory does not let it end."""
-        ranks, every = range(len(self.problem.own)), self.problem.microbatches
-        ahead = self.ahead(choice)
-        queues: Queues
-        if ahead:  # so many F's first, then an I and an F in turn, then the I's that are left
-            queues = [
-                [[f] * first + [f + 1, f] * (every - first) + [f + 1] * first]
-                for f, first in zip(range(0, 3 * len(ranks), 3), ahead)
-            ]
-        else:
-            preferred = (1, 0) if choice.rule == "I" else (0, 1)  # I's first, or F's
-            queues = [[[3 * rank + op] * every for op in preferred] for rank in ranks]
-        return fill_waits(self.problem, queues, self.limit, choice.patience, self.kept, prompt=choice.prompt)
-
-    def ahead(self, choice: OrderRule) -> tuple[int, ...]:
-        """Return how many forwards each rank runs before its first I; nothing where that is not chosen."""
-        if choice.rule == "time":
-            counts = [math.floor(choice.slope / 2 * away + 1e-9) for away in self.away]
-        elif choice.rule == "ranks":
-            counts = [math.ceil(choice.slope * later - 1e-9) for later in reversed(range(len(self.problem.own)))]
-        else:
-            return ()
-        most = max(1, int(min(self.limit, self.problem.microbatches)))
-        return tuple(min(count + 1 + choice.more, most) for count in counts)
-
-    def least(self) -> tuple[float, float]:
-        """Return a span and a makespan that no orders can beat, but for rounding."""
-        span = self.problem.busy * self.problem.microbatches
-        makespan = least_time(self.problem.placement, self.problem.microbatches, self.problem.costs, None)
-        return span * (1 + ROUNDING), makespan * (1 + ROUNDING)
+    def filled(self, rule: Rule) -> Filled | None:
+        """Return the orders by a rule; None where the memory does not let them end."""
+        most = max(1, int(min(self.limit, self.units)))
+        queues: list[list[list[int]]] = []
+        for rank, away in enumerate(self.away):
+            forward, inputs = 3 * rank, 3 * rank + 1
+            if rule.kind in ("I", "F"):
+                both = [[inputs] * self.units, [forward] * self.units]
+                queues.append(both if rule.kind == "I" else both[::-1])
+                continue
+            later = rule.slope * (len(self.away) - 1 - rank)
+            ahead = math.ceil(later - 1e-9) if rule.kind == "ranks" else math.floor(rule.slope / 2 * away + 1e-9)
+            first = min(1 + rule.more + ahead, most)
+            in_turn = [inputs, forward] * (self.units - first)
+            queues.append([[forward] * first + in_turn + [inputs] * first])
+        return fill_idle_with_weight_grads(self.times, queues, self.limit, rule.patience, self.kept)
 
 
 def _away(costs: Costs, stages: int) -> list[float]:

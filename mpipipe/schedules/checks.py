@@ -34,6 +34,26 @@ def counts(**values: SupportsIndex) -> list[int]:
     return [at_least_one(name, value) for name, value in values.items()]
 
 
+MOST_UNITS = 1 << 18  # forwards of a schedule: 128 ranks x 2 chunks x 1 024 micro-batches
+
+
+def sizes(
+    *, ranks: SupportsIndex, chunks: SupportsIndex = 1, microbatches: SupportsIndex, slices: SupportsIndex = 1
+) -> list[int]:
+    """Convert the sizes of a schedule; refuse one with more forwards than each rank can prove in seconds."""
+    values = dict(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+    converted = counts(**values)
+    if math.prod(converted) > MOST_UNITS:
+        named = " x ".join(f"{size:,} {name}" for name, size in zip(values, converted) if size > 1)
+        raise ArgumentError(
+            "the schedule is too large: each rank builds and proves the orders of all ranks",
+            found=f"{math.prod(converted):,} forwards: {named}",
+            expected=f"at most {MOST_UNITS:,} forwards",
+            remedy="lower microbatches, slices or chunks, or split the job into several pipelines",
+        )
+    return converted
+
+
 def one_per_stage(what: str, name: str, value: float | Sequence[float], stages: int) -> list[float]:
     """Convert `value`, a number or one for each stage, to a float for each; refuse others than 0 to `LARGEST`."""
     try:
@@ -59,9 +79,3 @@ def number(name: str, value: Any) -> Any:
 def limit(memory_limit: Any) -> Any:
     """Return a limit of memory, None if there is none; refuse what is no number."""
     return None if memory_limit is None else number("memory_limit", memory_limit)
-
-
-def check_time(seconds: Any) -> None:
-    """Raise ArgumentError if there is no time to search."""
-    if not 0 < number("seconds", seconds) < math.inf:
-        raise ArgumentError("no time to search", found=f"seconds={seconds}", expected="a finite number above 0")

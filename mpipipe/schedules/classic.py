@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, repeat
 
 from mpipipe.errors import ArgumentError
 from mpipipe.even_split import even_split
-from mpipipe.schedules.action import BACKWARD, FORWARD, Action, OrdersOnDemand
-from mpipipe.schedules.checks import counts
+from mpipipe.schedules.action import BACKWARD, FORWARD, Action
+from mpipipe.schedules.checks import counts, sizes
 from mpipipe.schedules.schedule import Schedule, looped_placement
 from mpipipe.schedules.slices import in_slices
 
@@ -53,9 +52,9 @@ def gpipe(ranks: int, microbatches: int, backward: str = "fifo", *, slices: int 
     if backward not in ("fifo", "lifo"):
         raise ArgumentError("unknown order of backwards", found=f"backward={backward!r}", expected="'fifo' or 'lifo'")
     if backward == "fifo":
-        return looped("gpipe", ranks, 1, microbatches, _breadth_first, breadth_first, False, slices=slices)
+        return looped("gpipe", ranks, 1, microbatches, _breadth_first, False, slices=slices)
     microbatches, slices = counts(microbatches=microbatches, slices=slices)
-    units = looped("gpipe", ranks, 1, microbatches * slices, _breadth_first, breadth_first, True)
+    units = looped("gpipe", ranks, 1, microbatches * slices, _breadth_first, True)
     return replace(units, microbatches=microbatches, slices=slices)  # the backwards of each sequence fall already
 
 
@@ -81,7 +80,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     0F0,0F1,0B0,0F2,0B1,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     """
-    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, grouped, 1, slices=slices)
+    return looped("one_f_one_b", ranks, 1, microbatches, _one_f_one_b, 1, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
@@ -106,7 +105,7 @@ def interleaved_1f1b(ranks: int, chunks: int, microbatches: int, *, slices: int 
     0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1
     1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1
     """
-    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, grouped, 2, slices=slices)
+    return looped("interleaved_1f1b", ranks, chunks, microbatches, _one_f_one_b, 2, slices=slices)
 
 
 #     rank 0  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3---
@@ -122,7 +121,7 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int, *, slices: int = 1) -
     ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)(f+b) of a chunk, as interleaved 1F1B's, but every rank holds all MV activations.
     """
-    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, breadth_first, False, slices=slices)
+    return looped("looped_bfs", ranks, chunks, microbatches, _breadth_first, False, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 .
@@ -135,7 +134,7 @@ def forward_only(ranks: int, chunks: int, microbatches: int, *, slices: int = 1)
     ranks, chunks, microbatches, slices : int
         For M >= P the bubble is (P-1)f of a chunk.
     """
-    return looped("forward_only", ranks, chunks, microbatches, _forwards, grouped, 1, slices=slices)
+    return looped("forward_only", ranks, chunks, microbatches, _forwards, 1, slices=slices)
 
 
 def looped(
@@ -144,16 +143,15 @@ def looped(
     chunks: int,
     microbatches: int,
     make: Callable[..., Iterable[Action]],
-    time: Callable[..., int],
     option: int,
     *,
     slices: int = 1,
 ) -> Schedule:
-    """Build a schedule whose stages loop over the ranks; `make` and `time` take P, V, M and an option first."""
-    ranks, chunks, microbatches, slices = counts(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
-    given = ranks, chunks, microbatches * slices, option
-    orders = OrdersOnDemand(ranks, partial(make, *given), partial(time, *given))
-    return in_slices(Schedule(name, looped_placement(ranks, chunks), microbatches * slices, orders), slices)
+    """Build a schedule whose stages loop over the ranks; `make` takes P, V, M, an option, and the rank."""
+    ranks, chunks, microbatches, slices = sizes(ranks=ranks, chunks=chunks, microbatches=microbatches, slices=slices)
+    units = microbatches * slices
+    orders = [tuple(make(ranks, chunks, units, option, rank)) for rank in range(ranks)]
+    return in_slices(Schedule(name, looped_placement(ranks, chunks), units, orders), slices)
 
 
 def _breadth_first(ranks: int, chunks: int, microbatches: int, lifo: bool, rank: int) -> Iterator[Action]:
@@ -185,43 +183,3 @@ def forth_and_back(
 def _actions(op: str, stages: range, groups: Sequence[range]) -> list[Action]:
     """List `op` for group after group of micro-batches, which pass one stage after the other."""
     return [action for group in groups for stage in stages for action in map(Action, repeat(stage), repeat(op), group)]
-
-
-# -- Logical times of actions: whole numbers by which each rank proves that its own order cannot deadlock -------------
-#
-# A logical time (Lamport 1978, "Time, Clocks, and the Ordering of Events") rises along the order of each rank, and from
-# each action to the action that waits for its output. F, B and I have one; R and W wait for their own rank alone and
-# need none. The formulas below give it for schedules that loop over the ranks, so that no rank needs the orders of the
-# others.
-#
-# Let a group of G micro-batches pass V chunks on P ranks. Rank r runs the k-th F of all groups at 2k + dr, and the k-th
-# backward d(P-1-r) places after the F that stands before it. Here d is 1, or 2 where the warm-up shrinks by two F's
-# from rank to rank. A group of fewer than P micro-batches leaves gaps, as if it had P.
-
-
-def grouped(ranks: int, chunks: int, microbatches: int, step: int, stage: int, backward: bool, microbatch: int) -> int:
-    """Return the logical time in a schedule that takes micro-batches in groups through the chunks of a rank."""
-    chunk, rank = divmod(stage, ranks)
-    size, longer = divmod(microbatches, max(1, microbatches // ranks))  # as even_split: the longer ones come first
-    first = max(ranks, size + (longer > 0))
-    if microbatch < longer * (size + 1):
-        width, place = max(ranks, size + 1), microbatch % (size + 1)
-    else:
-        width, place = max(ranks, size), (microbatch - longer) % size
-    start = chunks * (microbatch - place)
-    if not backward:
-        return 2 * (start + chunk * width + place) + step * rank
-    behind = (chunks - 1) * first + step * (ranks - 1)
-    return 2 * (start + (chunks - 1 - chunk) * width + place + behind) - step * rank + 1
-
-
-def breadth_first(
-    ranks: int, chunks: int, microbatches: int, lifo: bool, stage: int, backward: bool, microbatch: int
-) -> int:
-    """Return the logical time in a schedule whose chunks take all micro-batches forward, and then all of them back."""
-    chunk, rank = divmod(stage, ranks)
-    width = max(ranks, microbatches)
-    if not backward:
-        return chunk * width + microbatch + rank
-    place = microbatches - 1 - microbatch if lifo else microbatch
-    return 2 * chunks * width + (chunks - 1 - chunk) * width + place + ranks - 1 - rank

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from numbers import Rational
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, changed
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.schedules.schedule import Schedule
 from mpipipe.text import counted
@@ -154,7 +154,7 @@ def with_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
             expected="some of the stages, and not all of them",
             remedy="leave something to train",
         )
-    orders = changed(schedule.orders, _left, trained[0], tuple(sorted(frozen)))
+    orders = tuple(tuple(_left(trained[0], frozen, order)) for order in schedule.orders)
     return replace(schedule, orders=orders, trained_from=trained[0])
 
 

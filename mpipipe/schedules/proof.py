@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import Any, NoReturn, TypeAlias
 
 from mpipipe.errors import ScheduleError
-from mpipipe.schedules.action import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    OPS,
-    RECOMPUTE,
-    WEIGHT_GRAD,
-    Action,
-    LogicalTime,
-    OrdersOnDemand,
-    place_of,
-)
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, OPS, RECOMPUTE, WEIGHT_GRAD, Action, place_of
 from mpipipe.schedules.replay import packed, reached, source
 from mpipipe.schedules.schedule import Schedule, check_skips
 from mpipipe.text import counted
@@ -93,18 +81,18 @@ def check(schedule: Schedule) -> None:
     """
     if schedule.proven:
         return
-    check_placement(schedule)
+    _check_placement(schedule)
     states: list[State] = []
     orders = []
-    for rank, order in enumerate(schedule.orders):  # made once, where they are made on demand
-        states += check_cells(schedule, rank, order)
+    for rank, order in enumerate(schedule.orders):
+        states += _check_cells(schedule, rank, order)
         orders.append(packed(order, schedule.units))
-    check_complete(schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states))
+    _check_complete(schedule, states, forwards_only=all(max(state) <= FORWARDED for _, state in states))
     _check_progress(schedule, orders)
     object.__setattr__(schedule, "proven", True)  # stays true, since the schedule cannot change
 
 
-def check_placement(schedule: Schedule) -> None:
+def _check_placement(schedule: Schedule) -> None:
     """Refuse a schedule with a stage on no rank, or a rank without a stage."""
     ranks, stages = schedule.ranks, schedule.stages
     if type(schedule.trained_from) is not int or not 0 <= schedule.trained_from < stages:
@@ -149,7 +137,7 @@ def check_placement(schedule: Schedule) -> None:
 State: TypeAlias = "tuple[int, bytearray]"  # a stage, and the state of each of its units
 
 
-def check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
+def _check_cells(schedule: Schedule, rank: int, order: Sequence[Action]) -> list[State]:
     """Walk through the order of a rank, and return the states of its stages at the end."""
     states = {stage: bytearray(schedule.units) for stage in schedule.stages_of(rank)}
     count, trained_from, slices = schedule.units, schedule.trained_from, schedule.slices
@@ -229,7 +217,7 @@ def _untimely(schedule: Schedule, action: Action, states: bytearray) -> tuple[st
     return "the weight gradient comes twice" if op == WEIGHT_GRAD else "the input gradient comes twice", once
 
 
-def check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
+def _check_complete(schedule: Schedule, states: Iterable[State], forwards_only: bool) -> None:
     """Refuse a (stage, unit) that is not finished or, where there is no backward, not forwarded."""
     count = schedule.units
     wrong = [
@@ -311,95 +299,6 @@ def _refuse(
         expected=expected,
         remedy="correct the marked cell; the schedules of schedules.by_name pass this check",
     )
-
-
-# -- The proof of a large schedule, divided among the ranks: each one makes its own order alone, and proves that ------
-#
-#     rank 0   makes order 0 and proves it |
-#     rank 1   makes order 1 and proves it |  then all compare how their orders are made, and hear of any error
-#
-# What a rank must know of a schedule without making the other orders is here, too: `digest`, `trains`, `recomputed_on`.
-
-
-WHOLE = 1 << 14  # pairs (stage, unit): up to so many, every rank proves and simulates the whole schedule
-
-
-def logical_time_of(schedule: Schedule) -> LogicalTime | None:
-    """Return the logical time by which ranks divide the proof of a large schedule; None if each rank proves all.
-
-    A rank proves all of a small schedule, and of one that was searched or read: it has all orders of such a one anyway.
-    """
-    orders = schedule.orders
-    if isinstance(orders, OrdersOnDemand) and schedule.stages * schedule.units > WHOLE:
-        return orders.logical_time
-    return None
-
-
-def check_part(schedule: Schedule, rank: int) -> None:
-    """Prove one rank's part of `schedule`. If no rank raises, the whole schedule is proven.
-
-    A rank walks through its own order as `check` does: each action is on its rank, each comes after the forward that
-    it needs, and none is missing. A schedule may have no backwards at all. The rank sees that from the last stage,
-    which has them if any stage has.
-
-    What is left is progress. Every F, B and I has a logical time, a whole number by a formula. A rank proves that these
-    times rise along its own order, and that each of its actions is later than the action whose output it waits for. It
-    needs no other order for that. An action waits for the one before it on its rank, or for an output; one rank has
-    looked at each such wait. So logical time rises along every chain of waits, no chain comes back to where it began,
-    and the ranks never stand still (see `check`). An R or a W waits for its own rank alone. A skip adds no wait: what
-    comes over it was made earlier in the same chain.
-
-    The formula need not be trusted: a wrong one does not rise somewhere, and a rank finds that. But all ranks must
-    prove parts of the same schedule. So they compare `digest` before they rely on the proof.
-
-    A wrong schedule raises ScheduleError, as by `check`, on at least one rank.
-    """
-    logical_time = logical_time_of(schedule)
-    if logical_time is None or schedule.proven:
-        check(schedule)
-        return
-    check_placement(schedule)
-    order = schedule.orders[rank]
-    check_complete(schedule, check_cells(schedule, rank, order), not trains(schedule))
-    now = -1
-    for action in order:
-        stage, op, microbatch = action
-        if op in (WEIGHT_GRAD, RECOMPUTE):
-            continue
-        backward = op != FORWARD
-        before, now = now, logical_time(stage, backward, microbatch)
-        needed = source(stage, op, schedule.stages)
-        if now <= before or (needed is not None and logical_time(needed, backward, microbatch) >= now):
-            check(schedule)  # names the ranks that wait for each other
-            raise ScheduleError(
-                f"the logical time of {schedule.cell(action)} does not rise",
-                rank=rank,
-                stage=stage,
-                **place_of(microbatch, schedule.slices),
-                found=f"{now} after {before}",
-                expected="a later time than those of all actions that it waits for",
-                remedy="give Schedule the orders as a tuple, which each rank proves as a whole",
-            )
-
-
-def trains(schedule: Schedule) -> bool:
-    """Whether there are backwards: in a schedule that can run, the last stage has them if any stage has."""
-    last = schedule.stages - 1
-    return any(stage == last and op != FORWARD for stage, op, _ in schedule.orders[schedule.placement[last]])
-
-
-def recomputed_on(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
-    """Return every (stage, unit) of a rank whose forward is run again."""
-    return frozenset((stage, microbatch) for stage, op, microbatch in schedule.orders[rank] if op == RECOMPUTE)
-
-
-def digest(schedule: Schedule) -> str:
-    """Return a short text that differs between schedules. For a large one it is made of how its orders are made."""
-    if logical_time_of(schedule) is None:
-        return f"{schedule.fingerprint:x}"
-    numbers = f"{schedule.placement} {schedule.microbatches} {schedule.slices} {schedule.trained_from}"
-    text = f"{numbers} {schedule.skips} {schedule.orders!r}"
-    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 # -- A schedule as a table of text: one row per rank, one column per slot ---------------------------------------------

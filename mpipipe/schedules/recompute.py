@@ -12,14 +12,14 @@ import math
 import operator
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 from mpipipe.errors import ArgumentError
 from mpipipe.schedules import checks
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, changed
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import packed, replay
 from mpipipe.schedules.schedule import Schedule
@@ -70,7 +70,8 @@ def with_recompute(
     whole, kept = sizes_per_stage(schedule, activation, kept_input)
     plain = schedule
     if schedule.recomputed:
-        plain = replace(schedule, orders=changed(schedule.orders, _without_recompute))
+        orders = tuple(tuple(action for action in order if action.op != RECOMPUTE) for order in schedule.orders)
+        plain = replace(schedule, orders=orders)
     if schedule.forwards_only:
         return plain
     everything = before_backwards(plain)
@@ -99,11 +100,7 @@ def with_recompute(
 
 def before_backwards(schedule: Schedule, pairs: Collection[Pair] | None = None) -> Schedule:
     """Put an R just before the backward of these pairs, of all for None; R's that are there stay."""
-    return replace(schedule, orders=changed(schedule.orders, _before_backwards, pairs))
-
-
-def _without_recompute(order: Iterable[Action]) -> Iterator[Action]:
-    return (action for action in order if action.op != RECOMPUTE)
+    return replace(schedule, orders=tuple(tuple(_before_backwards(pairs, order)) for order in schedule.orders))
 
 
 def _before_backwards(pairs: Collection[Pair] | None, order: Sequence[Action]) -> Iterator[Action]:
@@ -201,7 +198,7 @@ def hidden_in_waits(
 
     def replayed(orders: Sequence[Sequence[Action]]) -> tuple[list[array[float]], list[float]]:
         codes = [packed(order, schedule.units) for order in orders]
-        return replay(schedule.placement, schedule.units, durations, transfer, codes, shares)
+        return replay(schedule.placement, schedule.units, durations, transfer, codes, shares)[:2]
 
     orders = [*schedule.orders]
     starts, ends = replayed(orders)

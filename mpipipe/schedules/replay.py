@@ -20,10 +20,11 @@ def replay(
     transfer: Sequence[float],
     orders: Sequence[array[int]],
     shares: Sequence[float] = (1.0,),
-) -> tuple[list[array[float]], list[float]]:
+) -> tuple[list[array[float]], list[float], tuple[array[float], array[float]]]:
     """Run every rank's order; an action starts when its rank is free and its input is there.
 
-    Return for each rank the start times of the actions that could run, and the time at which it is done. Every action
+    Return for each rank the start times of the actions that could run, and the time at which it is done; and at
+    stage * M + micro-batch the ends of F's, and of B's and I's. Every action
     is on the right rank, once, with F before B or I before W. Sends cost the sender nothing and never block; `transfer`
     is the time of a message, as `Costs.transfer`. An action whose input never comes stops its rank for good. `orders`
     are packed. `shares` are those of `Timeline`.
@@ -92,13 +93,13 @@ def replay(
                     ready.append(sleepers.pop(~index))
             began.append(start)
         ends[rank] = now
-    return starts, ends
+    return starts, ends, (forward_done, backward_done)
 
 
 def reached(placement: Sequence[int], microbatches: int, orders: Sequence[array[int]]) -> list[int]:
     """Return how many actions of each rank can run: fewer than there are where ranks wait for each other."""
     ones = [1.0] * len(placement)
-    starts, _ = replay(placement, microbatches, dict.fromkeys(OPS, ones), ones, orders)
+    starts, _, _ = replay(placement, microbatches, dict.fromkeys(OPS, ones), ones, orders)
     return [len(began) for began in starts]
 
 

@@ -11,7 +11,7 @@ from keyword import iskeyword
 from typing import Any, NamedTuple
 
 from mpipipe.errors import ArgumentError, ScheduleError
-from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, OrdersOnDemand, cell, changed
+from mpipipe.schedules.action import FORWARD, RECOMPUTE, Action, Order, cell
 from mpipipe.schedules.checks import at_least_one
 from mpipipe.text import counted
 
@@ -29,8 +29,7 @@ class Schedule:
     microbatches : int
         M, the number of micro-batches.
     orders : sequence of sequences of Action
-        For each rank its actions in order. Those of schedules with a formula are made when they are asked for: hold on
-        to an order, as in ``order = schedule.orders[rank]``, rather than ask for it again and again.
+        For each rank its actions in order.
     trained_from : int
         The first stage that has backwards: those before it have nothing to train (see `with_frozen`).
     skips : sequence of Skip
@@ -66,8 +65,7 @@ class Schedule:
         # frozen all the way down: `check` and `fingerprint` remember their result
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "skips", tuple(self.skips))
-        if not isinstance(self.orders, OrdersOnDemand):
-            object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
+        object.__setattr__(self, "orders", tuple(map(tuple, self.orders)))
 
     def __repr__(self) -> str:
         parts = [counted(self.ranks, "rank"), counted(self.stages, "stage"), self.batch]
@@ -156,7 +154,11 @@ class Schedule:
                 expected=f"1 to {self.microbatches}",
                 remedy="build a schedule with more micro-batches",
             )
-        orders = changed(self.orders, _first_forwards, count * self.slices)
+        units = count * self.slices
+        orders = tuple(
+            tuple(action for action in order if action.op == FORWARD and action.microbatch < units)
+            for order in self.orders
+        )
         return Schedule("forward", self.placement, count, orders, skips=self.skips, slices=self.slices)
 
     def to_csv(self) -> str:
@@ -177,10 +179,6 @@ class Schedule:
 def looped_placement(ranks: int, chunks: int) -> tuple[int, ...]:
     """Place stage l on rank l mod ranks: chunk v of rank r is stage r + v * ranks."""
     return tuple(range(ranks)) * chunks
-
-
-def _first_forwards(units: int, order: Iterable[Action]) -> Iterable[Action]:
-    return (action for action in order if action.op == FORWARD and action.microbatch < units)
 
 
 def _row(order: Iterable[Action], slices: int) -> str:

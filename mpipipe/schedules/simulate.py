@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action, changed
+from mpipipe.schedules.action import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Action
 from mpipipe.schedules.checks import LARGEST, at_least_one, one_per_stage
 from mpipipe.schedules.proof import check
 from mpipipe.schedules.replay import hops, packed, replay
@@ -78,16 +78,6 @@ class Costs:
         """Give the costs without differences between slices."""
         return self if self.slices is None else replace(self, slices=None)
 
-    def refuse_unequal_slices(self, what: str) -> None:
-        """Raise ArgumentError if slices take different times; `what` is possible for equal ones alone."""
-        if self.slices is not None and len({*self.slices}) > 1:
-            raise ArgumentError(
-                f"{what} for slices of equal time",
-                found=f"slices={self.slices!r} of the costs",
-                expected="equal numbers, or none",
-                remedy="take costs.of_mean_slice()",
-            )
-
 
 TIMES = ("forward", "input_grad", "weight_grad", "transfer", "recompute")
 
@@ -142,6 +132,8 @@ class Timeline:
         For each rank the start times of its actions.
     ends : list of float
         For each rank the end of its last action.
+    done : (array, array)
+        At stage * units + unit the end of its F, and of its B or I.
     shares : list of float
         For each slice of a sequence its time in that of the mean slice.
     """
@@ -154,6 +146,7 @@ class Timeline:
     durations: dict[str, list[float]] = field(repr=False)
     starts: list[array[float]] = field(repr=False)
     ends: list[float] = field(repr=False)
+    done: tuple[array[float], array[float]] = field(repr=False)
     shares: list[float] = field(repr=False)
 
     @property
@@ -195,11 +188,9 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     check(schedule)
     durations, shares = action_times(costs, schedule.stages), costs.per_slice(schedule.slices)
     transfer = costs.per_stage("transfer", schedule.stages)
-    orders, peaks = [], []
-    for order in schedule.orders:  # made once, where they are made on demand
-        orders.append(packed(order, schedule.units))
-        peaks.append(peak_of(schedule, order))
-    starts, ends = replay(schedule.placement, schedule.units, durations, transfer, orders, shares)
+    orders = [packed(order, schedule.units) for order in schedule.orders]
+    peaks = [peak_of(schedule, order) for order in schedule.orders]
+    starts, ends, done = replay(schedule.placement, schedule.units, durations, transfer, orders, shares)
     makespan = max(ends)
     # A checked schedule is complete: every stage runs every unit forward and, if there are backwards, back.
     backwards = () if schedule.forwards_only else durations[BACKWARD][schedule.trained_from :]
@@ -207,7 +198,16 @@ def simulate(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Timeline:
     busy += math.fsum(durations[RECOMPUTE][stage] * shares[unit % len(shares)] for stage, unit in schedule.recomputed)
     fraction, ratio = bubbles(schedule.ranks, makespan, busy)
     return Timeline(
-        schedule, makespan, fraction, ratio, peaks, durations=durations, starts=starts, ends=ends, shares=shares
+        schedule,
+        makespan,
+        fraction,
+        ratio,
+        peaks,
+        durations=durations,
+        starts=starts,
+        ends=ends,
+        done=done,
+        shares=shares,
     )
 
 
@@ -297,7 +297,7 @@ def peak_memory(
     n, orders, trained_from = schedule.slices, schedule.orders, schedule.trained_from
     shares = shares_of_mean(slices, n, "lengths")
     if slices is not None:  # each slice of a stage counts as a stage
-        orders = changed(orders, lambda order: (each._replace(stage=each[0] * n + each[2] % n) for each in order))
+        orders = tuple(tuple(Action(stage * n + unit % n, op, unit) for stage, op, unit in order) for order in orders)
         whole, kept = ([size * share for size in sizes for share in shares] for sizes in (whole, kept))
         trained_from *= n
     return [max(held(order, whole, kept, trained_from)) for order in orders]

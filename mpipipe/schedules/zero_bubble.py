@@ -7,19 +7,19 @@ classic.py.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush, heapreplace
+from itertools import accumulate
+from operator import sub
+from typing import NamedTuple, TypeAlias
 
-from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, OrdersOnDemand
-from mpipipe.schedules.checks import counts
-from mpipipe.schedules.classic import forth_and_back, grouped, looped
+from mpipipe.schedules.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from mpipipe.schedules.checks import sizes
+from mpipipe.schedules.classic import forth_and_back, looped
+from mpipipe.schedules.replay import hops
 from mpipipe.schedules.schedule import Schedule
-from mpipipe.schedules.search.orders import PATIENCES, fastest, fill_waits, score_of
-from mpipipe.schedules.search.problem import OrderProblem, tasks_of
-from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike
+from mpipipe.schedules.simulate import EQUAL_COSTS, Costs, are_alike, simulate
 from mpipipe.schedules.slices import in_slices
 
 
@@ -46,7 +46,7 @@ def zero_bubble_h1(ranks: int, microbatches: int, *, slices: int = 1) -> Schedul
     0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2
     1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
     """
-    return looped("zero_bubble_h1", ranks, 1, microbatches, split_order, grouped, 1, slices=slices)
+    return looped("zero_bubble_h1", ranks, 1, microbatches, split_order, 1, slices=slices)
 
 
 #     rank 0  F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
@@ -64,7 +64,7 @@ def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int, *, slice
         Every rank holds at most min(MV, (V-1)g + P) chunk activations, where g is the size of the first group of
         micro-batches (see `interleaved_1f1b`).
     """
-    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, split_order, grouped, 1, slices=slices)
+    return looped("interleaved_zero_bubble", ranks, chunks, microbatches, split_order, 1, slices=slices)
 
 
 def split_order(ranks: int, chunks: int, microbatches: int, step: int, rank: int) -> list[Action]:
@@ -126,16 +126,20 @@ def zero_bubble_v(ranks: int, microbatches: int, costs: Costs = EQUAL_COSTS, *, 
     >>> timeline.makespan - 6 * 8, timeline.peak_activations
     (3.0, [8, 8, 8, 8])
     """
-    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
-    by_hand, costs = _on_a_v("zero_bubble_v", ranks, microbatches * slices, _zero_bubble, 1), costs.of_mean_slice()
-    if are_alike(costs, 2 * ranks):
+    by_hand = _on_a_v("zero_bubble_v", ranks, microbatches, slices, _zero_bubble, 1)
+    costs = costs.of_mean_slice()
+    if are_alike(costs, by_hand.stages):
         return in_slices(by_hand, slices)
-    problem = OrderProblem(by_hand.placement, by_hand.units, costs, None)
-    queues = [[[task for task in order if task % 3 != 2]] for order in tasks_of(by_hand)]
-    best = fastest(fill_waits(problem, queues, 2 * ranks, patience) for patience in PATIENCES)
-    if best is None or score_of(by_hand, costs) <= best.score:
-        return in_slices(by_hand, slices)
-    return in_slices(problem.schedule(by_hand.name, best.orders), slices)
+    times = StageTimes(by_hand.placement, by_hand.units, costs)
+    queues = [[[3 * stage + OPS.index(op) for stage, op, _ in order if op != WEIGHT_GRAD]] for order in by_hand.orders]
+    timeline = simulate(by_hand, costs)
+    spans = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends))
+    best, score = by_hand, (spans, timeline.makespan, sum(timeline.peak_activations))
+    for patience in PATIENCES:
+        filled = fill_idle_with_weight_grads(times, queues, by_hand.stages, patience)
+        if filled is not None and filled.score < score:
+            best, score = times.schedule(by_hand.name, filled.orders), filled.score
+    return in_slices(best, slices)
 
 
 #     rank 0  F0 F1 F2 f0 i0 w0 f1 F3 b1-- f2 B0-- b2-- f3 .  B1-- b3-- I2 W2 I3 W3
@@ -151,36 +155,19 @@ def dualpipe_v(ranks: int, microbatches: int, *, slices: int = 1) -> Schedule:
     ----------
     ranks, microbatches, slices : int
     """
-    ranks, microbatches, slices = counts(ranks=ranks, microbatches=microbatches, slices=slices)
-    return in_slices(_on_a_v("dualpipe_v", ranks, microbatches * slices, _dualpipe, 0), slices)
+    return in_slices(_on_a_v("dualpipe_v", ranks, microbatches, slices, _dualpipe, 0), slices)
 
 
-def _on_a_v(name: str, ranks: int, microbatches: int, cells: Cells, less: int) -> Schedule:
-    # too few micro-batches to fill the pipeline: the order of a full one, without the micro-batches that are missing
-    full = max(2 * ranks - less, microbatches)
-    orders = OrdersOnDemand(
-        ranks, partial(_kept, cells, ranks, full, microbatches), partial(_logical_time, cells, ranks, full)
-    )
-    return Schedule(name, v_placement(ranks), microbatches, orders)
-
-
-def _kept(cells: Cells, ranks: int, full: int, microbatches: int, rank: int) -> Iterator[Action]:
-    return (action for action in _of_rank(cells, ranks, full, rank) if action.microbatch < microbatches)
-
-
-def _logical_time(cells: Cells, ranks: int, full: int, stage: int, backward: bool, microbatch: int) -> int:
-    return _logical_times(cells, ranks, full, min(stage, 2 * ranks - 1 - stage))[stage, backward][microbatch]
-
-
-@lru_cache(maxsize=4)  # a rank asks for its own times and for those of its neighbours
-def _logical_times(cells: Cells, ranks: int, full: int, rank: int) -> dict[tuple[int, bool], array[int]]:
-    """Return the logical times of F's, and of B's and I's, of both stages: action k of rank r has the time r + k."""
-    both = rank, 2 * ranks - 1 - rank
-    found = {(stage, backward): array("q", bytes(8 * full)) for stage in both for backward in (False, True)}
-    for place, (stage, op, microbatch) in enumerate(_of_rank(cells, ranks, full, rank), rank):
-        if op != WEIGHT_GRAD:
-            found[stage, op != FORWARD][microbatch] = place
-    return found
+def _on_a_v(name: str, ranks: int, microbatches: int, slices: int, cells: Cells, less: int) -> Schedule:
+    ranks, _, microbatches, slices = sizes(ranks=ranks, chunks=2, microbatches=microbatches, slices=slices)
+    units = microbatches * slices
+    # too few units to fill the pipeline: the order of a full one, without those that are missing
+    full = max(2 * ranks - less, units)
+    orders = []
+    for rank in range(ranks):
+        order = _of_rank(cells, ranks, full, rank)
+        orders.append(tuple(action for action in order if action.microbatch < units))
+    return Schedule(name, v_placement(ranks), units, orders)
 
 
 def _zero_bubble(rank: int, ranks: int, full: int) -> str:
@@ -218,3 +205,137 @@ def _of_rank(cells: Cells, ranks: int, full: int, rank: int) -> list[Action]:
         if op == INPUT_GRAD:
             owed.append(Action(stage, WEIGHT_GRAD, action.microbatch))
     return order
+
+
+# -- Weight gradients where a rank would wait, for costs that are given ------------------------------------------------
+#
+# An order of F's and I's is kept. Each rank decides when it is free, and knows then what all ranks have begun: it runs
+# the next action of its order, or the oldest W where it would wait for long, or where its memory is full.
+#
+# F, I and W of stage s are the tasks 3s, 3s + 1 and 3s + 2. A task takes the micro-batches in their order.
+
+
+NEVER, ROUNDING = float("inf"), 1e-9
+PATIENCES = (0.01, 0.5, 1.0, 2.0)  # shares of a W's time: a rank that would wait for less than that begins no W
+OPS = (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
+Queues: TypeAlias = "Sequence[Sequence[Sequence[int]]]"  # of each rank some lists of tasks, the most urgent one first
+
+
+class StageTimes:
+    """Stages on ranks, with the times of their tasks.
+
+    seconds, rank : of each task
+    waits_for, lag : of each task the one before it in its micro-batch, -1 without one, and the time of its message
+    awaited_by : of each task the F or I that waits for it, -1 without one
+    """
+
+    def __init__(self, placement: tuple[int, ...], microbatches: int, costs: Costs) -> None:
+        stages = len(placement)
+        self.placement, self.microbatches, self.ranks = placement, microbatches, max(placement) + 1
+        times = [costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
+        self.seconds = [time for stage in zip(*times) for time in stage]
+        self.rank = [placement[task // 3] for task in range(3 * stages)]
+        hop = [*hops(placement, costs.per_stage("transfer", stages)), 0.0]
+        self.waits_for: list[int] = []
+        self.lag: list[float] = []
+        self.awaited_by = [-1] * (3 * stages)
+        for stage in range(stages):
+            forward = 3 * stage
+            is_last = stage == stages - 1
+            self.waits_for += [forward - 3 if stage else -1, forward if is_last else forward + 4, forward + 1]
+            self.lag += [hop[stage], hop[stage + 1], 0.0]
+            if stage:
+                self.awaited_by[forward - 3] = forward
+                self.awaited_by[forward + 1] = forward - 2
+        self.awaited_by[3 * stages - 3] = 3 * stages - 2
+
+    def schedule(self, name: str, orders: Sequence[Sequence[int]]) -> Schedule:
+        """Write tasks out as actions."""
+        microbatch = [0] * len(self.seconds)
+        written = []
+        for order in orders:
+            actions = []
+            for task in order:
+                actions.append(Action(task // 3, OPS[task % 3], microbatch[task]))
+                microbatch[task] += 1
+            written.append(tuple(actions))
+        return Schedule(name, self.placement, self.microbatches, written)
+
+
+class Filled(NamedTuple):
+    """Tasks of each rank, and what is to be small: longest time from a rank's begin to its end, makespan, memory."""
+
+    score: tuple[float, float, int]
+    orders: list[list[int]]
+
+
+def fill_idle_with_weight_grads(
+    times: StageTimes, queues: Queues, limit: float, patience: float, kept: float = 1.0
+) -> Filled | None:
+    """Run queues of F's and I's, and W's in the waits of a rank; None if that cannot end within the memory limit.
+
+    A rank goes on with the first of its queues whose next task is ready. One that knows its next task to be ready soon
+    runs a W before it only where the wait is at least `patience` of the W. `kept` is the share of an activation that
+    is held from its I until its W.
+    """
+    holds = (1.0, kept - 1, -kept)  # activations more from the begin of F, I and W
+    seconds, waits_for = times.seconds, times.waits_for
+    rests = [[deque(queue) for queue in of_rank] for of_rank in queues]
+    left = [sum(map(len, of_rank)) for of_rank in queues]
+    orders: list[list[int]] = [[] for _ in queues]
+    ends: list[list[float]] = [[] for _ in seconds]
+    held = [0.0] * times.ranks
+    owed: list[deque[int]] = [deque() for _ in queues]
+    begins = [0.0] * times.ranks
+    free = [(0.0, rank) for rank in range(times.ranks)]
+    asleep: dict[int, float] = {}  # ranks for which nothing is known to become ready, and since when
+    while free:
+        now, rank = free[0]
+        chosen, start, is_full = None, NEVER, False
+        for rest in rests[rank]:
+            if not rest:
+                continue
+            task = rest[0]
+            if task % 3 == 0 and held[rank] + 1 > limit + ROUNDING:
+                is_full = True
+                continue
+            before, number = waits_for[task], len(ends[task])
+            ready = now
+            if before >= 0:
+                if len(ends[before]) <= number:
+                    continue
+                ready = max(now, ends[before][number] + times.lag[task])
+            if ready < start:
+                chosen, start = rest, ready
+                if ready == now:
+                    break
+        weights = owed[rank]
+        # W's delay each I a little, and only the last one makes all ranks before it late for good.
+        share = max(1.0, patience) if left[rank] == 1 and rank != times.rank[0] else patience
+        if weights and start > now and (is_full or start - now >= share * seconds[weights[0]]):
+            task, start = weights.popleft(), now
+        elif chosen is None:
+            heappop(free)
+            asleep[rank] = now
+            continue
+        else:
+            task = chosen.popleft()
+            left[rank] -= 1
+            if task % 3 == 1:
+                weights.append(task + 1)
+        if not orders[rank]:
+            begins[rank] = start
+        end = start + seconds[task]
+        ends[task].append(end)
+        orders[rank].append(task)
+        held[rank] += holds[task % 3]
+        heapreplace(free, (end, rank))
+        waiting = times.awaited_by[task]
+        if waiting >= 0 and times.rank[waiting] in asleep:
+            sleeper = times.rank[waiting]
+            heappush(free, (max(asleep.pop(sleeper), start), sleeper))
+    if any(left):
+        return None
+    last = [ends[order[-1]][-1] for order in orders]
+    peaks = [max(accumulate(1 - task % 3 for task in order)) for order in orders]
+    return Filled((max(map(sub, last, begins)), max(last), sum(peaks)), orders)

@@ -19,8 +19,7 @@ import pytest
 from gpu_emulator import cublaslt
 from support import gpu_selection
 from support.command_line import invoke
-from support.reference_attention import NAMES, dense
-from support.tolerance import close, within
+from support.tolerance import close
 
 from mpipipe import arrays
 from mpipipe.arrays import products
@@ -40,14 +39,14 @@ def checked(rows, count):
     rows = list(rows)
     assert len(rows) == count and len({row.what for row in rows}) == count
     for row in rows:
-        assert math.isfinite(row.value) and (row.value >= 0 or "idle" in row.what), row
+        assert math.isfinite(row.value) and row.value >= 0, row
         assert row.ratio is None or row.ratio == row.value / row.peer_value
     return rows
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_forward_and_backward_of_each_length(gpu, dtype):
-    rows = kernels.measure_attention(1, lengths=(48, 130), heads=4, kv_heads=2, head_dim=16, dtype=dtype, peers=False)
+    rows = kernels.measure_attention(1, lengths=(48, 130), heads=4, kv_heads=2, head_dim=16, dtype=dtype)
     rows = checked(rows, 4)
     assert ["forward" in row.what for row in rows] == [True, False] * 2
     assert [row.peer for row in rows] == [""] * 4  # what was published is of other sizes
@@ -56,69 +55,12 @@ def test_attention_forward_and_backward_of_each_length(gpu, dtype):
 def test_published_rates_stand_beside_their_own_sizes_only(gpu, monkeypatch):
     monkeypatch.setattr(kernels, "_whole", lambda *_: [])
     monkeypatch.setattr(kernels, "_alone", lambda *_: (1e-3, 2e-3))
-    beside = [row for row in kernels.measure_attention(1, lengths=(8192, 4000), peers=False)]
+    beside = [row for row in kernels.measure_attention(1, lengths=(8192, 4000))]
     assert [row.peer_value for row in beside] == [644, 541, None, None]
     close(beside[0].value, 4 * 8192**2 / 2 * 64 * 128 / 1e-3 / 1e12, 8)
     close(beside[1].value, 2.5 * beside[0].value / 2, 8)
-    other = [row for row in kernels.measure_attention(1, lengths=(8192,), head_dim=64, peers=False)]
+    other = [row for row in kernels.measure_attention(1, lengths=(8192,), head_dim=64)]
     assert [row.peer_value for row in other] == [None, None]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_the_virtual_ring_computes_what_one_kernel_does(gpu, dtype):
-    ranks, length = 4, 8
-    checked(kernels.measure_ring(1, ranks, length, heads=4, kv_heads=2, head_dim=16, dtype=dtype), 3)
-    whole = [timing.normal((1, ranks * length, n, 16), dtype, seed) for seed, n in enumerate((4, 2, 2, 4))]
-    layout = kernels.attention.Layout("zigzag", ranks, ranks * length)
-    host = [arrays.download(x).astype("float64") for x in whole]
-    ordered = [layout.unshard([x[:, r * length : (r + 1) * length] for r in range(ranks)]) for x in host]
-    expected = dense(*ordered)
-    bounds = dict(zip(NAMES, expected.bounds(dtype)))
-    sums = [0.0, 0.0]  # a rank's are over all blocks, those of all ranks over all keys
-    for number in range(ranks):
-        rank = kernels._VirtualRank(number, ranks, length, whole)
-        for _ in range(2):  # a second turn finds the sums of the first in its buffers
-            rank.forward()
-            dq, *others = rank.backward()
-        sums = [total + arrays.download(x).astype("float64") for total, x in zip(sums, others)]
-        for name, found, want in (("out", rank.out, expected[0]), ("dq", dq, expected[2])):
-            within(arrays.download(found), layout.shard(want, number), layout.shard(bounds[name], number), name)
-    for name, found, want in zip(("dk", "dv"), sums, expected[3:]):
-        mine, allowed = (sum(layout.shard(x, number) for number in range(ranks)) for x in (want, bounds[name]))
-        within(found, mine, allowed, name)
-
-
-def test_the_virtual_ring_runs_what_the_ring_runs(gpu, monkeypatch):
-    """Each block of each rank goes through the functions that attention.Ring calls, and no others."""
-    from mpipipe.attention.kernels import cupy as kernel
-
-    whole = [timing.normal((1, 24, n, 8), "float32", seed) for seed, n in enumerate((2, 1, 1, 2))]
-    virtual, calls = [kernels._VirtualRank(number, 3, 8, whole) for number in range(3)], []
-
-    def spy(module, name):
-        real = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *given, **named: calls.append((name, *named.values())) or real(*given, **named)
-        )
-
-    for name in ("make_accumulator", "block_gradients"):
-        spy(kernel, name)
-    for module in (kernels, arrays):
-        spy(module, "cast")
-    spy(arrays, "strided_copy")
-    for rank in virtual:
-        rank.forward()
-        rank.backward()
-    ours = sorted(calls)
-    calls.clear()
-
-    def real(comm):
-        attend = kernels.attention.Ring(comm, layout="zigzag")
-        q, k, v, dout = (x[:, comm.rank * 8 : (comm.rank + 1) * 8] for x in whole)
-        attend.backward(dout, attend.forward(q, k, v)[1])
-
-    inprocess.run(3, real)
-    assert virtual[0].kernel is kernel and sorted(calls) == ours
 
 
 def test_each_kernel_that_memory_bounds_is_measured(gpu):
@@ -127,62 +69,8 @@ def test_each_kernel_that_memory_bounds_is_measured(gpu):
 
 
 def test_the_executor_is_measured_against_its_own_kernels(gpu):
-    rate, idle = checked(steps.measure_executor(3, rows=8, width=16, microbatches=4), 2)
-    assert rate.peer_value > 0 and idle.value < 100 and "8 actions" in idle.what
-
-
-def test_the_kernels_that_count_as_busy_are_those_of_a_step(gpu, monkeypatch):
-    """The bare loop launches what the pipeline's actions do; else the idle share is of something else."""
-    if gpu.real:
-        pytest.skip("needs the counters of the emulated device")
-    loops, launched = [], []
-
-    def behind(work, call, repeats):
-        gpu.reset()
-        call()
-        loops.append(list(gpu.launches))
-        return 3.0, True
-
-    class Spied(steps.Pipeline):
-        def step(self, *given):
-            run = self.engine.executor.run
-
-            def counted(*arguments):
-                gpu.reset()
-                outcome = run(*arguments)
-                launched.append(list(gpu.launches))
-                return outcome
-
-            self.engine.executor.run = counted
-            result = super().step(*given)
-            self.engine.executor.run = run
-            self.engine.executor.clock.settle()
-            self.engine.executor.clock.span = 4.0
-            return result
-
-    monkeypatch.setattr(steps, "seconds_behind", behind)
-    monkeypatch.setattr(steps, "Pipeline", Spied)
-    _, idle = steps.measure_executor(3, rows=8, width=16, microbatches=4)
-    close(idle.value, 25, 8)
-    assert len(loops) == 3 and "at least" not in idle.what
-    assert sorted(loops[0]) == sorted(name for name in launched[-1] if name in set(loops[0]))
-    others = [name for name in launched[-1] if name not in set(loops[0])]
-    assert others == ["memcpyAsync"] * 4, "of the losses, which go home behind the last of them"
-
-
-def test_work_in_front_gets_the_host_ahead(gpu, monkeypatch):
-    """More of it where the device came to the measured call too early; told where that does not help."""
-    done, worked = iter([True, False, True, True, True, True, True]), []
-    monkeypatch.setattr(timing.arrays, "is_done", lambda event: next(done))
-    x = timing.normal((64,), "float32")
-    y = arrays.empty_like(x)
-    monkeypatch.setattr(timing, "seconds", lambda call, repeats: 1.0)
-    work = lambda: worked.append(arrays.copy_into(y, x))  # noqa: E731
-    _, always = timing.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)
-    assert always and len(worked) == 2 + 4
-    worked.clear()
-    assert not timing.seconds_behind(work, lambda: arrays.copy_into(x, y), 1)[1]
-    assert len(worked) == 2 + 4 + 8 + 16 + 32
+    (rate,) = checked(steps.measure_executor(3, rows=8, width=16, microbatches=4), 1)
+    assert rate.peer_value > 0 and "8 actions" in rate.what
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -242,17 +130,10 @@ def test_the_measured_step_ends_as_that_of_a_training(emulated_gpu, monkeypatch,
 
 
 def test_our_own_rows_come_before_a_peer_is_loaded(gpu, monkeypatch):
-    monkeypatch.setattr(kernels, "_whole", lambda *_: [])
-    monkeypatch.setattr(kernels, "_alone", lambda *_: (1e-3, 2e-3))
     monkeypatch.setattr(steps, "_step_seconds", lambda *_: 1e-3)
-    known = {
-        kernels: (kernels.measure_attention, ("cuDNN on H200, published",)),
-        steps: (steps.measure_step, ("untied", "1 x 8 x 1024 tokens", "with them")),
-    }
-    for module, (measure, peers) in known.items():
-        monkeypatch.setattr(module, "torch_with_gpu", lambda: pytest.fail("too early"))
-        measured = measure(1)
-        assert all(next(measured).peer in ("", *peers) for _ in range(4))
+    monkeypatch.setattr(steps, "find_spec", lambda name: pytest.fail("too early"))
+    measured = steps.measure_step(1)
+    assert all(next(measured).peer in ("", "untied", "1 x 8 x 1024 tokens", "with them") for _ in range(4))
 
 
 def test_ties_and_sizes_of_the_measured_steps(gpu, monkeypatch):
@@ -286,7 +167,7 @@ def test_quick_sizes_are_parameters(part):
 def test_the_parts_with_a_pipeline_run_without_mpi(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "mpi", lambda: pytest.fail("asked for MPI"))
     _, row, *_ = inprocess.run(1, lambda comm: list(steps.measure_step(1, TINY, 2, 2, peers=False, comm=comm)))[0]
-    rate, _ = inprocess.run(1, lambda comm: list(steps.measure_executor(1, 8, 16, 2, comm=comm)))[0]
+    (rate,) = inprocess.run(1, lambda comm: list(steps.measure_executor(1, 8, 16, 2, comm=comm)))[0]
     assert row.value > 0 and rate.value > 0
 
 
@@ -313,27 +194,6 @@ def test_a_process_without_mpi_refuses_a_part_as_every_command_refuses(monkeypat
         monkeypatch.delenv(name, raising=False)
     outcome = invoke("bench", "gpu", "--part", "nonsense")
     assert outcome.code == 2 and "mpipipe: stopped:\n  ArgumentError: no part of bench gpu" in outcome.report
-
-
-def test_messages_between_two_ranks_on_one_gpu(gpu, subcomm):
-    comm = subcomm(2)
-    if comm is not None:
-        rows = list(steps.measure_transport(1, sizes=(256, 1 << 16), comm=comm))
-        staged = [row.what for row in rows if row.what.startswith("staged")]
-        assert [what.split(",")[1] for what in staged] == [" 256 B", " 65536 B"] and all(row.value > 0 for row in rows)
-        assert not (gpu.real and arrays.device_count() > 1) == all("take turns" in row.what for row in rows)
-
-
-def test_rates_are_claimed_only_where_each_rank_has_its_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(steps, "_rate", lambda *_: 5.0)
-    monkeypatch.setattr(steps.gpu_aware, "detect", lambda comm: steps.GpuAwareness(True, "says so"))
-    monkeypatch.setattr(steps, "make_transport", lambda *_: None)
-    monkeypatch.setattr(steps.runtime, "resolve", lambda comm: comm)
-    for places, goal, turns in (((0, 0), "none", True), ((0, 1), "above 1 for large messages", False)):
-        group = SimpleNamespace(gather=lambda call, mine, places=places: [("host", place) for place in places])
-        monkeypatch.setattr(steps, "group_of", lambda comm, group=group: group)
-        staged, direct = steps.measure_transport(1, sizes=(64,), comm=SimpleNamespace(size=2))
-        assert direct.goal == goal and ("take turns" in staged.what) == ("take turns" in direct.what) == turns
 
 
 def test_the_help_names_every_part(capsys):
@@ -389,13 +249,11 @@ def test_a_part_that_fails_is_named_and_the_others_are_reported(gpu, comm, monke
     assert all(word in printed for word in ("first", "third", "0.500", "near 1", "bad failed: RuntimeError"))
 
 
-@pytest.mark.parametrize(
-    ("names", "ranks", "match"),
-    [(["transport"], 1, "needs 2 ranks"), (["ring"], 2, "needs 1 rank"), (["speed"], 1, "no part"), ([], 3, "3 ranks")],
-)
-def test_parts_that_these_ranks_cannot_run_are_refused(names, ranks, match):
-    with pytest.raises(run.ArgumentError, match=match):
-        run._chosen(names, ranks)
+def test_what_it_cannot_measure_is_refused():
+    with pytest.raises(run.ArgumentError, match="2 ranks"):
+        run._check([], 2)
+    with pytest.raises(run.ArgumentError, match="no part"):
+        run._check(["speed"], 1)
 
 
 def test_the_table_shows_every_number(capsys):

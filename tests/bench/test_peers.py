@@ -1,10 +1,10 @@
-"""bench peers: both sides compute the same gradients, and a line is printed for each."""
+"""bench peers: both sides compute the same gradients, and a line is printed."""
 
 from __future__ import annotations
 
 import pytest
 
-from mpipipe.errors import ArgumentError, BackendError
+from mpipipe.errors import BackendError
 
 pytestmark = pytest.mark.judges
 
@@ -18,17 +18,15 @@ def peers():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_pipeline_and_a_ring_are_compared_with_pytorch(comm, peers, capsys, dtype):
-    sizes = dict(dim=32, layers=3, heads=2, seq_len=16, microbatches=4, rows=2, ring_seq_len=48, ring_heads=2)
+def test_a_pipeline_is_compared_with_pytorch(comm, peers, capsys, dtype):
+    sizes = dict(dim=32, layers=3, heads=2, seq_len=16, microbatches=4, rows=2)
     if comm.size == 1:
         with pytest.raises(BackendError, match=r"(?s)1 rank.*mpiexec -n 2"):
             peers.peers.__wrapped__(1, **sizes)
         return
     peers.peers.__wrapped__(1, **sizes, dtype=dtype)
-    with pytest.raises(ArgumentError, match="multiple of"):
-        peers.peers.__wrapped__(1, ring_seq_len=2 * comm.size + 1)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["pipeline 1F1B", "ring"] * (not comm.rank)
+    assert [line.split(",")[0] for line in lines] == ["pipeline 1F1B"] * (not comm.rank)
 
 
 def test_another_result_ends_the_comparison(comm, peers, monkeypatch):
@@ -36,4 +34,4 @@ def test_another_result_ends_the_comparison(comm, peers, monkeypatch):
         return
     monkeypatch.setattr(peers, "_as_pytorch", lambda model, name, array: array)  # pairs stay neighbours
     with pytest.raises(BackendError, match=r"gradient of the pipeline differs"):
-        peers.peers.__wrapped__(1, dim=32, layers=2, heads=2, seq_len=16, rows=2, ring_seq_len=48)
+        peers.peers.__wrapped__(1, dim=32, layers=2, heads=2, seq_len=16, rows=2)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from mpipipe import schedules
 from mpipipe.comm.tags import BACKWARD, FORWARD, Tags
-from mpipipe.pipeline import plan
-from mpipipe.pipeline.plan import ActionPlan, receive_windows
+from mpipipe.pipeline.plan import ActionPlan, receive_window
 
 any_schedule = st.builds(
     lambda name, ranks, chunks, microbatches: schedules.by_name(
@@ -123,14 +122,6 @@ def test_the_window_is_the_smallest_with_which_each_receive_is_posted_before_its
             return all(i < window or times[i - window][0] <= sent for i, (_, sent) in enumerate(times))
 
         if times:
-            window = receive_windows(schedule)(rank)
+            window = receive_window(schedules.simulate(schedule), rank)
             assert window >= 1 and is_enough(window)
             assert window == 1 or not is_enough(window - 1)
-
-
-def test_the_windows_of_all_ranks_take_one_simulation(monkeypatch):
-    schedule, calls = schedules.one_f_one_b(8, 16), []
-    expected = [receive_windows(schedule)(rank) for rank in range(8)]
-    monkeypatch.setattr(plan, "simulate", lambda made: (calls.append(made), schedules.simulate(made))[1])
-    windows = plan.receive_windows(schedule)
-    assert [windows(rank) for rank in range(8)] == expected and len(calls) == 1

@@ -13,7 +13,7 @@ from mpipipe import Branches, Pipeline, nn, schedules, tracing
 from mpipipe.comm.mailbox import Mailbox
 from mpipipe.errors import ArgumentError, MismatchError, PeerError, ScheduleError, StageError
 from mpipipe.job import inprocess
-from mpipipe.schedules import Schedule, Skip, proof, simulate, with_frozen, with_recompute, with_skips
+from mpipipe.schedules import Schedule, Skip, simulate, with_frozen, with_recompute, with_skips
 from mpipipe.tracing.records import deliveries
 
 NETS = {  # stages -> skips: side by side, one within the other, crossing, several of one stage
@@ -337,17 +337,6 @@ def test_received_arrays_that_are_handed_on_are_copied():
         found = inprocess.run(5, job, synchronous=True, seed=seed, delay=0.002)
         np.testing.assert_allclose(found[4][1], 3 * inputs)
         np.testing.assert_allclose(np.concatenate(found[0][0]), 3 * 2 * 3 * inputs / inputs.size)
-
-
-def test_ranks_that_divide_the_proof_know_the_messages_over_skips(monkeypatch):
-    """As for a large schedule: each rank proves its own order, and finds the order of messages by a formula."""
-    monkeypatch.setattr(proof, "WHOLE", 0)
-    schedule = with_skips(schedules.interleaved_1f1b(2, 2, 5), NETS[4])
-    assert proof.logical_time_of(schedule) is not None
-    inputs, targets = batch(10, 3)
-    expected = skip_nets.reference(schedule, inputs, targets)
-    for stages, *_ in inprocess.run(2, lambda comm: run(comm, schedule, inputs, targets), synchronous=True):
-        skip_nets.assert_equal_to(expected, stages)
 
 
 class Merging(nn.Stage):

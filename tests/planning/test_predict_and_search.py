@@ -275,7 +275,7 @@ def test_plans_are_different_schedules_and_the_table_has_ten_with_the_best_first
     assert len(set(orders)) == len(orders)
     lines = list(table(plans))
     assert len(lines) == 12 and lines[2].startswith(plans[0].choice.schedule)
-    assert lines[2].split()[-2] == "0.0%"
+    assert lines[2].split()[-1] == "0.0%"
     assert plans[0].choice.schedule in in_words(plans[0])
 
 

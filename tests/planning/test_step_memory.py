@@ -15,7 +15,7 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
 from mpipipe.language.task import estimate
-from mpipipe.pipeline import Pipeline, receive_windows
+from mpipipe.pipeline import Pipeline, receive_window
 from mpipipe.planning import memory
 from mpipipe.planning.step_memory import StageBytes, peak_of_step
 from mpipipe.train import Task, TaskConfig, TrainConfig
@@ -194,9 +194,9 @@ def test_buffers_of_messages_are_as_many_as_are_posted_or_wait_for_a_backward():
     schedule = schedules.gpipe(2, 4)
     stages = [UNIT] * 2
     # rank 1 keeps the four inputs until its backwards, and gets no gradients; rank 0 gets four gradients one by one
-    windows = receive_windows(schedule)
-    assert peak_of_step(schedule, 1, stages, [8, 10], windows(1))[1] == 40
-    assert 10 <= peak_of_step(schedule, 0, stages, [8, 10], windows(0))[1] <= 40
+    windows = [receive_window(schedules.simulate(schedule), rank) for rank in range(2)]
+    assert peak_of_step(schedule, 1, stages, [8, 10], windows[1])[1] == 40
+    assert 10 <= peak_of_step(schedule, 0, stages, [8, 10], windows[0])[1] <= 40
 
 
 def test_replicas_and_rings_divide_the_ranks():

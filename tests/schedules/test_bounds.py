@@ -99,14 +99,6 @@ def test_the_bound_is_reached_where_no_rank_waits(ranks):
         assert lower_bound(schedule) == simulate(schedule).makespan == work * 4 * ranks + ranks - 1
 
 
-def test_full_memory_is_part_of_the_bound():
-    """Eight ranks whose W's are short: with few activations, many W's run before the last I can leave the last rank."""
-    costs = Costs(forward=185, input_grad=181, weight_grad=93, transfer=6)
-    schedule = schedules.zero_bubble_2p(8, 24, costs, 12)
-    free, tight = lower_bound(schedule, costs), lower_bound(schedule, costs, 12)
-    assert free < tight <= simulate(schedule, costs).makespan <= 1.01 * tight
-
-
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8), (3, 7)])
 def test_forwards_that_are_run_again_count_as_work(ranks, microbatches):
     """All forwards again, on the busiest rank of a schedule that has no other bubble than that before it."""
@@ -130,9 +122,8 @@ def test_a_limit_that_no_schedule_keeps_is_refused_with_the_least_that_works(sch
 
 @pytest.mark.parametrize("schedule", [schedules.forward_only(3, 1, 5), schedules.forward_only(2, 3, 4)])
 def test_forwards_alone_have_a_bound_of_their_own(schedule):
-    found = schedules.gap(schedule, Costs(transfer=0.25))
-    assert found.bound <= found.makespan == simulate(schedule, Costs(transfer=0.25)).makespan
-    assert found.share < 0.2
+    bound, makespan = lower_bound(schedule, Costs(transfer=0.25)), simulate(schedule, Costs(transfer=0.25)).makespan
+    assert bound <= makespan < 1.2 * bound
 
 
 def test_stages_that_train_nothing_have_no_backwards_in_the_bound():
@@ -140,14 +131,6 @@ def test_stages_that_train_nothing_have_no_backwards_in_the_bound():
     frozen = schedules.with_frozen(whole, {0, 1})
     assert lower_bound(frozen) <= simulate(frozen).makespan
     assert lower_bound(frozen) < lower_bound(whole)
-
-
-def test_the_gap_is_a_share_of_the_bound_for_a_schedule_that_keeps_the_limit():
-    found = schedules.gap(schedules.one_f_one_b(4, 8), memory_limit=4)
-    assert (found.makespan, found.bound, found.share) == (33, 27, 6 / 27)
-    with pytest.raises(ArgumentError, match="does not keep the memory limit") as caught:
-        schedules.gap(schedules.gpipe(2, 8), memory_limit=4)
-    assert "8 activations on rank 0" in str(caught.value)
 
 
 @given(
@@ -184,4 +167,5 @@ def test_a_forward_that_is_run_again_counts_with_its_own_time(recompute):
     ids=["recomputed", "frozen"],
 )
 def test_what_a_schedule_holds_itself_is_a_limit_for_it(schedule):
-    assert schedules.gap(schedule, memory_limit=max(simulate(schedule).peak_activations)).share >= 0
+    timeline = simulate(schedule)
+    assert lower_bound(schedule, memory_limit=max(timeline.peak_activations)) <= timeline.makespan

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from mpipipe import schedules
 from mpipipe.errors import ArgumentError
-from mpipipe.schedules import Costs, building_blocks, simulate
-from mpipipe.schedules.action import OrdersOnDemand
+from mpipipe.schedules import Costs, simulate
 
 
 def waiting_share(schedule, costs, busy):
@@ -29,22 +28,6 @@ def test_no_rank_waits_where_two_pipelines_full_of_activations_fit(ranks):
             assert max(timeline.peak_activations) <= (limit or 2 * ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_the_orders_of_h2_are_written_out_where_they_are_the_best(ranks):
-    """Otherwise orders are searched: where memory, micro-batches or costs are others."""
-    few, many, costs = 2 * ranks - 1, 4 * ranks, Costs(0.1 + 0.2, [0.3] * ranks, 0.3)  # 0.1 + 0.2 is not 0.3
-
-    def written(microbatches, costs, limit=None):
-        schedule = schedules.zero_bubble_2p(ranks, microbatches, costs, memory_limit=limit)
-        return isinstance(schedule.orders, OrdersOnDemand)
-
-    assert written(many, costs) and written(few, costs, limit=2 * ranks - 1)
-    assert not written(many, Costs(0.5, 0.5, 0.6))
-    if ranks > 1:
-        assert not written(many, Costs(1, 1, 1, 0.1))
-        assert not written(few - 1, costs) and not written(many, costs, limit=2 * ranks - 2)
-
-
 @settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 16), st.tuples(*[st.integers(1, 4)] * 3), st.integers(1, 14))
 def test_the_limit_is_kept_and_with_that_of_h1_it_is_never_slower(ranks, microbatches, times, limit):
@@ -61,24 +44,6 @@ def test_a_limit_that_no_schedule_keeps_is_refused(arguments):
     with pytest.raises(ArgumentError) as caught:
         schedules.zero_bubble_2p(4, 8, **arguments)
     assert "at least 1" in str(caught.value) or "0 to 1" in str(caught.value)
-
-
-@pytest.mark.parametrize(("transfer", "tries"), [(0, 1), (0.5, 2)])
-def test_of_a_large_schedule_no_second_choice_is_made_where_the_first_is_as_fast_as_any(monkeypatch, transfer, tries):
-    """Where messages take time, some rank waits: another choice might be faster."""
-    made, fill = [], building_blocks.fill_waits
-
-    def counted(problem, *rest, **options):
-        made.append(problem.microbatches)
-        return fill(problem, *rest, **options)
-
-    monkeypatch.setattr(building_blocks, "AFFORDABLE", 0)  # every schedule is large
-    monkeypatch.setattr(building_blocks, "fill_waits", counted)
-    costs = Costs(1, 1, 2, transfer)
-    timeline = simulate(schedules.zero_bubble_2p(4, 40, costs), costs)
-    assert made.count(40) == tries
-    waits = max(end - starts[0] for starts, end in zip(timeline.starts, timeline.ends)) - 4 * 40
-    assert (waits == 0) == (tries == 1)
 
 
 # -- Bubble rates of four models in the Zero Bubble paper (Qi et al. 2023, arXiv:2401.10241, appendix) -----------------

@@ -11,11 +11,8 @@ from mpipipe.errors import ArgumentError
 PLAIN = schedules.one_f_one_b(2, 4)
 TAKERS = {
     "by_name": lambda limit: schedules.by_name("gpipe", ranks=2, microbatches=4, memory_limit=limit),
-    "search": lambda limit: schedules.search(2, 4, memory_limit=limit, seconds=60, steps=5),
-    "optimum": lambda limit: schedules.optimum(2, 2, memory_limit=limit),
     "zero_bubble_2p": lambda limit: schedules.zero_bubble_2p(2, 4, memory_limit=limit),
     "with_recompute": lambda limit: schedules.with_recompute(PLAIN, memory_limit=limit),
-    "gap": lambda limit: schedules.gap(PLAIN, memory_limit=limit),
     "lower_bound": lambda limit: schedules.lower_bound(PLAIN, memory_limit=limit),
     "lower_bound with R": lambda limit: schedules.lower_bound(
         schedules.with_recompute(PLAIN, memory_limit=1), memory_limit=limit
@@ -28,25 +25,14 @@ TAKERS = {
 )
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_limit_that_is_no_number_is_one_error(taker, limit):
-    if taker == "optimum":
-        pytest.importorskip("ortools")
     with pytest.raises(ArgumentError, match="memory_limit is no number"):
         TAKERS[taker](limit)
 
 
 @pytest.mark.parametrize("limit", [2, 2.5, np.float32(2), np.int64(2), float("inf")], ids=repr)
-@pytest.mark.parametrize("taker", [name for name in TAKERS if name != "optimum"])
+@pytest.mark.parametrize("taker", TAKERS)
 def test_any_number_is_one(taker, limit):
     TAKERS[taker](limit)
-
-
-@pytest.mark.parametrize("find", [schedules.search, schedules.optimum])
-@pytest.mark.parametrize(
-    "seconds, words", [("1", "seconds is no number"), (0, "no time"), (float("inf"), "no time")], ids=repr
-)
-def test_time_to_search_that_is_none_is_refused(find, seconds, words):
-    with pytest.raises(ArgumentError, match=words):
-        find(2, 2, seconds=seconds)
 
 
 def test_a_share_that_is_no_number_is_refused():

@@ -35,7 +35,7 @@ def config(tmp_path):
 @pytest.fixture
 def order(tmp_path):
     """The path of an order on a V with split backwards, which no schedule of the package has."""
-    made = schedules.search((0, 1, 1, 0), MICROBATCHES, schedules.Costs(1, 1, [1, 2, 1, 3]), seconds=60, steps=30)
+    made = schedules.with_recompute(schedules.v_min(RANKS, MICROBATCHES))
     path = tmp_path / "order.csv"
     path.write_text(made.to_csv())
     return path

@@ -103,7 +103,7 @@ def rank_of(env):
 @pytest.mark.jobs
 @pytest.mark.long
 def test_a_job_that_was_stopped_for_long_ends_when_it_wakes_up(start, tmp_path, allow_seconds):
-    """Another job has taken over, as it does on another host: nothing of the first one's is written any more."""
+    """Another job has taken over: nothing of the first one's is written any more."""
     allow_seconds(300)
     first = start("run", pause=0.2)
     stop = time.monotonic() + 60
@@ -113,7 +113,7 @@ def test_a_job_that_was_stopped_for_long_ends_when_it_wakes_up(start, tmp_path, 
     ranks = [pid for pid, env in first.processes().items() if rank_of(env)]
     for pid in ranks:
         first.send(signal.SIGSTOP, pid)
-    (tmp_path / "run" / "owner.json").unlink()  # what a job on another host would find stale
+    (tmp_path / "run" / "owner.json").unlink()  # as somebody does who takes that job for dead
     second = start("run")
     assert ended(second) == 0, second.stderr
     expected = outcome(tmp_path / "run")

@@ -1,19 +1,18 @@
-"""Kernels on one GPU: those that memory bounds, matrix products, attention, and a ring without its messages."""
+"""Kernels on one GPU: those that memory bounds, matrix products, and attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from mpipipe import arrays, attention, nn
-from mpipipe.arrays import DeviceArray, cast
-from mpipipe.attention import cost, mask
-from mpipipe.attention import kernels as attention_kernels
-from mpipipe.attention.kernels import KVBlock, OutLse
+from mpipipe.arrays import DeviceArray
+from mpipipe.attention import cost
 from mpipipe.bench.timing import WARMUP, Call, Row, normal, seconds
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def measure_products(
                 yield Row(f"{title}, by cuBLAS", rates["cublas"], "TFLOP/s", goal="no nvmath: cublasLt not measured")
 
 
-# -- Attention on one GPU next to NVIDIA's published rates for cuDNN and PyTorch's kernel on the same arrays -----------
+# -- Attention on one GPU next to NVIDIA's published rates for cuDNN ---------------------------------------------------
 #
 # Rates count 4 pairs heads dim operations in a forward and 2.5 times as many in a backward, S^2 / 2 pairs under the
 # causal mask, as the published ones do.
@@ -130,28 +129,19 @@ def measure_attention(
     kv_heads: int = 8,
     head_dim: int = 128,
     dtype: str = "bfloat16",
-    peers: bool = True,
 ) -> Iterator[Row]:
-    """Yield rows for each length and direction; with `peers` also next to PyTorch, where that can use the GPU."""
+    """Yield a row for each length and direction."""
     sizes = heads, kv_heads, head_dim, dtype
-    ours: dict[int, tuple[float, list[tuple[str, float, str]]]] = {}
-    for length in lengths:  # all before PyTorch loads another cuDNN
+    for length in lengths:
         work = cost.attention_flops(length**2 / 2, heads, head_dim)
         rates = _rates(work, _alone(repeats, _whole(length, *sizes)))
         what = f"{dtype}, {heads} heads over {kv_heads}, dim {head_dim}, sequence {length}"
-        directions = zip(("forward", "backward"), rates)
-        ours[length] = work, [(f"attention {way}, {what}", rate, "TFLOP/s") for way, rate in directions]
         published = PUBLISHED.get(length) if sizes == OF_PUBLISHED else None
-        for at, row in enumerate(ours[length][1]):
-            if published is None:
-                yield Row(*row)
-            else:
-                yield Row(*row, "cuDNN on H200, published", published[at], "at least 0.95")
-    torch = torch_with_gpu() if peers else None
-    for length, (work, rows) in ours.items() if torch is not None else ():
-        for name, times in _pytorch_attention(torch, repeats, length, *sizes):
-            for row, rate in zip(rows, _rates(work, times)):
-                yield Row(*row, f"PyTorch SDPA, {name}", rate, "at least 1.0")
+        for at, way in enumerate(("forward", "backward")):
+            row = Row(f"attention {way}, {what}", rates[at], "TFLOP/s")
+            if published is not None:
+                row = replace(row, peer="cuDNN on H200, published", peer_value=published[at], goal="at least 0.95")
+            yield row
 
 
 def _rates(work: float, times: Sequence[float]) -> list[float]:
@@ -172,113 +162,3 @@ def _alone(repeats: int, whole: Sequence[DeviceArray], warmup: int = WARMUP) -> 
     forward = seconds(lambda: attend.forward(*inputs), repeats, warmup)
     saved = attend.forward(*inputs)[1]
     return forward, seconds(lambda: attend.backward(dout, saved), repeats, warmup)
-
-
-def torch_with_gpu() -> Any:
-    """Return the module torch where it is installed and can use a GPU, else None."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch if torch.cuda.is_available() else None
-
-
-def _pytorch_attention(
-    torch: Any, repeats: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype: str
-) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield the name and the seconds of both directions, for each fused kernel of PyTorch that does the same."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from mpipipe.bench.torch_gpt import device_seconds
-
-    def made(count: int) -> Any:
-        shape = 1, count, length, head_dim  # the order that it likes best
-        return torch.randn(shape, dtype=getattr(torch, dtype), device="cuda", requires_grad=True)
-
-    q, k, v = made(heads), made(kv_heads), made(kv_heads)
-    dout = torch.randn_like(q)
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-
-        def forward(backend: Any = backend) -> Any:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        try:
-            out = forward()
-        except RuntimeError:  # not in this build, or not for these arrays
-            continue
-        backward = lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # noqa: E731
-        yield name, (device_seconds(forward, repeats), device_seconds(backward, repeats))
-
-
-# -- Ring --------------------------------------------------------------------------------------------------------------
-#
-# A ring whose ranks take turns on one GPU: what blocks and merging cost next to one kernel over the whole sequence.
-# Every rank computes its steps as attention.Ring does, with all blocks at hand: no messages are in the sum.
-
-
-def measure_ring(
-    repeats: int = 3,
-    ranks: int = 8,
-    length: int = 8192,
-    heads: int = 64,
-    kv_heads: int = 8,
-    head_dim: int = 128,
-    dtype: str = "bfloat16",
-) -> Iterator[Row]:
-    """Yield the time of one kernel over the sum of the ranks' times, forward and both ways, and the ranks' balance."""
-    whole = _whole(ranks * length, heads, kv_heads, head_dim, dtype)
-    forward, backward = _alone(repeats, whole, 1)
-    ring = [_VirtualRank(rank, ranks, length, whole) for rank in range(ranks)]
-    forwards = [seconds(rank.forward, repeats, 1) for rank in ring]
-    both = [one + seconds(rank.backward, repeats, 1) for rank, one in zip(ring, forwards)]
-    what = f"{dtype}, virtual ring of {ranks} x {length}, zigzag"
-    for name, value, goal in (
-        ("one kernel over the ranks' sum, forward", forward / sum(forwards), 0.92),
-        ("one kernel over the ranks' sum, forward and backward", (forward + backward) / sum(both), 0.94),
-        ("mean rank over the slowest", sum(both) / ranks / max(both), 0.95),
-    ):
-        yield Row(f"{name}, {what}", value, "", goal=f"at least {goal}")
-
-
-class _VirtualRank:
-    """The computation of one rank of a causal ring, with its local length, over q, k, v and dout of all ranks.
-
-    Any values do, so shards are consecutive pieces.
-    """
-
-    def __init__(self, rank: int, ranks: int, length: int, whole: Sequence[DeviceArray]) -> None:
-        layout = attention.Layout("zigzag", ranks, ranks * length)
-        pieces = [[array[:, start * length : (start + 1) * length] for start in range(ranks)] for array in whole]
-        self.q, self.dout = pieces[0][rank], pieces[3][rank]
-        order = [(rank - step) % ranks for step in range(ranks)]
-        self.steps = [(pieces[1][block], pieces[2][block], layout.needs(rank, block)) for block in order]
-        own = self.steps[0]
-        self.kernel = attention_kernels.chosen(self.q, *own[:2])
-        self.scale, self.kind = self.q.shape[3] ** -0.5, arrays.accumulator(self.q.dtype)
-        self.overwrite = mask.each_row_once(own[2], length)
-        self.message = [arrays.empty_like(x) for x in own[:2]]
-        self.received = [arrays.empty_like(x, self.kind) for x in own[:2]]
-
-    def forward(self) -> None:
-        """Run all steps, and keep the result for the backward."""
-        for place, x in zip(self.message, self.steps[0][:2]):
-            arrays.strided_copy(x, place)
-        result = self.kernel.make_accumulator(self.q, self.steps[0][1], self.overwrite)
-        for k, v, slices in self.steps:
-            result.attend(KVBlock(self.q, k, v, self.scale, slices))
-        self.out, self.lse = result.end()
-
-    def backward(self) -> list[DeviceArray]:
-        """Run all steps, and return dq, dk and dv.
-
-        In a ring the gradients of keys and values would travel on; here they are summed over this rank's steps.
-        """
-        dq = arrays.zeros(self.q.shape, self.kind, "cuda")
-        for step, (k, v, slices) in enumerate(reversed(self.steps)):
-            block = KVBlock(self.q, k, v, self.scale, slices)
-            own = self.kernel.block_gradients(block, self.dout, OutLse(self.out, self.lse), dq)
-            for sums, part in zip(self.received, own):
-                arrays.strided_copy(part, sums, add=step > 0)
-        return [cast(x, self.q.dtype) for x in (dq, *self.received)]

@@ -31,31 +31,27 @@ class GpuPart(NamedTuple):
 
     measure: Callable[..., Iterator[Row | str]]
     quick: Mapping[str, Any]
-    ranks: int = 1
 
 
 PARTS = {
     "memory": GpuPart(kernels.measure_memory, dict(repeats=5, rows=8192, vocab=50304, parameters=1 << 24)),
     "products": GpuPart(kernels.measure_products, dict(repeats=5, rows=1024, dim=256, hidden=512, vocab=1024)),
     "attention": GpuPart(kernels.measure_attention, dict(repeats=5, lengths=(8192,))),
-    "ring": GpuPart(kernels.measure_ring, dict(repeats=2, ranks=4, length=4096)),
     "executor": GpuPart(steps.measure_executor, dict(repeats=3, microbatches=8)),
     "gpt": GpuPart(steps.measure_step, dict(repeats=3)),
-    "transport": GpuPart(steps.measure_transport, dict(repeats=3, sizes=(1 << 16, 1 << 24)), ranks=2),
 }
 
 
 def gpu(
     repeats: Annotated[int | None, Option("measured turns; default: each part's own number", least=1)] = None,
     part: Annotated[
-        list[str] | None,
-        Option("memory, products, attention, ring, executor, gpt, on 2 ranks transport; repeatable; default: all"),
+        list[str] | None, Option("memory, products, attention, executor, gpt; repeatable; default: all")
     ] = None,
     json: Annotated[Path | None, Option("file to write the numbers to")] = None,
     peers: Annotated[bool, Option("measure PyTorch beside it, where it is installed")] = True,
     quick: Annotated[bool, Option("smallest sizes that tell something")] = False,
 ) -> int:
-    """Kernels, ring, executor and a GPT's step on a GPU; on 2 ranks the transports (python -m mpipipe bench gpu)."""
+    """Kernels, executor and a GPT's step on a GPU, on one rank (python -m mpipipe bench gpu)."""
     measure = partial(run, part or [], repeats, json, peers, quick)
     try:
         runtime.mpi()
@@ -79,30 +75,30 @@ def run(
 ) -> NoReturn:
     """Measure, print a line for each row and a table, and write JSON to `path`; exits with 1 where a part failed.
 
-    No `parts` are all parts that this number of ranks can run. Without `comm` the ranks are those of COMM_WORLD.
+    No `parts` are all of them. Without `comm` it is COMM_WORLD, which has one rank.
     """
     with_mpi = comm is None
     comm = runtime.resolve(comm)
-    chosen = _chosen(parts, comm.size)
+    _check(parts, comm.size)
     select_device("cuda", comm)
     rows: list[Row] = []
     failed: list[str] = []
     gpus = arrays.describe_gpus()
-    facts: dict[str, Any] = {"gpus": gpus, "versions": versions(), "ranks": comm.size, "mpi": with_mpi, "quick": quick}
+    facts: dict[str, Any] = {"gpus": gpus, "versions": versions(), "mpi": with_mpi, "quick": quick}
 
     def publish(line: Row | str) -> None:
         if isinstance(line, Row):
             rows.append(line)
         else:
             failed.append(line)
-        if comm.rank == 0:
-            print(line, flush=True)
-            if path is not None:
-                content = facts | {"rows": [row.facts() for row in rows], "failed": failed}
-                files.write_whole(path, (dumps(content, indent=1) + "\n").encode())
+        print(line, flush=True)
+        if path is not None:
+            content = facts | {"rows": [row.facts() for row in rows], "failed": failed}
+            files.write_whole(path, (dumps(content, indent=1) + "\n").encode())
 
     with arrays.own_stream():
-        for name, part in chosen.items():
+        for name in parts or PARTS:
+            part = PARTS[name]
             arguments = dict(part.quick) if quick else {}
             if repeats is not None:
                 arguments["repeats"] = repeats
@@ -112,24 +108,14 @@ def run(
                 for row in part.measure(**arguments):
                     publish(f"{name}: {row}" if isinstance(row, str) else row)
             except Exception as error:
-                if comm.size > 1:
-                    raise  # the other ranks wait for this one
                 publish(f"{name} failed: {type(error).__name__}: {error}")
-    if comm.rank == 0:
-        show_rows(f"bench gpu: {', '.join(gpus)}", rows, failed)
+    show_rows(f"bench gpu: {', '.join(gpus)}", rows, failed)
     sys.exit(1 if failed else 0)
 
 
-def _chosen(names: Sequence[str], ranks: int) -> dict[str, GpuPart]:
-    fitting = {name: part for name, part in PARTS.items() if part.ranks == ranks}
-    if not fitting:
-        raise ArgumentError("bench gpu", found=counted(ranks, "rank"), expected="1 rank, or 2 for the transports")
+def _check(names: Sequence[str], ranks: int) -> None:
+    if ranks > 1:
+        raise ArgumentError("bench gpu", found=counted(ranks, "rank"), expected="1 rank")
     for name in names:
-        if name not in fitting:
-            needed = counted(PARTS[name].ranks, "rank") if name in PARTS else ""
-            raise ArgumentError(
-                f"this part of bench gpu needs {needed}" if needed else "no part of bench gpu",
-                found=f"{name} on {ranks} rank(s)",
-                expected=", ".join(fitting),
-            )
-    return {name: fitting[name] for name in names} if names else fitting
+        if name not in PARTS:
+            raise ArgumentError("no part of bench gpu", found=name, expected=", ".join(PARTS))

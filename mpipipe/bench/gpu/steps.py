@@ -1,32 +1,24 @@
-"""Steps on a GPU: the executor, a training step of a GPT, messages between two ranks."""
+"""Steps on a GPU: the executor, and a training step of a GPT."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 from mpipipe import Pipeline, arrays, nn, optim, schedules
 from mpipipe.attention import Local
-from mpipipe.bench.gpu.kernels import torch_with_gpu
-from mpipipe.bench.pipeline import PingPong
-from mpipipe.bench.timing import Row, compare, normal, seconds, seconds_behind
-from mpipipe.comm import GpuAwareness, make_transport
-from mpipipe.comm.transport import gpu_aware
-from mpipipe.job import Communicator, group_of, runtime, settings
+from mpipipe.bench.timing import Row, normal, seconds
+from mpipipe.job import Communicator, runtime, settings
 from mpipipe.language.models import GPT
 
 # -- How well the executor keeps a GPU busy, with about a millisecond of work in each action ---------------------------
 #
-# A bare loop launches the kernels of a step's actions too. It does so as fast as the host can, to compare rates, and
-# once more queued after other work, to measure the device time of nothing but the kernels.
-#
-# Idle share = 1 - (device time of the step's kernels run back to back) / (device time of the step).
+# A bare loop launches the kernels of a step's actions too, as fast as the host can.
 
 
 def measure_executor(
@@ -37,11 +29,10 @@ def measure_executor(
     dtype: str = "bfloat16",
     comm: Communicator | None = None,
 ) -> Iterator[Row]:
-    """Yield the rate of steps, and the share of their device time in which the GPU idles. `comm` has one rank."""
+    """Yield the rate of steps, next to the bare loop. `comm` has one rank."""
     stage = nn.Stage([nn.Linear(width, width)], dtype=dtype, device="cuda")
     schedule = schedules.one_f_one_b(1, microbatches)
     inputs, targets = ([normal((rows, width), dtype, seed + way) for seed in range(microbatches)] for way in (0, 1))
-    kernels = nn.kernels.of("cuda")
 
     def bare() -> None:
         for x, target in zip(inputs, targets):
@@ -49,27 +40,20 @@ def measure_executor(
             stage.backward(nn.mean_squared_error(y, target, 1 / microbatches)[1], saved)
 
     spans: list[float] = []
-    filled: list[float] = []
-    ahead: list[bool] = []
     comm = runtime.mpi().COMM_SELF if comm is None else comm
     with settings.using_graphs(False), Pipeline([stage], schedule, comm, loss=nn.mean_squared_error) as pipeline:
         for _ in range(2):
             pipeline.step(inputs, targets)
         alone = seconds(bare, repeats)
-        for _ in range(repeats):  # in turns: the GPU's clock rate changes with what it did before
+        for _ in range(repeats):
             pipeline.step(inputs, targets)
             clock = pipeline.engine.executor.clock
             clock.settle()
             spans.append(clock.span)
-            busy, always = seconds_behind(lambda: kernels.linear(inputs[0], inputs[-1]), bare, 1)
-            filled.append(busy)
-            ahead.append(always)
-    span, busy = median(spans), median(filled)
-    what = f"{2 * microbatches} actions of {busy / (2 * microbatches) * 1e3:.2f} ms"
+    span = median(spans)
+    what = f"{2 * microbatches} actions of {alone / (2 * microbatches) * 1e3:.2f} ms"
     peer = "the same kernels in a bare loop", 1 / alone, "at least 0.95"
     yield Row(f"executor, {what}: rate of the GPU", 1 / span, "steps/s", *peer)
-    doubt = "" if all(ahead) else " (at least: the host was not ahead of the kernels alone)"
-    yield Row(f"executor, {what}: GPU idle in a step{doubt}", 100 * (1 - busy / span), "%", goal="below 5")
 
 
 # -- A training step of a GPT of GPT-2 small's size on one GPU, next to the same model in PyTorch ----------------------
@@ -140,11 +124,14 @@ def measure_step(
             without = rate(model, given, count, False)
             yield Row(f"training step, {name}, without CUDA graphs", without, "tokens/s", "with them", whole)
     what = f"training step, {'tied' if model.tied else 'untied'}, {sizes}"
-    torch = torch_with_gpu() if peers else None
-    if torch is None:
+    if not peers or not find_spec("torch"):
         return
+    import torch
+
     from mpipipe.bench.torch_gpt import PEERS, training_step
 
+    if not torch.cuda.is_available():
+        return
     for name, (masters, compiled) in PEERS.items():
         step = training_step(model, tokens, microbatches, getattr(torch, dtype), masters, compiled)
         theirs = per_step / _wall(step, torch.cuda.synchronize, repeats)
@@ -188,52 +175,3 @@ def _wall(step: Callable[[], object], synchronize: Callable[[], object], repeats
         if turn >= WARMUP:
             times.append(perf_counter() - start)
     return median(times)
-
-
-# -- Messages ----------------------------------------------------------------------------------------------------------
-#
-# Messages between the GPUs of two ranks: by pinned host memory, and directly where MPI takes device memory.
-#
-# Two ranks play ping-pong through the mailbox, as in `bench transport`. Two processes on one GPU take turns on it by
-# time slices, unless NVIDIA's MPS runs. Most of what is measured then is waiting for the turn, and no rate of the
-# transports.
-
-
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
-
-
-def measure_transport(
-    repeats: int = 10, sizes: Sequence[int] = SIZES, comm: Communicator | None = None
-) -> Iterator[Row]:
-    """Yield a row for each size and transport; collective over the two ranks of `comm` (COMM_WORLD by default)."""
-    comm = runtime.resolve(comm)
-    group = group_of(comm)
-    verdict = gpu_aware.detect(comm)
-    ways = {"staged": GpuAwareness(False, "measured")}
-    if verdict.direct:
-        ways["direct"] = verdict
-    place = socket.gethostname(), arrays.bus_id()
-    shared = len(set(group.gather("bench: the GPUs", place))) < comm.size
-    note = ", by processes that take turns on one GPU: no rate of the transport" if shared else ""
-    for size in sizes:
-        rates = {}
-        for name, way in ways.items():
-            rates[name] = _rate(comm, make_transport(comm, 1, False, "cuda", way), size, repeats)
-        staged = rates.pop("staged")
-        yield Row(f"staged, {size} B{note}", staged, "GB/s")
-        for name, rate in rates.items():
-            goal = "none" if shared else "above 1 for large messages"
-            yield Row(f"{name}, {size} B{note}", rate, "GB/s", "staged", staged, goal)
-
-
-def _rate(comm: Communicator, transport: Any, size: int, repeats: int) -> float:
-    """Return GB/s of messages of `size` bytes, and close the transport."""
-    count = _turns(size)
-    game = PingPong(comm, transport, normal((size // 4,), "float32"), count)
-    (seconds,) = compare(comm, [game], repeats)
-    transport.close()
-    return 2 * count * size / seconds / 1e9
-
-
-def _turns(size: int) -> int:
-    return max(2, min(50, (1 << 26) // size))
