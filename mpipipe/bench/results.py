@@ -6,19 +6,19 @@ ratios in all runs, their range, the goal, and what the run in the middle has me
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from os import environ
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Annotated, NamedTuple
 
 from mpipipe import arrays, environment, files, nn
-from mpipipe.cli import probe, show
+from mpipipe.cli import show
 from mpipipe.errors import BackendError
 from mpipipe.job import inprocess
 from mpipipe.options import Option
@@ -96,9 +96,10 @@ def _lacking(need: str) -> str:
 
 def _run(bench: Bench) -> dict[str, tuple[float, str, str]]:
     """Run a bench, and return (ratio, goal, what was measured) of each line, by what it is about."""
-    launcher = [environ.get(probe.LAUNCHER) or probe.find_launcher() or "mpiexec", "-n", str(bench.ranks)]
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = [str(beside) if beside.exists() else "mpiexec", "-n", str(bench.ranks)]
     command = [*(launcher if bench.ranks > 1 else []), sys.executable, "-m", "mpipipe", "bench", *bench.words.split()]
-    variables = probe.environment_of_own_job(environ)
+    variables = environment_of_own_job(os.environ)
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -140,3 +141,32 @@ def _page(rows: Sequence[Ratio], missing: Sequence[str], runs: int) -> str:
     if missing:
         lines += ["", "This machine cannot show:", "", *(f"- {each}" for each in missing)]
     return "\n".join([*lines, ""])
+
+
+# -- The environment of an MPI job that a process of another job starts -----------------------------------------------
+#
+# A process that inherits what a launcher told its parent believes that it belongs to the parent's job.
+
+
+# What launchers tell each process about its job, as beginnings of variables. Settings of a user's, such as
+# OMPI_MCA_pml, and what SLURM tells about an allocation, such as SLURM_JOB_ID, are not among them.
+LAUNCHER_PREFIXES = tuple(
+    """PMI_ PMIX_ OMPI_COMM_ OMPI_UNIVERSE OMPI_APP_CTX OMPI_FIRST_RANKS OMPI_FILE_LOCATION OMPI_MCA_ess OMPI_MCA_orte
+    OMPI_MCA_pmix PRTE_LAUNCHED HYDI_ HYDRA_ MPI_LOCAL MPIEXEC_ MV2_COMM_ FLUX_TASK_ PALS_ SLURM_STEP SLURM_PROCID
+    SLURM_LOCALID SLURM_NODEID SLURM_TASK_PID SLURM_GTIDS SLURM_NTASKS SLURM_NPROCS SLURM_SRUN_COMM SLURM_LAUNCH_NODE
+    SLURM_UMASK SLURM_CPU_BIND SLURM_DISTRIBUTION SLURM_MPI_TYPE""".split()
+)
+# Several ranks on one small host. Each of these is read by one MPI, and ignored by the others.
+ONE_HOST = {
+    "HYDRA_LAUNCHER": "fork",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+}
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def environment_of_own_job(environment: Mapping[str, str], prefixes: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the variables for a job on this host: without what launchers told this process, and more `prefixes`."""
+    left_out = (*LAUNCHER_PREFIXES, *prefixes)
+    kept = {name: value for name, value in environment.items() if not name.startswith(left_out)}
+    return {**ONE_HOST, **kept, **(AS_ROOT if os.geteuid() == 0 else {})}

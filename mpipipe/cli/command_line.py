@@ -168,12 +168,12 @@ COMMANDS = {
     "bench": Command("Measure; every number beside what it can be compared with", commands=BENCH),
     "info": Command("Show what a run finds on this machine", "cli.info:info"),
     "run": Command("Run a script on every rank; an error ends the whole job", "cli.run:run"),
-    "completion": Command("Print what completes commands in a shell", "cli.completion:completion"),
 }
 # commands that are gone, and what to use in their place
 INSTEAD = {
     "jobscript": "copy a job script: jobs/train.sbatch, train_gpu.sbatch, train_preemptable.sbatch or train.pbs",
     "launch": "start the job without it: `train` leaves a file `finished` in its folder once all ranks have ended well",
+    "completion": "`mpipipe COMMAND --help` lists the options",
     "draw compare": "`mpipipe simulate` prints bubble and peak memory of a schedule",
     "draw split": "`mpipipe train --trace DIR` prints where the time went, and DIR/summary.json has it",
     "draw trace": "open the trace.json of `mpipipe train --trace DIR` in https://ui.perfetto.dev",

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 from mpipipe import __version__, arrays, environment, nn, processor
 from mpipipe.attention import kernels
-from mpipipe.cli import probe as probing
 from mpipipe.cli.output import show
 from mpipipe.comm import describe, mesh
 from mpipipe.errors import BackendError, MismatchError, MpipipeError
@@ -29,7 +28,6 @@ NARROW_KERNELS = ("Haswell", "Zen")  # OpenBLAS's names for its AVX2 kernels
 
 
 def info(
-    probe: Annotated[bool, Option("also try to send device memory, in a job of its own, which may crash")] = False,
     as_json: Annotated[
         bool, Option("print what train writes as environment.json, and nothing else", names=("--json",))
     ] = False,
@@ -63,8 +61,6 @@ def info(
         "attention by": kernels.describe(),
         "halves": nn.kernels.describe(),
     }
-    if root and probe:
-        facts["probe"] = _probe()
     if root and surroundings is not None:
         _show(facts | described(surroundings) | {"bug report": REPORT})
 
@@ -133,14 +129,6 @@ def _placement(comm: Communicator) -> list[str]:
         return mesh.describe(group, mesh.select_device("auto", comm))
     except (BackendError, MismatchError) as error:
         return [error.message]
-
-
-def _probe() -> str:
-    """Describe the outcome of the probe, with the last lines of its job where device memory does not work."""
-    if not arrays.device_count():
-        return "not tried: no GPU"
-    found = probing.probe()
-    return "\n".join([f"device memory given to MPI: {found.outcome}", *([] if found.works else found.lines)])
 
 
 def _cupy() -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from threading import Timer
 from typing import Annotated, Any
 
 from mpipipe import processor, schedules
@@ -35,7 +33,6 @@ from mpipipe.train import (
     predicted,
     read_keys,
     run,
-    warn,
 )
 
 TaskFile = Annotated[str | None, Operand("file with a task of your own, and its class", metavar="FILE.py[:CLASS]")]
@@ -155,7 +152,6 @@ train.other_names, train.instead = TrainConfig.other_names, INSTEAD  # type: ign
 
 
 MOST_RANKS = 1 << 16
-ANNOUNCED = 2.0  # seconds of silence
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
@@ -189,8 +185,7 @@ def _in_job(load: Callable[[], TaskConfig], ranks: int | None, profile: str | No
 def _show(config: TaskConfig, ranks: int, profile: str | None) -> None:
     processor.prepare_process()
     saved = None if profile is None else SavedProfile.read(Path(profile))
-    with _announced(ranks):
-        found = estimate_task(partial(task_of, config), ranks)
+    found = estimate_task(partial(task_of, config), ranks)
     lines = [described(found)]
     if saved is not None:
         seconds = predicted(found, saved).seconds
@@ -203,19 +198,6 @@ def _show(config: TaskConfig, ranks: int, profile: str | None) -> None:
         problem = found.problem
         lines += saved.doubts(problem.ranks, problem.replicas * problem.seq, found.plan.microbatch_rows, linked=False)
     show("".join(f"{line}\n" for line in lines))
-
-
-@contextmanager
-def _announced(ranks: int) -> Iterator[None]:
-    """Say what is going on, where the work inside takes long: many ranks have long orders."""
-    line = f"mpipipe: a step of {counted(ranks, 'rank')} is being rehearsed on paper; with thousands it takes minutes"
-    timer = Timer(ANNOUNCED, warn, [line])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def described(found: MemoryEstimate) -> str:

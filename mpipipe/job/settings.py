@@ -82,7 +82,6 @@ HALVES = Variable("MPIPIPE_HALVES", "numpy or torch", ("numpy", "torch").__conta
 THREADS = Variable("MPIPIPE_THREADS", "a positive integer", _is_count)
 GRAPHS = Variable("MPIPIPE_GRAPHS", "0 or 1", _is_switch, "1")
 CHECK = Variable("MPIPIPE_CHECK", "0 or 1", _is_switch)
-MPIEXEC = Variable("MPIPIPE_MPIEXEC", "a command")
 VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
 
 

@@ -182,41 +182,6 @@ def test_a_name_of_several_commands_lists_them():
     assert ended.code == 2 and all(name in ended.report for name in ("timeline", "memory"))
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """A process that no launcher has started."""
-    monkeypatch.setattr(settings, "launcher_size", lambda environment: None)
-
-
-def test_the_completion_of_a_shell_knows_commands_flags_and_choices(alone, capsys, tmp_path):
-    assert invoke("completion", "bash").code == 0
-    script = tmp_path / "completion.sh"
-    script.write_text(capsys.readouterr().out)
-    ask = (
-        'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
-        "$(complete -p mpipipe | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo \"${COMPREPLY[@]}\""
-    )
-
-    def completed(*words: str) -> list[str]:
-        done = subprocess.run(["bash", "-c", ask, "bash", script, "mpipipe", *words], capture_output=True, text=True)
-        return done.stdout.split()
-
-    assert completed("be") == ["bench"]
-    assert completed("bench", "tr") == ["transport", "train"]
-    assert completed("train", "--sched") == ["--schedule"]
-    assert completed("train", "--packing", "") == ["none", "segments"]
-
-
-@pytest.mark.parametrize(
-    ("shell", "words"), [("fish", "no completion for this shell\n  found: fish"), ("bash", "pip install")]
-)
-def test_no_completion_is_one_report(alone, monkeypatch, shell, words):
-    if shell == "bash":
-        monkeypatch.setitem(sys.modules, "shtab", None)
-    ended = invoke("completion", shell)
-    assert ended.code == 2 and words in ended.report
-
-
 RANKS = """
 import sys
 from mpipipe.job import runtime

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from threading import Event
 
 import pytest
 from support.command_line import invoke
@@ -91,12 +90,3 @@ def test_ranks_are_for_a_dry_run_in_one_process(launch, ranks, flags, text):
     job = launch(ranks, ["-m", "mpipipe", "train", *flags])
     assert job.returncode != 0
     assert job.stderr.count(text) == 1 and "Traceback" not in job.stderr, job.stderr
-
-
-def test_a_dry_run_that_takes_long_says_what_it_does(monkeypatch):
-    said, done = [], Event()
-    monkeypatch.setattr(train, "ANNOUNCED", 0.0)
-    monkeypatch.setattr(train, "warn", lambda line: (said.append(line), done.set()))
-    with train._announced(64):
-        assert done.wait(60)
-    assert said == ["mpipipe: a step of 64 ranks is being rehearsed on paper; with thousands it takes minutes"]

@@ -34,7 +34,6 @@ def alone(monkeypatch):
         "train --dry-run --dim 30",
         "simulate --schedule gpip",
         "draw timeline --schedule gpip --ranks 2 --microbatches 2 --out x.svg",
-        "completion fish",
         "convert absent new",
     ],
 )
@@ -56,8 +55,8 @@ def _check_form(report: str) -> None:
     assert "rank 0" not in report
 
 
-def test_completion_is_refused_in_a_job(launch):
-    job = launch(2, ["-m", "mpipipe", "completion", "bash"])
+def test_a_command_for_one_process_is_refused_in_a_job(launch):
+    job = launch(2, ["-m", "mpipipe", "convert", "absent", "new"])
     assert job.returncode == 2
     assert job.stderr.count("is for one process\n  found: 2 ranks") == 1 and job.stdout == ""
 
@@ -113,7 +112,6 @@ def test_a_table_in_a_configuration_is_named(tmp_path, content, table, remedy):
         ["generate", ""],
         ["generate", "here", "--out", ""],
         ["evaluate", "here", "--data", ""],
-        ["draw", "split", "--trace", "", "--out", "a.svg"],
         ["run", ""],
     ],
 )

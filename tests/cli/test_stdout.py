@@ -30,7 +30,6 @@ SIZES = "--dim 16 --layers 1 --heads 2 --seq-len 16 --batch 8 --steps 2 --sample
         "--version",
         "info --help",
         "simulate --schedule gpipe --ranks 2 --microbatches 2",
-        "completion bash",
         "train --dry-run --dim 16 --layers 1 --seq-len 16 --batch 4",
     ],
 )

@@ -1,15 +1,11 @@
-"""Whether device memory goes to MPI: each piece of evidence, one verdict for all ranks; choosing GPUs; the probe."""
+"""Whether device memory goes to MPI: each piece of evidence, one verdict for all ranks; choosing GPUs."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 from gpu_emulator.fixture import an_emulated_gpu
 
 from mpipipe import arrays
-from mpipipe.cli import probe
 from mpipipe.comm import describe as description
 from mpipipe.comm.mesh import describe, select_device
 from mpipipe.comm.transport import gpu_aware
@@ -223,80 +219,3 @@ def test_a_gpu_that_fails_on_one_rank_is_an_error_on_all(gpu, comm, monkeypatch)
 def test_ranks_in_one_process_choose_too_and_stage(gpu):
     assert inprocess.run(2, lambda comm: select_device("auto", comm)) == ["cuda", "cuda"]
     assert inprocess.run(2, gpu_aware.detect) == [GpuAwareness(False, "the ranks are threads of one process")] * 2
-
-
-# -- the probe --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def outside(gpu, monkeypatch):
-    """Jobs of the probe see the emulated device, and start fast."""
-    for name, value in {**gpu.environment, "OMPI_MCA_btl": "^ofi"}.items():
-        monkeypatch.setenv(name, value)
-    return gpu
-
-
-def test_the_probe_moves_device_memory_in_a_job_of_its_own(outside):
-    result = probe.probe(timeout=50)
-    if outside.real:
-        assert result.outcome in ("works", "crashed with signal 11")
-    else:
-        assert result.works, result
-
-
-STALE = """from mpipipe.cli import probe; right = probe.content
-probe.content = lambda nbytes, rank, turn: right(nbytes, 0, 0)  # stale data go unseen
-import numpy; numpy.array_equal = lambda a, b: a.nbytes == 8
-probe.main()
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "text, outcome",
-    [
-        ("import faulthandler, os; faulthandler.enable(); os.kill(os.getpid(), 11)", "crashed with signal 11"),
-        ("import os; os.kill(os.getpid(), 11)", "crashed with signal 11"),
-        ("import sys; sys.exit(3)", "could not start"),
-        ("import time; print('tired', flush=True); time.sleep(60)", "timed out"),
-        (STALE, "wrong data"),
-        ("from mpipipe.cli import probe\nprobe.exchange = None\nprobe.main()", "failed"),
-    ],
-)
-def test_what_can_become_of_a_probe(outside, text, outcome):
-    if outside.real:
-        pytest.skip("says nothing about a GPU")
-    result = probe.probe(timeout=5 if outcome == "timed out" else 50, command=[sys.executable, "-c", text])
-    assert result.outcome == outcome, result
-    assert outcome != "timed out" or "tired" in " ".join(result.lines)
-
-
-def test_the_launcher_belongs_to_the_library_and_may_be_missing():
-    assert probe.probe("/nowhere/mpiexec").outcome == "could not start"
-    assert Path(probe.find_launcher()).parent == Path(sys.executable).parent
-
-
-def test_what_a_job_of_its_own_inherits():
-    kept = dict(PATH="/bin", OMPI_MCA_pml="ucx", SLURM_JOB_ID="7", UCX_TLS="all")
-    dropped = dict(PMI_RANK="1", OMPI_COMM_WORLD_SIZE="4", SLURM_STEP_ID="0", SLURM_PROCID="3", PMIX_RANK="1")
-    environment = probe.job_environment(kept | dropped | {"MPIPIPE_GPU_DIRECT": "0"})
-    assert set(kept) < set(environment) and not set(dropped) & set(environment)
-    assert environment["MPIPIPE_GPU_DIRECT"] == "1"
-
-
-@pytest.mark.parametrize(
-    "code, output, outcome",
-    [
-        (0, f"x {probe.WORKS}\ny {probe.WORKS}\n", "works"),
-        (0, f"{probe.STARTED} 0\n{probe.WORKS}\n", "failed"),
-        (1, f"{probe.STARTED} 0\n{probe.WORKS}\n{probe.WRONG}", "wrong data"),
-        (139, probe.STARTED, "crashed with signal 11"),
-        (-6, probe.STARTED, "crashed with signal 6"),
-        (9, f"{probe.STARTED}\n=   KILLED BY SIGNAL: 9 (Killed)", "crashed with signal 9"),
-        (1, f"{probe.STARTED}\na process exited on signal 7 (Bus error).", "crashed with signal 7"),
-        (1, probe.STARTED, "failed"),
-        (127, "mpiexec: not found", "could not start"),
-    ],
-)
-def test_what_launchers_say(code, output, outcome):
-    assert probe.outcome_of(code, output) == outcome

@@ -13,7 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-from mpipipe.cli.probe import environment_of_own_job
+from mpipipe.bench.results import environment_of_own_job
 
 ROOT = Path(__file__).resolve().parents[2]
 # families of variables that hold settings too; a job of a test sees none of the caller's

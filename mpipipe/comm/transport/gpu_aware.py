@@ -7,8 +7,7 @@ Evidence, in this order:
 3. the library's own answer (MPIX_Query_cuda_support, or MPIX_Query_rocm_support for AMD's GPUs);
 4. the variables by which a user turns GPU support on in libraries that do not answer.
 
-Without evidence messages are staged through the host, which works everywhere. `python -m mpipipe info --probe` tries
-out what happens to device memory.
+Without evidence messages are staged through the host, which works everywhere.
 """
 
 from __future__ import annotations
