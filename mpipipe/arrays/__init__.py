@@ -41,7 +41,7 @@ from mpipipe.arrays.half_precision import faster_rounding, float32_like, round_i
 from mpipipe.arrays.memory import ALIGNMENT, Shortage, address, aligned_empty, copy, copy_into, empty
 from mpipipe.arrays.memory import empty_like, memory_shortage, set_zero, shares_memory, zeros, zeros_like
 from mpipipe.arrays.nccl import bus_id, nccl, nccl_type
-from mpipipe.arrays.products import batched_gemm, gemm, graphs_refused, products_by
+from mpipipe.arrays.products import batched_gemm, gemm, graphs_refused
 from mpipipe.arrays.streams import annotated, is_done, own_stream, record, seconds_between, side_stream, stream
 from mpipipe.arrays.streams import wait_for
 from mpipipe.arrays.strided import THREADS, blocks_of, cast, concatenate, copied, element_strides, fill

@@ -5,24 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import math
-import os
 import sys
-import types
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu_emulator import cublaslt
 from support import gpu_selection
 from support.command_line import invoke
 from support.tolerance import close
 
 from mpipipe import arrays
-from mpipipe.arrays import products
 from mpipipe.bench import timing
 from mpipipe.bench.gpu import kernels, run, steps
 from mpipipe.bench.gpu.run import PARTS
@@ -287,32 +282,5 @@ def test_what_is_left_out_on_a_gpu_exists_and_resembles_others(test, given, spar
     assert not gpu_selection.is_spare(test, None)
 
 
-# -- products by two libraries
-
-
-PRODUCTS = dict(repeats=1, rows=8, dim=8, hidden=8, vocab=16)
-
-
-@pytest.fixture
-def nvmath(emulated_gpu, monkeypatch):
-    """The emulated cublasLt, as if its package were installed; the algorithms that it was told."""
-    for name in ("nvmath", "nvmath.bindings"):
-        module = types.ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sys.modules["nvmath.bindings"], "cublasLt", cublaslt, raising=False)
-    cublaslt.used.clear()
-    return cublaslt.used
-
-
-def test_each_product_is_measured_by_both_libraries(nvmath, monkeypatch):
-    monkeypatch.delenv("MPIPIPE_PRODUCTS", raising=False)
-    rows = list(kernels.measure_products(**PRODUCTS))
-    assert len(rows) == 9 and all(row.value > 0 and row.peer == "cuBLAS" and row.ratio > 0 for row in rows)
-    assert len(nvmath) > 9 and "MPIPIPE_PRODUCTS" not in os.environ and not products._library().measured
-
-
-def test_without_nvmath_cublas_alone_is_measured(emulated_gpu, monkeypatch):
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    rows = list(kernels.measure_products(**PRODUCTS))
-    assert len(rows) == 9 and all(row.peer_value is None and "not measured" in row.goal for row in rows)
+def test_each_product_of_each_linear_layer_is_measured(gpu):
+    checked(kernels.measure_products(repeats=1, rows=8, dim=8, hidden=8, vocab=16), 9)

@@ -23,8 +23,8 @@ EXCEPTIONS = {
     "job/inprocess.py": {"Split", "allgather", "Barrier"},  # these are its own, between threads
     "bench/pipeline.py": {"Recv", "Wait"},  # bare mpi4py, which the package is measured against
 }
-# functions of cuBLAS and cublasLt, whose many arguments stand in the order of the C libraries
-BY_POSITION = {"gemmEx", "gemmStridedBatchedEx", "matmul", "matmul_algo_get_heuristic"}
+# functions of cuBLAS, whose many arguments stand in the order of the C library
+BY_POSITION = {"gemmEx", "gemmStridedBatchedEx"}
 
 
 def blocking_calls(tree):

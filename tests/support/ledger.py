@@ -19,7 +19,7 @@ EXPECTED = (
     r"needs \d+ ranks",
     r"MPIPIPE_TEST_LONG=1",
     r"No module named '(torch|transformers|peft|jax|tensorboard)'",  # of the extra [judges], or judges of sinks
-    r"CuPy is not installed|nvidia-cudnn-frontend is not installed|no nvmath|no hipRTC",
+    r"CuPy is not installed|nvidia-cudnn-frontend is not installed|no hipRTC",
     r"needs SLURM",
     r"(NPY_DISABLE_CPU_FEATURES|OPENBLAS_CORETYPE) is not set",
     r"for one rank|one SLURM on a machine",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TypeAlias
 
 import numpy as np
@@ -78,14 +77,13 @@ def _loss_and_optimizer(rows: int, vocab: int, count: int, dtype: str) -> Iterat
     yield f"sums_of_squares, float32 {count}", lambda: kernels.sums_of_squares(g, [(0, count)]), g.nbytes
 
 
-# -- Matrix products of a GPT's layers: cublasLt's fastest proposal next to cuBLAS's own choice ------------------------
+# -- Matrix products of a GPT's layers ---------------------------------------------------------------------------------
 
 
 def measure_products(
     repeats: int = 20, rows: int = 8192, dim: int = 768, hidden: int = 2048, vocab: int = 50304, dtype: str = "bfloat16"
 ) -> Iterator[Row]:
     """Yield a row for each product of each linear layer: forward, gradient of the input, gradient of the weight."""
-    both = find_spec("nvmath") is not None and not arrays.is_amd()
     for name, inputs, outputs in (("qkv", dim, 3 * dim), ("up", dim, 2 * hidden), ("head", dim, vocab)):
         x, dy = normal((rows, inputs), dtype, 1), normal((rows, outputs), dtype, 2)
         weight = normal((outputs, inputs), dtype, 3)
@@ -97,17 +95,9 @@ def measure_products(
             ("weight gradient", dy, x, grad, dict(transpose_a=True, add=True)),
         )
         for what, a, b, c, options in calls:
-            rates = {}
-            for library in ("cublas", "cublaslt") if both else ("cublas",):
-                with arrays.products_by(library):
-                    taken = seconds(partial(arrays.gemm, a, b, c, **options), repeats)
-                rates[library] = 2 * rows * inputs * outputs / taken / 1e12
-            title = f"product of {name}, {what}, {x.dtype.name} {rows} x {inputs} x {outputs}"
-            if both:
-                beside, goal = ("cuBLAS", rates["cublas"]), "not below 1: then the default stays"
-                yield Row(f"{title}, by cublasLt", rates["cublaslt"], "TFLOP/s", *beside, goal)
-            else:
-                yield Row(f"{title}, by cuBLAS", rates["cublas"], "TFLOP/s", goal="no nvmath: cublasLt not measured")
+            taken = seconds(partial(arrays.gemm, a, b, c, **options), repeats)
+            rate = 2 * rows * inputs * outputs / taken / 1e12
+            yield Row(f"product of {name}, {what}, {x.dtype.name} {rows} x {inputs} x {outputs}", rate, "TFLOP/s")
 
 
 # -- Attention on one GPU next to NVIDIA's published rates for cuDNN ---------------------------------------------------
