@@ -6,7 +6,6 @@ ulysses               the same by all-to-all over heads
 sliced                over a sequence that comes in slices, one after the other
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
 layout  mask          who holds which positions; parts of shards that see each other
-bias                  what is added to scores
 cache  decode         few queries over many cached keys, for models that decode
 kernels/  merge       attention on one device by numpy, PyTorch, cuDNN or CuPy; partial results become one
 cost                  bytes on the wire, and when computation hides the transfers
@@ -16,7 +15,6 @@ cost                  bytes on the wire, and when computation hides the transfer
 
 from __future__ import annotations
 
-from mpipipe.attention.bias import BiasFunction, alibi
 from mpipipe.attention.cache import Cached, KVCache, Piece, Pieces, SlotCache
 from mpipipe.attention.cost import slice_lengths
 from mpipipe.attention.decode import decode_attention
@@ -36,7 +34,6 @@ __all__ = [
     "RingTable",
     "Sliced",
     "Ulysses",
-    "alibi",
     "decode_attention",
     "ring_attention",
     "ring_attention_backward",

@@ -9,7 +9,6 @@ import numpy as np
 
 from mpipipe.arrays import Array, accumulator, aligned_empty
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.bias import BiasFunction
 from mpipipe.attention.decode import CacheOptions, agree_on_facts, merged_over_ranks, nothing_yet, sharing_group
 from mpipipe.attention.kernels import KVBlock, OutLse, no_poll
 from mpipipe.attention.mask import PositionRange, Slice
@@ -50,7 +49,7 @@ class KVCache(_CausalCache):
     comm : mpi4py.MPI.Comm, optional
         Ranks that share the cache. Each brings the same queries, keys and values, and gets the same result. The
         constructor and `forward` are collective over it. None: this rank alone.
-    window, scale, bias : int and float and callable, optional
+    window, scale : int and float, optional
         As for `Local`.
 
     Attributes
@@ -78,18 +77,13 @@ class KVCache(_CausalCache):
     """
 
     def __init__(
-        self,
-        capacity: int,
-        comm: Communicator | None = None,
-        window: int | None = None,
-        scale: float | None = None,
-        bias: BiasFunction | None = None,
+        self, capacity: int, comm: Communicator | None = None, window: int | None = None, scale: float | None = None
     ) -> None:
         if not isinstance(capacity, (int, np.integer)) or capacity < 1:
             raise ArgumentError(
                 "capacity of a cache", found=repr(capacity), expected="an integer of at least 1, the positions in all"
             )
-        super().__init__(comm, CacheOptions(window, scale, bias))
+        super().__init__(comm, CacheOptions(window, scale))
         self.capacity = int(capacity)
         part = -(-self.capacity // self.size)
         self.first, self.stop = (min(r * part, self.capacity) for r in (self.rank, self.rank + 1))
@@ -128,7 +122,7 @@ class KVCache(_CausalCache):
             If arrays do not fit together or to the cache, exceed its capacity, or differ in shape between ranks.
             Nothing is appended then.
         """
-        kernel = agree_on_facts(self.group, lambda: self._facts(q, k, v), self.options.bias)
+        kernel = agree_on_facts(self.group, lambda: self._facts(q, k, v))
         start, end = self.length, self.length + k.shape[1]
         keys, values = self._append(k, v, end)
         out = self.options.attend(self.group, kernel, (q, keys, values), start, self.first, self.poll)
@@ -263,7 +257,7 @@ class SlotCache(_CausalCache):
         if not self._kept:
             # (kv_heads, slots, rows, dim) of zeros: pages that no sequence reaches are never touched
             self._kept = [np.zeros((x.shape[2], self.slots, self.rows, x.shape[3]), x.dtype) for x in (k, v)]
-        window, scale, _ = self.options
+        window, scale = self.options
         scale = q.shape[3] ** -0.5 if scale is None else scale
 
         def attend(result: OutLse) -> None:

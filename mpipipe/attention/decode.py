@@ -18,7 +18,6 @@ import numpy as np
 
 from mpipipe.arrays import accumulator, aligned_empty, cast, is_device
 from mpipipe.attention import kernels, mask
-from mpipipe.attention.bias import Bias, BiasFunction, evaluated, name_of
 from mpipipe.attention.kernels import AttentionKernel, KVBlock, OutLse, no_poll
 from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.mask import PositionRange
@@ -37,7 +36,6 @@ def decode_attention(
     first: int,
     window: int | None = None,
     scale: float | None = None,
-    bias: BiasFunction | None = None,
 ) -> np.ndarray:
     """Attend causally from a few queries to keys and values that are spread over the ranks; collective.
 
@@ -54,7 +52,7 @@ def decode_attention(
         The ranks; None: this one alone.
     start, first : int
         Position of the first query, and of this rank's first key.
-    window, scale, bias : int and float and callable, optional
+    window, scale : int and float, optional
         As for `Local`.
 
     Returns
@@ -83,8 +81,8 @@ def decode_attention(
     >>> bool(np.allclose(out, Local(causal=True).forward(q, k, v)[0][:, 5:]))
     True
     """
-    group, options = sharing_group(comm), CacheOptions(window, scale, bias)
-    kernel = agree_on_facts(group, lambda: options.facts(q, k, v, start), bias)
+    group, options = sharing_group(comm), CacheOptions(window, scale)
+    kernel = agree_on_facts(group, lambda: options.facts(q, k, v, start))
     return options.attend(group, kernel, (q, k, v), start, first)
 
 
@@ -93,13 +91,11 @@ class CacheOptions(NamedTuple):
 
     window: int | None
     scale: float | None
-    bias: BiasFunction | None = None
 
     def check(self) -> None:
         """Raise ArgumentError for an option without sense."""
         mask.check_window(True, self.window)
         mask.check_scale(self.scale)
-        name_of(self.bias)
 
     def facts(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int) -> dict[str, Any]:
         """What must be the same on all ranks; raises ArgumentError if this rank's arrays do not fit together."""
@@ -112,12 +108,10 @@ class CacheOptions(NamedTuple):
                 expected="numpy arrays",
                 remedy="build the model that generates with device='cpu'",
             )
-        window, scale, bias = self
-        if bias is not None:  # on all ranks, also on those without keys
-            evaluated(bias, q.shape[2], np.array([[start]]), np.array([start]))
+        window, scale = self
         facts = {"q": q.shape, "kv_heads": k.shape[2], "value_dim": v.shape[3], "dtype": q.dtype.name}
         window, scale = None if window is None else int(window), None if scale is None else float(scale)
-        return facts | {"start": int(start), "window": window, "scale": scale, "bias": name_of(bias)}
+        return facts | {"start": int(start), "window": window, "scale": scale}
 
     def attend(
         self,
@@ -129,12 +123,10 @@ class CacheOptions(NamedTuple):
         poll: Callable[[], object] = no_poll,
     ) -> np.ndarray:
         """Attend from position `start` on to this rank's keys from position `first` on, and merge what ranks find."""
-        (q, k, v), (window, scale, bias) = qkv, self
+        (q, k, v), (window, scale) = qkv, self
         queries, keys = PositionRange(0, q.shape[1], start, 1), PositionRange(0, k.shape[1], first, 1)
         slices = mask.mask_slices([queries], [keys], True, window)
-        places = (np.arange(begin, begin + x.shape[1]) for x, begin in ((q, start), (k, first)))
-        added = None if bias is None else Bias(bias, *places)
-        block = KVBlock(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices, poll, added)
+        block = KVBlock(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, slices, poll)
 
         def attend(result: OutLse) -> None:
             overwrite = mask.each_row_once(slices, q.shape[1])
@@ -181,9 +173,7 @@ def nothing_yet(result: OutLse) -> None:
     result.lse.fill(-np.inf)
 
 
-def agree_on_facts(
-    group: RankGroup | None, find: Callable[[], dict[str, Any]], bias: BiasFunction | None
-) -> AttentionKernel:
+def agree_on_facts(group: RankGroup | None, find: Callable[[], dict[str, Any]]) -> AttentionKernel:
     """Compare the facts that `find` returns or refuses, and return this rank's kernel.
 
     An error on one rank, or a difference, raises on every rank.
@@ -192,7 +182,7 @@ def agree_on_facts(
     facts: dict[str, Any] = {}
     try:
         facts = find()
-        kernel = kernels.chosen(bias=bias)  # a rank without it must not leave the others waiting
+        kernel = kernels.chosen()  # a rank without it must not leave the others waiting
     except Exception as caught:
         error = caught
     if group is not None:

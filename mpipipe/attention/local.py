@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpipipe.attention.bias import BiasFunction
 from mpipipe.attention.ring_pass import PlannedAttend
 from mpipipe.attention.ring_plan import Alone, RingOptions
 
@@ -27,10 +26,6 @@ class Local(PlannedAttend):
     segments : array_like of int, optional
         Documents packed into the sequence: the document of each position, equal numbers together, or the documents'
         lengths.
-    bias : callable, optional
-        ``bias(queries, keys)`` gives what is added to the scaled scores: real numbers that broadcast to (heads,
-        queries, keys), for positions in the whole sequence, integers (queries, 1) and (keys,), of one tile at a time;
-        -inf hides a key. It has no gradient, and is for host arrays and the numpy kernel. See `alibi`.
 
     Attributes
     ----------
@@ -63,11 +58,6 @@ class Local(PlannedAttend):
     backward, backward_into = PlannedAttend.backward, PlannedAttend.backward_into
 
     def __init__(
-        self,
-        causal: bool = True,
-        scale: float | None = None,
-        window: int | None = None,
-        segments: Any = None,
-        bias: BiasFunction | None = None,
+        self, causal: bool = True, scale: float | None = None, window: int | None = None, segments: Any = None
     ) -> None:
-        super().__init__(Alone(), RingOptions(causal, "contiguous", window, segments, scale, bias=bias))
+        super().__init__(Alone(), RingOptions(causal, "contiguous", window, segments, scale))

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpipipe.arrays import Array
-from mpipipe.attention.bias import BiasFunction
 from mpipipe.attention.kernels import Gradients
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.ring_pass import PlannedAttend
@@ -42,8 +41,6 @@ class Ring(PlannedAttend):
     rotation : str
         "overlap": messages travel while tiles are computed. "sendrecv": one exchange before each step. The results
         have the same bits.
-    bias : callable, optional
-        As for `Local`; the same function on all ranks, which compare its name.
 
     Attributes
     ----------
@@ -90,11 +87,10 @@ class Ring(PlannedAttend):
         scale: float | None = None,
         seq_len: int | None = None,
         rotation: str = "overlap",
-        bias: BiasFunction | None = None,
     ) -> None:
         self._comm = runtime.resolve(comm)
         agreement = cached(self._comm, "ring agreement", lambda: RingAgreement(self._comm))  # of all its rings
-        options = RingOptions(causal, layout, window, segments, scale, seq_len, rotation, bias=bias)
+        options = RingOptions(causal, layout, window, segments, scale, seq_len, rotation)
         super().__init__(agreement, options)
         self.group = agreement.group
         self.seq_len = length = self.options.seq_len
@@ -189,7 +185,6 @@ def ring_attention(
     scale: float | None = None,
     seq_len: int | None = None,
     rotation: str = "overlap",
-    bias: BiasFunction | None = None,
 ) -> tuple[Array, tuple[Ring, RingSaved]]:
     """Attend over a sharded sequence; collective over `comm`.
 
@@ -197,7 +192,7 @@ def ring_attention(
     ----------
     q, k, v : array
         As for `Ring.forward`.
-    comm, causal, layout, window, segments, scale, seq_len, rotation, bias : Communicator and options
+    comm, causal, layout, window, segments, scale, seq_len, rotation : Communicator and options
         As for `Ring`.
 
     Returns
@@ -223,7 +218,7 @@ def ring_attention(
     >>> inprocess.run(2, on_each_rank)
     [(1, 64, 4, 16), (1, 64, 4, 16)]
     """
-    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation, bias=bias)
+    ring = Ring(comm, causal, layout, window, segments, scale=scale, seq_len=seq_len, rotation=rotation)
     out, saved = ring.forward(q, k, v)
     return out, (ring, saved)
 

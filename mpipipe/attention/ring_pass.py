@@ -55,7 +55,7 @@ class RingPass:
 
     def __init__(self, attend: PlannedAttend, plan: RingPlan, kernel: AttentionKernel) -> None:
         self.attend, self.kernel, self.exchange = attend, kernel, attend._exchange(plan)
-        self.plan = plan._replace(function=attend.bias)
+        self.plan = plan
 
     def forward(self, q: Array, k: Array, v: Array, call: int) -> tuple[Array, RingSaved]:
         """Return the output, and what the backward needs."""
@@ -93,7 +93,7 @@ class RingPass:
 
     def block(self, scale: float, q: Array, k: Array, v: Array, step: int = 0) -> KVBlock:
         """Return the work of a step."""
-        return KVBlock(q, k, v, scale, self.plan.slices[step], self._poll, self.plan.bias(step, q, k))
+        return KVBlock(q, k, v, scale, self.plan.slices[step], self._poll)
 
     def _around(self, exchange: RingExchange, scale: float, q: Array, k: Array, v: Array) -> tuple[OutLse, Array]:
         """Return the result, and the message with the keys and values of the last step."""
@@ -157,7 +157,7 @@ class PlannedAttend(Attend):
     """Attention with its options bound: plans follow from them, and a pass executes a plan."""
 
     def __init__(self, agreement: Alone | RingAgreement, options: RingOptions) -> None:
-        self.agreement, self.bias = agreement, options.bias
+        self.agreement = agreement
         self.options = agreement.agree_on_options(lambda: options)
         self.poll: Callable[[], object] = no_poll
         self.bytes_sent = 0
@@ -213,7 +213,7 @@ class PlannedAttend(Attend):
     def with_window(self: Kind, window: int) -> Kind:
         # over a ring the first time for each window is collective
         if window not in self._others:
-            other, options = copy(self), replace(self.options, window=window, bias=self.bias)
+            other, options = copy(self), replace(self.options, window=window)
             other.options = self.agreement.agree_on_options(lambda: options)
             other.bytes_sent = 0
             other._forget()
@@ -242,5 +242,5 @@ class PlannedAttend(Attend):
     def _backward(self, dout: Array, saved: RingSaved, room: tuple[Array, Array, Array] | None) -> Gradients:
         self.agreement.agree_on_backward(saved.call, like(dout, saved.out), described(saved.out))
         with self.agreement.failing("the backward of a ring"):
-            kernel = kernels.chosen(saved.q, saved.k, saved.v, self.bias)
+            kernel = kernels.chosen(saved.q, saved.k, saved.v)
             return RingPass(self, saved.plan, kernel).backward(dout, saved, room)

@@ -20,7 +20,6 @@ import numpy as np
 from mpipipe import arrays
 from mpipipe.arrays import Array
 from mpipipe.attention import kernels
-from mpipipe.attention.bias import Bias, BiasFunction, name_of
 from mpipipe.attention.kernels import AttentionKernel
 from mpipipe.attention.kernels.interface import check_arrays
 from mpipipe.attention.layout import KINDS, Layout, ring_hops
@@ -44,7 +43,6 @@ class RingOptions:
     scale: float | None
     seq_len: int | None = None
     rotation: str = "overlap"
-    bias: Any = None  # when checked, its name
     slice_lengths: tuple[int, ...] | None = None  # those of the Layout
     rows: tuple[tuple[int, ...], ...] | None = None  # in one forward, offsets of the documents of each row
     part: int | None = None  # in one forward, the slice whose queries see its keys and those of earlier slices
@@ -75,7 +73,7 @@ class RingOptions:
         window, seq_len = (None if value is None else int(value) for value in (self.window, seq_len))
         scale = None if self.scale is None else float(self.scale)
         options = RingOptions(bool(self.causal), layout, window, segments, scale, seq_len, self.rotation)
-        return replace(options, bias=name_of(self.bias), slice_lengths=lengths)
+        return replace(options, slice_lengths=lengths)
 
     def whole(self, ranks: int, seq_len: int) -> Layout:
         """The layout of a sequence of this length on the ranks."""
@@ -158,14 +156,6 @@ class RingPlan(NamedTuple):
     layout: Layout  # of the queries
     keys: Layout
     rank: int
-    function: BiasFunction | None = None  # of the ring of this call
-
-    def bias(self, step: int, q: Array, k: Array) -> Bias | None:
-        """The bias of the block of a step, for rows of a batch that may be one sequence."""
-        if self.function is None:
-            return None
-        queries, keys = self.layout.positions(self.rank), self.keys.positions((self.rank - step) % self.layout.ranks)
-        return Bias(self.function, np.resize(queries, q.shape[1]), np.resize(keys, k.shape[1]))
 
 
 class RingSaved(NamedTuple):
@@ -335,7 +325,7 @@ class RingAgreement:
         try:
             options, q, k, v = given()
             check_arrays(q, k, v)
-            kernel = kernels.chosen(q, k, v, options.bias)  # a rank without it must not leave the others waiting
+            kernel = kernels.chosen(q, k, v)  # a rank without it must not leave the others waiting
             shapes = shapes_of(q, k, v)
             facts, lengths = (
                 (*zip(shapes._fields, shapes), ("options", options.digest + more)),
@@ -376,7 +366,7 @@ class Alone:
         options, q, k, v = given()
         check_arrays(q, k, v)
         plan = make_plan(options, shapes_of(q, k, v), 0, (q.shape[1],), (k.shape[1],))
-        return plan, kernels.chosen(q, k, v, options.bias), 0
+        return plan, kernels.chosen(q, k, v), 0
 
     def agree_on_backward(self, call: int, dout: Array, out: str, *, error: Exception | None = None) -> None:
         if error := error or misfit(dout, out):

@@ -88,7 +88,7 @@ class Sliced(Attend):
     Parameters
     ----------
     inner : Local or Ring
-        How the whole sequence is attended to: with its window, segments, scale, bias, ranks and layout kind. It must be
+        How the whole sequence is attended to: with its window, segments, scale, ranks and layout kind. It must be
         causal. Over a ring all methods are collective, as its own are.
     lengths : sequence of int
         Lengths of the n slices in the whole sequence; see `slice_lengths`.
@@ -140,8 +140,7 @@ class Sliced(Attend):
                 remedy="slices=1 for models that attend otherwise",
             )
         self.inner, self._agreement = inner, inner.agreement
-        given = replace(inner.options, bias=inner.bias)
-        options = self._agreement.agree_on_options(lambda: _with_slices(given, lengths))
+        options = self._agreement.agree_on_options(lambda: _with_slices(inner.options, lengths))
         self.lengths, self.seq_len = options.slice_lengths or (), sum(options.slice_lengths or ())
         rank, size = self._agreement.rank, self._agreement.size
         self.layout = options.whole(size, self.seq_len)
@@ -260,7 +259,7 @@ class Sliced(Attend):
         sums = self._seen(sequence.sums, part, self._rank)
         own = own._replace(k=keys, v=values, message=self._far_message(sequence, part, plan))
         with self._agreement.failing("the backward of a slice"):
-            kernel = kernels.chosen(q, keys, values, self.inner.bias)
+            kernel = kernels.chosen(q, keys, values)
             run = RingPass(self.inner, plan, kernel)
             if plan.steps == 1 and len(q) == len(sums[0]):
                 dq = arrays.zeros(q.shape, dtype, device)

@@ -17,7 +17,6 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array, Shape
-from mpipipe.attention.bias import of_heads
 from mpipipe.attention.kernels import Gradients
 from mpipipe.attention.layout import Layout
 from mpipipe.attention.local import Local
@@ -51,7 +50,7 @@ class Ulysses(Ring):
 
     Parameters
     ----------
-    comm, causal, layout, window, segments, scale, seq_len, rotation, bias : Communicator and options
+    comm, causal, layout, window, segments, scale, seq_len, rotation : Communicator and options
         As for `Ring`; with "sendrecv" arrays go one after the other.
 
     Examples
@@ -96,7 +95,7 @@ class Ulysses(Ring):
             like = (q, of_q, queries), (k, of_kv, keys), (v, of_kv, keys)
             wholes = [_empty((x.shape[0], *span, x.shape[3]), x) for x, _, span in like]
             self._transfer(*((x, whole, moves) for (x, moves, _), whole in zip(like, wholes)))
-            out, kept = self._attend(heads, kv_heads).forward(wholes[0], wholes[1], wholes[2], segments)
+            out, kept = self._attend().forward(wholes[0], wholes[1], wholes[2], segments)
             mine = _empty((*q.shape[:3], v.shape[3]), q)
             self._transfer((out, mine, of_q), transposed=True)
             return mine, UlyssesSaved(kept, of_q, of_kv, (q.shape, k.shape, v.shape), out.shape, call, described(mine))
@@ -108,7 +107,7 @@ class Ulysses(Ring):
         with self.group.failing("the backward of Ulysses"):
             whole = _empty(saved.whole, dout)
             self._transfer((dout, whole, saved.of_q))
-            of_wholes = self._attend(saved.shapes[0][2], saved.shapes[1][2]).backward(whole, saved.local)
+            of_wholes = self._attend().backward(whole, saved.local)
             copies = saved.shapes[1][2] < self.group.size  # of heads of keys, whose gradients are added
             sums: Sequence[Array] = room or [_empty(shape, dout) for shape in saved.shapes]
             if copies:
@@ -118,12 +117,12 @@ class Ulysses(Ring):
             self._transfer(*zip(of_wholes, sums, moves), transposed=True, add=copies)
             return Gradients(*(arrays.cast(x, dout.dtype) for x in sums))
 
-    def _attend(self, heads: int, kv_heads: int) -> Local:
+    def _attend(self) -> Local:
         """What attends for the heads of this rank."""
-        own, options = heads_of_ranks(heads, kv_heads, self.group.size)[0][self.group.rank], self.options
+        options = self.options
         if self._local is None:
-            self._local = Local(options.causal, options.scale, options.window, options.segments, self.bias)
-        self._local.poll, self._local.bias = self.poll, of_heads(self.bias, heads, own)
+            self._local = Local(options.causal, options.scale, options.window, options.segments)
+        self._local.poll = self.poll
         return self._local
 
     def _moves(self, layout: Layout, parts: list[range]) -> list[PartMove]:

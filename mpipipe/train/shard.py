@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpipipe.arrays import Array
-from mpipipe.attention import BiasFunction, Layout, Local, Ring, Sliced
+from mpipipe.attention import Layout, Local, Ring, Sliced
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of
 from mpipipe.nn import Attend
 from mpipipe.text import counted
-
-GRID = 8  # positions of queries and of keys at which biases of all ranks are compared
 
 
 class Shard:
@@ -54,7 +52,6 @@ class Shard:
         self.reads_inputs = self.reads_targets = True
         self.dtype = np.dtype(np.float32)
         self.attends = False  # whether `attend` was called
-        self.biases: list[str] = []  # what is known of those that `attend` was given, the same on all ranks
         self.cut: Callable[[int], Sequence[int]] | None = None  # gives the lengths of slices, where there are several
         self.attended: int | None = None  # the length of the sequences that come in slices
         self._divided: dict[int, Layout] = {}
@@ -110,12 +107,7 @@ class Shard:
         return [layout.part(part, part + 1).length(self.rank) for part in range(len(layout.slice_lengths or ()))]
 
     def attend(
-        self,
-        length: int,
-        causal: bool = False,
-        window: int | None = None,
-        scale: float | None = None,
-        bias: BiasFunction | None = None,
+        self, length: int, causal: bool = False, window: int | None = None, scale: float | None = None
     ) -> Attend:
         """Make exact attention over the whole sequence, for `nn.SelfAttention`; collective over `comm`.
 
@@ -123,15 +115,10 @@ class Shard:
         ----------
         length : int
             Of the whole sequence.
-        causal, window, scale, bias : bool, int, float and callable, optional
+        causal, window, scale : bool, int and float, optional
             As for `attention.Local`. Where sequences come in slices, attention is causal.
         """
         self.attends = True
-        if callable(bias):
-            at = np.unique(np.linspace(0, length - 1, GRID).astype(np.int64))
-            values = np.clip(bias(at[:, None], at), -1e4, 1e4).ravel()  # infinite where it is a mask
-            sums = np.linalg.norm(values), values @ np.cos(np.arange(values.size))
-            self.biases.append("norm {:.4g} and projection {:.4g} at some positions".format(*sums))
         if self.cut is not None and (not causal or self.attended not in (None, length)):
             raise ConfigError(
                 "slices of a sequence cannot attend in this way",
@@ -141,11 +128,11 @@ class Shard:
             )
         attend: Local | Ring
         if self.comm.size == 1:
-            attend = Local(causal, scale, window, bias=bias)
+            attend = Local(causal, scale, window)
             if self.size > 1:  # on paper: rows are those of a rank
                 attend.positions = lambda rows: self.positions(length)  # type: ignore[method-assign]
         else:
-            attend = Ring(self.comm, causal, self.divide(length), window, scale=scale, bias=bias)
+            attend = Ring(self.comm, causal, self.divide(length), window, scale=scale)
         if self.cut is None:
             return attend
         self.attended = length

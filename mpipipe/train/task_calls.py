@@ -127,14 +127,10 @@ def shapes_of(tree: Tree) -> str:
 
 
 def agree_on_layers(task: Task, problem: PlanningProblem, shard: Shard, group: RankGroup) -> None:
-    """Raise MismatchError on all ranks where they have different layers, or biases of attention; collective."""
+    """Raise MismatchError on all ranks where they have different layers; collective."""
     group.agree(
         "train: the layers",
-        (
-            ("layers", len(problem.layers)),
-            *((f"layer {n}", text) for n, text in enumerate(problem.signatures)),
-            *((f"bias {n} of shard.attend", text) for n, text in enumerate(shard.biases)),
-        ),
+        (("layers", len(problem.layers)), *((f"layer {n}", text) for n, text in enumerate(problem.signatures))),
         message=f"the ranks have different layers from {place_of(task, 'layers')}",
         remedy="make the list of layers of what is the same on all ranks; a layer may use shard.rank, not its shapes",
     )

@@ -13,7 +13,7 @@ from support.tolerance import close, largest, within
 
 from mpipipe import nn
 from mpipipe.arrays import dtype as named_dtype
-from mpipipe.attention import Cached, Local, alibi, decode_attention
+from mpipipe.attention import Cached, Local, decode_attention
 from mpipipe.attention.cache import Piece, Pieces, SlotCache
 from mpipipe.errors import ArgumentError, MismatchError
 from mpipipe.job import inprocess
@@ -264,43 +264,3 @@ def test_a_piece_that_does_not_fit_is_refused():
         cache.pieces.begin([piece])
         with pytest.raises(ArgumentError, match="does not fit into the" if piece.rows == 3 else "not what its pieces"):
             cache.forward(*sequence(3, 0))
-
-
-# -- A bias of the scores ---------------------------------------------------------------------------------------------
-
-
-def near_and_far(queries, keys):
-    """No function of distances, another one for each head, and some keys are hidden."""
-    return np.where((queries + keys) % 3 == 1, -np.inf, np.arange(4)[:, None, None] * np.cos(queries * keys))
-
-
-@pytest.mark.parametrize("bias", [alibi(4), near_and_far])
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_cache_with_a_bias_equals_dense_attention_however_it_is_filled(ranks, bias, window):
-    q, k, v = arrays(37)
-    cache = Cached(40, ranks, window=window, bias=bias)
-    out = in_pieces(cache, (q, k, v), [20, 1, 1, 8, 1, 6])
-    expected = dense(q, k, v, np.zeros_like(out), window=window, bias=bias)
-    within(out, expected[0], expected.bounds(q.dtype)[0], "out")
-    if ranks.size == 2:
-        own = slice(*(0, 30, 37)[ranks.rank : ranks.rank + 2])
-        options = dict(start=35, first=own.start, window=window, bias=bias)
-        last = decode_attention(q[:, 35:], k[:, own], v[:, own], ranks, **options)
-        within(last, expected[0][:, 35:], expected.bounds(q.dtype)[0][:, 35:], "out")
-
-
-def test_a_bias_that_a_cache_cannot_add_is_refused_before_anything_is_appended(ranks, monkeypatch):
-    with pytest.raises(ArgumentError, match="bias of attention"):
-        Cached(8, ranks, bias=3)
-    cache, (q, k, v) = Cached(8, ranks, bias=alibi(2)), arrays(4)
-    with pytest.raises(ArgumentError, match="does not fit the scores"):
-        cache.forward(q, k, v)
-    assert cache.length == 0
-    other = Cached(8, ranks, bias=alibi(4) if ranks.rank else near_and_far)
-    if ranks.size > 1:
-        with pytest.raises(MismatchError):
-            other.forward(q, k, v)
-        assert other.length == 0
-    monkeypatch.setenv("MPIPIPE_ATTENTION", "torch")
-    with pytest.raises(ArgumentError, match="numpy kernel alone"):
-        Cached(8, ranks, bias=alibi(4)).forward(q, k, v)

@@ -154,21 +154,6 @@ def test_real_ranks(comm, monkeypatch, kind, window):
     assert attend.inner.bytes_sent > 0 or comm.size == 1
 
 
-def test_a_bias_is_of_positions_in_the_whole_sequence():
-    whole, bias, positions = arrays(20), attention.alibi(4), np.arange(20)
-    numbers = bias(positions[:, None], positions)
-    seen = positions <= positions[:, None]
-    from support.reference_attention import Dense
-
-    expected = Dense(*whole, seen, bias=numbers)
-    agrees(by_head(through(Sliced(Local(bias=bias), (9, 11)), [whole])[0]), expected)
-    layout = Layout("zigzag", 2, 20, (9, 11))
-    ranks = inprocess.run(
-        2, lambda comm: through(Sliced(Ring(comm, layout=layout, bias=bias), (9, 11)), [whole], comm.rank)
-    )
-    agrees(of_ranks(None, layout, ranks)[0], expected)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_other_dtypes(dtype):
     whole = make(dtype, seq=30)

@@ -35,13 +35,12 @@ MERGES = 8  # of the outputs of blocks
 class Dense:
     """(out, lse, dq, dk, dv) by index and by iteration; rows that see nothing give zeros and -inf."""
 
-    def __init__(self, q, k, v, dout, seen, scale=None, bias=0.0):
-        """Arrays (batch, sequence, heads, dim); seen (queries, keys) of bool: who sees whom; bias: added to scores."""
+    def __init__(self, q, k, v, dout, seen, scale=None):
+        """Arrays (batch, sequence, heads, dim); seen (queries, keys) of bool: who sees whom."""
         self.q, self.k, self.v, self.dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
         self.group = self.q.shape[2] // self.k.shape[2]
         self.scale = self.q.shape[3] ** -0.5 if scale is None else scale
-        seen = seen & ~np.isneginf(bias)
-        scores = np.where(seen, self.scale * _inner(self.q, self._wide(self.k)) + bias, -np.inf)
+        scores = np.where(seen, self.scale * _inner(self.q, self._wide(self.k)), -np.inf)
         high = np.where(seen.any(-1)[..., None], scores.max(-1, initial=-np.inf, keepdims=True), 0)
         weights = np.exp(scores - high)
         total = weights.sum(-1, keepdims=True)
@@ -113,8 +112,8 @@ def _outer(weights, columns):
     return np.einsum("bhij,bjhd->bihd", weights, columns, optimize=True)
 
 
-def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None, bias=None):
-    """Positions of queries and keys both start at 0; documents: where each begins, and the end; bias: a function."""
+def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None):
+    """Positions of queries and keys both start at 0; documents: where each begins, and the end."""
     i, j = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None, :]
     seen = np.ones((i.size, j.size), bool)
     if causal:
@@ -123,7 +122,7 @@ def dense(q, k, v, dout, causal=True, window=None, documents=None, scale=None, b
         seen &= i - j < window
     if documents is not None:
         seen &= np.searchsorted(documents, i, "right") == np.searchsorted(documents, j, "right")
-    return Dense(q, k, v, dout, seen, scale, 0.0 if bias is None else bias(i, j))
+    return Dense(q, k, v, dout, seen, scale)
 
 
 def agrees(found, expected):

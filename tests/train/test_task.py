@@ -274,15 +274,6 @@ class Other(Field):
         return [*super().layers(shard)[:4], nn.Linear(WIDTH, next(self.made))]
 
 
-class Tilted(Field):
-    made = count(1)
-
-    def layers(self, shard):
-        slope = next(self.made)
-        attend = shard.attend(POINTS, bias=lambda queries, keys: slope * (keys - queries))
-        return [nn.Linear(1, WIDTH), nn.Residual(nn.SelfAttention(WIDTH, 2, attend=attend)), nn.Linear(WIDTH, 1)]
-
-
 class Bare(Field):
     def loss(self, output, target):
         return float(output.sum())
@@ -398,7 +389,6 @@ class Tall(Field):
         (Holes, DataError, r"the inputs of Holes.batch\(step=0, rows=0..7\) are not finite(.|\n)*in row 2"),
         (Short, ConfigError, r"Short.batch\(step=0, rows=0..7\) raised IndexError(.|\n)*line \d+ of .*test_task.py"),
         (Other, MismatchError, r"different layers from Other.layers"),
-        (Tilted, MismatchError, r"different layers from Tilted.layers(.|\n)*bias 0 of shard.attend"),
         (Bare, Exception, r"Bare.loss: a loss returns (.|\n)*float"),
         (Word, Exception, r"Word.loss: the value of a loss(.|\n)*str"),
         (Accurate, Exception, r"Accurate.loss: the third value (.|\n)*with each row twice"),

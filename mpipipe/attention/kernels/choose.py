@@ -26,23 +26,15 @@ MODULES = {  # name -> (module, where its arrays are)
 }
 
 
-def chosen(
-    q: Array | None = None, k: Array | None = None, v: Array | None = None, bias: object = None
-) -> AttentionKernel:
+def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = None) -> AttentionKernel:
     """Return the kernel for these arrays; without arrays, the one for host arrays.
 
-    Raises ArgumentError if the variable names no kernel, or one that does not do such arrays, or there is a bias that
-    it does not add. Raises BackendError if the library that it names is not installed.
+    Raises ArgumentError if the variable names no kernel, or one that does not do such arrays. Raises BackendError if
+    the library that it names is not installed.
     """
     name = _named()
     device = MODULES[name][1] if name else ""
     on_gpu = q is not None and arrays.is_device(q)
-    if bias is not None and (on_gpu or name == "torch"):
-        raise ArgumentError(
-            "a bias of the scores is added by the numpy kernel alone",
-            found="arrays of a GPU" if on_gpu else f"{VARIABLE}={name}",
-            remedy="leave bias out, or " + ("compute with device='cpu'" if on_gpu else f"unset {VARIABLE}"),
-        )
     if q is not None and k is not None and v is not None and on_gpu:
         return load(_device_kernel(name if device == "cuda" else "", q, k, v))
     name = name if device == "cpu" else "host"

@@ -26,7 +26,6 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 import numpy as np
 
 from mpipipe.arrays import float32_like, is_half, round_into, upcast
-from mpipipe.attention.bias import Bias, evaluated
 from mpipipe.attention.kernels.interface import Gradients, InPlaceAccumulator, KVBlock, OutLse, gradients_from_zeros
 from mpipipe.attention.mask import Slice, in_one_band
 from mpipipe.attention.merge import merge
@@ -81,17 +80,10 @@ SHARED = 1 << 16  # scores of a part at least: less is no work for another threa
 _SAFE = {np.dtype(np.float32): 40.0, np.dtype(np.float64): 600.0}
 
 
-class _Part(NamedTuple):
-    """A slice, with what is added to its scores."""
-
-    slice: Slice
-    bias: Callable[[np.ndarray, int], None] | None = None
-
-
 class _Problems(NamedTuple):
     """The same slice of some batch entries and key heads."""
 
-    part: _Part
+    part: Slice
     entries: slice
     heads: slice  # of keys
     group: int
@@ -99,37 +91,25 @@ class _Problems(NamedTuple):
     def queries(self, x: np.ndarray) -> np.ndarray:
         """X (batch, seq, heads, ...) as (entries, key heads, rows, group, ...); a view."""
         own = slice(self.heads.start * self.group, self.heads.stop * self.group)
-        part = x[self.entries, self.part.slice.q_start : self.part.slice.q_stop, own]
+        part = x[self.entries, self.part.q_start : self.part.q_stop, own]
         count = self.heads.stop - self.heads.start
         return part.reshape(*part.shape[:2], count, self.group, *part.shape[3:]).swapaxes(1, 2)
 
     def keys(self, x: np.ndarray) -> np.ndarray:
         """X (batch, keys, key heads, dim) as (entries, key heads, keys, 1, dim); a view."""
-        return x[self.entries, self.part.slice.k_start : self.part.slice.k_stop, self.heads].swapaxes(1, 2)[
-            :, :, :, None
-        ]
+        return x[self.entries, self.part.k_start : self.part.k_stop, self.heads].swapaxes(1, 2)[:, :, :, None]
 
 
 def _each_problem(block: KVBlock, solve: Callable[[_Problems], object]) -> None:
-    """Solve all problems: those of one key head in their order, since they add to the same sums.
-
-    A bias is a function of the user's, which the calling thread alone calls.
-    """
+    """Solve all problems: those of one key head in their order, since they add to the same sums."""
     (batch, _, heads, _), kv_heads = block.q.shape, block.k.shape[2]
     group, block = heads // kv_heads, replace(block, slices=in_one_band(block.slices))
-    if block.bias is None:
 
-        def work(owners: tuple[slice, slice]) -> None:
-            for part in block.slices:
-                solve(_Problems(_Part(part), *owners, group))
+    def work(owners: tuple[slice, slice]) -> None:
+        for part in block.slices:
+            solve(_Problems(part, *owners, group))
 
-        each(work, _owners(batch, kv_heads, _at_once(block, group)), block.poll)
-        return
-    for part in (short for whole in block.slices for short in _one_tile_each(whole, group)):
-        bias = _SliceBias(block.bias, part, heads, block.q.dtype)  # the same for all of a batch
-        for entries, own in _owners(batch, kv_heads, 1):
-            biased = _Part(part, partial(bias.add, slice(own.start * group, own.stop * group)))
-            solve(_Problems(biased, entries, own, group))
+    each(work, _owners(batch, kv_heads, _at_once(block, group)), block.poll)
 
 
 def _at_once(block: KVBlock, group: int) -> int:
@@ -197,7 +177,7 @@ Keys: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _forward_heads(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, part: _Part, poll: Callable[[], object]
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, part: Slice, poll: Callable[[], object]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Some problems of one slice: q (entries, key heads, seq, group, dim), k and v (entries, key heads, keys, 1, dim).
 
@@ -213,19 +193,14 @@ def _forward_heads(
     acc, row_sum = np.empty((count, rows, width), q.dtype), np.empty((count, rows, 1), q.dtype)
     values = np.ascontiguousarray(v).reshape(count, -1, width)
     keys = _with_column(k, 1, 1), values, np.ones((KEYS, 1), k.dtype)
-    attend = _bounded if part.bias is None and 2 * row_max.max() < _SAFE[q.dtype] else _online
+    attend = _bounded if 2 * row_max.max() < _SAFE[q.dtype] else _online
 
     def work(tile: _Tile) -> None:
         at = tile.rows
         attend((queries[:, at], acc[:, at], row_sum[:, at], row_max[:, at]), keys, tile)
         poll()
 
-    tiles = list(_tiles(part, group, q.dtype))
-    if part.bias is None:
-        each(work, tiles, poll)  # shared where these are all the problems
-    else:
-        work(*tiles)
-        row_sum[row_sum == 0] = 1  # all keys of a row had a bias of -inf
+    each(work, list(_tiles(part, group, q.dtype)), poll)  # shared where these are all the problems
     np.divide(acc, row_sum, out=acc)
     np.log(row_sum, out=row_sum)
     np.add(row_sum, row_max, out=row_sum)
@@ -233,7 +208,7 @@ def _forward_heads(
 
 
 def _backward_heads(
-    factors: Factors, part: _Part, scale: float, gradients: Gradients, poll: Callable[[], object]
+    factors: Factors, part: Slice, scale: float, gradients: Gradients, poll: Callable[[], object]
 ) -> None:
     """Some problems of one slice, whose gradients are in the shapes of q, k and v in `_forward_heads`."""
     (queries, slopes, keys, values), (dq, dk, dv) = factors, gradients
@@ -272,45 +247,15 @@ def _corner(group: int, dtype: np.dtype, upper: bool) -> np.ndarray:
     return square
 
 
-class _SliceBias:
-    """The bias of a slice of one tile of rows, evaluated once for each piece of keys, for all heads."""
-
-    def __init__(self, bias: Bias, part: Slice, heads: int, dtype: np.dtype) -> None:
-        self._bias, self._heads, self._dtype = bias, heads, dtype
-        self._queries, self._keys = bias.queries[part.q_start : part.q_stop, None], bias.keys[part.k_start :]
-        self._pieces: dict[int, np.ndarray] = {}
-
-    def add(self, own: slice, scores: np.ndarray, first: int) -> None:
-        """Add to the scores (rows, keys from `first` on) of some heads."""
-        if first not in self._pieces:
-            keys = self._keys[first : first + scores.shape[-1]]
-            self._pieces[first] = evaluated(self._bias.function, self._heads, self._queries, keys, self._dtype)
-        numbers = self._pieces[first][own].swapaxes(0, 1)
-        rows = scores.reshape(numbers.shape)
-        np.add(rows, numbers, out=rows)
-
-
-def _one_tile_each(part: Slice, group: int) -> Iterator[Slice]:
-    """Cut a slice into slices of one tile of rows, with no more keys than they see."""
-    rows, keys, step = part.q_stop - part.q_start, part.k_stop - part.k_start, max(1, ROWS // group)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        first = 0 if part.low is None else max(0, start + part.low)
-        end = keys if part.high is None else min(keys, stop + part.high)
-        bounds = (None if bound is None else bound + start - first for bound in (part.low, part.high))
-        yield Slice(part.q_start + start, part.q_start + stop, part.k_start + first, part.k_start + end, *bounds)
-
-
 class _Tile:
     """Queries start ... stop - 1 of a slice, which see keys first ... end - 1 at most.
 
     rows : their rows, `group` for each query
     """
 
-    __slots__ = ("bias", "corners", "end", "first", "rows")
+    __slots__ = ("corners", "end", "first", "rows")
 
-    def __init__(self, whole: _Part, group: int, start: int, stop: int, dtype: np.dtype) -> None:
-        part, self.bias = whole
+    def __init__(self, part: Slice, group: int, start: int, stop: int, dtype: np.dtype) -> None:
         self.rows = slice(start * group, stop * group)
         keys = part.k_stop - part.k_start
         self.first = 0 if part.low is None else max(0, start + part.low)
@@ -323,13 +268,11 @@ class _Tile:
         for start in range(self.first, self.end, KEYS):
             yield slice(start, min(start + KEYS, self.end))
 
-    def add_to(self, scores: np.ndarray, first: int) -> None:
-        """Add the bias to the scores (rows, keys from `first` on), and -inf to those of hidden keys.
+    def hide(self, scores: np.ndarray, first: int) -> None:
+        """Add -inf to the scores (rows, keys from `first` on) of hidden keys.
 
         This comes before the exponential: the score of a hidden key may be anything, and its exponential overflow.
         """
-        if self.bias is not None:
-            self.bias(scores, first)
         end = first + scores.shape[-1]
         for column, corner in self.corners:
             low, high = max(first, column), min(end, column + corner.shape[1])
@@ -338,8 +281,8 @@ class _Tile:
                 np.add(part, corner[: part.shape[1], low - column : high - column], out=part)
 
 
-def _tiles(part: _Part, group: int, dtype: np.dtype) -> Iterator[_Tile]:
-    seq = part.slice.q_stop - part.slice.q_start
+def _tiles(part: Slice, group: int, dtype: np.dtype) -> Iterator[_Tile]:
+    seq = part.q_stop - part.q_start
     step = max(1, ROWS // group)
     for start in range(0, seq, step):
         yield _Tile(part, group, start, min(start + step, seq), dtype)
@@ -354,7 +297,7 @@ def _bounded(rows: Factors, block: Keys, tile: _Tile) -> None:
     (queries, acc, row_sum, _), (keys, values, ones) = rows, block
     for at in tile.pieces():
         scores = np.matmul(queries, keys[:, at].swapaxes(1, 2))
-        tile.add_to(scores, at.start)
+        tile.hide(scores, at.start)
         np.exp(scores, out=scores)
         if at.start == tile.first:
             np.matmul(scores, values[:, at], out=acc)
@@ -370,7 +313,7 @@ def _online(rows: Factors, block: Keys, tile: _Tile) -> None:
     acc[...], row_sum[...], row_max[...] = 0, 0, -np.inf
     for at in tile.pieces():
         scores = np.matmul(queries[..., :-1], keys[:, at, :-1].swapaxes(1, 2))
-        tile.add_to(scores, at.start)
+        tile.hide(scores, at.start)
         high = np.maximum(row_max, scores.max(2, keepdims=True))
         safe_max = np.where(np.isneginf(high), 0, high)  # a row may have seen no key up to here
         np.subtract(scores, safe_max, out=scores)
@@ -388,7 +331,7 @@ def _backward_tile(factors: Factors, tile: _Tile, sums: Gradients) -> None:
     (queries, gradients, keys, values), (dqueries, dkeys, dvalues) = factors, sums
     for at in tile.pieces():
         weights = np.matmul(queries, keys[:, at].swapaxes(1, 2))
-        tile.add_to(weights, at.start)
+        tile.hide(weights, at.start)
         np.exp(weights, out=weights)
         slopes = np.matmul(gradients, values[:, at].swapaxes(1, 2))
         np.multiply(slopes, weights, out=slopes)

@@ -14,7 +14,6 @@ import numpy as np
 
 from mpipipe import arrays
 from mpipipe.arrays import Array
-from mpipipe.attention.bias import Bias
 from mpipipe.attention.mask import Slice
 from mpipipe.errors import ArgumentError
 
@@ -36,7 +35,6 @@ class KVBlock:
     scale: float  # factor on the scores
     slices: Sequence[Slice]  # the parts of the block that are seen
     poll: Callable[[], object] = no_poll  # called after each tile
-    bias: Bias | None = None  # for the numpy kernel alone
 
 
 class OutLse(NamedTuple):
