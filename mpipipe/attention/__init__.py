@@ -6,7 +6,7 @@ ulysses               the same by all-to-all over heads
 sliced                over a sequence that comes in slices, one after the other
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
 layout  mask          who holds which positions; parts of shards that see each other
-cache  decode         few queries over many cached keys, for models that decode
+cache                 few queries over many cached keys, for models that decode
 kernels/  merge       attention on one device by numpy, PyTorch, cuDNN or CuPy; partial results become one
 cost                  bytes on the wire, and when computation hides the transfers
 
@@ -15,9 +15,8 @@ cost                  bytes on the wire, and when computation hides the transfer
 
 from __future__ import annotations
 
-from mpipipe.attention.cache import Cached, KVCache, Piece, Pieces, SlotCache
+from mpipipe.attention.cache import KVCache
 from mpipipe.attention.cost import slice_lengths
-from mpipipe.attention.decode import decode_attention
 from mpipipe.attention.layout import Layout, RingStep, RingTable
 from mpipipe.attention.local import Local
 from mpipipe.attention.ring import Ring, ring_attention, ring_attention_backward
@@ -25,7 +24,6 @@ from mpipipe.attention.sliced import Sliced
 from mpipipe.attention.ulysses import Ulysses
 
 __all__ = [
-    "Cached",
     "KVCache",
     "Layout",
     "Local",
@@ -34,7 +32,6 @@ __all__ = [
     "RingTable",
     "Sliced",
     "Ulysses",
-    "decode_attention",
     "ring_attention",
     "ring_attention_backward",
     "slice_lengths",

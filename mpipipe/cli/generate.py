@@ -53,20 +53,19 @@ def generate(
         str | None, Option("ids that end an answer: 0,2; none: ''; default: those of the model", empty=True)
     ] = None,
     seed: Annotated[int, Option("of the draws", least=0, most=2**63 - 1)] = 0,
-    seq: Annotated[int, Option("ranks that share each cache of keys and values", least=1)] = 1,
     batch: Annotated[int | None, Option("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
     out: Annotated[str | None, Option("new file for the answers, as lines of JSON")] = None,
     dtype: Annotated[str | None, Option("to compute in; default: that of the model", choices=DTYPES)] = None,
 ) -> None:
     """Continue prompts with a model (mpiexec -n 2 python -m mpipipe generate runs/first --prompt "def main(").
 
-    The ranks are pipe x seq, however the training was cut. A text may be longer than the sequences of the training.
+    The ranks are a pipeline, however the training was cut. A text may be longer than the sequences of the training.
     Each layer then looks back over their length. Many prompts go through the model at once; the answers come in their
     order.
     """
     comm = runtime.world()
     group, folder = group_of(comm), open_on_all(comm, run)
-    with Mesh(comm, pipe=max(1, comm.size // seq), seq=seq) as mesh, ExitStack() as opened:
+    with Mesh(comm, pipe=comm.size) as mesh, ExitStack() as opened:
         prepared, show = None, None
         with group.raise_together("generate: the model and the prompts"):
             plan = forward_plan(folder.model, mesh.pipe.size)
@@ -80,9 +79,9 @@ def generate(
                 show = opened.enter_context(output(asked, tokenizer, out, streams=prompts is None))
         asked_tokens, sampling = group.broadcast("generate: the prompts", prepared)
         capacity = max(map(len, asked_tokens)) + count
-        slots = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
+        at_once = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
         load = partial(folder.load, mesh=mesh)
-        with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, slots=slots) as decoder:
+        with build_decoder(folder.model, plan, mesh, dtype or folder.dtype, capacity, load, batch=at_once) as decoder:
             for drawn in answers(decoder, asked_tokens, count, sampling):
                 if show is not None:
                     show(drawn)

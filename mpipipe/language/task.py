@@ -258,7 +258,7 @@ class TextTask(Task):
             )
         if config.sample_bytes:
             dtype, caches = arrays.accumulator(arrays.dtype(config.dtype)).name, (1, PROMPT_BYTES + config.sample_bytes)
-            check_decoding(self.model, plan, mesh.pipe.rank, dtype, caches, mesh.seq.size)
+            check_decoding(self.model, plan, mesh.pipe.rank, dtype, caches)
 
     # -- data ---------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ def test_our_own_need_no_adapter(make):
 
 
 def test_a_cache_has_no_backward():
-    cache = attention.Cached(4)
+    cache = attention.KVCache(4)
     x = np.ones((1, 2, 2, 4))
     out, saved = cache.forward(x, x, x)
     with pytest.raises(ArgumentError, match="no backward"):
@@ -140,7 +140,7 @@ def test_users_objects_have_windows_and_count_rows_if_they_can():
 
 
 def test_positions_of_a_cache_go_on_without_keys_up_to_its_capacity():
-    cache = attention.Cached(4)
+    cache = attention.KVCache(4)
     cache.advance(3)
     assert cache.positions(1).tolist() == [3]
     with pytest.raises(ArgumentError, match="capacity"):

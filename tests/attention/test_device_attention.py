@@ -263,8 +263,7 @@ def test_arrays_that_are_refused(gpu):
     for match, call in (
         ("different devices", lambda: local.forward(there[0], *whole[1:])),
         ("float16 or bfloat16", lambda: local.forward(*[arrays.upload(x.astype(np.int32)) for x in whole])),
-        ("kept on the host", lambda: attention.Cached(8).forward(*there)),
-        ("kept on the host", lambda: attention.decode_attention(*there, start=0, first=0)),
+        ("kept on the host", lambda: attention.KVCache(8).forward(*there)),
     ):
         with pytest.raises(ArgumentError, match=match):
             call()

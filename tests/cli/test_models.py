@@ -48,7 +48,7 @@ def test_prompts_of_a_file_are_answered_as_one_by_one(mpipipe, model, tmp_path):
     options = ("--prompts", tmp_path / "prompts.txt", "--count", 9, "--temperature", 0, "--batch", 2)
     assert whole(mpipipe(2, "generate", model, *options, "--out", tmp_path / "a.jsonl")) == ""
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    printed = whole(mpipipe(4, "generate", model, *options, "--seq", 2)) if AT_LENGTH else None
+    printed = whole(mpipipe(4, "generate", model, *options)) if AT_LENGTH else None
     for number, (prompt, line) in enumerate(zip(prompts, lines)):
         assert (line["number"], line["prompt"], line["ended"]) == (number, prompt, "count")
         if number != 1 and not AT_LENGTH:

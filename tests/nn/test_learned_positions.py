@@ -8,7 +8,7 @@ from support.gradcheck import check_stage
 from support.tolerance import close, largest
 
 from mpipipe import arrays, nn
-from mpipipe.attention import Cached, Local
+from mpipipe.attention import KVCache, Local
 from mpipipe.errors import ArgumentError
 from mpipipe.pipeline.graphs import unrecordable
 
@@ -36,13 +36,13 @@ def test_gradients_agree_with_finite_differences():
 
 
 def test_positions_go_on_with_a_cache():
-    stage, x = made(Cached(9)), RANDOM.standard_normal((1, 9, 4))
+    stage, x = made(KVCache(9)), RANDOM.standard_normal((1, 9, 4))
     parts = [stage.forward(x[:, a:b])[0] for a, b in ((0, 5), (5, 6), (6, 9))]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), made().forward(x)[0])
 
 
 def test_given_positions_are_not_asked_for():
-    cache = Cached(9)
+    cache = KVCache(9)
     made(cache, positions=[4, 5]).forward(np.zeros((1, 2, 4)))
     assert cache.length == 0
 
@@ -84,5 +84,5 @@ def test_row_numbers_stay_on_the_device(gpu):
 
 def test_graphs_may_record_it_unless_positions_move():
     assert not unrecordable(made()) and not unrecordable(made(Local()))
-    assert not unrecordable(made(Cached(9), positions=[1]))
-    assert "KVCache" in unrecordable(made(Cached(9)))
+    assert not unrecordable(made(KVCache(9), positions=[1]))
+    assert "KVCache" in unrecordable(made(KVCache(9)))

@@ -94,7 +94,7 @@ def test_a_machine_that_does_not_say_how_much_memory_it_has_refuses_nothing(monk
     plan = LayerPlan(schedules.forward_only(1, 1, 1), [(0, 10)], rows=1)
     monkeypatch.setattr(memory.processor, "bytes_of_line", lambda *_: None)
     assert memory.machine_memory() is None
-    check_decoding(GPT(dim=10**7, heads=1), plan, 0, "float32", (1, 10**12), 1)
+    check_decoding(GPT(dim=10**7, heads=1), plan, 0, "float32", (1, 10**12))
 
 
 @pytest.mark.long

@@ -1,41 +1,38 @@
 """Answers to many prompts at once: which tokens go through the model next, and what is drawn after them.
 
-    slot 0   prompt prompt prompt prompt a a a .        one forward = the tokens that wait in all slots, side by side,
-    slot 1   prompt a a a a a . | prompt prompt a a     cut into micro-batches of equal numbers of tokens:
-    slot 2   prompt prompt a a a a a a a
-                                                        | slot 1: 1, slot 2: 1, slot 0: 14 | slot 0: 16 | slot 0: 16 |
+    sequence 0   prompt prompt prompt prompt | a | a | .      one forward = what waits of all sequences of a batch,
+    sequence 1   prompt                      | a | a | a      some sequences side by side in each micro-batch
+    sequence 2   prompt prompt               | a | .
 
-A slot that becomes free takes the next prompt (Yu et al., "Orca", 2022). A long prompt goes through in pieces, which
-follow each other through the stages of the pipeline (Agrawal et al., "Sarathi-Serve", 2024). What comes next follows
-from the tokens so far, which all ranks know, so they need no further message for it.
+A batch of prompts ends when all of its answers have ended. What comes next follows from the tokens so far, which all
+ranks know, so they need no further message for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpipipe import arrays, nn, schedules
-from mpipipe.attention import Local, Piece, Pieces, SlotCache
+from mpipipe.attention import KVCache, Local
 from mpipipe.comm import Mesh
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.even_split import even_split
-from mpipipe.job import group_of, raise_on_all
+from mpipipe.job import RankGroup, group_of, raise_on_all
 from mpipipe.language.data.windows import generator
 from mpipipe.language.models.gpt import GPT, Model, check_layers
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
 from mpipipe.train import check_actions
 
-MOST = 512  # tokens of a micro-batch: its activations stay small
-LEAST = 4  # fewer tokens are not cut further: a product with few rows costs as much as one with a single row
+MOST = 512  # tokens of a micro-batch, about: its activations stay small
+LEAST = 4  # fewer sequences are not divided: a product with few rows costs as much as one with a single row
 
 
 class Drawn(NamedTuple):
@@ -48,17 +45,22 @@ class Drawn(NamedTuple):
 
 @dataclass
 class _Sequence:
-    """A prompt in a slot, with its answer so far."""
+    """A prompt with its answer so far."""
 
     prompt: int
-    slot: int
+    place: int  # in its batch
     tokens: list[int]
     asked: int  # length of the prompt
-    fed: int = 0  # tokens that the caches have, or have been planned to get
+    fed: int = 0  # tokens that the caches have, or are about to get
 
-    @property
-    def waiting(self) -> int:
-        return len(self.tokens) - self.fed
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one sequence in a micro-batch (1, tokens), in which pieces stand side by side."""
+
+    sequence: int  # its place in the batch
+    start: int  # position of the first token; a sequence that begins has 0
+    tokens: list[int]
+    ends: bool  # whether the logits after the last token are asked for
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> None:
@@ -85,124 +87,151 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
     accepted the prompts, and an answer has `count` tokens at most. Raises NonFiniteError, on every rank.
     """
     group = group_of(decoder.mesh.comm)
-    waiting = deque(enumerate(prompts))
-    free = deque(range(decoder.slots))
-    active: list[_Sequence] = []
-    while waiting or active:
-        while waiting and free:
-            number, prompt = waiting.popleft()
-            active.append(_Sequence(number, free.popleft(), list(prompt), len(prompt)))
-        parts, asking = _next_parts(active, count, decoder.microbatches)
-        logits = decoder.forward(parts)
-        tokens, error = list[int](), None
-        if decoder.mesh.rank == decoder.drawing:
-            try:
-                tokens = [
-                    draw(row, sampling, generator(sampling.seed, "sample", len(each.tokens) - each.asked, each.prompt))
-                    for each, row in zip(asking, logits)
-                ]
-            except NonFiniteError as caught:
-                error = caught
-        tokens, error = group.broadcast("generate: the next tokens", (tokens, error), decoder.drawing)
-        if error is not None:
-            raise_on_all(decoder.drawing, error, group)
-        for each, token in zip(asking, tokens):
-            each.tokens.append(token)
-            full = len(each.tokens) - each.asked == count
-            ended = "stop" if token in sampling.stop else "count" if full else None
-            if ended is not None:
-                active.remove(each)
-                free.append(each.slot)
-            yield Drawn(each.prompt, token, ended)
+    sequences = []
+    for number, prompt in enumerate(prompts):
+        sequences.append(_Sequence(number, number % decoder.batch, [*prompt], len(prompt)))
+    for first in range(0, len(sequences), decoder.batch):
+        open_answers = sequences[first : first + decoder.batch]
+        while open_answers:
+            parts, asking = _next_parts(open_answers, decoder.microbatches)
+            logits = decoder.forward(parts)
+            for sequence, token in zip(asking, _draw_all(decoder, group, asking, logits, sampling)):
+                sequence.tokens.append(token)
+                full = len(sequence.tokens) - sequence.asked == count
+                ended = "stop" if token in sampling.stop else "count" if full else None
+                if ended is not None:
+                    open_answers.remove(sequence)
+                yield Drawn(sequence.prompt, token, ended)
 
 
-def _next_parts(active: Sequence[_Sequence], count: int, microbatches: int) -> tuple[list[Part], list[_Sequence]]:
-    """Return the micro-batches of the next forward, and the sequences that get a token from it, in its order.
-
-    Sequences that wait for one token alone come first: a long prompt must not hold them up.
-    """
-    line = sorted(active, key=lambda each: each.waiting > 1)  # stable: by number otherwise
-    tokens = min(sum(each.waiting for each in line), microbatches * MOST)
-    ranges = even_split(tokens, min(microbatches, -(-tokens // LEAST)))
-    parts: list[Part] = []
+def _next_parts(sequences: Sequence[_Sequence], microbatches: int) -> tuple[list[list[Piece]], list[_Sequence]]:
+    """Return the micro-batches of the next forward, and the sequences that get a token from it, in its order."""
+    parts: list[list[Piece]] = []
     asking: list[_Sequence] = []
-    upcoming = iter(line)
-    each = next(upcoming)
-    for wanted in ranges:
-        pieces: list[Piece] = []
-        taken: list[int] = []
-        while len(taken) < len(wanted):
-            if not each.waiting:
-                each = next(upcoming)
-            rows = min(each.waiting, len(wanted) - len(taken))
-            ends = rows == each.waiting
-            pieces.append(Piece(each.slot, each.fed, rows, each.asked + count, ends))
-            taken += each.tokens[each.fed : each.fed + rows]
-            each.fed += rows
+    for places in even_split(len(sequences), min(microbatches, -(-len(sequences) // LEAST))):
+        pieces = []
+        for sequence in (sequences[place] for place in places):
+            start = sequence.fed
+            tokens = sequence.tokens[start:][: max(1, MOST // len(places))]
+            sequence.fed += len(tokens)
+            ends = sequence.fed == len(sequence.tokens)
+            pieces.append(Piece(sequence.place, start, tokens, ends))
             if ends:
-                asking.append(each)
-        parts.append((pieces, taken))
+                asking.append(sequence)
+        parts.append(pieces)
     return parts, asking
+
+
+def _draw_all(
+    decoder: Decoder, group: RankGroup, asking: Sequence[_Sequence], logits: Sequence[np.ndarray], sampling: Sampling
+) -> list[int]:
+    """Return the next token of each sequence, on every rank; collective."""
+    tokens: list[int] = []
+    error: NonFiniteError | None = None
+    if decoder.mesh.rank == decoder.drawing:
+        try:
+            for sequence, row in zip(asking, logits):
+                number = len(sequence.tokens) - sequence.asked
+                tokens.append(draw(row, sampling, generator(sampling.seed, "sample", number, sequence.prompt)))
+        except NonFiniteError as caught:
+            error = caught
+    tokens, error = group.broadcast("generate: the next tokens", (tokens, error), decoder.drawing)
+    if error is not None:
+        raise_on_all(decoder.drawing, error, group)
+    return tokens
 
 
 # -- A pipeline that continues sequences of tokens: the layers of a model, each with a cache of keys and values -------
 
 
 LoadWeights = Callable[[Sequence[nn.Stage]], None]
-Part = tuple[list[Piece], list[int]]  # the pieces of a micro-batch, and its tokens
 
 
 class Decoder:
-    """A pipeline of stages with caches, in whose `slots` sequences of up to `capacity` tokens grow.
+    """A pipeline of stages with caches, for as many sequences at once as `batch`.
 
     `first`: whether this rank takes the tokens; `drawing`: the rank of the mesh that has the logits, and draws for all.
     """
 
-    def __init__(self, pipeline: Pipeline, mesh: Mesh, held: list[list[Piece]], slots: int, capacity: int) -> None:
+    def __init__(self, pipeline: Pipeline, mesh: Mesh, underway: Underway, batch: int) -> None:
         placement = pipeline.schedule.placement
-        self.pipeline, self.mesh, self.slots, self.capacity = pipeline, mesh, slots, capacity
+        self.pipeline, self.mesh, self.batch = pipeline, mesh, batch
         self.microbatches = pipeline.schedule.microbatches
         self.first, self.drawing = mesh.pipe.rank == placement[0], mesh.rank_of(placement[-1], 0, 0)
-        self._held = held
+        self._underway = underway
 
-    def forward(self, parts: Sequence[Part]) -> list[np.ndarray]:
+    def forward(self, parts: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
 
         Returns the logits (vocab,) after each piece that asks for them, on the ranks of the last stage; none elsewhere.
         """
-        self._held[:] = [pieces for pieces, _ in parts]
-        inputs = [np.array([tokens], np.int64) for _, tokens in parts] if self.first else None
+        self._underway.parts = parts
+        inputs = None
+        if self.first:
+            inputs = [np.array([[token for piece in pieces for token in piece.tokens]], np.int64) for pieces in parts]
         outputs: Any = self.pipeline.forward(inputs)  # arrays, since the inputs are
         if outputs is None:
             return []
-        return [row for output, (pieces, _) in zip(outputs, parts) for row in output[0, : sum(p.ends for p in pieces)]]
+        return [row for output, pieces in zip(outputs, parts) for row in output[0, : sum(p.ends for p in pieces)]]
+
+
+class Underway:
+    """The pieces of a forward: set by the decoder and its stages, read by the caches of all layers."""
+
+    parts: Sequence[Sequence[Piece]] = ()  # of all micro-batches
+    pieces: Sequence[Piece] = ()  # of the micro-batch that a stage computes now
+
+
+class SequenceCaches(nn.Attend):
+    """A KVCache for each sequence of a batch, in one layer. Each query sees its own sequence alone."""
+
+    def __init__(self, underway: Underway, capacity: int, window: int) -> None:
+        self.underway, self.capacity, self.window = underway, capacity, window
+        self.poll: Callable[[], object] = lambda: None
+        self.caches: dict[int, KVCache] = {}
+
+    def positions(self, rows: int) -> np.ndarray:
+        pieces = self.underway.pieces
+        return np.concatenate([np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces])
+
+    def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, None]:
+        outs, stop = [], 0
+        for piece in self.underway.pieces:
+            if piece.start == 0:
+                self.caches[piece.sequence] = KVCache(self.capacity, self.window)
+            cache = self.caches[piece.sequence]
+            cache.poll = self.poll
+            start, stop = stop, stop + len(piece.tokens)
+            outs.append(cache.forward(q[:, start:stop], k[:, start:stop], v[:, start:stop])[0])
+        return np.concatenate(outs, axis=1), None
+
+    def backward(self, dout: arrays.Array, saved: Any) -> NoReturn:
+        raise ArgumentError("a decoder has no backward")
 
 
 class DecodingStage:
     """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits that are asked for.
 
-    `body` and `head`: what it has of the layers before the head, and of the head; either may have no layers. `held`:
-    the pieces of each micro-batch. `slots`: rows that a head is given at most which other stages go on with, since the
-    shapes of messages must follow from those of the inputs; 0 for one that this stage has as a whole.
+    `inner_stages`: what it has of the layers before the head, and of the head; either may have no layers. `rows`: rows
+    that a head is given at most which other stages go on with, since the shapes of messages must follow from those of
+    the inputs; 0 for one that this stage has as a whole.
     """
 
-    def __init__(
-        self, inner_stages: list[nn.Stage], pieces: Pieces, held: list[list[Piece]], begins_head: bool, slots: int
-    ) -> None:
-        self.inner_stages, self.pieces, self.held = inner_stages, pieces, held
-        self.begins_head, self.slots = begins_head, slots
+    def __init__(self, inner_stages: list[nn.Stage], underway: Underway, begins_head: bool, rows: int) -> None:
+        self.inner_stages, self.underway = inner_stages, underway
+        self.begins_head, self.rows = begins_head, rows
 
     def forward(self, x: Any) -> tuple[Any, None]:
         """Return hidden states, or what the head makes of the last one of each piece that asks for logits."""
         *body, last = self.inner_stages
-        pieces = self.held[self.inner_stages[0].position.microbatch]
-        self.pieces.begin(pieces)
+        pieces = self.underway.parts[self.inner_stages[0].position.microbatch]
+        self.underway.pieces = pieces
         for stage in body:
             x, _ = stage.forward(x)
         if self.begins_head:
-            ends = np.cumsum([piece.rows for piece in pieces]) - 1
+            ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
             asked = [end for end, piece in zip(ends, pieces) if piece.ends]
-            asked += [0] * (min(self.slots, x.shape[1]) - len(asked))
+            asked += [0] * (min(self.rows, x.shape[1]) - len(asked))
             if not asked:
                 return x[:, :0], None
             x = np.ascontiguousarray(x[:, asked])
@@ -211,12 +240,12 @@ class DecodingStage:
 
 @contextmanager
 def build_decoder(
-    model: Model, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, slots: int = 1
+    model: Model, plan: LayerPlan, mesh: Mesh, dtype: str, capacity: int, load_weights: LoadWeights, *, batch: int = 1
 ) -> Iterator[Decoder]:
-    """Build a decoder of a model, with as many micro-batches in flight as its schedule has; collective.
+    """Build a decoder of a model for sequences of up to `capacity` tokens, `batch` at once; collective.
 
     Attention looks back over the last `model.seq` positions, or the layer's own window where that is shorter, so no
-    distance occurs that the rotary positions did not have in training. The ranks of `mesh.seq` share the caches.
+    distance occurs that the rotary positions did not have in training.
     `load_weights` may be collective; it sets the parameters of this rank's stages, which are on the host.
 
     Raises ConfigError, on every rank, if parameters and caches cannot fit into memory, and where learned positions are
@@ -225,12 +254,11 @@ def build_decoder(
     group = group_of(mesh.comm)
     schedule = replace(plan.schedule.forward_only_part(plan.schedule.microbatches), skips=())  # no labels
     with group.raise_together("generate: the memory of a decoder"):
-        check_decoding(model, plan, mesh.pipe.rank, dtype, (slots, capacity), mesh.seq.size)
-    pieces, held = Pieces(), list[list[Piece]]()
+        check_decoding(model, plan, mesh.pipe.rank, dtype, (batch, capacity))
+    underway = Underway()
 
-    def attend(window: int | None = None) -> SlotCache:
-        back = model.seq if window is None else min(window, model.seq)
-        return SlotCache(pieces, slots, capacity, mesh.seq, window=back)
+    def attend(window: int | None = None) -> SequenceCaches:
+        return SequenceCaches(underway, capacity, model.seq if window is None else min(window, model.seq))
 
     layers = model.build(attend)
     with group.raise_together("generate: the positions"):
@@ -248,11 +276,11 @@ def build_decoder(
             begins = start <= head < stop
             cuts = [start, head, stop] if begins else [start, stop]
             inner = [nn.Stage(layers[low:high], dtype=dtype, first=low) for low, high in pairwise(cuts)]
-            stages.append(DecodingStage(inner, pieces, held, begins, slots if stop < len(layers) else 0))
+            stages.append(DecodingStage(inner, underway, begins, batch if stop < len(layers) else 0))
     with group.raise_together("generate: the parameters"):
         load_weights([inner for stage in stages for inner in stage.inner_stages])
     with Pipeline(stages, schedule, mesh.pipe, replicas=mesh.replicas) as pipeline:
-        yield Decoder(pipeline, mesh, held, slots, capacity)
+        yield Decoder(pipeline, mesh, underway, batch)
 
 
 IN_FLIGHT = 4  # micro-batches for each rank of a pipeline: one alone leaves all ranks but one waiting
@@ -273,16 +301,16 @@ def longest_text(layers: Sequence[nn.Layer]) -> int | None:
     return min(tables) + 1 if tables else None
 
 
-def check_decoding(model: Model, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int], ranks: int) -> None:
-    """Raise ConfigError if parameters and caches (sequences, positions) on `ranks` ranks surely exceed memory."""
-    slots, capacity = caches
+def check_decoding(model: Model, plan: LayerPlan, rank: int, dtype: str, caches: tuple[int, int]) -> None:
+    """Raise ConfigError if parameters and caches (sequences, positions of each) surely exceed memory."""
+    batch, capacity = caches
     layers = model.build(Local())
     own = [layers[place] for place in plan.layers_of(rank)]
     width = sum(2 * layer.kv_heads * layer.head_dim for layer in attentions(own))
     count, size = parameters_of(own), arrays.dtype(dtype).itemsize
     needs = {
         f"{count:,} parameters": 2 * count * size,  # a stage has as many gradients
-        f"keys and values of {slots} x {capacity:,} positions": slots * -(-capacity // ranks) * width * size,
+        f"keys and values of {batch} x {capacity:,} positions": batch * capacity * width * size,
     }
     check_memory(
         f"generating text on pipeline rank {rank}",

@@ -89,7 +89,7 @@ class Attend(Protocol):
             found=f"window {window}",
             expected="an object that has with_window, such as attention.Local or attention.Ring",
             remedy="give the model a function that makes one for each layer, such as "
-            "lambda window=None: attention.Cached(capacity, window=window)",
+            "lambda window=None: attention.KVCache(capacity, window=window)",
         )
 
 

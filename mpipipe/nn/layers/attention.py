@@ -36,7 +36,7 @@ class SelfAttention(Layer):
         the stage's poll function; if it has `positions`, see there.
     positions : 1-D integers, optional
         The position of each row of the sequence in the whole; compared with those of an attention.Ring. By default
-        `attend.positions(seq)` in each forward, where `attend` has that function as attention.Cached does, and a Ring
+        `attend.positions(seq)` in each forward, where `attend` has that function as attention.KVCache does, and a Ring
         of several ranks with a Layout, else 0 ... seq - 1.
     rope_base : float or None
         Base of the rotary frequencies; None: nothing is turned.

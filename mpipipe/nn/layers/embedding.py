@@ -116,7 +116,7 @@ class LearnedPositions(Layer):
     count, dim : int
         Number of positions, and size of the last axis of x and y: the parameter `weight` is (count, dim).
     attend : object, optional
-        What other layers attend with, if that knows positions as attention.Cached does: `attend.positions(seq)` is
+        What other layers attend with, if that knows positions as attention.KVCache does: `attend.positions(seq)` is
         asked in each forward, and `attend.advance(seq)` is called after it.
     positions : 1-D integers, optional
         The position of each place in the whole sequence; `attend` is not asked then. By default 0 ... seq - 1.

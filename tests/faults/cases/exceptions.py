@@ -96,7 +96,7 @@ FAULTS = (
     ),
     *(_at(place, who, ranks) for place in PLACES for who, ranks in WHO.items()),
     Fault(
-        "in a ring, caught, and all make a cache",
+        "in a ring, caught, and all make a mesh",
         "exception",
         OPENING
         + """
@@ -109,8 +109,7 @@ try:
 except (ValueError, errors.PeerError):
     pass
 try:
-    x = np.ones((1, 2, 2, 4))
-    attention.Cached(8, comm).forward(x, x, x)
+    mpipipe.Mesh(comm)
 except errors.PeerError:
     print("caught", flush=True)
 """,

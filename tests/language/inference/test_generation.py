@@ -13,11 +13,12 @@ from support.windows import generate
 
 from mpipipe import Mesh, nn, schedules
 from mpipipe.attention import Local
-from mpipipe.attention.cache import SlotCache
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.inference.generation import (
     LEAST,
+    MOST,
     Sampling,
+    SequenceCaches,
     _next_parts,
     _Sequence,
     answers,
@@ -54,13 +55,13 @@ def prompts_of(lengths, seed=0):
 LENGTHS = (1, 30, 3, 2, 9, 1, 17)
 
 
-def decoded(mesh, prompts, sampling, slots, microbatches, count=COUNT, model=MODEL, chunks=1):
+def decoded(mesh, prompts, sampling, batch, microbatches, count=COUNT, model=MODEL, chunks=1):
     """{number: answer}, and why each has ended."""
     schedule = schedules.forward_only(mesh.pipe.size, chunks, microbatches)
     plan = LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows=1)
     found, ended = {number: [] for number in range(len(prompts))}, {}
     capacity = max(map(len, prompts)) + count
-    with build_decoder(model, plan, mesh, "float64", capacity, fill, slots=slots) as decoder:
+    with build_decoder(model, plan, mesh, "float64", capacity, fill, batch=batch) as decoder:
         for drawn in answers(decoder, prompts, count, sampling):
             assert drawn.prompt not in ended
             found[drawn.prompt].append(drawn.token)
@@ -69,10 +70,10 @@ def decoded(mesh, prompts, sampling, slots, microbatches, count=COUNT, model=MOD
         stages = [inner for stage in decoder.pipeline.stages for inner in stage.inner_stages]
         layers = [layer for stage in stages for top in stage.layers for _, layer in top.walk("")]
         for cache in [layer.attend for layer in layers if isinstance(layer, nn.SelfAttention)]:
-            assert isinstance(cache, SlotCache) and cache.rows == -(-capacity // mesh.seq.size)
-            if slots == len(prompts):  # no rank asked about the last token
-                fed = [len(prompt) + len(found[number]) - 2 for number, prompt in enumerate(prompts)]
-                assert set(cache.pieces.positions.tolist()) <= set(fed)
+            assert isinstance(cache, SequenceCaches)
+            if batch == len(prompts):  # no rank asked about the last token
+                fed = [len(prompt) + len(found[number]) - 1 for number, prompt in enumerate(prompts)]
+                assert [cache.caches[number].length for number in range(batch)] == fed
     return found, ended
 
 
@@ -101,46 +102,42 @@ def _by_whole_forwards(prompts, sampling, count, model):
     return found
 
 
-CUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)]  # pipe x seq
+WAYS = [(7, 1), (3, 4), (1, 2), (7, 8)]  # batch, micro-batches
 
 
-WAYS = [(7, 1), (3, 4), (1, 2), (7, 8)]
-
-
-@pytest.mark.parametrize(
-    ("pipe", "seq", "slots", "microbatches"), [(*cut, *way) for at, cut in enumerate(CUTS) for way in WAYS[at % 2 :: 2]]
-)
-def test_a_batch_gets_the_answers_of_whole_forwards(comm, pipe, seq, slots, microbatches):
-    if comm.size % (pipe * seq):
-        pytest.skip(f"needs a multiple of {pipe * seq} ranks")
+@pytest.mark.parametrize("pipe", [1, 2, 4])
+@pytest.mark.parametrize(("batch", "microbatches"), WAYS)
+def test_a_batch_gets_the_answers_of_whole_forwards(comm, pipe, batch, microbatches):
+    if comm.size % pipe:
+        pytest.skip(f"needs a multiple of {pipe} ranks")
     prompts, sampling = prompts_of(LENGTHS), Sampling(0.9, top_k=20, top_p=0.95, seed=5)
-    with Mesh(comm, pipe=pipe, seq=seq) as mesh:
-        found, ended = decoded(mesh, prompts, sampling, slots, microbatches)
+    with Mesh(comm, pipe=pipe) as mesh:
+        found, ended = decoded(mesh, prompts, sampling, batch, microbatches)
     assert found == by_whole_forwards(prompts, sampling)
     assert ended == dict.fromkeys(range(len(prompts)), "count")
     assert len(set(comm.allgather(repr(found)))) == 1
 
 
-@pytest.mark.parametrize(("pipe", "slots", "tied"), [(1, 7, False), (2, 3, True), (2, 7, False), (4, 2, False)])
-def test_slices_of_the_head_give_the_logits_of_each_answer(comm, pipe, slots, tied):
-    """On several ranks messages have room for all slots; what is no answer's is dropped."""
+@pytest.mark.parametrize(("pipe", "batch", "tied"), [(1, 7, False), (2, 3, True), (2, 7, False), (4, 2, False)])
+def test_slices_of_the_head_give_the_logits_of_each_answer(comm, pipe, batch, tied):
+    """On several ranks messages have room for all of a batch; what is no answer's is dropped."""
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
     model, prompts = replace(MODEL, vocab=41, head_slices=5, tied=tied), prompts_of(LENGTHS)
     with Mesh(comm, pipe=pipe) as mesh:
-        found, _ = decoded(mesh, prompts, Sampling(0), slots, 3, model=model)
+        found, _ = decoded(mesh, prompts, Sampling(0), batch, 3, model=model)
     assert found == by_whole_forwards(prompts, Sampling(0), model=model)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("pipe", "seq"), CUTS)
+@pytest.mark.parametrize("pipe", [1, 2, 4])
 @pytest.mark.parametrize(("chunks", "sizes"), [(1, {}), (2, dict(tied=True, layers=4, dropout=0.3)), (1, OPTIONS)])
-def test_texts_longer_than_the_sequences_of_a_training_look_back_over_their_length(comm, pipe, seq, chunks, sizes):
-    if comm.size % (pipe * seq):
-        pytest.skip(f"needs a multiple of {pipe * seq} ranks")
+def test_texts_longer_than_the_sequences_of_a_training_look_back_over_their_length(comm, pipe, chunks, sizes):
+    if comm.size % pipe:
+        pytest.skip(f"needs a multiple of {pipe} ranks")
     model = GPT(**{**vars(MODEL), "seq": 24, **sizes})
     prompts, sampling = prompts_of((9, 55)), Sampling(0.7, seed=3)
-    with Mesh(comm, pipe=pipe, seq=seq) as mesh:
+    with Mesh(comm, pipe=pipe) as mesh:
         found, _ = decoded(mesh, prompts, sampling, 2, 3, model=model, chunks=chunks)
     assert found == by_whole_forwards(prompts, sampling, model=model)
     assert len(set(found[1])) > 5
@@ -171,37 +168,32 @@ def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
     """In float32: what a matrix product with more rows may round otherwise."""
     prompts = prompts_of((6, 1, 9))
 
-    def logits(mesh, which, slots):
+    def logits(mesh, which):
         schedule = schedules.forward_only(mesh.pipe.size, 1, 1)
         plan = LayerPlan(schedule, schedules.partition(MODEL.costs(), schedule.stages), rows=1)
-        with build_decoder(MODEL, plan, mesh, "float32", 20, fill, slots=slots) as decoder:
+        with build_decoder(MODEL, plan, mesh, "float32", 20, fill, batch=len(which)) as decoder:
             line = [_Sequence(number, number, list(prompt), len(prompt)) for number, prompt in enumerate(which)]
-            parts, _ = _next_parts(line, 1, 1)
+            parts, _ = _next_parts(line, 1)
             return decoder.forward(parts)
 
     with Mesh(comm, pipe=comm.size) as mesh:
-        together = logits(mesh, prompts, 3)
-        order = sorted(range(3), key=lambda number: len(prompts[number]) > 1)
-        for place, number in enumerate(order):
-            alone = logits(mesh, [prompts[number]], 1)
+        together = logits(mesh, prompts)
+        for number, prompt in enumerate(prompts):
+            alone = logits(mesh, [prompt])
             assert len(alone) == (1 if mesh.rank == comm.size - 1 else 0)
             for row in alone:
-                close_norm(together[place], row, path(MODEL), np.float32, f"logits of prompt {number}")
+                close_norm(together[number], row, path(MODEL), np.float32, f"logits of prompt {number}")
 
 
-def test_parts_are_even_and_let_single_tokens_go_first():
-    line = [_Sequence(0, 0, list(range(30)), 30), _Sequence(1, 1, [7, 8], 1, fed=1), _Sequence(2, 2, [9], 1)]
-    parts, asking = _next_parts(line, 10, 4)
-    assert [len(tokens) for _, tokens in parts] == [8, 8, 8, 8]
-    assert parts[0][1] == [8, 9, 0, 1, 2, 3, 4, 5]
-    assert [(piece.slot, piece.start, piece.rows, piece.ends) for piece in parts[0][0]] == [
-        (1, 1, 1, True), (2, 0, 1, True), (0, 0, 6, False),
-    ]  # fmt: skip
-    assert parts[3][0] == [(0, 22, 8, 40, True)]
-    assert [each.prompt for each in asking] == [1, 2, 0]
-    assert len(_next_parts([_Sequence(0, 0, [1], 1)], 1, 4)[0]) == 1
+def test_long_prompts_come_in_pieces_and_few_sequences_share_a_micro_batch():
+    long = list(range(MOST + 3))
+    line = [_Sequence(0, 0, long, len(long)), _Sequence(1, 1, [7, 8], 1, fed=1)]
+    parts, asking = _next_parts(line, 4)
+    assert parts == [[(0, 0, long[: MOST // 2], False), (1, 1, [8], True)]] and asking == line[1:]
+    parts, asking = _next_parts(line[:1], 4)
+    assert parts == [[(0, MOST // 2, long[MOST // 2 :], True)]] and asking == line[:1]
     few = [_Sequence(number, number, [1], 1) for number in range(LEAST + 1)]
-    assert [len(tokens) for _, tokens in _next_parts(few, 1, 4)[0]] == [3, 2]
+    assert [len(pieces) for pieces in _next_parts(few, 4)[0]] == [3, 2]
 
 
 @pytest.mark.parametrize(
@@ -226,16 +218,16 @@ def test_prompts_that_no_model_can_continue_are_refused(prompts, count, match):
 class Counting:
     """Stands for a decoder whose model says that the byte after b is b + 1."""
 
-    slots, microbatches = 1, 1
+    batch, microbatches = 1, 1
 
     def __init__(self, mesh):
         self.mesh, self.asked = mesh, []
         self.drawing = mesh.pipe.size - 1
 
     def forward(self, parts):
-        ((pieces, tokens),) = parts
+        (((sequence, _, tokens, ends),),) = parts
         self.asked.append(tokens)
-        assert [(piece.rows, piece.ends) for piece in pieces] == [(len(tokens), True)]
+        assert sequence == 0 and ends
         logits = np.zeros(256, np.float32)
         logits[(tokens[-1] + 1) % 256] = 100
         return [logits] if self.mesh.rank == self.drawing else []

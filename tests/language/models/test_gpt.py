@@ -14,7 +14,7 @@ from support.tolerance import close, largest
 from support.training_tolerance import path
 
 from mpipipe import Pipeline, arrays, nn, schedules
-from mpipipe.attention import Cached, Layout, Local, Ring
+from mpipipe.attention import KVCache, Layout, Local, Ring
 from mpipipe.errors import ArgumentError
 from mpipipe.job import inprocess
 from mpipipe.language.models import GPT
@@ -163,21 +163,17 @@ def test_a_ring_of_two_gives_the_whole_sequence(name, layout):
     close(sum(gradients), stage.gradients.flat, path(model, tokens.size), largest(stage.gradients.flat))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_decoding_with_caches_equals_the_forward(name, ranks):
-    """A prompt, then one token after the other, with keys and values spread over ranks."""
+def test_decoding_with_caches_equals_the_forward(name):
+    """A prompt, then one token after the other."""
     model = model_of(name)
     tokens, _ = text(model)
     expected, _ = whole(model).forward(tokens)
 
-    def on_each_rank(comm):
-        stage = whole(model, lambda window=None: Cached(model.seq, comm if ranks > 1 else None, window=window))
-        cuts = [0, 3, 4, 5, model.seq]
-        return np.concatenate([stage.forward(tokens[:, a:b])[0] for a, b in pairwise(cuts)], axis=1)
-
-    for found in inprocess.run(ranks, on_each_rank):
-        close(found, expected, path(model), largest(expected))
+    stage = whole(model, lambda window=None: KVCache(model.seq, window=window))
+    cuts = [0, 3, 4, 5, model.seq]
+    found = np.concatenate([stage.forward(tokens[:, a:b])[0] for a, b in pairwise(cuts)], axis=1)
+    close(found, expected, path(model), largest(expected))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 6])
@@ -205,7 +201,7 @@ def test_a_fresh_model_knows_nothing(tied):
 
 def test_a_position_beyond_the_learned_table_is_named():
     model = model_of("GPT-2")
-    stage = whole(model, lambda: Cached(20))
+    stage = whole(model, lambda: KVCache(20))
     stage.forward(text(model)[0])
     with pytest.raises(ArgumentError, match=r"layer 0\.1 .*no row") as caught:
         stage.forward(text(model)[0][:, :3])
@@ -236,7 +232,7 @@ def test_an_object_without_windows_is_refused_where_layers_have_them():
     class Bare:
         forward = backward = Local().forward
 
-    for attend in (Bare(), Cached(8)):
+    for attend in (Bare(), KVCache(8)):
         with pytest.raises(ArgumentError, match="window for each layer") as caught:
             GPT(**SIZES, windows=(None, 3)).build(attend)
         assert "lambda window=None" in caught.value.remedy
