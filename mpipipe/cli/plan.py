@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from mpipipe import files
 from mpipipe.cli.flags import parameters_of
-from mpipipe.cli.output import on_ranks, refusing
+from mpipipe.cli.output import on_ranks
 from mpipipe.cli.train import FIELDS, Config, TaskFile, check_task_file, load_config, task_of
 from mpipipe.comm import Mesh, select_device
-from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, current_rank, group_of, inprocess, runtime
+from mpipipe.job import Communicator, group_of, runtime
 from mpipipe.options import Option
-from mpipipe.planning import (
-    Choice,
-    PlanningProblem,
-    PlanReport,
-    SavedProfile,
-    compare_placements,
-    find_plan,
-    shown_seconds,
-    table,
-)
-from mpipipe.schedules import FORM, Links
-from mpipipe.text import counted
+from mpipipe.planning import Choice, PlanningProblem, PlanReport, find_plan, shown_seconds, table
 from mpipipe.train import (
     INSTEAD,
     PLANNED,
@@ -36,9 +24,7 @@ from mpipipe.train import (
     TaskFileConfig,
     TrainConfig,
     measured_ranks,
-    on_paper,
     pipe_of,
-    plans_on_paper,
     read_keys,
     toml_line,
 )
@@ -50,18 +36,11 @@ def plan(
     config: Config = None,
     task: TaskFile = None,
     out: Annotated[str | None, Option("new file for the best plan, which train --config takes", metavar="FILE")] = None,
-    save_profile: Annotated[str | None, Option("new file for what was measured", metavar="FILE")] = None,
-    profile: Annotated[str | None, Option("file of --save-profile: measure nothing", metavar="FILE")] = None,
-    ranks: Annotated[int | None, Option("with --profile: ranks to plan for; default: one replica", least=1)] = None,
-    transfer_model: Annotated[
-        str | None, Option(f"with --profile: links between them, in s and bytes/s: {FORM}")
-    ] = None,
     **flags: Any,
 ) -> int:
     """Find the fastest schedule, chunks, micro-batches, partition and recomputation for a training (mpiexec -n 4 ...).
 
     Takes the flags of train. What is given stays as it is; all else is chosen by measurements with all ranks at work.
-    With --profile nothing is measured: one process plans for --ranks, without MPI.
     """
     check_task_file(task)
 
@@ -71,94 +50,40 @@ def plan(
         chosen = load_config(task, config, **{**flags, "plan": "auto"})
         return chosen, {**given, **({"task": chosen.task} if isinstance(chosen, TaskFileConfig) else {})}
 
-    if profile is not None:
-        with refusing("plan --profile"):
-            if save_profile is not None:
-                raise ConfigError("nothing is measured with --profile", found=f"--save-profile {save_profile}")
-            check_outputs(out)
-            _on_paper(*read(), Path(profile), ranks, transfer_model, out)
-        return int(current_rank().unwritten)
-
     def work() -> None:
         comm = runtime.world()
         with group_of(comm).raise_together("plan: reading the configuration"):
-            for name, value in (("--ranks", ranks), ("--transfer-model", transfer_model)):
-                if value is not None:
-                    raise ConfigError(
-                        f"{name} is for plans on paper",
-                        found=f"{name} {value}, without --profile",
-                        expected="a plan is made of measurements, on the ranks that mpiexec or srun starts",
-                        remedy="measure with --save-profile FILE on few ranks, then plan with --profile FILE for many; "
-                        "`mpipipe simulate --schedule all --ranks N` compares schedules without any measurement",
-                    )
             chosen, given = read()
             if comm.rank == 0:
-                check_outputs(out, save_profile)
-        found, problem, more = make_plans(chosen, comm)
+                check_output(out)
+        found, problem = make_plans(chosen, comm)
         with group_of(comm).raise_together("plan: the result"):
             if comm.rank == 0:
-                show(found, more)
+                show(found)
                 if out is not None:
                     write(Path(out), {**given, "pipe": problem.ranks, "seq": problem.seq}, found.choice)
-                if save_profile is not None:
-                    saved = SavedProfile.of(found.profile, problem.signatures, problem.facts, found.oversubscribed)
-                    saved.save(Path(save_profile))
-                    _say(f"mpipipe: the measurements are in {save_profile}: plan --profile, train --dry-run --profile")
 
     return on_ranks(work)()
 
 
-def check_outputs(*paths: str | None) -> None:
-    """Raise ConfigError where one of the files is not new, or two are the same."""
-    given = [Path(path) for path in paths if path is not None]
-    for path in given:
-        files.check_new("the plan or profile", path)
-    if len({path.resolve() for path in given}) < len(given):
-        raise ConfigError(
-            "the plan and the measurements cannot be one file",
-            found=f"--out and --save-profile {given[0]}",
-            expected="two new files",
-        )
+def check_output(path: str | None) -> None:
+    """Raise ConfigError where the file for the plan is not new."""
+    if path is not None:
+        files.check_new("the plan", Path(path))
 
 
-def _on_paper(
-    config: TaskConfig, given: Mapping[str, Any], path: Path, ranks: int | None, model: str | None, out: str | None
-) -> None:
-    saved = SavedProfile.read(path)
-    links = None if model is None else Links.read(model)
-    count = (config.pipe or 1) * config.seq if ranks is None else ranks
-
-    def work(comm: Communicator) -> PlanningProblem:
-        chosen, task = task_of(config, comm)
-        task.find_data(group_of(comm))
-        return on_paper(chosen, task, count, comm)[1]
-
-    problem = inprocess.run(1, work)[0]
-    plans = plans_on_paper(problem, config, saved, links)
-    rows = problem.rows // plans[0].choice.microbatches
-    _say(
-        *table(plans),
-        f"on paper: {counted(count, 'rank')}, from measurements on a pipeline of {counted(saved.ranks, 'rank')}; "
-        f"{path} says that real steps take {saved.scale:.3f} of what they add up to",
-        *saved.doubts(problem.ranks, problem.replicas * problem.seq, rows, links is not None),
-    )
-    if out is not None:
-        write(Path(out), {**given, "pipe": problem.ranks, "seq": config.seq}, plans[0].choice)
-
-
-def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem, list[str]]:
-    """Return the plans of a training on these ranks, what is planned, and lines on ranks and threads; collective."""
+def make_plans(config: TaskConfig, comm: Communicator) -> tuple[PlanReport, PlanningProblem]:
+    """Return the plans of a training on these ranks, and what is planned; collective."""
     config, task = task_of(config, comm)
     with Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq) as mesh:
         place = select_device(config.device, comm)
         task.find_data(group_of(comm))
         measured = measured_ranks(config, task, mesh)
-        found = find_plan(measured, place)
-        return found, measured.problem, compare_placements(measured, found, config.pipe)
+        return find_plan(measured, place), measured.problem
 
 
-def show(found: PlanReport, more: Sequence[str] = ()) -> None:
-    """Write the best plans to the standard output, and more lines."""
+def show(found: PlanReport) -> None:
+    """Write the best plans to the standard output, and the lines of a job script for the ranks that were measured."""
     scale = found.profile.scale
     _say(
         *table(found.plans),
@@ -169,7 +94,9 @@ def show(found: PlanReport, more: Sequence[str] = ()) -> None:
             else []
         ),
         *([found.oversubscribed] if found.oversubscribed else []),
-        *more,
+        "the lines of a script of SLURM, such as jobs/train.sbatch, for these ranks and threads:",
+        f"#SBATCH --ntasks-per-node={found.ranks_per_node}",
+        f"#SBATCH --cpus-per-task={found.threads}",
     )
 
 

@@ -17,7 +17,7 @@ from mpipipe.job import Communicator, group_of, inprocess, launcher_size, run_or
 from mpipipe.language import TextTask
 from mpipipe.language.models import GPT
 from mpipipe.options import Option, key_of
-from mpipipe.planning import RankBytes, SavedProfile, shown_seconds
+from mpipipe.planning import RankBytes
 from mpipipe.text import counted, shown_bytes, text_table
 from mpipipe.train import (
     INSTEAD,
@@ -30,7 +30,6 @@ from mpipipe.train import (
     check_task,
     estimate_task,
     load_task,
-    predicted,
     read_keys,
     run,
 )
@@ -44,9 +43,6 @@ def train(
     task: TaskFile = None,
     dry_run: Annotated[bool, Option("train nothing: show the plan, and the memory of each rank")] = False,
     ranks: Annotated[int | None, Option("of a dry run in one process; default: those of one replica")] = None,
-    profile: Annotated[
-        str | None, Option("of `plan --save-profile`: a dry run says how long a step takes", metavar="FILE")
-    ] = None,
     check: Annotated[
         bool,
         Option("train nothing: compare each backward of the task with its forward, in float64 whatever --dtype is"),
@@ -64,8 +60,6 @@ def train(
     def work() -> None:
         group = group_of()
         with group.raise_together("train: its options"):
-            if profile is not None:
-                raise ConfigError("--profile without --dry-run", found=f"--profile {profile}", remedy="add --dry-run")
             if ranks is not None:
                 raise ConfigError(
                     "--ranks without --dry-run",
@@ -81,7 +75,7 @@ def train(
     if check:
         return print_check(load)
     if dry_run:
-        return print_estimate(load, ranks, profile)
+        return print_estimate(load, ranks)
     return on_ranks(work)()
 
 
@@ -155,19 +149,19 @@ MOST_RANKS = 1 << 16
 COLUMNS = ("parameters", "gradients", "moments", "activations", "messages", "scratch", "later", "process", "total")
 
 
-def print_estimate(load: Callable[[], TaskConfig], ranks: int | None, profile: str | None = None) -> int:
-    """Show what a training would be, on `ranks` ranks or on those of this job; with a profile, the time of a step."""
+def print_estimate(load: Callable[[], TaskConfig], ranks: int | None) -> int:
+    """Show what a training would be, on `ranks` ranks or on those of this job."""
     if launcher_size(os.environ) is not None:
-        return run_or_abort(lambda: _in_job(load, ranks, profile))
+        return run_or_abort(lambda: _in_job(load, ranks))
     with refusing():
         if ranks is not None and not 1 <= ranks <= MOST_RANKS:
             raise ConfigError("--ranks is out of range", found=ranks, expected=f"at least 1, at most {MOST_RANKS:,}")
         config = load()
-        _show(config, ranks or (config.pipe or 1) * config.seq, profile)
+        _show(config, ranks or (config.pipe or 1) * config.seq)
     return 0
 
 
-def _in_job(load: Callable[[], TaskConfig], ranks: int | None, profile: str | None) -> None:
+def _in_job(load: Callable[[], TaskConfig], ranks: int | None) -> None:
     group = group_of()
     with group.raise_together("train: the dry run"):
         if ranks not in (None, group.size):
@@ -179,25 +173,12 @@ def _in_job(load: Callable[[], TaskConfig], ranks: int | None, profile: str | No
             )
         config = load()
         if group.rank == 0:
-            _show(config, group.size, profile)
+            _show(config, group.size)
 
 
-def _show(config: TaskConfig, ranks: int, profile: str | None) -> None:
+def _show(config: TaskConfig, ranks: int) -> None:
     processor.prepare_process()
-    saved = None if profile is None else SavedProfile.read(Path(profile))
-    found = estimate_task(partial(task_of, config), ranks)
-    lines = [described(found)]
-    if saved is not None:
-        seconds = predicted(found, saved).seconds
-        unit = "tokens" if isinstance(config, TrainConfig) else found.task.unit
-        rate = f"{config.batch * found.task.units / seconds:,.0f} {unit}/s"
-        lines.append(
-            f"a step takes {shown_seconds(seconds)}, {rate}, "
-            f"by {profile} (measured on a pipeline of {counted(saved.ranks, 'rank')})"
-        )
-        problem = found.problem
-        lines += saved.doubts(problem.ranks, problem.replicas * problem.seq, found.plan.microbatch_rows, linked=False)
-    show("".join(f"{line}\n" for line in lines))
+    show(f"{described(estimate_task(partial(task_of, config), ranks))}\n")
 
 
 def described(found: MemoryEstimate) -> str:

@@ -232,11 +232,6 @@ class TextTask(Task):
             f"use fewer ranks or chunks, or at least {counted(-(-(stages - 2) // 2), 'layer')}",
         )
 
-    def planning_facts(self) -> dict[str, Any]:
-        config = self.config
-        facts = {name: getattr(config, name) for name in ("seq_len", "packing", "heads", "tied", "dropout")}
-        return {"vocab": self.vocab, "kv_heads": config.kv_heads or config.heads, **facts}
-
     def sample_bytes(self, rows: int, dtype: str) -> tuple[int, int]:
         config = self.config
         length = -(-config.seq_len // config.seq)

@@ -1,15 +1,13 @@
 """Which plan of a training is the fastest: predictions from measured costs, and a search. No MPI, no arrays."""
 
 from mpipipe.planning.cutting import Cut, CutStage, cut, measured_costs
-from mpipipe.planning.find import PlanReport, find_plan, in_words, profile_of, shown_seconds, table
+from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds, table
 from mpipipe.planning.layer_plan import LayerPlan, name_ends
 from mpipipe.planning.links import TrialSteps, trial_steps
 from mpipipe.planning.memory import check_memory, peak
-from mpipipe.planning.placement import compare_placements
 from mpipipe.planning.predict import Choice, Prediction, completed, predict
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, declared, layers_with, parameters_of
 from mpipipe.planning.profile import LayerCosts, Link, Profile, RankCosts, Sizes, parse_bytes
-from mpipipe.planning.saved import SavedProfile
 from mpipipe.planning.search import Plan, Space, cuts_by_time, find_plans
 from mpipipe.planning.step_memory import RankBytes, check_training, layer_bytes, rank_bytes
 
@@ -23,7 +21,6 @@ __all__ = [
     "Prediction",
     "Profile",
     "RankCosts",
-    "SavedProfile",
     "Sizes",
     "Space",
     "find_plans",

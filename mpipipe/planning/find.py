@@ -10,11 +10,9 @@ from mpipipe.job import group_of
 from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_steps
 from mpipipe.planning.predict import Choice, predict
 from mpipipe.planning.probe import MeasuredLayers, measure_layers
-from mpipipe.planning.problem import MeasuredRanks, PlanningProblem
+from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Profile
-from mpipipe.planning.saved import SavedProfile
 from mpipipe.planning.search import Plan, find_plans
-from mpipipe.schedules import Links
 from mpipipe.text import counted, shown_bytes, text_table
 
 REAL = 3  # plans of which real steps are made
@@ -25,13 +23,15 @@ class PlanReport:
     """The plans of a training: on rank 0 all of them, the fastest first, and on every rank the choice of that one.
 
     `reading` are the seconds that a step is longer while the batch of the next one is read, which `profile.step` has;
-    `oversubscribed` says which ranks share cores; "" where none do.
+    The last fields are those of `RankPlaces`.
     """
 
     plans: Sequence[Plan]
     choice: Choice
     profile: Profile
     reading: float
+    ranks_per_node: int
+    threads: int
     oversubscribed: str
 
 
@@ -41,7 +41,7 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
     with group.raise_together("plan: what is asked for"):
         measured.check_place(place)
         space = problem.space
-    oversubscribed = measured.oversubscribed()
+    places = measured.places()
     profile = measure(measured)
     plans: list[Plan] = []
     with group.raise_together("plan: the search"):
@@ -63,7 +63,7 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
         ]
         plans = [_scaled(plan, profile.step, median(scales), reading) for plan in plans]
         profile = replace(profile, scale=median(scales), step=profile.step + reading)
-    return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), reading, oversubscribed)
+    return PlanReport(plans, tried[0], group.broadcast("plan: the measurements", profile), reading, *places)
 
 
 def measure(measured: MeasuredRanks) -> Profile:
@@ -89,7 +89,6 @@ def measure(measured: MeasuredRanks) -> Profile:
         optimizer=tuple(rank.optimizer for rank in ranks),
         sums=tuple(rank.sums for rank in ranks),
         step=max(step for _, _, step in everyone),
-        alone=mine.alone,
         process=max(layers.process for _, layers, _ in everyone),
     )
 
@@ -115,22 +114,6 @@ def _scaled(plan: Plan, step: float, scale: float, reading: float) -> Plan:
     prediction = plan.prediction
     seconds = step + reading + scale * (prediction.seconds - step)
     return replace(plan, prediction=replace(prediction, seconds=seconds))
-
-
-def profile_of(
-    problem: PlanningProblem, saved: SavedProfile, sizes: Sequence[int], links: Links | None = None
-) -> Profile:
-    """Return the profile of ranks that are not there, from what was measured on others."""
-    saved.check(problem.facts, problem.signatures)
-    return saved.profile(
-        problem.ranks,
-        problem.signatures,
-        sizes,
-        states=problem.states,
-        trained=problem.trained_counts,
-        links=links,
-        stride=problem.replicas * problem.seq,
-    )
 
 
 # -- Plans as a table -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -75,18 +76,51 @@ def peak() -> int:
 UNTRACED = {"torch", "jax"}  # libraries that allocate by themselves
 
 
+class _Tracer:
+    """Python's trace of what is allocated, for all ranks of this process that are threads.
+
+    To stop it while another thread allocates ends the process by SIGSEGV (Python 3.12.8, 3.13.0 and 3.13.1:
+    python/cpython#128679). So the last rank that measures stops it, and the ranks wait for each other before any of
+    them computes again.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.was_on = Lock(), 0, False
+
+    def begin(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                self.was_on = tracemalloc.is_tracing()
+                gc.freeze()
+                tracemalloc.start()
+
+    def end(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                gc.unfreeze()
+                if not self.was_on:
+                    tracemalloc.stop()
+
+
+_TRACER = _Tracer()
+
+
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Let Python trace what is allocated within, for `taking`, which need not look through what was there before."""
-    traced = tracemalloc.is_tracing()
-    gc.freeze()
-    tracemalloc.start()
+    """Let Python trace what is allocated within, for `taking`, which need not look through what was there before.
+
+    Ranks that measure agree on something right after it, and compute nothing before that; see `_Tracer`.
+    """
+    if UNTRACED & sys.modules.keys():
+        yield
+        return
+    _TRACER.begin()
     try:
         yield
     finally:
-        gc.unfreeze()
-        if not traced:
-            tracemalloc.stop()
+        _TRACER.end()
 
 
 def taking() -> Callable[[], int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from mpipipe import schedules
 from mpipipe.planning.profile import Link, Profile
-from mpipipe.schedules import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, Costs, Schedule, Timeline, before_backwards
+from mpipipe.schedules import INPUT_GRAD, Costs, Schedule, before_backwards
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,8 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     Raises ArgumentError where the plan does not fit the ranks, or no recomputation keeps its limit. A step lasts as
     long as the simulated schedule, then the sums over replicas that are under way, clipping and optimizer, and what
     `Profile.step` has besides. An action lasts as long as its layers, then `RankCosts.action`, and the time for which
-    its messages keep the rank from computing. W and R have no messages. Where ranks share memory bandwidth or cores,
-    each computes faster while others are idle: the schedule is shorter by what that saves the busiest rank. The slices
-    of a sequence share what was measured of it as a whole.
+    its messages keep the rank from computing. W and R have no messages. The slices of a sequence share what was
+    measured of it as a whole.
 
     Parameters
     ----------
@@ -75,10 +73,9 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
     size = -(-rows // choice.microbatches)
     costs = _costs(profile, schedule, choice.ranges, size, rows / (size * schedule.units))
     timeline = schedules.simulate(schedule, costs)
-    faster = _speed(timeline, profile.alone)
     own = [_layers(schedule, choice.ranges, rank) for rank in range(profile.ranks)]
     counts = [sum(profile.trained[layer] for layer in layers) for layers in own]
-    summed = max(faster * end + count * each for end, count, each in zip(timeline.ends, counts, profile.sums))
+    summed = max(end + count * each for end, count, each in zip(timeline.ends, counts, profile.sums))
     updated = max(count * each for count, each in zip(counts, profile.optimizer))
     activations = _activations(profile, schedule, choice.ranges, size)
     states = [sum(profile.states[layer] for layer in layers) for layers in own]
@@ -90,22 +87,6 @@ def predict(profile: Profile, choice: Choice, rows: int, trained: Collection[int
         schedule=schedule,
         costs=costs,
     )
-
-
-def _speed(timeline: Timeline, alone: float) -> float:
-    """Return the time of the busiest rank's actions as a share of what it is while all ranks compute."""
-    schedule, times = timeline.schedule, timeline.durations
-    if schedule.ranks < 2 or not timeline.makespan:
-        return 1.0
-    busy = [0.0] * schedule.ranks
-    for stage, rank in enumerate(schedule.placement):
-        backward = times[BACKWARD][stage] if stage >= schedule.trained_from else 0.0
-        busy[rank] += schedule.units * (times[FORWARD][stage] + backward)
-    for stage, _ in schedule.recomputed:
-        busy[schedule.placement[stage]] += times[RECOMPUTE][stage]
-    others = sorted(busy)[:-1]
-    idle = 1 - math.fsum(others) / (len(others) * timeline.makespan)
-    return 1 - (1 - alone) * max(0.0, idle)
 
 
 def _layers(schedule: Schedule, ranges: Sequence[tuple[int, int]], rank: int) -> list[int]:

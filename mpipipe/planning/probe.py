@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpipipe import nn, optim, processor, schedules
+from mpipipe import nn, optim, schedules
 from mpipipe.arrays import Branches, Tree, mapped
 from mpipipe.arrays import dtype as dtype_of
 from mpipipe.job import Communicator, group_of
@@ -27,7 +27,6 @@ Step: TypeAlias = "Callable[[], float]"  # returns the seconds of the pipeline
 
 SECONDS = 0.6  # of a round
 REPEATS = (3, 25)  # of a step in a round: at least, at most
-TURNS = 5  # in which all ranks compute, and then every other one
 UNDER_WAY = 2  # micro-batches, so that what one has saved is not in the cache any more when it is needed
 # how to go backwards: in one go, in one go after the forward was run again, in two
 WAYS = {"whole": ("gpipe", False), "again": ("gpipe", True), "split": ("zero_bubble_h1", False)}
@@ -62,26 +61,6 @@ class Probe:
                 steps["again"]()
                 steps["split"]()
         self.sums.append(self._sum(median(taken)))
-
-    def alone(self) -> float:
-        """Let every other ring be idle in turn; return the time of a step as a share of what it is while none is."""
-        mesh, shares = self.measured.mesh, []
-        rings, ring = mesh.pipe.size * mesh.data.size, mesh.data.rank * mesh.pipe.size + mesh.pipe.rank
-        if rings < 2:
-            return 1.0
-        with self._pipeline("whole", None) as step:
-            repeats = self._repeats([step])
-            for _ in range(TURNS):
-                self.group.agree("plan: all ranks begin to measure")
-                together = median(step() for _ in range(repeats))
-                for turn in range(2):
-                    if ring % 2 == turn:
-                        apart = median(step() for _ in range(repeats))
-                    self.group.agree("plan: these ranks have computed while the others were idle")
-                shares.append(apart / together)
-        share = median(self.group.gather("plan: what ranks save alone", median(shares)))
-        others = (rings // 2 - 1) / (rings - 1)  # were at work all the same
-        return min(1.0, max(0.0, 1 - (1 - share) / (1 - others)))
 
     def costs(self) -> RankCosts:
         """Return what was measured so far."""
@@ -288,8 +267,7 @@ ALIKE = 2  # layers of a kind that are measured
 class MeasuredLayers:
     """What one rank has measured: costs and sizes for each size of micro-batch, seconds for one parameter.
 
-    `alone` is the time of a step while no other rank computes, as a share of what it is while all do; `process` are the
-    bytes of a process that trains, without arrays.
+    `process` are the bytes of a process that trains, without arrays.
     """
 
     costs: dict[int, RankCosts]
@@ -297,7 +275,6 @@ class MeasuredLayers:
     process: int
     optimizer: float
     sums: float
-    alone: float
 
 
 def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
@@ -309,8 +286,10 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
     }
     sizes, process = {}, 0
     for size, probe in probes.items():
-        sizes[size] = probe.sizes()
-        process = process or process_bytes()  # a training has one size, and libraries keep something for each
+        with group.raise_together("plan: the bytes of the layers"):  # see `tracing`
+            sizes[size] = probe.sizes()
+        # A training has one size, and libraries keep something for each.
+        process = process or process_bytes()
     for _ in range(ROUNDS):
         for probe in probes.values():
             probe.run()
@@ -320,36 +299,10 @@ def measure_layers(measured: MeasuredRanks) -> MeasuredLayers:
         process=process,
         optimizer=median(seconds for probe in probes.values() for seconds in probe.optimizers),
         sums=median(seconds for probe in probes.values() for seconds in probe.sums),
-        alone=probes[measured.problem.space.sizes[len(probes) // 2]].alone(),
     )
     group.agree("plan: all ranks have measured the layers")
     solo.Free()
     return found
-
-
-def measure_threads(measured: MeasuredRanks, at_work: Mapping[int, bool]) -> dict[int, list[tuple[float, float]]]:
-    """Measure what threads gain this rank, while it is `at_work` with a number of them; collective over all ranks.
-
-    Returns for each of these numbers, and each size of micro-batch, the seconds of a step of a few micro-batches, and
-    of the optimizer for one parameter.
-    """
-    group, problem, before = group_of(measured.mesh.comm), measured.problem, processor.thread_count()
-    solo = group.split(measured.mesh.rank, 0, "plan: a rank by itself")
-    sizes, steps = problem.space.sizes, defaultdict[tuple[int, int], list[tuple[float, float]]](list)
-    for _ in range(ROUNDS):
-        for count, works in at_work.items():
-            processor.set_threads(count)
-            for size in sizes if works else ():
-                probe = Probe(measured, solo, _picked(problem.kinds), size)
-                with probe._pipeline("whole", None) as step:
-                    stop = perf_counter() + SECONDS / 3
-                    while not probe.optimizers or perf_counter() < stop:
-                        steps[count, size].append((step(), probe.optimizers[-1]))
-            group.agree("plan: these ranks have computed while the others were idle")
-    processor.set_threads(before)
-    solo.Free()
-    times = {count: [zip(*steps[count, size]) for size in sizes] for count, works in at_work.items() if works}
-    return {count: [(median(a), median(b)) for a, b in pairs] for count, pairs in times.items()}
 
 
 def _picked(kinds: Sequence[int]) -> list[int]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpipipe import arrays, nn, optim
+from mpipipe import arrays, nn, optim, processor
 from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
@@ -52,7 +53,6 @@ class PlanningProblem:
     shards : replicas that keep a share of these each; 1 where all keep all
     fixed : fields of a Choice that stay as they are
     memory_limit : bytes that a rank may need
-    facts : what measured times hold for, besides the layers
     inputs : shapes of the input of each layer, where they are not all alike
     """
 
@@ -68,7 +68,6 @@ class PlanningProblem:
     moments: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
     memory_limit: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
     inputs: Sequence[str] = ()
     shards: int = 1
 
@@ -191,12 +190,24 @@ class MeasuredRanks:
                 remedy="choose schedule, chunks and microbatches by hand, with --device cpu make a plan of the CPU's",
             )
 
-    def oversubscribed(self) -> str:
-        """Say which ranks share cores, "" where none do; collective."""
+    def places(self) -> RankPlaces:
+        """Find out how ranks share nodes and cores; collective."""
         comm = self.mesh.comm
         mine = {"rank": comm.rank, "host": socket.gethostname(), "cores": own_cores()}
-        text = oversubscribed(group_of(comm).gather("plan: the cores", mine))
-        return f"{text}: times depend on who waits meanwhile, and predictions are rough" if text else ""
+        everyone = group_of(comm).gather("plan: the cores", (mine, processor.thread_count()))
+        places = [place for place, _ in everyone]
+        text = oversubscribed(places)
+        rough = f"{text}: times depend on who waits meanwhile, and predictions are rough" if text else ""
+        ranks_per_node = max(Counter(place["host"] for place in places).values())
+        return RankPlaces(ranks_per_node, max(threads for _, threads in everyone), rough)
+
+
+class RankPlaces(NamedTuple):
+    """Most ranks on a node, most threads of a rank, and which ranks share cores: "" where none do."""
+
+    ranks_per_node: int
+    threads: int
+    oversubscribed: str
 
 
 def parameters_of(layers: Sequence[nn.Layer]) -> int:

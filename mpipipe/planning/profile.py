@@ -106,8 +106,6 @@ class Profile:
         the step is longer while the next batch is read.
     scale : float
         By which real steps last longer than what is predicted without it.
-    alone : float
-        Time of an action while no other rank computes, as a share of what it is in `costs`, while all of them do.
     process : int
         Bytes of a rank besides all that: Python with its libraries and MPI.
 
@@ -133,7 +131,6 @@ class Profile:
     sums: tuple[float, ...]
     step: float = 0.0
     scale: float = 1.0
-    alone: float = 1.0
     process: int = 0
 
     @property

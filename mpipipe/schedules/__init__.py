@@ -13,7 +13,6 @@ from mpipipe.schedules.registry import (
     ONE_STAGE,
     SEVERAL_STAGES,
     TWO_STAGES,
-    WITH_COSTS,
     Advice,
     advise,
     by_name,

@@ -28,16 +28,7 @@ from mpipipe.train.task import Pair, Task, too_few_pieces
 from mpipipe.train.task_calls import layers_of, outline
 from mpipipe.train.task_check import TaskLoss
 from mpipipe.train.task_file import TaskFileConfig, load_task
-from mpipipe.train.training_plan import (
-    MemoryEstimate,
-    check_actions,
-    estimate_task,
-    measured_ranks,
-    on_paper,
-    pipe_of,
-    plans_on_paper,
-    predicted,
-)
+from mpipipe.train.training_plan import MemoryEstimate, estimate_task, measured_ranks, pipe_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

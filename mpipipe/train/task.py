@@ -262,10 +262,6 @@ class Task:
         if count < stages:
             raise too_few_pieces(counted(count, "layer"), stages, "use fewer ranks or chunks")
 
-    def planning_facts(self) -> Facts:
-        """Return what measured times hold for, besides the layers and the options of the mesh."""
-        return {}
-
     def sample_bytes(self, rows: int, dtype: str) -> Shape:
         """Return bytes of a sample, and of what a layer hands to the next for these rows; 0 for what is not known."""
         return 0, 0

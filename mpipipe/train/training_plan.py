@@ -17,7 +17,7 @@ from mpipipe.arrays import Tree
 from mpipipe.comm import Mesh
 from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
-from mpipipe.schedules import WITH_COSTS, Links, Schedule, from_file, is_path
+from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train import resume
 from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingOptions, in_one_text, is_table
@@ -28,9 +28,6 @@ from mpipipe.train.task_calls import Reader, agree_on_layers, chain, example, ha
 from mpipipe.train.task_check import TaskLoss
 
 logger = logging.getLogger("mpipipe")
-
-WHOLE_ACTIONS = 1 << 22  # of all ranks in a schedule that each rank makes as a whole: it takes some seconds and 1 GB
-ACTIONS = 1 << 20  # of one rank of a schedule
 
 
 def pipe_of(config: ParallelOptions, ranks: int) -> int:
@@ -71,7 +68,6 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
             expected=f"at least {microbatches}, the number of micro-batches",
             remedy="raise batch, or lower microbatches",
         )
-    check_actions(config.schedule, pipe, config.chunks, microbatches, config.slices)
     schedule = order or schedules.by_name(
         config.schedule, ranks=pipe, microbatches=microbatches, chunks=config.chunks, slices=config.slices
     )
@@ -82,24 +78,6 @@ def plan_layers(config: TaskConfig, task: Task, pipe: int, replicas: int) -> pla
     ranges = given_ranges(config, len(costs), schedule.stages) or schedules.partition(costs, schedule.stages)
     schedule = planning.completed(schedule, ranges, planning.layers_with(task.trained()), config.recompute_limit)
     return planning.LayerPlan(schedule, ranges, rows).with_names(task.outline)
-
-
-def check_actions(name: str, ranks: int, chunks: int, microbatches: int, slices: int = 1) -> None:
-    """Raise ConfigError if the schedule called `name` would have more actions than anybody can mean.
-
-    A rank makes its own order alone, unless the schedule is searched for its costs or has slices: then all orders.
-    """
-    own, whole = 2 * chunks * microbatches * slices, name in WITH_COSTS or slices > 1
-    actions, most, where = (own * ranks, WHOLE_ACTIONS, "all ranks") if whole else (own, ACTIONS, "a rank")
-    if actions > most:
-        raise ConfigError(
-            "the schedule would be too long",
-            found=f"{actions:,} actions on {where}: forward and backward of {microbatches:,} micro-batches"
-            + (f" in {slices} slices" if slices > 1 else "")
-            + f", and {chunks:,} chunks on each of {counted(ranks, 'rank')}",
-            expected=f"at most {most:,}",
-            remedy="lower microbatches or chunks" if slices == 1 else "lower microbatches, slices or chunks",
-        )
 
 
 def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tuple[int, int]]:
@@ -188,7 +166,6 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
     """Return what is to be planned for this mesh; raises where the model or the batch cannot be."""
     rows_of(config, replicas)
     fixed: dict[str, Any] = {name: getattr(config, name) for name in config.fixed}
-    names = ("dtype", "seq", "optimizer")
     return planning.PlanningProblem(
         layers=task.outline,
         costs=task.costs(),
@@ -204,7 +181,6 @@ def problem_of(config: TaskConfig, task: Task, pipe: int, replicas: int) -> plan
         fixed={name: value for name, value in fixed.items() if value is not None or name == "recompute_limit"}
         | ({"slices": config.slices} if config.slices > 1 else {}),
         memory_limit=config.memory_limit,
-        facts={**task.planning_facts(), "layout": task.layout, **{name: getattr(config, name) for name in names}},
     )
 
 
@@ -352,37 +328,3 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
     how: dict[str, Any] = dict(recompute=config.recompute, copied=task.copies, shares=shares)
     found = planning.rank_bytes(problem, plan, measured, sample, **how)
     return MemoryEstimate(config, task, problem, plan, found)
-
-
-def plans_on_paper(
-    problem: planning.PlanningProblem, config: ParallelOptions, saved: planning.SavedProfile, links: Links | None
-) -> list[planning.Plan]:
-    """Find the plans of a training on ranks that are not there, the fastest first. Raises ConfigError."""
-    _check_cpu(config)
-    profile: planning.Profile = planning.profile_of(problem, saved, problem.space.sizes, links)
-    return planning.find_plans(profile, problem.space, problem.memory_limit)
-
-
-def predicted(estimate: MemoryEstimate, saved: planning.SavedProfile) -> planning.Prediction:
-    """Predict the steps of a training whose memory was estimated."""
-    config, plan, problem = estimate.config, estimate.plan, estimate.problem
-    if is_table(config.schedule):
-        raise ConfigError(
-            "a profile does not predict an order from a file",
-            found=plan.schedule.name,
-            expected="a schedule by its name",
-            remedy="leave out --profile, or compare with `mpipipe simulate --csv FILE`",
-        )
-    counts = tuple(stop - start for start, stop in plan.layer_ranges)
-    choice = planning.Choice(
-        config.schedule, config.chunks, plan.schedule.microbatches, counts, config.recompute, config.recompute_limit,
-        config.slices,
-    )  # fmt: skip
-    _check_cpu(config)
-    profile = planning.profile_of(problem, saved, [plan.microbatch_rows])
-    return planning.predict(profile, choice, problem.rows, problem.trained_layers)
-
-
-def _check_cpu(config: ParallelOptions) -> None:
-    if config.device == "cuda":
-        raise ConfigError("a profile is of the CPU", found="device cuda", expected="cpu: GPUs are not measured")

@@ -128,7 +128,7 @@ def refused(monkeypatch):
 COMMANDS = [
     ("simulate", "--csv"), ("simulate", "--schedule"), ("draw", "timeline", "--out", "new.svg", "--schedule"),
     ("train", "--dry-run", "--schedule"), ("train", "--dry-run", "--config"), ("train", "--dry-run", "--data"),
-    ("train", "--dry-run", "--profile"), ("draw", "trace", "--out", "new.svg", "--trace"),
+    ("draw", "trace", "--out", "new.svg", "--trace"),
 ]  # fmt: skip
 
 

@@ -80,15 +80,6 @@ def test_a_forward_that_is_run_again_costs_what_that_adds(again, expected):
     assert twice - once == pytest.approx(6 * expected + 7)
 
 
-def test_ranks_compute_faster_while_others_are_idle():
-    """Of 5 turns of 1F1B each of two ranks waits for one; of an uneven cut the busy rank sees the other one wait."""
-    even, uneven = Choice("one_f_one_b", 1, 4, (3, 3)), Choice("gpipe", 1, 8, (5, 1))
-    for choice, idle in ((even, 1 / 5), (uneven, 1 - 8 * 3 / (8 * 15 + 3))):
-        usual, faster = (predict(profile(alone=alone), choice, ROWS).seconds for alone in (1.0, 0.7))
-        assert faster == pytest.approx(usual * (1 - 0.3 * idle))
-    assert predict(profile(1, alone=0.7), Choice("gpipe", 1, 4, (6,)), ROWS).seconds == pytest.approx(6 * 3 * ROWS)
-
-
 def test_messages_and_the_loss_cost_time():
     links = (Link(message=0.25, transfer=2.0),) * 2
     lossy = profile(links=links)

@@ -15,7 +15,6 @@ from mpipipe import schedules
 from mpipipe.language import data
 from mpipipe.language.data.tokenizer import open_tokenizer
 from mpipipe.language.inference.prompts import read_prompts
-from mpipipe.planning import LayerCosts, Link, RankCosts, SavedProfile, Sizes
 from mpipipe.schedules.csv_text import from_file
 from mpipipe.train import TrainConfig, metrics
 from support.damage import places
@@ -77,13 +76,6 @@ def _csv(folder):
     return folder / "order.csv"
 
 
-def _profile(folder):
-    rank = RankCosts((LayerCosts(1.0, 2.0, 1.0, 1.0),))
-    saved = SavedProfile({"dim": 8}, ("linear",), 2, {2: rank}, {2: Link()}, {2: Sizes((100,), (100,), 10)}, 0.5, 0.0)
-    saved.save(folder / "profile.json")
-    return folder / "profile.json"
-
-
 def _config(folder):
     (folder / "config.toml").write_text('dim = 64\nheads = 4\ndata = ["text"]\nlr = 0.003\nschedule = "one_f_one_b"\n')
     return folder / "config.toml"
@@ -122,7 +114,6 @@ KINDS = {
     "npy": Kind(_npy, _read_data),
     "megatron": Kind(_megatron, _read_data),
     "csv": Kind(_csv, from_file),
-    "profile": Kind(_profile, SavedProfile.read),
     "configuration": Kind(_config, lambda path: TrainConfig.load(str(path))),
     "metrics": Kind(_metrics, lambda path: metrics.kept_records(path.parent, 10)),
     "tokenizer": Kind(_tokenizer, _read_tokenizer),

@@ -10,7 +10,7 @@ from support.text_plan import text_plan
 
 from mpipipe import Mesh, planning, schedules
 from mpipipe.attention import Local
-from mpipipe.errors import ConfigError
+from mpipipe.errors import ConfigError, MpipipeError
 from mpipipe.job import inprocess
 from mpipipe.language.inference.generation import build_decoder, check_decoding
 from mpipipe.language.models import GPT
@@ -20,8 +20,8 @@ from mpipipe.train import TrainConfig, train
 from mpipipe.train.training_plan import problem_of
 
 ABSURD = [
-    ({"chunks": 10**6, "schedule": "interleaved_1f1b"}, "schedule would be too long"),
-    ({"batch": 10**9, "microbatches": 10**9}, "schedule would be too long"),
+    ({"chunks": 10**6, "schedule": "interleaved_1f1b"}, "the schedule is too large"),
+    ({"batch": 10**9, "microbatches": 10**9}, "the schedule is too large"),
     ({"microbatches": 10**9}, "fewer sequences than micro-batches"),
     ({"layers": 10**8}, "too many layers"),
     ({"dim": 10**7}, "does not fit into memory"),
@@ -37,7 +37,7 @@ ABSURD = [
 @pytest.mark.parametrize(("keys", "match"), ABSURD)
 def test_absurd_sizes_are_refused_with_a_remedy_before_they_take_memory(comm, mpi_tmp_path, keys, match):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ConfigError, match=match) as caught:
+    with pytest.raises(MpipipeError, match=match) as caught:
         train(TrainConfig(**{"pipe": comm.size, "device": "cpu", "out": str(mpi_tmp_path / "run"), **keys}), GPT, comm)
     assert caught.value.found and caught.value.expected
     assert caught.value.remedy or match == "out of range"

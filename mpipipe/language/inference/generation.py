@@ -29,7 +29,6 @@ from mpipipe.language.data.windows import generator
 from mpipipe.language.models.gpt import GPT, Model, check_layers
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
-from mpipipe.train import check_actions
 
 MOST = 512  # tokens of a micro-batch, about: its activations stay small
 LEAST = 4  # fewer sequences are not divided: a product with few rows costs as much as one with a single row
@@ -290,7 +289,6 @@ def forward_plan(model: GPT, ranks: int, rows: int = 1) -> LayerPlan:
     """Return the cut of a model for forwards alone, with micro-batches of `rows` rows. Raises ConfigError."""
     microbatches = 1 if ranks == 1 else IN_FLIGHT * ranks
     check_layers(model.layers)
-    check_actions("forward_only", ranks, 1, microbatches)
     schedule = schedules.forward_only(ranks, 1, microbatches)
     return LayerPlan(schedule, schedules.partition(model.costs(), schedule.stages), rows)
 
