@@ -87,8 +87,8 @@ def print_check(load: Callable[[], TaskConfig]) -> int:
             raise ConfigError("--check is for a task of your own", remedy="name its file: train FILE.py --check")
 
         def work(comm: Communicator) -> tuple[list[str], bool]:
-            task, again = (load_task(str(config.task), config.set, comm) for _ in range(2))
-            return check_task(task, again, config.seed, comm, rows=min(2, config.batch))
+            task = load_task(str(config.task), config.set, comm)
+            return check_task(task, config.seed, comm, rows=min(2, config.batch))
 
         lines, right = inprocess.run(1, work)[0]
     show("".join(f"{line}\n" for line in [*lines, f"mpipipe: check {'ok' if right else 'failed'} in float64"]))

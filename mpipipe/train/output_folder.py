@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +167,12 @@ def _sees(marker: Path, token: str) -> bool:
 # -- Where the numbers come from: config.toml and environment.json -----------------------------------------------------
 #
 # config.toml is the configuration with every open option filled in, so `train --config` makes the same numbers again.
-# environment.json is what else the numbers and their times depend on. Both files describe the newest start. If an
-# earlier start of the same training was different, its file is kept as config.1.toml, environment.1.json and so on.
+# environment.json is what else the numbers and their times depend on. Both files describe the newest start.
 
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 # every file that a training may write before its first checkpoint, except metrics.jsonl
-OURS = re.compile(r"(config(\.\d+)?\.toml|environment(\.\d+)?\.json|train\.log)(\.partial)?|tensorboard")
-MOST_BYTES = 1 << 24
-# facts that differ from start to start even if nothing has changed
-PASSING = ("time", "command", "job", "hosts")
+OURS = re.compile(r"(config\.toml|environment\.json|train\.log)(\.partial)?|tensorboard|finished")
 
 
 def resolved(config: TaskConfig, task: Task, plan: LayerPlan, device: str, pipe: int) -> dict[str, Any]:
@@ -208,30 +203,11 @@ def write(out: Path, keys: Mapping[str, Any], environment: Mapping[str, Any], ta
     if task.handed_over is not None:
         content += f"# but for the data, which the caller of train handed over: fingerprint {task.handed_over}\n"
     content += "".join(toml_line(*key) for key in keys.items())
-    _replace(out / CONFIG, content, lambda content: content)
+    files.write_whole(out / CONFIG, content.encode(errors="surrogateescape"))  # a path may be no text
     if (source := task.file) is not None:
         facts = {"file": str(source.path), "class": source.name, "sha256": source.checksum}
         environment = {**environment, "task": facts | {"modules": sorted(source.modules)}}
         for name, code in source.copies.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-            _replace(out / name, code.decode(errors="surrogateescape"), lambda content: content)
-    _replace(out / ENVIRONMENT, json.dumps(environment, indent=1) + "\n", _lasting)
-
-
-def _replace(path: Path, text: str, lasting: Any) -> None:
-    """Write a file. One that is there and has other facts, of those that are `lasting`, gets the first free number."""
-    before = None
-    with suppress(OSError, UnicodeDecodeError):
-        before = files.read_text(path, MOST_BYTES)
-    if before is not None and lasting(before) != lasting(text):
-        former = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
-        os.replace(path, next(name for name in former if not name.exists()))
-    files.write_whole(path, text.encode(errors="surrogateescape"))  # a path may be no text
-
-
-def _lasting(text: str) -> Any:
-    try:
-        facts = json.loads(text)
-    except ValueError:
-        return text
-    return {name: value for name, value in facts.items() if name not in PASSING} if isinstance(facts, dict) else text
+            files.write_whole(out / name, code)
+    files.write_whole(out / ENVIRONMENT, (json.dumps(environment, indent=1) + "\n").encode())

@@ -21,11 +21,11 @@ from mpipipe.planning import LayerPlan, check_training
 from mpipipe.train import metrics, output_folder, resume
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
+from mpipipe.train.rehearsal import TaskLoss, rehearse, validate
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, layers_of
-from mpipipe.train.task_check import TaskLoss, rehearse, validate
 from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.trainer import Tracing, Trainer, trace_folder
 from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, shard_of, with_order
@@ -63,7 +63,7 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
     owned = output_folder.own(comm, config.out, task.folders)
     out, pipe = owned.folder, pipe_of(config, comm.size)
     with released_at_end(owned, group):
-        config = with_order(config, comm, out)
+        config = with_order(config, comm)
         trace = trace_folder(comm, config.trace, out, resumes=config.resume != "no")
         with watching(config.watchdog, out), Mesh(comm, pipe=pipe, seq=config.seq) as mesh:
             record = _train(mesh, task, config, out, trace)
@@ -72,51 +72,18 @@ def run(task: Task, config: TaskConfig, comm: Communicator | None = None) -> Rec
 
 
 def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | None) -> Record:
-    group, device, chosen = group_of(mesh.comm), select_device(config.device, mesh.comm), ""
+    device = select_device(config.device, mesh.comm)
     with ExitStack() as stack:
         stack.enter_context(arrays.own_stream(device))
-        task.find_data(group)
-        shard, layers = make_shard(config, task, mesh)
-        if config.plan == "auto":
-            config, chosen = best_plan(config, task, mesh, device, shard)
-        plan = make_plan(config, task, mesh, device)
-        task.open_data(plan, mesh)
+        config, plan, shard, layers, chosen = _plan(mesh, task, config, device)
         start = resume.find_start(config, task, mesh, out)
         stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
-        pipeline = stack.enter_context(
-            Pipeline(
-                stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas,
-                input_grads=False, slice_lengths=shard.slice_lengths,
-            )
-        )  # fmt: skip
-        norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
-        with group.raise_together("train: the optimizer"):
-            progress = Progress(config, pipeline, mesh, task)
-        if start is not None:
-            progress.load(start)
-        else:
-            with progress.whole_parameters():
-                resume.begin(config, task, mesh, stages)
+        progress, norm = _begin(mesh, task, config, plan, shard, stages, loss, start, stack)
         reader = Reader(task, shard, plan, mesh, config.steps)
         if task.rehearses:
-            check_replicas(mesh, stages)  # values that were drawn without the seed
-            changed = getattr(config, "changed_task", False)
-            before = {} if start is None or changed else start.state.get("rows", {})
-            progress.rows = rehearse(task, reader, pipeline, mesh, progress.step, loss, before)
-        output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
-        reporter: Reporter | NullReporter = NullReporter()
-        surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
-        with group.raise_together("train: the reporter"):
-            if surroundings is not None:  # on rank 0
-                reporter = make_reporter(config, out, start, task.unit, surroundings["oversubscribed"])
-                keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
-                try:
-                    output_folder.write(out, keys, surroundings, task)
-                except OSError as error:
-                    reporter.warn(
-                        f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on"
-                    )
+            _rehearse(mesh, config, reader, progress, loss, start)
+        reporter = _open_output(mesh, task, config, plan, out, start, device)
         stack.enter_context(reporter)
         preemption = stack.enter_context(
             Preemption(
@@ -127,7 +94,7 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
                 say=reporter.say,
             )
         )
-        tracing = Tracing(trace, pipeline, mesh, reporter.say)
+        tracing = Tracing(trace, progress.pipeline, mesh, reporter.say)
         trainer = Trainer(
             config, progress, reader, plan, loss, norm, reporter, preemption=preemption, tracing=tracing, out=out
         )
@@ -140,6 +107,83 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         except KeyboardInterrupt as error:  # for the report of the job's end
             error.args = error.args or (trainer.whereabouts(),)
             raise
+
+
+def _plan(
+    mesh: Mesh, task: Task, config: TaskConfig, device: str
+) -> tuple[TaskConfig, LayerPlan, Shard, list[Any], str]:
+    """Find the data, and plan the training. Return (config, plan, shard, layers, a line about a plan that was made)."""
+    task.find_data(group_of(mesh.comm))
+    shard, layers = make_shard(config, task, mesh)
+    chosen = ""
+    if config.plan == "auto":
+        config, chosen = best_plan(config, task, mesh, device, shard)
+    plan = make_plan(config, task, mesh, device)
+    task.open_data(plan, mesh)
+    return config, plan, shard, layers, chosen
+
+
+def _begin(
+    mesh: Mesh,
+    task: Task,
+    config: TaskConfig,
+    plan: LayerPlan,
+    shard: Shard,
+    stages: list[nn.Stage],
+    loss: Callable[..., Any],
+    start: Checkpoint | None,
+    stack: ExitStack,
+) -> tuple[Progress, optim.GlobalNorm]:
+    """Make pipeline, norm and optimizer, with the state of the checkpoint `start` or of a new training."""
+    pipeline = stack.enter_context(
+        Pipeline(
+            stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas,
+            input_grads=False, slice_lengths=shard.slice_lengths,
+        )
+    )  # fmt: skip
+    norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
+    with group_of(mesh.comm).raise_together("train: the optimizer"):
+        progress = Progress(config, pipeline, mesh, task)
+    if start is not None:
+        progress.load(start)
+    else:
+        with progress.whole_parameters():
+            resume.begin(config, task, mesh, stages)
+    return progress, norm
+
+
+def _rehearse(
+    mesh: Mesh,
+    config: TaskConfig,
+    reader: Reader,
+    progress: Progress,
+    loss: Callable[..., Any],
+    start: Checkpoint | None,
+) -> None:
+    """Run the first batches forward, and compare their rows with those before the checkpoint `start`."""
+    check_replicas(mesh, progress.pipeline.stages)  # values that were drawn without the seed
+    before = {} if start is None else start.state.get("rows", {})
+    if getattr(config, "changed_task", False):
+        before = {}
+    progress.rows = rehearse(reader.task, reader, progress.pipeline, mesh, progress.step, loss, before)
+
+
+def _open_output(
+    mesh: Mesh, task: Task, config: TaskConfig, plan: LayerPlan, out: Path, start: Checkpoint | None, device: str
+) -> Reporter | NullReporter:
+    """Make the run folder, say in it where the numbers come from, and return the reporter of this rank."""
+    output_folder.make_folder(out, mesh.comm, writes=mesh.replicas.rank == 0 or config.may_save)
+    surroundings = environment.gather(mesh.comm, gpus=device != "cpu")
+    with group_of(mesh.comm).raise_together("train: the reporter"):
+        if surroundings is None:
+            return NullReporter()
+        reporter = make_reporter(config, out, start, task.unit, surroundings["oversubscribed"])
+        keys = output_folder.resolved(config, task, plan, device, mesh.pipe.size)
+        try:
+            output_folder.write(out, keys, surroundings, task)
+        except OSError as error:
+            reporter.warn(f"mpipipe: {error.filename} cannot be written: {error.strerror}; the training goes on")
+        return reporter
 
 
 def _stages(

@@ -24,11 +24,11 @@ from mpipipe.tracing import Recording, check_new
 from mpipipe.train import output_folder, resume
 from mpipipe.train.config import TaskConfig
 from mpipipe.train.progress import Progress
+from mpipipe.train.rehearsal import doubts, shown, validate
 from mpipipe.train.report import NullReporter, Record, Reporter, summary
 from mpipipe.train.resume import Checkpoints
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, rate_of
-from mpipipe.train.task_check import doubts, shown, validate
 
 
 class Made(NamedTuple):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 from mpipipe import arrays, planning, schedules
@@ -19,15 +17,12 @@ from mpipipe.errors import ConfigError
 from mpipipe.job import Communicator, group_of, inprocess
 from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
-from mpipipe.train import resume
 from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingOptions, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
+from mpipipe.train.rehearsal import TaskLoss
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, agree_on_layers, chain, example, has_example, layers_of, outline, shapes_of
-from mpipipe.train.task_check import TaskLoss
-
-logger = logging.getLogger("mpipipe")
 
 
 def pipe_of(config: ParallelOptions, ranks: int) -> int:
@@ -97,8 +92,7 @@ def given_ranges(config: ParallelOptions, layers: int, stages: int) -> list[tupl
 
 # -- A schedule that a configuration gives as a table of actions, not by its name -------------------------------------
 #
-# Rank 0 reads the file once, and from then on the configuration has the table itself. So the table is in every
-# checkpoint, and a training that is resumed finds it there where the file is gone.
+# Rank 0 reads the file once, and from then on the configuration has the table itself, and so has every checkpoint.
 
 
 def fingerprint(table: str) -> str:
@@ -131,32 +125,12 @@ def fitting(table: str, pipe: int, chunks: int, microbatches: int | None, slices
     return schedule
 
 
-def with_order(config: TaskConfig, comm: Communicator, out: Path) -> TaskConfig:
+def with_order(config: TaskConfig, comm: Communicator) -> TaskConfig:
     """Return the configuration with the table of the file that it names, as rank 0 reads it; collective."""
     if not is_path(config.schedule):
         return config
-    table = group_of(comm).from_one("train: the order of the schedule", lambda: _read(config, out))
+    table = group_of(comm).from_one("train: the order of the schedule", lambda: from_file(config.schedule).to_csv())
     return replace(config, schedule=table)
-
-
-def _read(config: TaskConfig, out: Path) -> str:
-    """Read the table of the file; where that is gone, of the checkpoint after which the training continues."""
-    name, checkpoint = config.schedule, resume.checkpoint_of(config, out)
-    configuration = None if checkpoint is None else checkpoint.state.get("configuration")
-    saved = configuration.get("schedule") if isinstance(configuration, dict) else None
-    if not isinstance(saved, str) or not is_table(saved):
-        saved = None
-    try:
-        table = from_file(name).to_csv()
-    except ConfigError as error:
-        if isinstance(error.__cause__, FileNotFoundError) and saved is not None:
-            logger.warning("%s is gone: order %s of the checkpoint is taken", name, fingerprint(saved))
-            return saved
-        raise
-    if saved is not None and saved != table:
-        orders = fingerprint(table), fingerprint(saved)
-        logger.warning("%s is now order %s; the checkpoint was made with %s", name, *orders)
-    return table
 
 
 # -- The fastest way to train, measured on the ranks of a job ---------------------------------------------------------
@@ -312,7 +286,7 @@ def _estimate(config: TaskConfig, task: Task, ranks: int, comm: Communicator) ->
             remedy="make a plan with `mpipipe plan --out FILE`, and give that file to the dry run by --config",
         )
     task.find_data(group_of(comm))
-    config, shares = with_order(config, comm, Path(config.out or ".")), [1.0]
+    config, shares = with_order(config, comm), [1.0]
     shard, problem = on_paper(config, task, ranks, comm)
     if config.slices > 1:
         sliced = shard_of(config, task, comm, config.seq, sliced=True)

@@ -61,21 +61,6 @@ def test_the_folder_says_where_it_was_trained_what_was_shown_and_has_the_metrics
     assert list((tmp_path / "out/tensorboard").iterdir())
 
 
-def test_another_configuration_of_an_earlier_start_is_kept(text, tmp_path):
-    config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), save_every=2, device="cpu")
-    trained(1, config)
-    config = TrainConfig.load(**{**vars(config), "steps": 6, "resume": "auto"})
-    trained(2, config)  # with a rank more
-    assert read_keys(tmp_path / "out/config.1.toml")["steps"] == 4
-    assert read_keys(tmp_path / "out/config.toml")["steps"] == 6
-    assert [
-        json.loads((tmp_path / "out" / name).read_text())["ranks"]
-        for name in ("environment.1.json", "environment.json")
-    ] == [1, 2]
-    trained(2, config)  # as before: nothing more is kept
-    assert not list((tmp_path / "out").glob("*.2.*"))
-
-
 def test_a_training_that_ended_before_its_first_checkpoint_can_begin_again_in_its_folder(text, tmp_path):
     config = TrainConfig(**SMALL, data=[str(text)], out=str(tmp_path / "out"), resume="auto")
     first = trained(1, config)
@@ -99,5 +84,5 @@ def test_values_come_back_from_the_file_as_they_were(tmp_path):
 
 
 def test_files_of_others_are_not_taken_for_those_of_a_training():
-    ours = "config.toml config.12.toml environment.json.partial train.log tensorboard".split()
+    ours = "config.toml environment.json.partial train.log tensorboard".split()
     assert [name for name in (*ours, "thesis.tex", "config.toml.old") if output_folder.OURS.fullmatch(name)] == ours

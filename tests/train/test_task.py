@@ -242,7 +242,7 @@ def test_a_loss_over_the_batch_trains_as_the_mean_of_its_parts(tmp_path, alone):
     trained(2, replace(EXACT, schedule="gpipe", out=str(tmp_path / "run")), OverBatch)
     for found, expected in zip(losses(tmp_path / "run"), alone):
         assert found == pytest.approx(expected, rel=1e-10)
-    assert inprocess.run(1, lambda comm: check_task(OverBatch(), OverBatch(), 0, comm))[0][1]
+    assert inprocess.run(1, lambda comm: check_task(OverBatch(), 0, comm))[0][1]
     assert estimate_task(lambda comm: (replace(EXACT, schedule="gpipe"), OverBatch()), 2).ranks
 
 
@@ -695,7 +695,7 @@ class Nested(Lead):
 
 @pytest.mark.parametrize(("task", "text"), [(Idle, "no layer takes wind, which"), (Lead, None)])
 def test_check_names_what_no_layer_takes(task, text):
-    lines, right = inprocess.run(1, lambda comm: check_task(task(), task(), 0, comm))[0]
+    lines, right = inprocess.run(1, lambda comm: check_task(task(), 0, comm))[0]
     assert right == (text is None) and any(str(text) in line for line in lines) == (not right)
 
 
@@ -714,12 +714,12 @@ class Halving(Lead):
 
 
 def test_check_knows_lower_precision_and_names_of_outputs():
-    lines, right = inprocess.run(1, lambda comm: check_task(Halving(), Halving(), 0, comm))[0]
+    lines, right = inprocess.run(1, lambda comm: check_task(Halving(), 0, comm))[0]
     assert right and re.match(r"loss: right to \de-0[3-6]", lines[-1]), lines
 
 
 def test_a_name_that_is_taken_in_the_entry_that_gives_it_and_later_is_checked_and_planned(tmp_path):
-    lines, right = inprocess.run(1, lambda comm: check_task(Nested(), Nested(), 0, comm))[0]
+    lines, right = inprocess.run(1, lambda comm: check_task(Nested(), 0, comm))[0]
     assert right, lines
     trained(2, TaskConfig(**KEYS, plan="auto", out=str(tmp_path / "planned")), Nested)
 
@@ -798,7 +798,7 @@ class Noisy(Field):
     ],
 )
 def test_check_names_what_depends_on_the_number_of_micro_batches(task, text):
-    lines, right = inprocess.run(1, lambda comm: check_task(task(), task(), 0, comm))[0]
+    lines, right = inprocess.run(1, lambda comm: check_task(task(), 0, comm))[0]
     assert right == (text is None), lines
     assert [bool(re.match(text or "loss: right", line)) for line in lines].count(True) == 1, lines
     assert sum("--microbatches" in line for line in lines) == (text is not None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from typing import Any, TypeAlias
@@ -21,17 +20,16 @@ from mpipipe.adapters import ForeignLayer
 from mpipipe.arrays import Tree
 from mpipipe.attention import Local
 from mpipipe.comm import Mesh
-from mpipipe.errors import ConfigError, DataError, MpipipeError
+from mpipipe.errors import ArgumentError, ConfigError, DataError, MpipipeError, StageError
 from mpipipe.exchange import AllToAll, HaloExchange
-from mpipipe.job import RankGroup, found_by_all, group_of
+from mpipipe.job import Communicator, RankGroup, found_by_all, group_of
 from mpipipe.pipeline import Loss, Pipeline, merge
 from mpipipe.planning import LayerPlan
 from mpipipe.train.report import FIELDS
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task
-from mpipipe.train.task_calls import Reader, call, place_of, read
+from mpipipe.train.task_calls import Reader, call, chain, example, place_of, read
 
-OPTIONAL = {"costs", "everywhere", "freeze", "groups", "layout", "metrics", "optimizer", "show", "unit", "units"}
 NEAR = 1e-3  # relative differences of the same rows, made among other ones or on another processor, are below
 REPEATS = 8  # evaluations in all of which a loss looks wrong: one that draws one of two values does once in 2^16
 RESERVED = {*FIELDS, "metrics", "steps", "time", "seconds"}  # what records, and the last line, call their own
@@ -174,22 +172,10 @@ def check_metrics(where: str, once: Mapping[str, float], twice: Mapping[str, flo
             )
 
 
-def misnamed(task: Task) -> list[str]:
-    """Return lines about what a task has and nothing calls, where it is named nearly as something that would be."""
-    kind, found = type(task), []
-    own = {name for each in kind.__mro__ if issubclass(each, Task) and each is not Task for name in vars(each)}
-    for name in sorted(own - {*dir(Task)}):
-        meant = get_close_matches(name, OPTIONAL - own, n=1, cutoff=0.85)
-        if meant:
-            found.append(f"{kind.__name__} has `{name}`, which nothing here calls, and no `{meant[0]}`")
-    return found
-
-
 def doubts(task: Task, shard: Shard) -> list[str]:
     """Return lines for the start of a training: what of a file is not looked at, and what sees a part of each row."""
     inner, lines = [layer for outer in task.outline for _, layer in outer.walk("")], []
     if task.file is not None:
-        lines = misnamed(task)
         if own := _kinds(layer for layer in inner if not type(layer).__module__.startswith("mpipipe.")):
             lines.append(f"`train {task.file.path.name} --check` compares the gradients of {own}; a training does not")
     if shard.size > 1 and (apart := _kinds(layer for layer in inner if _sees_part_alone(layer, shard))):
@@ -457,3 +443,127 @@ def shown(task: Task, plan: LayerPlan, pipeline: Pipeline, mesh: Mesh, shard: Sh
             both = (arrays.mapped(arrays.on_host, each) for each in (output, targets))
             text = str(call(task, "show", *both, shard) or "")
     return next(filter(None, group.gather("train: what the task shows", text)), "")
+
+
+# -- `train --check`: one batch on one rank, before a job is queued ---------------------------------------------------
+
+
+ROUNDING = 1e-12  # of numbers of size one in float64, with much room
+
+
+def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tuple[list[str], bool]:
+    """Rehearse one batch of `rows` in float64, on one rank, and compare gradients with differences.
+
+    Return lines of what was found, and whether all is right.
+    """
+    shard = task.shard(comm, 1)
+    shard.dtype = arrays.dtype("float64")
+    for method in ("batch", "validation"):
+        found = read(task, method, 0, range(rows), shard)[:2]
+        check_batch(task, method, 0, range(rows), shard, found)
+    lines: list[str] = []
+    right, output = True, None
+    inputs, target = example(task, rows, 1, shard)
+    layers: list[nn.Layer] = []
+    still, mixing, draws = nn.Position(training=False), "", False  # `draws`: a layer that draws numbers has come
+    # what each row by itself becomes, and what it has under names
+    alone: list[tuple[Tree, dict[str, Tree]]] = [(_single(inputs, row), {}) for row in range(rows)]
+    for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
+        layer = stage.layers[0]
+        layers.append(layer)
+        name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
+        line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
+        lines.append(line)
+        right, output = right and fine, stage.forward(x, still)[0]
+        ways = [(nn.handed(own, named, stage.takes), named) for own, named in alone]
+        alone = [(call(task, "layers", own, still, by=stage.forward)[0], named) for own, named in ways]
+        if not (mixing or draws) and _differ(output, [own for own, _ in alone]):
+            twice = call(task, "layers", rows_twice(ways[0][0]), still, by=stage.forward)[0]
+            draws = _differ(_single(twice, 0), [_single(twice, 1)])
+            mixing = "" if draws else f"layers[{place}] {name}"
+    unused = {*getattr(inputs, "skips", ())}.difference(nn.names_of(layers)[0])
+    if unused:
+        lines.append(f"inputs: no layer takes {', '.join(sorted(unused))}, which the inputs have")
+    singles = [own for own, _ in alone]
+    differs = _differ(output, singles)
+    mixes = right and bool(mixing) and differs
+    if mixes:
+        lines.append(
+            f"{mixing}: gives other rows for a batch than for each row alone, so the result depends on --microbatches; "
+            "let no row change another one: take norms and means of each row by itself"
+        )
+    loss = TaskLoss(task)
+    line, fine = _checked("loss", _LossStage(loss, target), output, None)
+    if fine:
+        for _ in range(REPEATS):
+            loss.rehearse(True)
+            loss(output, target)
+            if loss.suspect is None:
+                break
+        if loss.suspect is not None:
+            raise loss.suspect
+        if right and not differs and not loss.over_batch:
+            loss.rehearses = loss.collects = False
+            wrong = _loss_error(loss, output, singles, target)
+            line, fine = wrong or line, not wrong
+    return [*lines, line], right and fine and not unused and not mixes
+
+
+def _single(tree: Tree, row: int) -> Tree:
+    return arrays.mapped(lambda leaf: leaf[row : row + 1], tree)
+
+
+def _differ(whole: Tree, alone: Sequence[Tree]) -> bool:
+    """Whether a batch has other rows than each alone; unknown, so False, where shapes differ."""
+    for leaf, *parts in zip(*(arrays.flatten(getattr(tree, "main", tree))[0] for tree in (whole, *alone))):
+        if leaf is not None:
+            both, joined = numbers(leaf), np.concatenate([numbers(part) for part in parts])
+            least = ROUNDING * both.size**0.5
+            if both.shape == joined.shape and np.linalg.norm(both - joined) > NEAR * np.linalg.norm(both) + least:
+                return True
+    return False
+
+
+def _loss_error(loss: TaskLoss, output: Tree, singles: Sequence[Tree], target: Tree) -> str:
+    """Return a line where the loss of a batch is not the mean, by their weights, of those of its rows; else ""."""
+    goals = [_single(target, row) for row in range(len(singles))]
+    whole = loss.plain.checked(loss(output, target))[0]
+    alone = [loss.plain.checked(loss(*each)) for each in zip(singles, goals)]
+    weights = [1.0 if weight is None else weight for _, _, weight in alone]
+    total = sum(weights)
+    mean = sum(weight * float(value) for (value, _, _), weight in zip(alone, weights) if weight) / (total or 1)
+    if not total:
+        return ""
+    if np.isclose(float(whole), mean, rtol=NEAR, atol=1e-7):
+        return ""
+    return (
+        f"loss: {float(whole):.6g} for {len(singles)} rows, and {mean:.6g} as the mean of each alone: no "
+        "mean over rows, so the result depends on --microbatches; take the mean of a value of each row, "
+        "or return as a third value the weight of the micro-batch, by which means are averaged"
+    )
+
+
+def _checked(name: str, stage: Any, x: Tree, position: nn.Position | None) -> tuple[str, bool]:
+    try:
+        differences = nn.check_gradients(stage, x, position=position)
+    except StageError as error:
+        return f"{name}: {error.found}", False
+    except ArgumentError as error:
+        if "nothing to differentiate" not in error.message:
+            raise
+        return f"{name}: nothing to differentiate", True
+    return f"{name}: right to {max(differences.values()):.0e} ({', '.join(differences)})", True
+
+
+class _LossStage:
+    """A loss as a stage whose output is the value: its backward gives the gradient of what the loss is called with."""
+
+    def __init__(self, loss: TaskLoss, target: Tree) -> None:
+        self.loss, self.target = loss, target
+
+    def forward(self, x: Tree) -> tuple[np.ndarray, Tree]:
+        value, gradient = self.loss(x, self.target)[:2]
+        return np.reshape(np.asarray(value, np.float64), 1), gradient
+
+    def backward(self, dy: np.ndarray, saved: Tree) -> Tree:
+        return arrays.mapped(lambda leaf: dy[0] * leaf, saved)
