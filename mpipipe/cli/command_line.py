@@ -208,7 +208,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, formatter_class=_Help, allow_abbrev=False, add_help=False, **options)
         self.headings: dict[str, Any] = {}
         self.after_dashes: str | None = None  # the parameter that takes what follows --
-        self.other_names: Mapping[str, str] = {}  # what others call a flag: from their name to ours, without --
         self.instead: Mapping[str, str] = {}  # what has no flag here, and what to do instead
 
     def under(self, heading: str) -> Any:
@@ -236,7 +235,7 @@ class Parser(argparse.ArgumentParser):
         """Return the flags that the user may have meant with `name`."""
         options = [option for action in self._actions for option in action.option_strings]
         known = [option.removeprefix("--") for option in options if option.startswith("--")]
-        return [f"--{each}" for each in near(name.lstrip("-"), known, self.other_names)]
+        return [f"--{each}" for each in near(name.lstrip("-"), known)]
 
     def print_help(self, file: Any = None) -> None:
         """Show the help, and end with an error where it cannot be written, which argparse passes over."""
@@ -267,7 +266,7 @@ def parser_of(prog: str, command: Callable[..., Any]) -> Parser:
 def add_parameters(parser: Parser, command: Callable[..., Any]) -> None:
     """Give a parser the parameters of a command, and the flags that every command has."""
     parameters = parameters_of(command)
-    parser.other_names, parser.instead = getattr(command, "other_names", {}), getattr(command, "instead", {})
+    parser.instead = getattr(command, "instead", {})
     operands = [entry for entry in parameters if isinstance(entry.flag, Operand)]
     parser.usage = " ".join([_escaped(parser.prog), "[options]", *map(_operand_usage, operands)])
     for entry in parameters:

@@ -22,7 +22,6 @@ from mpipipe.train import (
     SafeStream,
     TaskConfig,
     TaskFileConfig,
-    TrainConfig,
     measured_ranks,
     pipe_of,
     read_keys,
@@ -123,4 +122,4 @@ plan.parameters = [  # type: ignore[attr-defined]
     *parameters_of(plan),
     *(entry for entry in FIELDS if entry.name not in ("out", "plan")),
 ]
-plan.other_names, plan.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]
+plan.instead = INSTEAD  # type: ignore[attr-defined]

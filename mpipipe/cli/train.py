@@ -139,7 +139,7 @@ FIELDS += [entry for entry in fields_of(TaskFileConfig) if entry.name in ("set",
 GENERAL = {entry.name for entry in fields(TaskFileConfig)} - {"init"}  # which the help lists before those of text
 FIELDS.sort(key=lambda entry: entry.name not in GENERAL)
 train.parameters = [*parameters_of(train), *FIELDS]  # type: ignore[attr-defined]
-train.other_names, train.instead = TrainConfig.other_names, INSTEAD  # type: ignore[attr-defined]
+train.instead = INSTEAD  # type: ignore[attr-defined]
 
 
 # -- What `train --dry-run` shows: the plan of a training, and the memory of each rank --------------------------------

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpipipe.errors import ArgumentError, ConfigError
 from mpipipe.options import document, option
 from mpipipe.train import TaskConfig
-
-# what other programs call these options
-OTHER_NAMES = {
-    other: name
-    for name, others in {
-        "heads": "attention_heads n_head n_heads num_heads",
-        "seq_len": "block_size context_length max_seq_len sequence_length",
-        "dim": "d_model hidden_size n_embd",
-        "data": "data_path",
-        "hidden": "intermediate_size",
-        "layers": "n_layer n_layers num_layers",
-        "kv_heads": "num_key_value_heads",
-        "rope_base": "rope_theta",
-        "vocab": "vocab_size",
-    }.items()
-    for other in others.split()
-}
 
 # what a folder says, with `from`
 FROM_FOLDER = ("vocab", "dim", "layers", "heads", "kv_heads", "hidden", "tied", "rope_base")
@@ -134,9 +115,6 @@ class ModelOptions:
         choices=("float32", "bfloat16", "float16", "float64"),
     )
     sample_bytes: int = option(200, "bytes or tokens of text to generate at the end", least=0)
-    temperature: float = option(
-        0.8, "of the generated text; 0 takes the likeliest byte or token", least=0, below=math.inf
-    )
 
 
 @dataclass(frozen=True)
@@ -150,8 +128,6 @@ class TrainConfig(TaskConfig, ModelOptions, DataOptions):
     ConfigError
         For a value of the wrong type or out of its range.
     """
-
-    other_names: ClassVar[Mapping[str, str]] = {**TaskConfig.other_names, **OTHER_NAMES}
 
     def __post_init__(self) -> None:
         super().__post_init__()

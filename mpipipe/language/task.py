@@ -47,6 +47,7 @@ from mpipipe.train import (
 )
 
 PROMPT_BYTES = 32  # of validation text, which the sample at the end of a training continues
+TEMPERATURE = 0.8  # of the sample at the end of a training
 BLOCK = 32  # rows: products of some of these take a few percent less time
 BYTES = 256  # token ids of a model of bytes, which an architecture makes without being told
 
@@ -58,7 +59,7 @@ def train(
 
     Progress goes to the standard output of rank 0, and to metrics.jsonl in `config.out`. That folder must be new or
     empty, unless the training is resumed; a relative path begins in the working folder of rank 0. A checkpoint that
-    cannot be written ends the training, unless `config.on_storage_error` says otherwise. The state at the end is
+    cannot be written ends the training. The state at the end is
     returned; its speed and bubble are those of all steps since the training was started.
 
     Parameters
@@ -449,7 +450,7 @@ class TextTask(Task):
         orders = [tuple(action for action in order if action.microbatch == 0) for order in forward.orders]
         alone = replace(plan, schedule=replace(forward, orders=orders, slices=1))
         with build_decoder(self.model, alone, mesh, dtype, len(prompt) + count, copy) as decoding:
-            answer = continued(decoding, prompt, count, self.vocab, temperature=config.temperature, seed=config.seed)
+            answer = continued(decoding, prompt, count, self.vocab, temperature=TEMPERATURE, seed=config.seed)
         title = f"--- sample: {len(prompt)} {self.unit} of validation text, {len(answer)} of the model's"
         return "\n".join([title, folded(self.tokens.text(prompt + answer)), "---"])
 

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from signal import Signals
@@ -151,11 +151,6 @@ class OutputOptions:
     )
     save_every: int = option(0, "steps between two checkpoints, and one more at the end; 0: none", least=0)
     keep: int = option(2, "newest checkpoints that stay", least=1)
-    on_storage_error: str = option(
-        "end",
-        "a checkpoint that cannot be written ends the training, or it goes on without",
-        choices=("end", "continue"),
-    )
     log_every: int = option(10, "steps between two lines of progress", least=1)
     tensorboard: bool = option(
         False, "write the metrics for TensorBoard as well, into the folder tensorboard; needs the extra [tensorboard]"
@@ -205,27 +200,13 @@ class RunOptions(ClusterOptions, OutputOptions, TrainingOptions):
         return self.save_every > 0 or bool(self.preempt_signals) or limited
 
 
-# -- What other programs call these options: for the question what a user may have meant ------------------------------
+# -- What other programs, or earlier versions, have as an option ------------------------------------------------------
 
-_OTHERS = {
-    "batch": "batch_size global_batch_size",
-    "chunks": "virtual_pipeline virtual_stages",
-    "clip": "grad_clip max_grad_norm max_norm",
-    "dtype": "bf16 fp16 precision",
-    "lr": "learning_rate",
-    "microbatches": "accumulation_steps gradient_accumulation gradient_accumulation_steps micro_batches "
-    "num_microbatches",
-    "out": "output output_dir",
-    "pipe": "pipeline_parallel pipeline_parallel_size pp pp_size",
-    "recompute": "checkpointing gradient_checkpointing",
-    "save_every": "checkpoint_every",
-    "seq": "context_parallel context_parallel_size cp cp_size ring sequence_parallel sp",
-    "steps": "max_steps train_steps",
-    "warmup": "warmup_steps",
-}
-OTHER_NAMES = {other: name for name, others in _OTHERS.items() for other in others.split()}
 # what has no option here, and what to do instead
 _WITHOUT = {
+    "on_storage_error": "a checkpoint that cannot be written ends the training, and --resume auto goes on from the one "
+    "before",
+    "temperature": "the sample of a training has the temperature 0.8: `mpipipe generate --temperature` draws others",
     "metrics_to": "metrics.jsonl has every number, one JSON object a line: give --tensorboard for TensorBoard",
     "data_parallel data_parallel_size dp dp_size replicas": "the replicas are all ranks divided by pipe x seq: give "
     "pipe and seq",
@@ -256,8 +237,6 @@ class TaskConfig(RunOptions, ParallelOptions):
     ConfigError
         For a value of the wrong type or out of its range.
     """
-
-    other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
     def __post_init__(self) -> None:
         read_fields(self)
@@ -291,7 +270,7 @@ class TaskConfig(RunOptions, ParallelOptions):
                 name = names.get(key, key)
                 if name not in names.values():
                     instead = INSTEAD.get(as_word(key))
-                    meant = near(key, names, cls.other_names) if instead is None else []
+                    meant = near(key, names) if instead is None else []
                     raise ConfigError(
                         f"unknown key in {source}",
                         found=key,

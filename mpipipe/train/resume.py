@@ -6,17 +6,16 @@ What must stay the same over a resume decides which numbers come out (`Option.de
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mpipipe import checkpoint
 from mpipipe.checkpoint import Checkpoint
 from mpipipe.comm import Mesh
-from mpipipe.errors import ConfigError, StorageError
+from mpipipe.errors import ConfigError
 from mpipipe.files import PARTIAL
 from mpipipe.job import Preemption, group_of
 from mpipipe.nn import Stage
@@ -25,7 +24,6 @@ from mpipipe.train import metrics, output_folder
 from mpipipe.train.config import OutputOptions, RunOptions, TaskConfig
 from mpipipe.train.progress import Progress
 from mpipipe.train.report import NullReporter, Reporter
-from mpipipe.train.screen import warn
 from mpipipe.train.task import Task
 from mpipipe.train.task_file import TaskFileConfig
 
@@ -192,18 +190,14 @@ def leave_behind(found: Checkpoint | None, out: Path) -> list[Path]:
     return [checkpoint.set_aside(path) for path in later if path.name != found.path.name]
 
 
-# -- The checkpoints of a training while it runs: written meanwhile, and what happens where that fails ----------------
-
-
-AGAIN = "the training goes on, and tries again at the next save"
+# -- The checkpoints of a training while it runs: written meanwhile ----------------------------------------------------
 
 
 @dataclass(eq=False)
 class Checkpoints:
     """Saves the progress of a training; a context manager, whose end finishes what is in flight.
 
-    Every method is collective. Where a checkpoint cannot be written, all ranks raise StorageError, or go on and rank 0
-    says so in one line, as `config.on_storage_error` has it. The next save tries again.
+    Every method is collective. Where a checkpoint cannot be written, all ranks raise StorageError.
 
     The metrics of `reporter` must not end before a checkpoint does, and `preemption` learns how long a save takes.
     """
@@ -223,39 +217,26 @@ class Checkpoints:
 
     def follow(self, leaves: bool) -> None:
         """After a step: look at the checkpoint in flight; begin another where it is time, or the job `leaves`."""
-        self._look(self.saver.poll, AGAIN)
+        self._note(self.saver.poll())
         config, step = self.config, self.progress.step
-        then = "the job leaves without it" if leaves else AGAIN
         if leaves or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
-            self._look(partial(self.saver.wait, room_for=step), AGAIN)  # an earlier one may turn out to have failed
-            with self._bearing(then):
-                self.saver.save(step, self.progress.state(self.facts), beforehand=self.reporter.sync)
+            self._note(self.saver.wait(room_for=step))  # an earlier one may turn out to have failed
+            self.saver.save(step, self.progress.state(self.facts), beforehand=self.reporter.sync)
         if leaves:
-            self.finish(then)
+            self.finish()
 
-    def finish(self, then: str = AGAIN) -> None:
-        """Wait until nothing is in flight; `then` is what the training does without a checkpoint that failed."""
-        self._look(self.saver.wait, then)
+    def finish(self) -> None:
+        """Wait until nothing is in flight."""
+        self._note(self.saver.wait())
 
-    def _look(self, how: Callable[[], Path | None], then: str) -> None:
-        with self._bearing(then):
-            if how() is not None:
-                self.preemption.save_took(self.saver.seconds)
-
-    @contextmanager
-    def _bearing(self, then: str) -> Iterator[None]:
-        try:
-            yield
-        except StorageError as error:
-            if self.config.on_storage_error == "end":
-                raise
-            if self.progress.mesh.rank == 0:
-                warn(f"mpipipe: step {self.progress.step}: {error.message}; {then}")
+    def _note(self, saved: Path | None) -> None:
+        """Tell `preemption` how long a save has taken."""
+        if saved is not None:
+            self.preemption.save_took(self.saver.seconds)
 
     def __enter__(self) -> Checkpoints:
         self.saver.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self._bearing("the training ends without it"):
-            self.saver.__exit__(*error)
+        self.saver.__exit__(*error)

@@ -146,7 +146,7 @@ class Trainer:
         """Leave the weights, a sample, and the last line."""
         task, pipeline = self.task, self.progress.pipeline
         self.tracing.finish()
-        self.checkpoints.finish("the training ends without it")
+        self.checkpoints.finish()
         record = self.progress.record
         if record.validation is None:  # a training that was resumed at its end, which was no end before
             validation = self.validate()

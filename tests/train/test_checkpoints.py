@@ -63,16 +63,3 @@ def test_a_save_that_takes_longer_than_the_steps_between_two_is_measured_too(tra
     checkpoints, times = training(save_every=1)
     after(checkpoints, 1, 2, 3)
     assert times == [3.5, 3.5] and checkpoints.saver.saved == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("leaves", "says"),
-    [(True, "the disk is full; the job leaves without it"), (False, "the training goes on, and tries again")],
-)
-def test_what_is_said_of_a_failed_save_is_what_happens_next(training, capfd, leaves, says):
-    checkpoints, times = training(save_every=1, on_storage_error="continue")
-    checkpoints.saver.fails = True
-    after(checkpoints, 1, leaves=leaves)
-    checkpoints.finish()
-    assert capfd.readouterr().err.count(says) == 1
-    assert times == []

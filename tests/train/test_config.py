@@ -17,7 +17,7 @@ from mpipipe.train import TrainConfig
 from mpipipe.train.config import INSTEAD
 from mpipipe.train.progress import make_scaler
 
-KINDS, OTHER_NAMES = kinds_of(TrainConfig), TrainConfig.other_names
+KINDS = kinds_of(TrainConfig)
 TYPED = ("partition", "memory_limit", "preempt_signals", "time_limit")  # texts that are parsed
 
 WHOLE = """# a training
@@ -101,7 +101,7 @@ REFUSED = [  # (keys, words of the error)
             {"steps": 0}, {"pipe": 0}, {"chunks": 0}, {"microbatches": 0}, {"batch": 0}, {"layers": 0}, {"dim": -1},
             {"dropout": 1.0}, {"dropout": -0.1}, {"lr": 0.0}, {"lr": math.nan}, {"lr": math.inf}, {"clip": 0},
             {"seed": -1}, {"seed": 2**63}, {"momentum": 1.0}, {"log_every": 0}, {"sample_bytes": -1},
-            {"temperature": -1}, {"preempt_grace": -1.0}, {"keep": 0}, {"save_every": -1},
+            {"preempt_grace": -1.0}, {"keep": 0}, {"save_every": -1},
         )
     ),
     *(({"loss_scale": wrong}, "loss_scale") for wrong in (-1, 0.5, math.inf)),
@@ -133,7 +133,7 @@ def test_what_is_at_the_end_of_a_range_is_taken():
 
 @pytest.mark.parametrize(
     ("text", "meant"),
-    [("step", "steps"), ("stpes", "steps"), ("micro_batches", "microbatches"), ("learning_rate", "lr"),
+    [("step", "steps"), ("stpes", "steps"), ("micro_batches", "microbatches"),
      ("Batch-Size", "batch"), ("xyzzy", "")],
 )  # fmt: skip
 def test_an_unknown_key_or_flag_comes_with_what_may_have_been_meant(toml, text, meant):
@@ -177,9 +177,8 @@ def test_a_damaged_config_is_refused_or_means_what_it_says(tmp_path, content):
     assert 0 <= config.seed < 2**63 and config.dim < 2**63 and (config.watchdog is None or config.watchdog >= 0)
 
 
-def test_what_others_call_an_option_leads_to_one_that_exists():
-    assert set(OTHER_NAMES.values()) <= {name.rstrip("_") for name in KINDS}
-    assert not {*OTHER_NAMES, *INSTEAD} & set(KINDS) and not set(OTHER_NAMES) & set(INSTEAD)
+def test_what_has_no_option_here_is_none():
+    assert not set(INSTEAD) & set(KINDS)
 
 
 def test_what_follows_from_other_options_comes_with_how_and_not_with_a_likely_name():

@@ -234,7 +234,7 @@ def test_every_key_may_change_or_must_stay(comm, config, cut_short):
     assert content(first.out) == before
     changed = dict(
         steps=4, microbatches=4, schedule="gpipe", recompute=True, log_every=3, eval_every=2, eval_batches=2,
-        sample_bytes=0, temperature=0.1, save_every=1, keep=1, layout="striped",
+        sample_bytes=0, save_every=1, keep=1, layout="striped",
         watchdog=60.0, check_weights=1,
     )  # fmt: skip
     assert set(changed) <= {entry.name for entry in fields(config()) if not option_of(entry).decides}
