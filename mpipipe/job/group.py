@@ -22,7 +22,7 @@ from mpipipe.job.context import OpenGroup, current_rank
 from mpipipe.job.requests import own
 from mpipipe.job.types import Communicator, Testable
 from mpipipe.job.wait import Condition, wait_for
-from mpipipe.job.watch.watchdog import enrol
+from mpipipe.job.watch.watchdog import enrol, watch
 
 T = TypeVar("T")
 
@@ -46,6 +46,7 @@ class RankGroup(OpenGroup):
     """
 
     def __init__(self, comm: Communicator) -> None:
+        watch(comm)
         members = communicators.world_ranks(comm)
         super().__init__(communicators.duplicate(comm), members, current_rank())
         self.key = enrol(self.context, self.comm, members)

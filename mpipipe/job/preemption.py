@@ -21,7 +21,7 @@ from mpipipe.errors import ArgumentError
 from mpipipe.job import rank_list, runtime
 from mpipipe.job.context import finalized
 from mpipipe.job.group import RankGroup, group_of
-from mpipipe.job.report import abort_job, errors_of_open_mpi, heading, write, write_past_launcher
+from mpipipe.job.report import abort_job, heading, write
 from mpipipe.job.stop_signals import StopSignals, parse_signals
 from mpipipe.job.types import Communicator
 from mpipipe.job.watch.channel import threads_allowed
@@ -31,7 +31,6 @@ PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again later"
 CALL, ASKED = "Preemption.due", "Preemption.asked"
 GRACE = 600.0
 FOLLOWS = "the job leaves after the step under way; a second signal ends it at once"
-KILLED = "mpiexec kills its ranks 0.2 s later, saved or not; SIGUSR2 to it would let them save first"
 STAGGER, MOST_STAGGER = 0.2, 3.0  # seconds between ranks that end the job at once: the lowest one reports
 
 
@@ -176,23 +175,14 @@ class Preemption:
 
     def _announce(self, text: str) -> None:
         marked = "\n".join(f"mpipipe: {line}" for line in text.split("\n"))
-        with suppress(OSError):
-            if (errors := self._dropped_by()) is not None:
-                write_past_launcher(errors, f"{marked}\n")
-                return
         self._say(marked)
-
-    def _dropped_by(self) -> Path | None:
-        """Return where to write past the launcher, once that ends the ranks and drops what they write."""
-        return errors_of_open_mpi() if self._signals.after_continue else None
 
     # -- called by a thread -------------------------------------------------------------------------------------
 
     def _told(self, name: str) -> None:
         if self.group.rank == 0:
             place = "has come" if self.whereabouts is None else self.whereabouts()
-            follows = FOLLOWS if self._dropped_by() is None else KILLED
-            self._announce(f"{name} {place}\n{follows}")
+            self._announce(f"{name} {place}\n{FOLLOWS}")
 
     def _hopeless(self) -> bool:
         """Return whether another rank has ended although none has left: its launcher then signals the others."""
@@ -203,8 +193,6 @@ class Preemption:
 
     def _end_at_once(self, text: str, code: int) -> None:
         """End the job; the lowest rank that comes to it reports, where no other has."""
-        if not text and self._dropped_by() is not None:
-            return  # it kills this process in a moment, and has said why
         world = self.group.world_rank
         time.sleep(min(MOST_STAGGER, STAGGER * world))
         usable = not finalized() and threads_allowed()

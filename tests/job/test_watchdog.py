@@ -289,28 +289,3 @@ assert 'mpipipe watchdog' not in names(), names()
 def test_a_watchdog_that_is_switched_off_has_no_thread(play):
     body = "def breaking(_): assert threading.active_count() == 1\n" + on("0", "time.sleep(2)") + TWO_STEPS
     healthy(play(body, watchdog=0, run=False))
-
-
-@pytest.mark.long
-def test_receives_of_any_rank_and_tag_see_no_message_of_the_watchdog(play):
-    script = """
-import time
-from mpi4py import MPI
-from mpipipe.job import runtime
-from mpipipe.job.group import RankGroup
-world = runtime.world()
-own = MPI.COMM_SELF.Dup()
-if world.rank == 1:  # makes progress, so that the rank that waits goes on after its questions
-    group = RankGroup(own)
-    for _ in range(40):
-        with group.raise_together("a call"):
-            time.sleep(0.1)
-    world.send("result", 2)
-    world.send("last", 2, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
-elif world.rank == 2:
-    assert [world.recv(), world.recv()] == ["result", "last"]
-RankGroup(world)
-print("finished", flush=True)
-"""
-    job = play(script, ranks=3, watchdog=1, opening="", run=False)
-    assert (job.returncode, job.stdout.count("finished"), job.stderr) == (0, 3, ""), job.stderr

@@ -1,11 +1,4 @@
-"""Messages between the watchdogs of several ranks, and what they say. Only the ranks that open a channel wait here.
-
-Each channel has a communicator of its own, except one: before the first group there is none that could be made without
-waiting for ranks which may never come. So the watchdogs of all ranks share two tags of COMM_WORLD until then. A script
-may receive there from any rank with any tag, so questions must not wait to be received: MPI gives a message to the
-receive that was posted first, and those of the watchdog are posted by `runtime.world()`. Answers go to a rank that
-waits in this package.
-"""
+"""Messages between the watchdogs of several ranks, and what they say. Only the ranks that open a channel wait here."""
 
 from __future__ import annotations
 
@@ -18,13 +11,11 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from enum import IntEnum
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,28 +28,18 @@ from mpipipe.job.types import MpiCommunicator, Request
 from mpipipe.job.wait import LongWait
 
 PLACE_BYTES = 64
-POSTED = 16  # receives for questions on COMM_WORLD: more than arrive between two looks
-QUESTION_BYTES = 512
-BELOW = 4711  # the largest tag itself is one that a program may use
-
-
-class WatchKind(IntEnum):
-    """What a message of a watchdog is."""
-
-    ASK = 0  # how long have you seen no progress?
-    QUIET = 1  # the answer: seconds
-    ORDER = 2  # send your dump; with the ranks of your host that have not answered and that you are to look at
-    DUMP = 3  # the answer: a Dump
-    MOVES = 4  # a rank has made progress: seconds until the next question makes sense
 
 
 class WatchMessage(NamedTuple):
-    """A message that was received. `probe` names what it belongs to: (world rank that asks, count of its questions)."""
+    """A question where each rank is, or an answer to it, a Dump.
+
+    `probe` names what it belongs to: (world rank that asks, count of its questions). A question has the ranks on the
+    host of the one that is asked, which have not answered, and which that is to look at.
+    """
 
     source: int
-    kind: WatchKind
     probe: tuple[int, int]
-    content: Any
+    content: Sequence[int] | Dump
 
 
 class RankPlace(NamedTuple):
@@ -70,58 +51,30 @@ class RankPlace(NamedTuple):
     descriptor: int  # see offer_stacks
 
 
+UNKNOWN = RankPlace("", 0, True, -1)
+
+
 class WatchChannel:
-    """The watchdogs of the ranks of one communicator, which is used as it is; `members` are ranks of COMM_WORLD.
+    """The watchdogs of the ranks of a communicator, which has no other messages; `members` are ranks of COMM_WORLD."""
 
-    `tag` is that of answers, and `questions` that of all other messages; on `comm` nothing else has these. Receives for
-    questions are posted at once where the two differ.
-    """
-
-    def __init__(
-        self,
-        comm: MpiCommunicator,
-        members: tuple[int, ...],
-        places: Sequence[RankPlace],
-        tag: int = 0,
-        questions: int = 0,
-    ) -> None:
-        self.comm, self.members, self.places, self.tag, self.questions = comm, members, places, tag, questions
-        self.rank, self.size = comm.rank, comm.size
+    def __init__(self, comm: MpiCommunicator, members: tuple[int, ...], places: Sequence[RankPlace]) -> None:
+        self.comm, self.members, self.places = comm, members, places
+        self.rank = comm.rank
         self._status = runtime.mpi().Status()
         self._sending: list[Request] = []
         self._receiving: tuple[Request, np.ndarray, int] | None = None
-        self._posted: deque[tuple[Any, np.ndarray]] = deque()  # requests of MPI, which have a status
-        if questions != tag:
-            self._posted.extend(self._post() for _ in range(POSTED))
 
-    def _post(self) -> tuple[Any, np.ndarray]:
-        buffer = np.empty(QUESTION_BYTES, np.uint8)
-        return own(self.comm.Irecv(buffer, runtime.mpi().ANY_SOURCE, self.questions)), buffer
-
-    def close(self) -> None:
-        """Take back the receives that are posted; questions are no longer read."""
-        posted, self._posted = self._posted, deque()
-        with suppress(Exception):  # of MPI where a peer has died
-            for request, _ in posted:
-                request.Cancel()
-                request.Test()
-
-    def send(self, peers: Iterable[int], kind: WatchKind, probe: tuple[int, int], content: Any = None) -> None:
-        data = np.frombuffer(pickle.dumps((kind, probe, content)), np.uint8)
+    def send(self, peer: int, probe: tuple[int, int], content: Sequence[int] | Dump) -> None:
+        data = np.frombuffer(pickle.dumps((probe, content)), np.uint8)
         self._sending = [request for request in self._sending if not request.Test()]
-        tag = self.tag if kind in (WatchKind.QUIET, WatchKind.DUMP) else self.questions
-        self._sending += [own(self.comm.Isend(data, peer, tag)) for peer in peers]
+        self._sending.append(own(self.comm.Isend(data, peer)))
 
     def read(self) -> list[WatchMessage]:
         arrived, status = [], self._status
-        while self._posted and self._posted[0][0].Test(status):
-            _, buffer = self._posted.popleft()
-            self._posted.append(self._post())
-            arrived.append(WatchMessage(status.Get_source(), *pickle.loads(buffer[: status.Get_count()].tobytes())))
-        while self._receiving is not None or self.comm.Iprobe(tag=self.tag, status=status):
+        while self._receiving is not None or self.comm.Iprobe(status=status):
             if self._receiving is None:
                 source, buffer = status.Get_source(), np.empty(status.Get_count(), np.uint8)
-                self._receiving = own(self.comm.Irecv(buffer, source, self.tag)), buffer, source
+                self._receiving = own(self.comm.Irecv(buffer, source)), buffer, source
             request, buffer, source = self._receiving
             if not request.Test():
                 break
@@ -147,14 +100,6 @@ def open_channel(comm: MpiCommunicator, members: tuple[int, ...]) -> WatchChanne
     wait_for_ranks(own(private.Iallgather(row, table)), "the hosts of all ranks", members)
     places = [line.tobytes().rstrip(b"\0").decode("utf-8", "replace").split(" ", 3) for line in table]
     return WatchChannel(private, members, [RankPlace(host, int(pid), t == "1", int(d)) for pid, t, d, host in places])
-
-
-def world_channel(world: MpiCommunicator) -> WatchChannel:
-    """Return the channel of all ranks of COMM_WORLD that have come so far, perhaps this one alone; not collective."""
-    unknown = RankPlace("", 0, True, -1)
-    largest: int = world.Get_attr(runtime.mpi().TAG_UB)  # type: ignore[assignment]  # MPI always has it on COMM_WORLD
-    tag = largest - BELOW
-    return WatchChannel(world, tuple(range(world.size)), [unknown] * world.size, tag, tag - 1)
 
 
 # -- What one rank says of itself when a job hangs. Texts are made here, from what the flight recorder keeps ----------

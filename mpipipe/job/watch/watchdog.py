@@ -1,10 +1,9 @@
 """Finds a hang: one watchdog on each rank, with a thread that speaks MPI, so that a rank that computes answers too.
 
-    quiet for the limit, and this rank waits           ASK  ->  all ranks of its channel
-    each answers how long it has been quiet            <- QUIET
-    one has seen progress: no hang, ask again later    MOVES -> all, so that none asks before
-    none has, or they are silent                       ORDER -> all, with the names of the silent ones
-    each describes itself                              <- DUMP
+    quiet for the limit, and this rank waits           ask  ->  all ranks of its channel
+    each says where it is, and how long it is quiet    <- Dump
+    one has made progress                              no hang: ask again once that is the limit ago
+    some are silent                                    ask  ->  another rank of their host, to look at their processes
     still no progress: compare, report, MPI_Abort
 
 Progress is what changes `RankContext.progress_token`: a call, an action or a wait that begins or ends, a poll between
@@ -20,11 +19,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,19 +33,18 @@ from mpipipe.job.context import RankContext, current_rank
 from mpipipe.job.inprocess import World
 from mpipipe.job.report import abort_job
 from mpipipe.job.requests import own
-from mpipipe.job.types import Communicator, MpiCommunicator
+from mpipipe.job.types import Communicator
 from mpipipe.job.watch.channel import (
     GONE,
+    UNKNOWN,
     Dump,
     WatchChannel,
-    WatchKind,
     WatchMessage,
     look_at,
     make_dump,
     open_channel,
     state_of,
     threads_allowed,
-    world_channel,
 )
 from mpipipe.job.watch.verdict import HUNG, REMEDY, Unresponsive, judge, publish
 
@@ -61,13 +58,10 @@ HASTE_SECONDS = 0.02  # between two looks while somebody asks: a long answer nee
 
 
 class Watchdog:
-    """Watches over one rank, that of `context`, and over the others while this one waits.
+    """Watches over one rank, that of `context`, and over the others while this one waits."""
 
-    Channel `world` is of all ranks of the job, for those that are in no other channel together.
-    """
-
-    def __init__(self, context: RankContext, world: WatchChannel | None = None) -> None:
-        self.context, self._world = context, world
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
         self.limit = settings.watchdog()  # seconds without progress of any rank; None if nothing is watched
         self.folder: Path | None = None  # where a report goes; None for the working folder
         self.quiet = 0.0  # seconds without progress of this rank, as far as this watchdog was awake
@@ -81,12 +75,6 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._loudness = logging.WARNING
-        self._start()
-
-    @property
-    def channels(self) -> list[WatchChannel]:
-        """Where this watchdog can be asked."""
-        return [*self._channels, *filter(None, [self._world])]
 
     @property
     def period(self) -> float:
@@ -117,8 +105,6 @@ class Watchdog:
     def add(self, channel: WatchChannel) -> None:
         with self._lock:
             self._channels.append(channel)
-            if self._world is not None and channel.size == self._world.size:
-                self._leave_world()
         self._start()
 
     def configure(self, limit: float | None, folder: Path | None) -> None:
@@ -128,7 +114,7 @@ class Watchdog:
         self._start()
 
     def _start(self) -> None:
-        if self.limit is None or self._thread is not None or not self.channels:
+        if self.limit is None or self._thread is not None or not self._channels:
             return
         if self._stop.is_set() or not threads_allowed():
             return
@@ -139,13 +125,6 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
-        if not self._lock.locked():  # else its thread is in MPI still
-            self._leave_world()
-
-    def _leave_world(self) -> None:
-        if self._world is not None:
-            self._world.close()
-        self._world = None
 
     def _watch(self) -> None:
         while not self._stop.wait(self.period):
@@ -153,7 +132,7 @@ class Watchdog:
 
     def look(self) -> None:
         """In a long wait: do what the thread does where there is none."""
-        if self._thread is None and self.channels and time.monotonic() - self._now >= self.period:
+        if self._thread is None and time.monotonic() - self._now >= self.period:
             self._tick()
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -164,7 +143,7 @@ class Watchdog:
         try:
             now = time.monotonic()
             elapsed, self._now = min(now - self._now, max(MOST_SECONDS, 3 * self.period)), now
-            self._look(elapsed)
+            self._look(elapsed, self.limit)
         except Exception as error:  # of MPI where a peer has died, for example: others report that
             self._say(error)
         finally:
@@ -174,120 +153,115 @@ class Watchdog:
         logger.log(self._loudness, "the watchdog goes on after %s: %s", type(error).__name__, error)
         self._loudness = logging.DEBUG
 
-    def _look(self, elapsed: float) -> None:
+    def _look(self, elapsed: float, limit: float) -> None:
         token = self.context.progress_token()
         if token != self._token:
             self._token, self.quiet, self._again = token, 0.0, 0.0
         else:
             self.quiet += elapsed
         self._held = max(0.0, self._held - elapsed)
-        for channel in self.channels:
+        for channel in self._channels:
             try:
                 messages = channel.read()
             except Exception as error:  # of a network that is gone: a rank that does not answer is silent
                 self._say(error)
                 continue
             for message in messages:
-                self._take(channel, message)
+                self._take(channel, message, limit)
         if self._probe is not None:
             self._probe.waited += elapsed
-            self._go_on(self._probe)
-        elif self.context.long_waits and self._held == 0:
-            self._ask()
+            self._go_on(self._probe, limit)
+        elif self._held == 0:
+            self._ask(limit)
 
-    def _take(self, channel: WatchChannel, message: WatchMessage) -> None:
-        source, kind, name, content = message
-        probe = self._probe
-        if kind in (WatchKind.ASK, WatchKind.ORDER):
-            if source < channel.rank or probe is None:
-                self._probe, self._held = None, 2 * self.window + 2.0
-            if kind == WatchKind.ASK:
-                channel.send([source], WatchKind.QUIET, name, self.quiet)
-            else:
-                channel.send([source], WatchKind.DUMP, name, self._dump(channel, content))
-        elif kind == WatchKind.MOVES:
-            self._held, self._again = 0.0, self.quiet + content
-        elif probe is not None and probe.name == name:
-            if kind == WatchKind.QUIET:
-                probe.quiet[source] = content
-            else:
-                probe.dumps[source] = content
+    def _take(self, channel: WatchChannel, message: WatchMessage, limit: float) -> None:
+        source, name, content = message
+        if isinstance(content, Dump):
+            if self._probe is not None and self._probe.name == name:
+                self._probe.dumps[source] = content
+            return
+        if source < channel.rank or self._probe is None:
+            self._probe = None
+            self._held = max(2 * self.window + 2.0, limit / 2)
+        channel.send(source, name, self._dump(channel.members[channel.rank], channel, content))
 
-    def _dump(self, channel: WatchChannel, neighbours: list[Unresponsive]) -> Dump:
+    def _dump(self, rank: int, channel: WatchChannel | None = None, neighbours: Collection[int] = ()) -> Dump:
+        """Describe this rank of COMM_WORLD, and ranks of the channel on its host that do not answer."""
         watcher = None if self._thread is None else self._thread.ident
-        seen = {each.rank: look_at(each.place.pid, each.place.descriptor) for each in neighbours}
-        return make_dump(self.context, channel.members[channel.rank], self.quiet, seen, watcher)
+        seen = {}
+        if channel is not None:
+            for neighbour in neighbours:
+                place = channel.places[neighbour]
+                seen[channel.members[neighbour]] = look_at(place.pid, place.descriptor)
+        return make_dump(self.context, rank, self.quiet, seen, watcher)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
-    def _ask(self) -> None:
-        """Ask ranks of the largest channel with those that this rank waits for: all of them, but for COMM_WORLD.
+    def _ask(self, limit: float) -> None:
+        """Ask all ranks of the largest channel that has those which this rank waits for.
 
-        Of that only those are asked that this rank waits for: others may never call this package.
+        Before their first group there is none. Then nothing is known but who has not come.
         """
-        assert self.limit is not None  # by _tick
         waits = tuple(self.context.long_waits)
-        group = waits[0].group if waits else None
-        wanted = set(group.members) if group is not None else waits[0].absent if waits else set()
-        channel = max(self._channels, key=lambda each: (wanted <= set(each.members), each.size), default=None)
-        if channel is None or not wanted <= set(channel.members):
-            channel = self._world or channel
-        if channel is None:
+        if not waits:
             return
-        if channel is not self._world:
-            wanted = set(channel.members)
-        patience = self.limit + STAGGER * min(channel.rank, MOST_STAGGERED)
-        if self.quiet >= max(patience, self._again) and wanted:
-            self._probes += 1
-            self._probe = HangProbe(channel, self._probes, wanted)
-            channel.send(self._probe.others, WatchKind.ASK, self._probe.name)
+        wait = waits[0]
+        wanted = set(wait.absent if wait.group is None else wait.group.members)
+        channels = [channel for channel in self._channels if wanted <= set(channel.members)]
+        channel = max(channels, key=lambda channel: len(channel.members), default=None)
+        rank = runtime.world().rank if channel is None else channel.rank
+        if self.quiet < max(limit + STAGGER * min(rank, MOST_STAGGERED), self._again) or not wanted:
+            return
+        if channel is None:
+            missing = sorted(wanted - {rank} - self.context.left.keys())
+            self._report([self._dump(rank)], [Unresponsive(member, UNKNOWN, self.quiet) for member in missing])
+            return
+        self._probes += 1
+        self._probe = HangProbe(channel, self._probes)
+        for peer in self._probe.others:
+            channel.send(peer, self._probe.name, ())
 
-    def _go_on(self, probe: HangProbe) -> None:
-        assert self.limit is not None  # by _tick
-        if self.quiet < self.limit:  # this rank goes on
+    def _go_on(self, probe: HangProbe, limit: float) -> None:
+        if self.quiet < limit:  # this rank goes on
             self._probe = None
             return
-        answers: Mapping[int, Any] = probe.dumps if probe.ordered else probe.quiet
-        if len(answers) < len(probe.others) and probe.waited < self.window:
+        channel = probe.channel
+        silent = [rank for rank in probe.others if rank not in probe.dumps]
+        if silent and probe.waited < self.window:
             return
-        least = min(each.quiet if probe.ordered else each for each in answers.values()) if answers else inf
-        if least < self.limit:  # a rank has made progress: no hang, and the others learn when to ask again
-            self._probe, self._again = None, self.quiet + self.limit - least
-            probe.channel.send(probe.others, WatchKind.MOVES, probe.name, self.limit - least)
-        elif probe.ordered:
-            self._conclude(probe)
-        else:
-            self._order(probe)
+        least = min((dump.quiet for dump in probe.dumps.values()), default=inf)
+        if least < limit:  # a rank has made progress: no hang
+            self._probe, self._again = None, self.quiet + limit - least
+            return
+        host = channel.places[channel.rank].host
+        if not probe.looked:
+            probe.looked = True
+            watchers = {channel.places[rank].host: rank for rank in sorted(probe.dumps, reverse=True)}
+            watchers.pop(host, None)
+            for place, watcher in watchers.items():
+                neighbours = [rank for rank in silent if channel.places[rank].host == place]
+                if neighbours:
+                    del probe.dumps[watcher]
+                    probe.waited = 0.0
+                    channel.send(watcher, probe.name, neighbours)
+            return
+        neighbours = [rank for rank in silent if channel.places[rank].host == host]
+        mine = self._dump(channel.members[channel.rank], channel, neighbours)
+        self._report(
+            [mine, *probe.dumps.values()],
+            [
+                Unresponsive(channel.members[rank], channel.places[rank], self.quiet)
+                for rank in silent
+                if channel.members[rank] not in self.context.left
+            ],
+        )
 
-    def _order(self, probe: HangProbe) -> None:
-        """Ask for dumps. The first rank of a host that has answered is to look at the silent ones there."""
-        channel = probe.channel
-        probe.ordered, probe.waited = True, 0.0
-        hosts: dict[str, int] = {}
-        for rank in (channel.rank, *sorted(probe.quiet)):
-            hosts.setdefault(channel.places[rank].host, rank)
-        orders: dict[int, list[Unresponsive]] = {rank: [] for rank in (channel.rank, *probe.others)}
-        for each in self._unresponsive(probe, probe.quiet):
-            if each.place.host and each.place.host in hosts:
-                orders[hosts[each.place.host]].append(each)
-        probe.mine = orders.pop(channel.rank)
-        for rank, neighbours in orders.items():
-            channel.send([rank], WatchKind.ORDER, probe.name, neighbours)
-
-    def _unresponsive(self, probe: HangProbe, answered: Collection[int]) -> list[Unresponsive]:
-        channel = probe.channel
-        return [
-            Unresponsive(channel.members[rank], channel.places[rank], self.quiet)
-            for rank in probe.others
-            if rank not in answered and channel.members[rank] not in self.context.left
-        ]
-
-    def _conclude(self, probe: HangProbe) -> None:
-        unresponsive, mine = self._unresponsive(probe, probe.dumps), self._dump(probe.channel, probe.mine)
-        dumps, world = {dump.rank: dump for dump in (mine, *probe.dumps.values())}, runtime.world()
+    def _report(self, dumps: list[Dump], silent: list[Unresponsive]) -> None:
+        """End the job with what the dumps say; the first one is of this rank."""
+        by_rank, world = {dump.rank: dump for dump in dumps}, runtime.world()
         try:
-            verdict = judge(dict(sorted(dumps.items())), unresponsive)
-            publish(verdict, dumps, self.quiet, self.folder, (mine.rank, world.size))
+            verdict = judge(dict(sorted(by_rank.items())), silent)
+            publish(verdict, by_rank, self.quiet, self.folder, (dumps[0].rank, world.size))
         finally:
             time.sleep(FORWARD_SECONDS)
             abort_job(world, HUNG)
@@ -296,35 +270,30 @@ class Watchdog:
 class HangProbe:
     """What one watchdog asks ranks of a channel, and what they have answered so far."""
 
-    def __init__(self, channel: WatchChannel, number: int, wanted: Collection[int]) -> None:
+    def __init__(self, channel: WatchChannel, number: int) -> None:
         self.channel = channel
         self.name = channel.members[channel.rank], number  # world rank that asks, and the count of its questions
-        self.others = [rank for rank, member in enumerate(channel.members) if rank != channel.rank and member in wanted]
+        self.others = [rank for rank in range(len(channel.members)) if rank != channel.rank]
         self.waited = 0.0  # seconds since the last question
-        self.quiet: dict[int, float] = {}  # rank -> seconds without progress
         self.dumps: dict[int, Dump] = {}  # by rank
-        self.ordered = False  # whether dumps were asked for
-        self.mine: list[Unresponsive] = []  # ranks without an answer that this rank is to look at
+        self.looked = False  # whether other ranks were asked for the silent ones of their host
 
 
 # -- Which ranks watch over each other: every new group is in some channel, and every rank has one watchdog ------------
 
 
-def watch_world(world: MpiCommunicator) -> None:
-    """Watch this rank from now on, also while it waits for the other ranks of its first group; not collective."""
+def watch(comm: Communicator) -> None:
+    """Give this rank its watchdog, if it has none: also for the wait for other ranks of its first group."""
     context = current_rank()
     with context.lock:
-        if context.watchdog is None and not context.alone:
-            context.watchdog = Watchdog(context, world_channel(world))
+        if context.watchdog is None:
+            context.watchdog = ThreadWatchdog(comm.world, context) if runtime.in_process(comm) else Watchdog(context)
 
 
 def enrol(context: RankContext, comm: Communicator, members: tuple[int, ...]) -> tuple[int, ...]:
     """Name a new group on all its ranks alike, and make sure that one channel has all of them; collective."""
     context.groups_named += 1
-    threads = runtime.in_process(comm)
-    if context.watchdog is None:
-        context.watchdog = ThreadWatchdog(comm.world, context) if runtime.in_process(comm) else Watchdog(context)
-    covered = threads or comm.size == 1 or context.watchdog.covers(members)
+    covered = runtime.in_process(comm) or comm.size == 1 or context.watchdog.covers(members)
     mine = np.array([covered, members[comm.rank], context.groups_named], np.int64)
     if comm.size == 1:
         return tuple(mine[1:].tolist())
@@ -351,9 +320,6 @@ def watching(seconds: float | None, folder: Path) -> Iterator[None]:
         yield
     finally:
         watchdog.configure(*before)
-
-
-runtime.on_world.append(watch_world)
 
 
 class ThreadWatchdog:

@@ -136,7 +136,7 @@ def described_as(text):
          r"0\.weight does not fit the model\s+found: float32\[3, 8\].*\s+expected: float32\[256, 8\]"),
         (on_tensors(ONE, lambda tensors: tensors.pop("0.weight")), r"have no parameter 0\.weight"),
         (on_bytes(ONE, lambda content: content[: len(content) // 2]),
-         "a file of weights is damaged: it has .* is cut short"),
+         "a file of weights is damaged: "),
         (on_bytes(ONE, flipped(-1)), r"parameter \S+ is damaged"),
         (on_tensors(ONE, lambda tensors: tensors.update({name: array + 1 for name, array in tensors.items()})),
          r"parameter 0\.weight is damaged.*\s+found: checksum \w{8} in .*stage-0.safetensors"),
