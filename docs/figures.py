@@ -60,7 +60,7 @@ class Picture:
 def floors() -> str:
     """The rooms of the package by floor."""
     rows = [
-        ("9", [("cli", "commands"), ("bench", "measurements"), ("gpu_check", "checks of a GPU")]),
+        ("9", [("cli", "commands"), ("bench", "measurements")]),
         ("8", [("language", "tokens: models, data, text")]),
         ("7", [("train", "any model: loop, run folder")]),
         ("6", [("planning", "the fastest plan"), ("tracing", "where the time went")]),
