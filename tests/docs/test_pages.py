@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from support.launch import ROOT, job_environment
@@ -67,6 +68,14 @@ def test_the_api_page_has_every_public_room():
     for name in ("mpipipe", *(f"mpipipe.{room}" for room in rooms.split())):
         assert importlib.import_module(name).__all__
         assert f".. automodule:: {name}\n" in text
+
+
+def test_each_extra_is_in_the_page_of_the_environment():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = (DOCS / "environment.md").read_text().partition("| extra |")[2]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`([\w-]+)`", "".join(cells))
+    assert sorted(named) == sorted(project["optional-dependencies"])
 
 
 def test_every_layer_of_nn_is_in_the_page_of_stages():
