@@ -30,7 +30,6 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 MOST_BYTES = 64 << 20  # of a manifest, and of the header of a file
 FILE = re.compile(r"part-[0-9]{1,10}\.safetensors")
-CHECKSUM = re.compile(r"[0-9a-f]{8}")
 COPY_AGAIN = "copy the checkpoint again from where it is whole, or take another one"
 
 
@@ -43,17 +42,6 @@ def newest(root: str | Path) -> Path | None:
     """Return the newest whole checkpoint in a folder given to `save`, or in the output folder of a training."""
     root = Path(root)
     return next(reversed(find(root) or find(root / INSIDE)), None)
-
-
-def other_whole(path: Path) -> Path | None:
-    """Return the newest checkpoint next to `path` whose manifest can be read and whose files have their sizes."""
-    for other in reversed(find(path.parent)):
-        with suppress(OSError, ArgumentError):
-            contents = read(other).files
-            sizes = {name: files.check_regular(other / name).st_size for name in contents}
-            if other != path and all(sizes[name] == content.bytes for name, content in contents.items()):
-                return other
-    return None
 
 
 def clear(folder: Path) -> bool:
@@ -141,7 +129,7 @@ def open_folder(root: Path, step: int) -> Path:
     """Make the folder of the checkpoint of a step, without what an earlier save has left in it. Raises StorageError."""
     folder = root / f"step-{step:08d}"
     owner.check_owned(folder)
-    with offering(folder), explained(folder):
+    with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if clear(folder):  # the old manifest must be gone before anything else in there changes
             files.sync_folder(folder)
@@ -168,23 +156,6 @@ def explained(folder: Path) -> Iterator[None]:
             expected="a folder with room, on a file system that all ranks share",
             remedy="make room, or choose another folder",
         ) from error
-
-
-@contextmanager
-def offering(folder: Path) -> Iterator[None]:
-    """Let an error name the newest whole checkpoint next to this one."""
-    try:
-        yield
-    except ArgumentError as error:
-        offer(error, folder)
-        raise
-
-
-def offer(error: ArgumentError, folder: Path) -> None:
-    """Name the newest whole checkpoint next to `folder` in the remedy of an error that is about to be raised."""
-    other = other_whole(folder)
-    if other is not None:
-        error.remedy = f"{error.remedy or COPY_AGAIN}; the newest whole checkpoint beside it is {other}"
 
 
 # -- The manifest -----------------------------------------------------------------------------------------------------
@@ -264,19 +235,19 @@ def read(folder: Path) -> Checkpoint:
         raise _wrong(path, f"is damaged: its checksum is {found} and not {written!s:.40}")
     try:
         steps = facts["optimizer_steps"]
-        contents = {name: _content(name, content) for name, content in _of(dict, facts["files"]).items()}
+        contents = {name: _content(name, content) for name, content in facts["files"].items()}
         names = [array for content in contents.values() for array in content.arrays]
         if len(set(names)) < len(names):
             raise ValueError("an array is in two files")
         return Checkpoint(
             folder,
             _count(facts["step"]),
-            _of(dict, facts["state"]),
+            dict(facts["state"]),
             None if steps is None else _count(steps),
-            _of(str, facts["library"]),
+            str(facts["library"]),
             contents,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _wrong(path, f"is wrong: {type(error).__name__}: {error}"[:300]) from error
 
 
@@ -291,29 +262,17 @@ def _content(name: str, facts: Any) -> Content:
     if not 8 <= header <= min(size, MOST_BYTES):
         raise ValueError(f"{name} with {size} bytes has a header of {header}")
     entries = {}
-    for array, each in _of(dict, facts["arrays"]).items():
-        dtype, shape = each["dtype"], tuple(map(_count, _of(list, each["shape"])))
+    for array, each in facts["arrays"].items():
+        dtype, shape = each["dtype"], tuple(map(_count, each["shape"]))
         if dtype not in NAMES:
             raise ValueError(f"{array} has the dtype {dtype!r:.40}")
-        entry = entries[array] = TensorEntry(dtype, shape, _count(each["start"]), _checksum(each["checksum"]))
+        entry = entries[array] = TensorEntry(dtype, shape, _count(each["start"]), each["checksum"])
         if entry.start < header or entry.start + entry.nbytes > size:
             raise ValueError(f"{array} would begin at byte {entry.start} and end after its file, which has {size}")
-    return Content(size, header, _checksum(facts["checksum"]), entries)
-
-
-def _of(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r:.80} is no {kind.__name__}")
-    return value
+    return Content(size, header, facts["checksum"], entries)
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"{value!r:.80} is no number of steps, bytes or items")
-    return value
-
-
-def _checksum(value: Any) -> str:
-    if CHECKSUM.fullmatch(_of(str, value)) is None:
-        raise ValueError(f"{value!r:.40} is no checksum")
     return value

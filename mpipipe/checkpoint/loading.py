@@ -43,9 +43,8 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     Raises
     ------
     ArgumentError
-        On every rank, with the name of the file and of the newest whole checkpoint next to it: there is none, it is
-        damaged or of a newer format, or its arrays are not those of the model or of the optimizer. After an error the
-        stages hold values of no use.
+        On every rank, with the name of the file: there is none, it is damaged or of a newer format, or its arrays are
+        not those of the model or of the optimizer. After an error the stages hold values of no use.
     """
     group, adapters = group_of(mesh.comm), StageAdapter.of(stages)
     with group.raise_together("checkpoint.load: the arrays to set"):
@@ -61,7 +60,7 @@ def load(path: str | Path, mesh: Mesh, stages: Sequence[Any], optimizer: Optimiz
     kinds = {PARAMETERS} if optimizer is None else {PARAMETERS, *optimizer.named_state()}
     own = list(held) if mesh.replicas.rank == 0 else []
     names = {name for part in group.gather("checkpoint.load: the names of all ranks", own) for name in part}
-    with group.raise_together("checkpoint.load: the arrays"), folders.offering(saved.path):
+    with group.raise_together("checkpoint.load: the arrays"):
         _check_names(saved, names, kinds, optimizer)
         writers: list[Any] = [each for each in (*adapters, optimizer) if hasattr(each, "before_write")]
         announce_write(*writers)  # a save that still reads these arrays finishes first
@@ -88,8 +87,7 @@ def read(path: str | Path) -> Checkpoint:
             expected=f"a folder step-... with {MANIFEST}, or a folder with some of these",
             remedy="name another folder; a save that was cut short leaves no manifest, and cannot be read",
         )
-    with folders.offering(folder):
-        return folders.read(folder)
+    return folders.read(folder)
 
 
 def _check_names(saved: Checkpoint, wanted: set[str], kinds: set[str], optimizer: Optimizer | None) -> None:

@@ -168,8 +168,6 @@ class Saver:
         if saving is not None:
             self._saving = None
             saving.give_up()
-        if isinstance(problem, StorageError):
-            folders.offer(problem, failed[0].folder)
         self._group.agree("checkpoint.poll: what went wrong", error=problem)
 
     def _seal(self, saving: SaveTask) -> None:

@@ -216,14 +216,13 @@ def test_a_full_disk_leaves_the_older_checkpoint_whole_and_gets_its_room_back(co
     try:
         if comm.rank == (comm.size - 1 if at == "part" else 0):
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-        with pytest.raises(ArgumentError, match="cannot be written") as caught:
+        with pytest.raises(ArgumentError, match="cannot be written"):
             with Mesh(comm, pipe=comm.size) as mesh:
                 stages, optimizer = trained(mesh)
                 big = {"text": "x" * room} if at == "manifest" else STATE
                 checkpoint.save(root, mesh, stages, optimizer, step=4, state=big, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert str(first) in caught.value.remedy
     comm.Barrier()
     assert checkpoint.newest(root) == first
     assert os.listdir(root) == [first.name]

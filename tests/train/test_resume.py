@@ -317,8 +317,6 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_changed(
         comm.Barrier()
         assert content(mpi_tmp_path) == before, match
         assert caught.value.remedy
-        if change in (MANIFEST, PART):
-            assert str(Path(first.out) / "checkpoints" / "step-00000002") in caught.value.remedy
         comm.Barrier()
         if comm.rank == 0 and change is not None:
             path.write_bytes(whole)
@@ -384,12 +382,12 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_training_which_goes_on_fro
     try:
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "step", step)
-            with pytest.raises(ArgumentError, match="checkpoint cannot be written") as caught:
+            with pytest.raises(ArgumentError, match="checkpoint cannot be written"):
                 train(chosen, GPT, comm)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     newest = checkpoint.newest(chosen.out)
-    assert newest.name == "step-00000004" and str(newest) in caught.value.remedy
+    assert newest.name == "step-00000004"
     comm.Barrier()
     train(chosen, GPT, comm)
     comm.Barrier()
