@@ -134,12 +134,11 @@ class KVCache(Attend):
             )
         self._check_room(k.shape[1])
         for name, x, kept in zip("kv", (k, v), self._kept):
-            expected = kept.shape[0], k.shape[1], kept.shape[2], kept.shape[3]
-            if x.shape != expected or x.dtype != kept.dtype:
+            if (len(x), *x.shape[2:], x.dtype) != (len(kept), *kept.shape[2:], kept.dtype):
                 raise ArgumentError(
                     f"{name} does not fit to what is in the cache",
                     found=f"{x.shape} {x.dtype}",
-                    expected=f"{expected} {kept.dtype}",
+                    expected=f"{kept.dtype} with all axes but the second of {kept.shape}",
                     remedy="clear() the cache before a text of another kind",
                 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from gpu_emulator.fixture import an_emulated_gpu
 
@@ -9,7 +11,7 @@ from mpipipe import arrays
 from mpipipe.comm import describe as description
 from mpipipe.comm.mesh import describe, select_device
 from mpipipe.comm.transport import gpu_aware
-from mpipipe.comm.transport.gpu_aware import ROCM, GpuAwareness, asks_by_type, combine, judge
+from mpipipe.comm.transport.gpu_aware import GpuAwareness, asks_by_type, combine
 from mpipipe.errors import ArgumentError, BackendError, MismatchError
 from mpipipe.job import inprocess
 from mpipipe.job.group import group_of
@@ -18,13 +20,7 @@ MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 MPICH3 = "MPICH Version:\t3.4.3"
 CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)"
 OPEN5 = "Open MPI v5.0.11, package: Open MPI"
-OPEN4 = "Open MPI v4.1.6, package: Open MPI"
-INTEL = "Intel(R) MPI Library 2021.18.1 for Linux* OS"
-MVAPICH = "MVAPICH2 Version      :\t2.3.7"
 PARASTATION = "ParaStation MPI 5.9.2-1 (MPICH 4.1.1)"
-GTL = "7f00-7f01 r-xp 0 0:0 0 /opt/cray/pe/lib64/libmpi_gtl_cuda.so.0"
-CUDA = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libcuda.so.580"
-ZE = "7f00-7f01 r-xp 0 0:0 0 /usr/lib/libze_loader.so.1"
 
 
 def no_gpus(monkeypatch):
@@ -33,108 +29,68 @@ def no_gpus(monkeypatch):
     monkeypatch.setattr(arrays.device_checks, "visible_gpus", lambda: 0)
 
 
-def verdict(version=MPICH, maps="", query=0, kinds="", pool=False, platform=gpu_aware.CUDA, **environment):
-    return judge(version, environment, maps, query, kinds, pool, platform)
+class Library:
+    """Functions of an MPI library by their names; counts what it was asked."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked = answers, []
+
+    def __getattr__(self, name):
+        if name not in self.answers:
+            raise AttributeError(name)
+
+        def ask(number=None, flag=None):
+            self.asked.append((name, number))
+            if flag is None:
+                return self.answers[name]
+            flag._obj.value = self.answers[name]
+            return 0
+
+        return ask
 
 
-YES = [
-    (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
-    (dict(MPIPIPE_GPU_DIRECT="1", UCX_TLS="rc"), "MPIPIPE_GPU_DIRECT=1"),
-    (dict(kinds="mpi,system,cuda"), "mpi_memory_alloc_kinds"),
-    (dict(kinds="system, cuda:device, mpi", query=None), "mpi_memory_alloc_kinds"),
-    (dict(version=OPEN5, query=1), "says yes"),
-    (dict(version=OPEN4, query=1), "says yes"),
-    (dict(version=OPEN4, query=1, CONDA_PREFIX="/c", OMPI_MCA_opal_cuda_support="true"), "says yes"),
-    (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
-    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_cuda is loaded"),
-    (dict(version=MVAPICH, MV2_USE_CUDA="1"), "MV2_USE_CUDA"),
-    (dict(version=MVAPICH, query=None, MVP_USE_CUDA="1"), "MVP_USE_CUDA"),
-    (dict(version=PARASTATION, PSP_CUDA="1"), "PSP_CUDA"),
-    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "I_MPI_OFFLOAD"),
-    (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA), "I_MPI_OFFLOAD"),
-    (dict(query=1, UCX_TLS="rc,sm,cuda_copy,cuda_ipc"), "says yes"),
-    (dict(query=1, UCX_TLS="all"), "says yes"),
-    (dict(query=1, UCX_TLS="^posix"), "says yes"),
-    (dict(query=1, UCX_TLS=""), "says yes"),
-]
-NO = [
-    (dict(), "says no"),
-    (dict(query=None), "does not say"),
-    (dict(MPIPIPE_GPU_DIRECT="0", query=1), "MPIPIPE_GPU_DIRECT=0"),
-    (dict(MPIPIPE_GPU_DIRECT="1", pool=True), "asynchronous"),
-    (dict(kinds="cuda", pool=True), "asynchronous"),
-    (dict(kinds="mpi,system"), "says no"),
-    (dict(version=OPEN4, query=1, OMPI_MCA_opal_cuda_support="false"), "opal_cuda_support=false"),
-    (dict(version=OPEN4, query=1, CONDA_PREFIX="/c"), "conda"),
-    (dict(version=OPEN4, query=0, OMPI_MCA_opal_cuda_support="true"), "says no"),
-    (dict(version=CRAY, query=None, maps=GTL), "without MPICH_GPU_SUPPORT_ENABLED"),
-    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="0"), "without MPICH_GPU_SUPPORT_ENABLED"),
-    (dict(version=CRAY, query=None, MPICH_GPU_SUPPORT_ENABLED="1"), "transport layer"),
-    (dict(maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "says no"),
-    (dict(version=MVAPICH, MV2_USE_CUDA="0"), "says no"),
-    (dict(version=OPEN5, MV2_USE_CUDA="1", PSP_CUDA="1", I_MPI_OFFLOAD="1", maps=CUDA), "says no"),
-    (dict(version=INTEL), "without I_MPI_OFFLOAD"),
-    (dict(version=INTEL, I_MPI_OFFLOAD="1"), "not CUDA"),
-    (dict(version=INTEL, I_MPI_OFFLOAD="1", maps=CUDA + ZE), "not CUDA"),
-    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="level_zero", maps=CUDA), "level_zero"),
-    (dict(query=1, UCX_TLS="rc,sm"), "leaves out cuda_copy"),
-    (dict(query=1, UCX_TLS="^cuda_copy"), "leaves out cuda_copy"),
-    (dict(kinds="cuda", UCX_TLS="tcp"), "leaves out cuda_copy"),
-]
-HSA = "7f00-7f01 r-xp 0 0:0 0 /opt/cray/pe/lib64/libmpi_gtl_hsa.so.0"
-
-AMD_YES = [
-    (dict(MPIPIPE_GPU_DIRECT="1"), "MPIPIPE_GPU_DIRECT=1"),
-    (dict(kinds="mpi,system,rocm:device"), "mpi_memory_alloc_kinds"),
-    (dict(version=OPEN5, query=1), "MPIX_Query_rocm_support or MPIX_Query_hip_support says yes"),
-    (dict(version=OPEN5, query=1, CONDA_PREFIX="/c"), "says yes"),
-    (dict(version=CRAY, query=None, maps=HSA, MPICH_GPU_SUPPORT_ENABLED="1"), "libmpi_gtl_hsa is loaded"),
-    (dict(version=MVAPICH, query=None, MV2_USE_ROCM="1"), "MV2_USE_ROCM"),
-    (dict(query=1, UCX_TLS="rc,sm,rocm"), "says yes"),
-]
-AMD_NO = [
-    (dict(), "MPIX_Query_rocm_support or MPIX_Query_hip_support says no"),
-    (dict(kinds="mpi,system,cuda"), "says no"),
-    (dict(version=CRAY, query=None, maps=GTL, MPICH_GPU_SUPPORT_ENABLED="1"), "(libmpi_gtl_hsa)"),
-    (dict(version=MVAPICH, query=None, MV2_USE_CUDA="1"), "does not say"),
-    (dict(version=PARASTATION, PSP_CUDA="1"), "says no"),
-    (dict(version=INTEL, I_MPI_OFFLOAD="1", I_MPI_OFFLOAD_MODE="cuda"), "AMD"),
-    (dict(query=1, UCX_TLS="rc,cuda_copy"), "leaves out rocm_copy"),
-]
-EVIDENCE = [
-    (platform, *row, direct)
-    for platform, yes, no in ((gpu_aware.CUDA, YES, NO), (ROCM, AMD_YES, AMD_NO))
-    for rows, direct in ((yes, True), (no, False))
-    for row in rows
-]
-
-
-@pytest.mark.parametrize("platform, facts, reason, direct", EVIDENCE)
-def test_device_memory_goes_to_mpi_where_there_is_evidence_for_this_platform_and_no_reason_against(
-    platform, facts, reason, direct
-):
-    found = verdict(platform=platform, **facts)
-    assert found.direct is direct and reason in found.reason
+@pytest.mark.parametrize(
+    "version, answers, maker, answer",
+    [
+        (OPEN5, {"MPIX_Query_cuda_support": 1}, "NVIDIA", 1),
+        (MPICH, {"MPIX_Query_cuda_support": 0}, "NVIDIA", 0),
+        (OPEN5, {}, "NVIDIA", None),
+        (MPICH, {"MPIX_Query_cuda_support": 1, "MPIX_Query_hip_support": 1}, "AMD", 1),
+        (OPEN5, {"MPIX_Query_rocm_support": 1}, "AMD", 1),
+        (OPEN5, {"MPIX_Query_cuda_support": 1}, "AMD", None),
+        (CRAY, {"MPIX_GPU_query_support": 1, "MPIX_Query_cuda_support": 0}, "NVIDIA", 1),
+        (MPICH3, {"MPIX_Query_cuda_support": 1}, "NVIDIA", None),
+    ],
+)
+def test_the_library_answers_for_the_maker_of_the_gpus(monkeypatch, version, answers, maker, answer):
+    library = Library(**answers)
+    mpi = SimpleNamespace(__file__="", Get_library_version=lambda: version)
+    monkeypatch.setattr(gpu_aware.runtime, "mpi", lambda: mpi)
+    monkeypatch.setattr(gpu_aware.ctypes, "CDLL", lambda path: library)
+    assert gpu_aware.ask_library(maker) == answer
+    if version == CRAY:
+        assert library.asked == [("MPIX_GPU_query_support", 0)]
 
 
 def test_the_library_is_asked_about_the_platform_of_cupy(comm, monkeypatch):
     asked = []
     monkeypatch.delenv("MPIPIPE_GPU_DIRECT", raising=False)
-    monkeypatch.setattr(gpu_aware, "_query", asked.append)
+    monkeypatch.setattr(gpu_aware, "ask_library", asked.append)
     for amd in (False, True):
         with an_emulated_gpu(amd=amd):
             gpu_aware.detect(comm)
-    assert asked == [gpu_aware.CUDA, ROCM]
+    assert asked == ["NVIDIA", "AMD"]
 
 
 def test_libraries_whose_question_would_end_the_process_are_asked_otherwise():
     assert asks_by_type(MPICH3) and asks_by_type(CRAY)
-    assert not any(asks_by_type(version) for version in (MPICH, OPEN4, OPEN5, INTEL, MVAPICH, PARASTATION))
+    assert not any(asks_by_type(version) for version in (MPICH, OPEN5, PARASTATION))
 
 
-def test_one_rank_against_is_all_against_and_an_override_is_yes_or_no():
+def test_one_rank_against_is_all_against_and_an_override_is_yes_or_no(comm, monkeypatch):
+    monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "maybe")
     with pytest.raises(ArgumentError, match="MPIPIPE_GPU_DIRECT"):
-        verdict(MPIPIPE_GPU_DIRECT="maybe")
+        gpu_aware.detect(comm)
     yes, no = GpuAwareness(True, "it can"), GpuAwareness(False, "it cannot")
     assert combine([yes, yes]) == yes
     assert combine([no, no]) == no
@@ -149,8 +105,8 @@ def test_the_verdict_is_the_same_on_all_ranks_and_this_mpi_answers(comm, monkeyp
     monkeypatch.setenv("MPIPIPE_GPU_DIRECT", "1")
     assert gpu_aware.detect(comm).direct
     monkeypatch.delenv("MPIPIPE_GPU_DIRECT")
-    for platform in (gpu_aware.CUDA, ROCM):
-        assert gpu_aware._query(platform) in (0, 1, None)
+    for maker in gpu_aware.QUESTIONS:
+        assert gpu_aware.ask_library(maker) in (0, 1, None)
     assert gpu_aware.detect(comm).reason
 
 
