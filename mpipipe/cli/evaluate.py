@@ -5,28 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from mpipipe import arrays, files
 from mpipipe.cli.flags import Operand
 from mpipipe.cli.output import on_ranks
-from mpipipe.cli.train import load_config, task_of
 from mpipipe.comm import Mesh, select_device
-from mpipipe.errors import ConfigError
-from mpipipe.job import Communicator, group_of, runtime
+from mpipipe.job import group_of, runtime
 from mpipipe.language.inference import Evaluation, Windows, build_evaluator, open_tokens, perplexity
 from mpipipe.language.models import open_on_all
 from mpipipe.options import Option
-from mpipipe.train import SafeStream, TaskConfig
-from mpipipe.train import evaluate as evaluate_task
+from mpipipe.train import SafeStream
 
 
 @on_ranks
 def evaluate(
-    model: Annotated[str, Operand("folder with a model, or FILE.py[:CLASS] with a task", metavar="MODEL")],
-    run: Annotated[str | None, Operand("run folder of the training of that task")] = None,
+    model: Annotated[str, Operand("folder with a model", metavar="MODEL")],
     data: Annotated[list[str] | None, Option("file or folder of text, or file of tokens; repeatable")] = None,
     seq_len: Annotated[int | None, Option("tokens of a window; default: the model's", least=1)] = None,
     by_document: Annotated[bool, Option("windows end with documents, and each is reported")] = False,
@@ -41,8 +36,6 @@ def evaluate(
     """Compute loss, perplexity and bits per byte (mpiexec -n 4 python -m mpipipe evaluate runs/first --data book.txt).
 
     Windows follow each other, and each token but the first is predicted once. The ranks are pipe x data x seq.
-
-    With FILE.py RUN_FOLDER it is the validation of a task of your own, by the weights of that run.
     """
     comm = runtime.world()
     group = group_of(comm)
@@ -52,11 +45,6 @@ def evaluate(
             files.check_new("the file of results", out)
 
     group.from_one("evaluate: the output", check_output)
-    if run is not None:
-        text_only = {"data": data, "seq_len": seq_len, "by_document": by_document or None}
-        given = {name: value for name, value in text_only.items() if value is not None}
-        _of_task(comm, model, run, given, out=out, pipe=pipe, seq=seq, batch=batch, dtype=dtype, device=device)
-        return
     folder = open_on_all(comm, model)
     with Mesh(comm, pipe=pipe or max(1, comm.size // seq), seq=seq) as mesh:
         tokens, unit = open_tokens(folder, data or [], mesh)
@@ -70,29 +58,6 @@ def evaluate(
                 pass
             found = evaluator.result(by_document, None if tokens.nbytes is None else tokens.nbytes / len(tokens))
         group.from_one("evaluate: the results", lambda: report(found, unit, out))
-
-
-def _of_task(comm: Communicator, model: str, run: str, given: dict[str, Any], *, out: str | None, **flags: Any) -> None:
-    """Evaluate a task from a file, with the configuration of its run folder but for the mesh and what is given."""
-    group = group_of(comm)
-
-    def read() -> TaskConfig:
-        if given:
-            raise ConfigError(f"{next(iter(given))} is an option of text", found=f"the task {model}")
-        config = load_config(model, str(Path(run, "config.toml")))
-        changed = {name: value for name, value in flags.items() if value is not None or name == "pipe"}
-        plain: dict[str, Any] = dict.fromkeys(("microbatches", "partition", "recompute_limit"))
-        return replace(config, schedule="gpipe", chunks=1, recompute=False, **plain, **changed)
-
-    config, task = task_of(group.from_one("evaluate: the configuration", read), comm)
-    found, place = evaluate_task(task, config, Path(run), comm)
-
-    def show_result() -> None:
-        _write(out, [found])
-        numbers = " ".join(f"{name}={value:.8g}" for name, value in found.items())
-        SafeStream(sys.stdout).write(f"mpipipe: by {place}\nmpipipe: evaluated {numbers}\n")
-
-    group.from_one("evaluate: the results", show_result)
 
 
 def report(found: Evaluation, unit: str, out: str | None) -> None:

@@ -21,7 +21,7 @@ from mpipipe.train.output_folder import absolute, shared_path
 from mpipipe.train.rehearsal import TaskLoss, check_task
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
-from mpipipe.train.setup import check_same_config, evaluate, export, load, run
+from mpipipe.train.setup import check_same_config, export, load, run
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task, too_few_pieces
 from mpipipe.train.task_calls import layers_of, outline

@@ -7,7 +7,7 @@ them before its first step, in a rehearsal. `--check` does it before a job is qu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -173,22 +173,17 @@ def check_metrics(where: str, once: Mapping[str, float], twice: Mapping[str, flo
 
 
 def doubts(task: Task, shard: Shard) -> list[str]:
-    """Return lines for the start of a training: what of a file is not looked at, and what sees a part of each row."""
-    inner, lines = [layer for outer in task.outline for _, layer in outer.walk("")], []
-    if task.file is not None:
-        if own := _kinds(layer for layer in inner if not type(layer).__module__.startswith("mpipipe.")):
-            lines.append(f"`train {task.file.path.name} --check` compares the gradients of {own}; a training does not")
-    if shard.size > 1 and (apart := _kinds(layer for layer in inner if _sees_part_alone(layer, shard))):
+    """Return lines for the start of a training: which layers see a part of each row alone."""
+    inner = [layer for outer in task.outline for _, layer in outer.walk("")]
+    apart = {type(layer).__name__ for layer in inner if shard.size > 1 and _sees_part_alone(layer, shard)}
+    lines = []
+    if apart:
         lines.append(
-            f"{apart}: on each rank of seq they see its own part of a row alone, which is right where they work along "
-            "an axis that is not shared, or at each point by itself; mpipipe.exchange.HaloConv and HaloExchange, and "
-            "shard.attend, take what they need from other ranks"
+            f"{', '.join(sorted(apart))}: on each rank of seq they see its own part of a row alone, which is right "
+            "where they work along an axis that is not shared, or at each point by itself; mpipipe.exchange.HaloConv "
+            "and HaloExchange, and shard.attend, take what they need from other ranks"
         )
     return [f"mpipipe: note: {line}" for line in lines]
-
-
-def _kinds(layers: Iterable[nn.Layer]) -> str:
-    return ", ".join(sorted({type(layer).__name__ for layer in layers}))
 
 
 def _sees_part_alone(layer: nn.Layer, shard: Shard) -> bool:
@@ -464,30 +459,20 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
     lines: list[str] = []
     right, output = True, None
     inputs, target = example(task, rows, 1, shard)
-    layers: list[nn.Layer] = []
-    still, mixing, draws = nn.Position(training=False), "", False  # `draws`: a layer that draws numbers has come
+    still, mixing = nn.Position(training=False), ""
     # what each row by itself becomes, and what it has under names
     alone: list[tuple[Tree, dict[str, Tree]]] = [(_single(inputs, row), {}) for row in range(rows)]
     for place, (stage, x) in enumerate(chain(task, shard, seed, rows)):
         layer = stage.layers[0]
-        layers.append(layer)
         name = type(layer.given if isinstance(layer, ForeignLayer) else layer).__name__
         line, fine = _checked(f"layers[{place}] {name}", stage, x, nn.Position())
         lines.append(line)
         right, output = right and fine, stage.forward(x, still)[0]
         ways = [(nn.handed(own, named, stage.takes), named) for own, named in alone]
         alone = [(call(task, "layers", own, still, by=stage.forward)[0], named) for own, named in ways]
-        if not (mixing or draws) and _differ(output, [own for own, _ in alone]):
-            twice = call(task, "layers", rows_twice(ways[0][0]), still, by=stage.forward)[0]
-            draws = _differ(_single(twice, 0), [_single(twice, 1)])
-            mixing = "" if draws else f"layers[{place}] {name}"
-    unused = {*getattr(inputs, "skips", ())}.difference(nn.names_of(layers)[0])
-    if unused:
-        lines.append(f"inputs: no layer takes {', '.join(sorted(unused))}, which the inputs have")
-    singles = [own for own, _ in alone]
-    differs = _differ(output, singles)
-    mixes = right and bool(mixing) and differs
-    if mixes:
+        if right and not mixing and _differ(output, [own for own, _ in alone]):
+            mixing = f"layers[{place}] {name}"
+    if mixing:
         lines.append(
             f"{mixing}: gives other rows for a batch than for each row alone, so the result depends on --microbatches; "
             "let no row change another one: take norms and means of each row by itself"
@@ -502,11 +487,11 @@ def check_task(task: Task, seed: int, comm: Communicator, rows: int = 2) -> tupl
                 break
         if loss.suspect is not None:
             raise loss.suspect
-        if right and not differs and not loss.over_batch:
+        if right and not mixing and not loss.over_batch:
             loss.rehearses = loss.collects = False
-            wrong = _loss_error(loss, output, singles, target)
+            wrong = _loss_error(loss, output, [own for own, _ in alone], target)
             line, fine = wrong or line, not wrong
-    return [*lines, line], right and fine and not unused and not mixes
+    return [*lines, line], right and fine and not mixing
 
 
 def _single(tree: Tree, row: int) -> Tree:

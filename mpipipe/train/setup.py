@@ -21,7 +21,7 @@ from mpipipe.planning import LayerPlan, check_training
 from mpipipe.train import metrics, output_folder, resume
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
-from mpipipe.train.rehearsal import TaskLoss, rehearse, validate
+from mpipipe.train.rehearsal import TaskLoss, rehearse
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
@@ -194,28 +194,6 @@ def _stages(
         kernels.check_choice(device)
         stages = plan.stages(mesh.pipe.rank, layers, config.dtype, config.seed, device, task.freeze)
         return stages, task.loss_for(stages[-1], plan.microbatch_rows, shard) or TaskLoss(task, config.slices > 1)
-
-
-def evaluate(task: Task, config: TaskConfig, run: Path, comm: Communicator) -> tuple[dict[str, float], str]:
-    """Return the losses of the validation of what is newest in a run folder: by name, and what that is; collective."""
-    group = group_of(comm)
-    with Mesh(comm, pipe=pipe_of(config, comm.size), seq=config.seq) as mesh:
-        device = select_device(config.device, comm)
-        with arrays.own_stream(device):
-            task.find_data(group)
-            shard, layers = make_shard(config, task, mesh)
-            plan = make_plan(config, task, mesh, device)
-            task.open_data(plan, mesh)
-            found = group.from_one("evaluate: the run folder", lambda: resume.newest_state(run))
-            stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
-            checkpoint.load(found.path, mesh, stages)
-            with Pipeline(
-                stages, plan.schedule, mesh.pipe, loss, replicas=mesh.replicas, slice_lengths=shard.slice_lengths
-            ) as pipeline:
-                reader = Reader(task, shard, plan, mesh, 0)
-                value, named = validate(pipeline, reader, loss, config.eval_batches, group)
-    same = found.state.get("fingerprint") in (None, task.fingerprint)
-    return {"loss": value, **named}, f"{found.path}{'' if same else ', which another version of the file has trained'}"
 
 
 def load(run: str | Path, device: str = "cpu") -> tuple[Task, nn.Stage]:

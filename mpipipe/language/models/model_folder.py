@@ -283,8 +283,8 @@ def open_model(path: str | Path) -> ModelFolder:
         "no model is here",
         found=f"{path}, {'a folder without one' if files.is_folder(path) else 'no folder'}",
         expected="the output folder of a training, one of its checkpoints, or a folder of Hugging Face",
-        remedy="name the --out folder of a training that ended; its weights are written at the end. For a task of your "
-        "own name its file, too: evaluate FILE.py FOLDER",
+        remedy="name the --out folder of a training that ended; its weights are written at the end. Of a task of your "
+        "own mpipipe.train.load opens the folder",
     )
 
 
