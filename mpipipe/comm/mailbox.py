@@ -159,9 +159,10 @@ class Mailbox:
 
     def release(self, lease: Lease) -> None:
         """Give buffers back; on a device, work queued so far on the current stream may still read them."""
-        retire = self.transport.retire
+        transport = self.transport
         for free, buffer in lease:
-            retire(buffer[0])
+            if transport.retires:
+                transport.retire(buffer[0])
             free.append(buffer)
 
     def poll(self) -> None:

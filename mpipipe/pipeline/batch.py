@@ -254,8 +254,6 @@ class MessageSpec:
 
     def gradient_tree(self, received: Sequence[Array]) -> Tree:
         """Return received gradients in the structure of the activation, None if a leaf has none."""
-        if self.structure is None and received:
-            return received[0]
         source = iter(received)
         return unflatten([next(source) if floating else None for floating in self.floating], self.structure)
 
@@ -390,11 +388,3 @@ class CallState:
     awaiting: dict[int, tuple[Tree, Tree]] = field(default_factory=dict)  # (output, target), for a loss over the batch
     outputs: dict[int, Tree] = field(default_factory=dict)
     input_gradients: dict[int, Tree] = field(default_factory=dict)
-
-    def count_activation(self) -> None:
-        self.alive += 1
-        self.peak = max(self.peak, self.alive)
-
-    def drop_activation(self) -> None:
-        self.alive -= 1
-        self.under_way -= 1

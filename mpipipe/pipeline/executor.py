@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpipipe import arrays
 from mpipipe.arrays import Tree, read_only
 from mpipipe.errors import ArgumentError, MpipipeError, PeerError, StageError
@@ -174,7 +176,7 @@ class Executor:
             output = read_only(copy_if_aliased(y, lease) if lease and self.gathers else y)
             self._use_output(action, state, output, target, microbatch)
         state.marks.append(self.now())
-        if lease:
+        if lease and (type(y) is not np.ndarray or y.base is not None):
             y = copy_if_aliased(y, lease)
         if not action.last:
             self.messages.give(action, state.local, y, skips, lease)
@@ -185,7 +187,8 @@ class Executor:
             state.under_way += 1
             state.peak_under_way = max(state.peak_under_way, state.under_way)
             if not action.recomputed:
-                state.count_activation()
+                state.alive += 1
+                state.peak = max(state.peak, state.alive)
         elif lease:
             self.messages.mailbox.release(lease)
 
@@ -232,7 +235,8 @@ class Executor:
         saved = self.stages[action.chunk].forward(x, state.inputs.positions[action.microbatch])[1]
         state.marks.append(self.now())
         state.saved[key] = saved, lease
-        state.count_activation()
+        state.alive += 1
+        state.peak = max(state.peak, state.alive)
 
     def _backward(self, action: PlannedAction, state: CallState) -> None:
         """Run a whole backward, or an input gradient, which keeps what its weight gradient needs."""
@@ -251,16 +255,18 @@ class Executor:
         skips: dict[str, Tree] = {}
         if action.gives or (type(dx) is Branches and not action.first):  # else of the side inputs of the batch
             dx, skips = parted(dx, action.gives, NAMES[action.op])
-        if leases:
+        if leases and (type(dx) is not np.ndarray or dx.base is not None):
             dx = copy_if_aliased(dx, leases)
         if not action.ends:
             self.messages.give(action, state.local, dx, skips, leases)
         elif action.first and self.input_grads:
-            state.input_gradients[microbatch] = unscaled(dx, state.inputs.scale)
+            scale = state.inputs.scale
+            state.input_gradients[microbatch] = dx if scale == 1 else unscaled(dx, scale)
         if whole:
             if leases:
                 self.messages.mailbox.release(leases)
-            state.drop_activation()
+            state.alive -= 1
+            state.under_way -= 1
 
     def _weight_gradient(self, action: PlannedAction, state: CallState) -> None:
         pending, leases = state.pending.pop((action.stage, action.microbatch))
@@ -268,7 +274,8 @@ class Executor:
         self.stages[action.chunk].computes.backward_weight(pending)
         state.marks.append(self.now())
         self.messages.mailbox.release(leases)
-        state.drop_activation()
+        state.alive -= 1
+        state.under_way -= 1
 
 
 def _annotated(function: Function) -> Function:

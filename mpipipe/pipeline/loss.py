@@ -187,7 +187,8 @@ class Weighing:
     def begin(self, facts: BatchFacts, counts: Sequence[float]) -> None:
         """Begin a call with the shares that are known before: by rows, or by target entries."""
         self._facts, self.known = facts, self.given is False and not facts.uneven
-        self.shares = [count / (facts.total or 1) for count in counts]
+        total = facts.total or 1
+        self.shares = [count / total for count in counts]
 
     @property
     def exponent(self) -> int:
@@ -352,8 +353,11 @@ class SharedLoss:
         losses = self._own.read()
         self._own = None
         self._table[:-3] = self._by_microbatch(losses)
-        # what has no share has no loss either
-        self._table[-3] = sum(share * loss for share, loss in zip(self._shares, losses) if share)
+        mean = 0.0
+        for share, loss in zip(self._shares, losses):
+            if share:  # what has no share has no loss either
+                mean += share * loss
+        self._table[-3] = mean
 
     def _by_microbatch(self, losses: Sequence[float]) -> Any:
         """Return the loss of each micro-batch: the mean of its slices by their shares, NaN where these have none."""

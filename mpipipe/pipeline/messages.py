@@ -95,6 +95,8 @@ class StageMessages:
         """Return (gradient of the activation that was sent under this edge and micro-batch, lease)."""
         spec, mailbox = self.specs[envelope.edge, envelope.microbatch], self.mailbox
         leaves, lease = mailbox.take() if self.known else mailbox.take_unknown(envelope, spec.gradients)
+        if spec.structure is None and leaves:
+            return leaves[0], lease
         return spec.gradient_tree(leaves), lease
 
     def send_activation(self, envelope: Envelope, tree: Tree) -> None:
@@ -117,7 +119,11 @@ class StageMessages:
 
     def send_gradient(self, envelope: Envelope, tree: Tree) -> None:
         """Start sending the gradient of an activation that was received."""
-        self.mailbox.put(envelope, self.specs[envelope.edge, envelope.microbatch].gradient_leaves(tree))
+        spec = self.specs[envelope.edge, envelope.microbatch]
+        if spec.structure is None and spec.gradients and spec.matches(tree):
+            self.mailbox.put(envelope, [tree])
+        else:
+            self.mailbox.put(envelope, spec.gradient_leaves(tree))
 
     # -- what comes to an action and leaves it, along the chain of stages and over skips ------------------------
 

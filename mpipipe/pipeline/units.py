@@ -73,6 +73,8 @@ def split(batch: Tree | list[Tree], microbatches: int) -> tuple[list[Tree], list
         )
     counts, ranges = _ranges(rows, microbatches)
     leaves, structure = flatten(read_only(batch))
+    if structure is None:
+        return [leaves[0][at] for at in ranges], counts
     return [unflatten([leaf[at] for leaf in leaves], structure) for at in ranges], counts
 
 

@@ -38,6 +38,8 @@ class DeviceTransport(Transport):
 
     piece_bytes = PIECE_BYTES
 
+    retires = True
+
     def __init__(self, comm: Communicator, channels: int = 1, synchronous: bool = False) -> None:
         self.host = HostTransport(comm, channels, synchronous, self.piece_bytes, typed=False)
         self.channels = self.host.channels

@@ -25,6 +25,7 @@ class Transport(Protocol):
     """
 
     channels: list[Communicator]
+    retires: bool = False  # whether `retire` does anything
 
     def empty(self, shape: Shape, kind: np.dtype) -> Array:
         """A receive buffer in the memory where this rank computes; its content is undefined."""
@@ -82,14 +83,17 @@ class HostTransport(Transport):
                 expected="numpy.ndarray",
                 remedy="give your stage the attribute device = 'cuda'",
             )
+        if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
+            return self.senders[channel](array, peer, tag)
         return self._start(self.senders[channel], array, peer, tag)
 
     def irecv(self, array: np.ndarray, peer: int, channel: int, tag: int) -> Request:
+        if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
+            return self.receivers[channel](array, peer, tag)
         return self._start(self.receivers[channel], array, peer, tag)
 
     def _start(self, operation: Callable[..., Request], array: np.ndarray, peer: int, tag: int) -> Request:
-        if array.nbytes <= self.piece_bytes and array.dtype.char in self.types:
-            return operation(array, peer, tag)
+        """Send or receive as bytes, in pieces."""
         flat, size = array.reshape(-1).view(np.uint8), self.piece_bytes
         return start_all(operation, [flat[at : at + size] for at in range(0, max(1, flat.size), size)], peer, tag)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mpipipe.arrays import Array
@@ -60,33 +60,37 @@ class Sequential(Layer):
             saved.append(kept if place >= lowest else None)
         return total, x, more, saved
 
-    def _backwards(self, values: Iterable[Any]) -> Iterator[tuple[Layer, Any]]:
-        """Yield the layers that have a backward, the last one first, each with the next one of some values."""
-        poll, layers = self.stage.poll, self.layers[self.lowest :] if self.lowest else self.layers
-        for place, pair in enumerate(zip(reversed(layers), values)):
-            if place and poll is not None:
-                poll()
-            yield pair
-
     def backward_input(self, dy: Array, saved: Any) -> tuple[Any, Any]:
+        poll = self.stage.poll
         pending: list = []
-        for layer, kept in self._backwards(reversed(saved)):
-            dy, waiting = layer.backward_input(dy, kept)
+        for place in range(len(self.layers) - 1, self.lowest - 1, -1):
+            if pending and poll is not None:
+                poll()
+            layer = self.layers[place]
+            dy, waiting = layer.backward_input(dy, saved[place])
             pending.append(None if layer.frozen else waiting)
         return None if self.lowest else dy, pending
 
     def backward_weight(self, pending: Any) -> None:
-        done = self.on_layer_done
-        for layer, waiting in self._backwards(pending):
+        poll, done = self.stage.poll, self.on_layer_done
+        last = len(self.layers) - 1
+        for number, waiting in enumerate(pending):
+            if number and poll is not None:
+                poll()
+            layer = self.layers[last - number]
             if not layer.frozen:
                 layer.backward_weight(waiting)
             if done is not None:
                 done(layer)
 
     def backward(self, dy: Array, saved: Any) -> Any:
-        done = self.on_layer_done
-        for layer, kept in self._backwards(reversed(saved)):
-            dy = layer.backward_input(dy, kept)[0] if layer.frozen else layer.backward(dy, kept)
+        poll, done = self.stage.poll, self.on_layer_done
+        last = len(self.layers) - 1
+        for place in range(last, self.lowest - 1, -1):
+            if place < last and poll is not None:
+                poll()
+            layer = self.layers[place]
+            dy = layer.backward_input(dy, saved[place])[0] if layer.frozen else layer.backward(dy, saved[place])
             if done is not None:
                 done(layer)
         return None if self.lowest else dy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -341,7 +342,7 @@ def _centred(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 def mean_squared_error(output: np.ndarray, target: np.ndarray, factor: float = 1.0) -> tuple[float, np.ndarray]:
     """Return (mean of (output - target)^2, summed in float64; factor * its gradient); `target` has any dtype."""
     difference = np.empty(output.shape, output.dtype)
-    elementwise(lambda x, y, out: np.subtract(x, y, out=out, casting="same_kind"), difference, output, target)
+    elementwise(partial(np.subtract, casting="same_kind"), difference, output, target)
     total = sum_of_squares(difference.reshape(-1))
     return total / output.size, scale(difference, 2 / output.size * factor, difference)
 

@@ -63,6 +63,12 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
     A large product is made in pieces of the gradient, each added while it is still in cache. Without `add` the pieces
     are the same, so that the product has the same bits.
     """
+    if grad.size <= PIECE:
+        if add:
+            np.add(grad, np.matmul(dy.T, x), out=grad)
+        else:
+            np.matmul(dy.T, x, out=grad)
+        return
     outputs, inputs = grad.shape
 
     def work(at: slice) -> None:
@@ -72,7 +78,7 @@ def linear_backward_weight(dy: np.ndarray, x: np.ndarray, grad: np.ndarray, add:
         else:
             np.matmul(dy[:, at].T, x, out=part)
 
-    step = max(16, PIECE // inputs) if grad.size > PIECE else max(1, outputs)
+    step = max(16, PIECE // inputs)
     each(work, [slice(start, start + step) for start in range(0, outputs, step)])
 
 
@@ -96,6 +102,9 @@ def products(
 
 def sum_rows(dy: np.ndarray, grad: np.ndarray) -> None:
     """Grad += the sum of the rows of dy."""
+    if dy.size <= SUMMED:
+        np.add(grad, np.add.reduce(dy, 0), out=grad)
+        return
 
     def work(at: slice) -> None:
         np.add(grad[at], np.add.reduce(dy[:, at], 0), out=grad[at])
