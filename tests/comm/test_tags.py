@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipipe.comm.tags import Tags, neighbours
+from mpipipe.comm.tags import Tags
 from mpipipe.errors import ArgumentError
 
 
@@ -20,12 +20,10 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, chunks, microbatches, tag_
     ends = st.lists(st.integers(0, stages - 1), min_size=2, max_size=2, unique=True).map(sorted)
     skips = data.draw(st.lists(ends.map(tuple), max_size=6)) if stages > 1 else []
     tags = Tags(placement, microbatches, tag_ub, skips)
-    joined = set(neighbours(placement, skips))
     seen = set()
     for edge in range(1, stages + len(skips)):
         source, target = skips[edge - stages] if edge >= stages else (edge - 1, edge)
         pair = frozenset((placement[source], placement[target]))
-        assert len(pair) == 1 or {tuple(pair), tuple(pair)[::-1]} <= joined
         if len(pair) == 1:
             continue
         for microbatch in range(microbatches):
