@@ -32,14 +32,14 @@ if TYPE_CHECKING:
         single_cores,
     )
     from mpipipe.job.exit import Stop, run_or_abort
-    from mpipipe.job.flight import Inspectable, Message, Snapshot
+    from mpipipe.job.flight import Message, Snapshot
     from mpipipe.job.group import RankGroup, collect, group_of
-    from mpipipe.job.preemption import PREEMPTED, Preempted, Preemption, parse_duration
+    from mpipipe.job.preemption import Preemption, parse_duration
     from mpipipe.job.report import AGREED, INTERRUPTED, describe_error, heading, write
     from mpipipe.job.requests import keep_forever, own
     from mpipipe.job.runtime import mpi, resolve, tag_upper_bound, world
     from mpipipe.job.settings import GPU_DIRECT, NCCL, launcher_size
-    from mpipipe.job.stop_signals import StopSignals, parse_signals
+    from mpipipe.job.stop_signals import parse_signals
     from mpipipe.job.types import Communicator, MpiCommunicator, ReplicaSum, Request, Testable
     from mpipipe.job.wait import Condition, ThreadTask, wait_for, wait_locally
     from mpipipe.job.watch.watchdog import watching
