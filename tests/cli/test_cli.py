@@ -41,7 +41,7 @@ def small(tmp_path):
 
 def test_every_field_of_the_configuration_is_a_flag():
     fields = [entry.name for entry in dataclasses.fields(TrainConfig)]
-    first, of_tasks = ["config", "task", "dry_run", "ranks", "profile", "check"], ["set", "changed_task"]
+    first, of_tasks = ["config", "task", "dry_run", "ranks", "check"], ["set", "changed_task"]
     assert sorted(entry.name for entry in parameters_of(train)) == sorted([*first, *fields, *of_tasks])
 
 
@@ -116,44 +116,6 @@ def test_data_that_are_cut_short_end_the_job_with_one_report(launch, tmp_path):
     assert job.stderr.count("a data file has become shorter") == 1, job.stderr
     assert f"100 bytes in {text}" in job.stderr and "remedy: " in job.stderr
     assert job.stderr.count("job ended by rank") == 1 and "Traceback" not in job.stderr
-
-
-@pytest.mark.long
-def test_generate_writes_the_same_text_on_any_number_of_ranks_and_refuses_with_one_report(mpipipe, small, tmp_path):
-    out = str(tmp_path / "run")
-    job = mpipipe(4, "train", "--config", small, "--out", out, "--pipe", "2", "--tied", "--dtype", "float64")
-    assert job.returncode == 0, job.stderr
-    texts = []
-    for ranks in (1, 2, 4):
-        job = mpipipe(ranks, "generate", out, "--prompt", "gr\u00fc\u00df ", "--bytes", "40")
-        assert job.returncode == 0, job.stderr
-        texts.append(job.stdout)
-    assert texts[0].startswith("gr\u00fc\u00df ") and texts[0].endswith("\n") and len(texts[0]) > 20
-    assert texts == [texts[0]] * 3
-    job = mpipipe(1, "generate", out, "--prompt", "gr\u00fc\u00df ", "--bytes", "40", "--seed", "1")
-    assert job.stdout != texts[0]
-    for arguments, match in [(["--prompt", ""], "the prompt is empty"), (["--temperature", "-1"], "temperature")]:
-        job = mpipipe(3, "generate", out, *arguments)
-        assert job.returncode != 0
-        assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("description", "match"),
-    [
-        ('{"model": {"width": 3}, "dtype": "float32", "stages": 1}', "not those of a GPT"),
-        ('{"model": {"dim": 16}, "dtype": "float32", "stages": 1}', "a file of weights cannot be read"),
-        ('{"model": {"dim": 16}, "dtype": "float99", "stages": 1}', "unknown dtype"),
-    ],
-)
-def test_generate_without_usable_weights_ends_with_one_report(mpipipe, tmp_path, description, match):
-    folder = tmp_path / "run" / "weights"
-    folder.mkdir(parents=True)
-    (folder / "model.json").write_text(description)
-    job = mpipipe(2, "generate", str(folder.parent))
-    assert job.returncode != 0 and "Traceback" not in job.stderr
-    assert job.stderr.count(match) == 1 and job.stderr.count("job ended by rank") == 1, job.stderr
 
 
 def test_wrong_usage_of_a_job_exits_with_2_and_one_message(mpipipe):

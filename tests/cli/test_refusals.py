@@ -132,6 +132,11 @@ def test_an_empty_text_in_a_configuration_is_refused(keys):
         ("jobscript slurm", "remedy: copy a job script: jobs/train.sbatch"),
         ("launch -- mpiexec", "remedy: start the job without it"),
         ("train --survive", "remedy: save checkpoints"),
+        ("train --metrics-to csv", "remedy: metrics.jsonl has every number"),
+        ("train --on-storage-error end", "remedy: a checkpoint that cannot be written ends the training"),
+        ("train --temperature 1", "remedy: the sample of a training has the temperature 0.8"),
+        ("completion bash", "remedy: `mpipipe COMMAND --help` lists"),
+        ("draw split", "remedy: `mpipipe train --trace DIR` prints"),
     ],
 )
 def test_what_is_gone_names_what_to_use(words, said):
