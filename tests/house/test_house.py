@@ -23,8 +23,6 @@ EXCEPTIONS = {
     "job/inprocess.py": {"Split", "allgather", "Barrier"},  # these are its own, between threads
     "bench/pipeline.py": {"Recv", "Wait"},  # bare mpi4py, which the package is measured against
 }
-# functions of cuBLAS, whose many arguments stand in the order of the C library
-BY_POSITION = {"gemmEx", "gemmStridedBatchedEx"}
 
 
 def blocking_calls(tree):
@@ -72,13 +70,6 @@ def test_requests_of_mpi_have_an_owner():
         for node in nodes(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in starts and id(node) not in owned:
                 assert (name, node.func.attr) == ("job/communicators.py", "Idup"), f"{name}:{node.lineno}"
-
-
-def positional_calls(tree, most=7):
-    """(line, count) of each call with more than so many positional arguments; a starred one counts once."""
-    for node in nodes(tree):
-        if isinstance(node, ast.Call) and len(node.args) > most and getattr(node.func, "attr", "") not in BY_POSITION:
-            yield node.lineno, len(node.args)
 
 
 def asks(tree, function, word):
@@ -143,10 +134,6 @@ def test_only_agreements_and_known_failures_say_that_an_error_is_reported_elsewh
     refuse([place for place in found if not place.startswith(("job/consensus.py:", "job/context.py:"))])
 
 
-def test_no_call_has_more_than_seven_positional_arguments():
-    refuse(findings(lambda tree: (f"{line} ({count} arguments)" for line, count in positional_calls(tree))))
-
-
 def test_imports_form_no_circle():
     """Not even one hidden in functions, or for types alone, below `if TYPE_CHECKING`."""
     graph = import_graph(dict(sources()))
@@ -166,11 +153,9 @@ def test_the_searches_find_what_they_look_for():
         "error.reported_elsewhere, error.other = True, 1\n"
         "setattr(error, 'reported_elsewhere', True)\n"
         "class Error:\n    def __init__(self): self.reported_elsewhere = False\n"
-        "f(1, 2, 3, 4, 5, 6, 7); f(1, 2, 3, 4, 5, 6, 7, 8)\n"
     )
     assert list(asks(tree, "hasattr", "comm")) == [1, 1] and list(class_checks(tree, "Stage")) == [2]
     assert sorted(assignments(tree, "reported_elsewhere")) == [3, 4]
-    assert list(positional_calls(tree)) == [(7, 8)]
     assert list(undocumented(tree)) == ["the module", "Error"]
 
 

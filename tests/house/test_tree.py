@@ -13,10 +13,10 @@ from support.source import PACKAGE, import_graph, nodes, refuse, trees
 
 pytestmark = pytest.mark.together
 
-LONGEST, SHORTEST = 500, 60  # lines of a file
+SHORTEST = 60  # lines of a file
 FILES, FLOORS = 20, 8  # of a folder
 ARGUMENTS = 5  # by position; fields of a tuple or a dataclass count as arguments of its constructor
-# words that hide what is meant: `shared/style` in short
+# words that hide what is meant
 WORDS = re.compile(r"\b(behind|beside|whoever|whom|whose turn|none of|of which|so many|likewise)\b")
 METAPHORS = re.compile(r"\b(vigil|letter|crew|remains|hear|heard|tells?|told)\b")
 
@@ -92,12 +92,6 @@ def docstrings(tree: ast.Module):
             text = ast.get_docstring(node, clean=False)
             if text is not None:
                 yield node.body[0].lineno, text
-
-
-def test_no_file_is_longer_than_a_chapter():
-    files = [path for pattern in ("*.py", "*.cu", "*.cuh") for path in sorted(PACKAGE.rglob(pattern))]
-    lengths = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in files}
-    refuse([f"{path} ({length} lines)" for path, length in lengths.items() if length > LONGEST])
 
 
 def test_a_short_file_that_one_neighbour_imports_is_part_of_it():
