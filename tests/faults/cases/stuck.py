@@ -90,13 +90,16 @@ with build() as pipeline:
         on("0", "train = lambda: [None for _ in iter(int, 1)]") + "train()",
         "rank 0 on",
         "has been busy elsewhere",
+        plain_says=("no rank has made progress", "rank 0 does not answer"),
     ),
     _hangs(
         "a sleep before a ring, watched",
         on("last", "time.sleep(1000)") + "ring()",
         "rank {last} on",
         "has been busy elsewhere",
-        quick=(2, PLAIN),
+        # before their first common call ranks do not watch each other
+        plain_says=("no rank has made progress", "rank {last} does not answer"),
+        quick=(2, RUN),
     ),
     _hangs(
         "a rank that is stopped for good",
