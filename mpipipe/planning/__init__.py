@@ -3,7 +3,6 @@
 from mpipipe.planning.cutting import Cut, CutStage, cut, measured_costs
 from mpipipe.planning.find import PlanReport, find_plan, in_words, shown_seconds, table
 from mpipipe.planning.layer_plan import LayerPlan, name_ends
-from mpipipe.planning.links import TrialSteps, trial_steps
 from mpipipe.planning.memory import check_memory, peak
 from mpipipe.planning.predict import Choice, Prediction, completed, predict
 from mpipipe.planning.problem import MeasuredRanks, PlanningProblem, attentions, declared, layers_with, parameters_of

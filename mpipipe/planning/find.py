@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from mpipipe.job import group_of
-from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_steps
+from mpipipe.planning.links import measure_action, measure_links, measure_step, trial_seconds
 from mpipipe.planning.predict import Choice, predict
 from mpipipe.planning.probe import MeasuredLayers, measure_layers
 from mpipipe.planning.problem import MeasuredRanks
@@ -52,8 +52,7 @@ def find_plan(measured: MeasuredRanks, place: str) -> PlanReport:
     times: list[float] = []
     reading = 0.0
     for choice in whole:
-        with trial_steps(measured, choice) as trial:
-            seconds, more = trial.seconds(reads=not times)
+        seconds, more = trial_seconds(measured, choice, reads=not times)
         times.append(seconds)
         reading += more
     if group.rank == 0:

@@ -10,8 +10,7 @@ receiving one keeps a rank from computing, and a transfer is what it lasts beyon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
@@ -20,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from mpipipe import arrays, optim, schedules
-from mpipipe.job import Communicator, group_of
+from mpipipe.job import Communicator, RankGroup, group_of
 from mpipipe.pipeline import Pipeline
-from mpipipe.planning.layer_plan import LayerPlan
 from mpipipe.planning.predict import Choice
 from mpipipe.planning.problem import MeasuredRanks
 from mpipipe.planning.profile import Link
@@ -126,54 +124,14 @@ FIRST = 5  # steps after that
 TRIAL_SECONDS = 1.0  # of steps on example data, and of steps with batches that are read
 
 
-class TrialSteps:
-    """Makes steps as the trainer does, on example data. All of its methods are collective over all ranks."""
+def trial_seconds(measured: MeasuredRanks, choice: Choice, reads: bool) -> tuple[float, float]:
+    """Return the seconds of a step of a plan, made as the trainer does, and by how many it is longer with reading.
 
-    def __init__(self, measured: MeasuredRanks, plan: LayerPlan, pipeline: Pipeline, norm: optim.GlobalNorm) -> None:
-        self.measured, self.plan, self.pipeline, self.norm = measured, plan, pipeline, norm
-        self.group = group_of(measured.mesh.comm)
-        self.optimizer, self.scaler = measured.optimizer(pipeline, measured.mesh), measured.scaler()
-        inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
-        placement, rank = plan.schedule.placement, measured.mesh.pipe.rank
-        self.batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
-
-    def steps(self, count: int, batches: Any = None) -> list[float]:
-        """Make steps one after the other, with `batches` if given; return the seconds of each on the slowest rank."""
-        self.group.agree("plan: all ranks begin to make steps")
-        times, last = [], perf_counter()
-        for step in range(count):
-            self._step(self.batch if batches is None else batches.batch(step))
-            now = perf_counter()
-            times.append(now - last)
-            last = now
-        return [max(step) for step in zip(*self.group.gather("plan: the seconds of steps", times))]
-
-    def seconds(self, reads: bool) -> tuple[float, float]:
-        """Return the seconds of a step, and by how many it is longer while the next batch is read, if it `reads` any.
-
-        The first steps say how many there is time for, and do not count: libraries may still find their way in them.
-        """
-        first = median(self.steps(FIRST))
-        count = min(max(REPEATS[0], int(TRIAL_SECONDS / max(first, 1e-9))), REPEATS[1])
-        batches = self.measured.batches(self.plan, count) if reads and self.measured.batches else None
-        read = None if batches is None else median(self.steps(batches.steps, batches))
-        alone = median(self.steps(count))
-        return alone, 0.0 if read is None else max(0.0, read - alone)
-
-    def _step(self, batch: tuple[Any, Any]) -> None:
-        measured, scaler = self.measured, self.scaler
-        self.pipeline.step(*batch, scale=scaler.scale)
-        lr = measured.lr / 100
-        norm = optim.scaled_step(self.optimizer, scaler, measured.clip, lr=lr, over=self.norm)
-        if norm is not None:
-            float(norm)  # waits for a GPU
-
-
-@contextmanager
-def trial_steps(measured: MeasuredRanks, choice: Choice) -> Iterator[TrialSteps]:
-    """Build the pipeline of a plan, and make its first steps; collective over all ranks."""
-    problem, mesh = measured.problem, measured.mesh
-    with group_of(mesh.comm).raise_together("plan: the stages"):
+    Collective over all ranks. Steps are on example data, and with `reads` also on batches of which the next is read
+    meanwhile. The first steps say how many there is time for, and do not count: libraries may still find their way.
+    """
+    problem, mesh, group = measured.problem, measured.mesh, group_of(measured.mesh.comm)
+    with group.raise_together("plan: the stages"):
         plan = problem.plan(choice)
         layers = measured.layers()
         stages = plan.stages(mesh.pipe.rank, layers, problem.dtype, measured.seed, frozen=measured.frozen)
@@ -182,10 +140,42 @@ def trial_steps(measured: MeasuredRanks, choice: Choice) -> Iterator[TrialSteps]
         Pipeline(
             stages, plan.schedule, mesh.pipe, loss, choice.recompute, mesh.replicas, input_grads=False
         ) as pipeline,
-        optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as norm,
+        optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas) as over,
     ):
-        trial = TrialSteps(measured, plan, pipeline, norm)
+        optimizer, scaler = measured.optimizer(pipeline, mesh), measured.scaler()
+        inputs, targets = measured.example(plan.rows, plan.schedule.microbatches)
+        placement, rank = plan.schedule.placement, mesh.pipe.rank
+        batch = inputs if placement[0] == rank else None, targets if placement[-1] == rank else None
         for stage in stages:
             stage.optimizer_writes_compute()
-        trial.steps(WARMUP)
-        yield trial
+
+        def step(batch: tuple[Any, Any]) -> None:
+            pipeline.step(*batch, scale=scaler.scale)
+            norm = optim.scaled_step(optimizer, scaler, measured.clip, lr=measured.lr / 100, over=over)
+            if norm is not None:
+                float(norm)  # waits for a GPU
+
+        timed_steps(group, step, [batch] * WARMUP)
+        first = median(timed_steps(group, step, [batch] * FIRST))
+        count = min(max(REPEATS[0], int(TRIAL_SECONDS / max(first, 1e-9))), REPEATS[1])
+        reader = measured.batches(plan, count) if reads and measured.batches else None
+        more = 0.0
+        if reader is not None:
+            more = median(timed_steps(group, step, map(reader.batch, range(reader.steps))))
+        alone = median(timed_steps(group, step, [batch] * count))
+        return alone, max(0.0, more - alone)
+
+
+def timed_steps(
+    group: RankGroup, step: Callable[[tuple[Any, Any]], None], batches: Iterable[tuple[Any, Any]]
+) -> list[float]:
+    """Make steps one after the other; return the seconds of each on the slowest rank."""
+    group.agree("plan: all ranks begin to make steps")
+    times = []
+    last = perf_counter()
+    for batch in batches:
+        step(batch)
+        now = perf_counter()
+        times.append(now - last)
+        last = now
+    return [max(of_ranks) for of_ranks in zip(*group.gather("plan: the seconds of steps", times))]

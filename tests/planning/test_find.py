@@ -101,17 +101,16 @@ class Read(Task):
 def test_a_step_counts_what_reading_the_next_batch_adds_as_in_the_training(monkeypatch, steps, expected):
     """Each rank that needs them reads the batches of the first steps, in a thread, one after the other."""
     monkeypatch.setattr(links, "REPEATS", (5, 5))
-    seconds, measure, before = links.TrialSteps.steps, finding.measure, []
+    make, measure, before = links.timed_steps, finding.measure, []
 
-    def with_reading(self, count, batches=None):
-        seconds(self, count, batches)
-        return [1.0 if batches is None else 1.25] * count
+    def with_reading(group, step, batches):
+        return [1.0 if isinstance(batches, list) else 1.25] * len(make(group, step, batches))
 
     def noted(measured):
         before.append(measure(measured))
         return before[-1]
 
-    monkeypatch.setattr(links.TrialSteps, "steps", with_reading)
+    monkeypatch.setattr(links, "timed_steps", with_reading)
     monkeypatch.setattr(finding, "measure", noted)
 
     def on_each_rank(comm):
@@ -343,7 +342,7 @@ def test_wrong_options_are_refused(keys, text):
         TrainConfig.load(**{**SMALL, **keys})
 
 
-@pytest.mark.parametrize("module, name", [(step_memory, "Loss"), (links, "_link"), (links, "TrialSteps")])
+@pytest.mark.parametrize("module, name", [(step_memory, "Loss"), (links, "_link"), (links, "timed_steps")])
 def test_a_failure_on_one_rank_while_it_measures_ends_all(monkeypatch, module, name):
     real, here = getattr(module, name), threading.local()
 

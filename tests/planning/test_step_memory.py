@@ -173,6 +173,17 @@ def test_memory_that_the_process_takes_for_other_things_does_not_count(monkeypat
         thread.join()
 
 
+def test_the_last_rank_that_measures_stops_the_trace(monkeypatch):
+    """Ranks may be threads of one process; to stop it while another one computes is a SIGSEGV of Python 3.13.0."""
+    monkeypatch.setattr(memory, "UNTRACED", set())
+    first, second = memory.tracing(), memory.tracing()
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert tracemalloc.is_tracing()
+    second.__exit__(None, None, None)
+    assert not tracemalloc.is_tracing()
+
+
 UNIT = StageBytes(saved=100, pending=30)
 
 
