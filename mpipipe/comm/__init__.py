@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpipipe.comm.describe import thread_level
     from mpipipe.comm.mailbox import Envelope, Lease, Mailbox
     from mpipipe.comm.mesh import Mesh, select_device
-    from mpipipe.comm.nccl.channel import Channel, NcclChoice, agree_on_nccl, new_identity
+    from mpipipe.comm.nccl.channel import NcclChoice, agree_on_nccl
     from mpipipe.comm.nccl.sums import NcclRow, NcclSums
     from mpipipe.comm.ring_exchange import ROTATIONS, RingExchange
     from mpipipe.comm.tags import BACKWARD, DATA, FORWARD, HEADER, Tags

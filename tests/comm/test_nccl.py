@@ -51,14 +51,13 @@ def test_one_rank_in_the_way_keeps_nccl_out(changes, reason):
     assert judge(ranks(3, **changes)) == NcclChoice(False, reason)
     with pytest.raises(BackendError) as caught:
         judge(ranks(3, setting={0: "on"}, **changes))
-    assert reason.removeprefix("on ") in str(caught.value)
+    assert reason.partition(": ")[2] in str(caught.value)
 
 
-def test_every_rank_in_the_way_is_named_and_one_rank_alone_needs_no_nccl():
+def test_the_first_rank_in_the_way_is_named_and_one_rank_alone_needs_no_nccl():
     with pytest.raises(BackendError) as caught:
         judge(ranks(3, setting={0: "on"}, gpu={1: "gpu 0"}, problem={2: "CuPy does not find libnccl"}))
-    assert caught.value.rank == "1-2"
-    assert caught.value.found == "rank 1: it shares GPU gpu 0 of a with rank 0; rank 2: CuPy does not find libnccl"
+    assert caught.value.rank == 1 and caught.value.found == "it shares GPU gpu 0 of a with rank 0"
     assert judge(ranks(1)) == NcclChoice(False, "one rank has no other to talk to")
 
 
@@ -84,7 +83,7 @@ def test_info_says_whether_and_why(emulated_gpu, launch):
     assert "NCCL sums over replicas: each of the 2 ranks has a GPU of its own and NCCL 2.27.7 " in said
     job = launch(2, ["-m", "mpipipe", "info"], env={**own, "MPIPIPE_TEST_GPU_OWN": "", "MPIPIPE_NCCL": "on"})
     assert job.returncode == 0, job.stderr
-    assert "rank 1: it shares GPU 0000:01:00.0" in job.stdout
+    assert "it shares GPU 0000:01:00.0" in job.stdout
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ WRONG_CALLS = [
     ("targets are missing", lambda first, last, x, t: (x if first else None, None)),
     ("fewer rows|smaller than", lambda first, last, x, t: (x[:2] if first else None, t[:2] if last else None)),
     ("not C-contiguous", lambda first, last, x, t: (np.asfortranarray(x) if first else None, t if last else None)),
-    ("object array", lambda first, last, x, t: (x.astype(object) if first else None, t if last else None)),
+    ("cannot be sent", lambda first, last, x, t: (x.astype(object) if first else None, t if last else None)),
     ("neither an array", lambda first, last, x, t: ("text" if first else None, t if last else None)),
     ("wrong length", lambda first, last, x, t: ([x] if first else None, t if last else None)),
     ("rows", lambda first, last, x, t: (x[:5] if first else None, t if last else None)),

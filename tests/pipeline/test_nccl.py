@@ -147,8 +147,7 @@ def demand(comm, match, kind=BackendError):
 def test_two_ranks_on_one_gpu_are_refused(emulated_gpu, comm, monkeypatch):
     monkeypatch.setenv("MPIPIPE_NCCL", "on")
     text = demand(comm, "MPIPIPE_NCCL=on")
-    sharing = "rank 1" if comm.size == 2 else f"ranks 1-{comm.size - 1}"
-    assert f"found: {sharing}: it shares GPU 0000:01:00.0" in text
+    assert text.startswith("rank 1:") and "found: it shares GPU 0000:01:00.0" in text
     assert "with rank 0" in text and "MPIPIPE_NCCL=auto" in text
 
 
@@ -160,7 +159,7 @@ def test_nccl_on_some_ranks_and_a_demand_of_one_rank_alone_are_refused(own, comm
     monkeypatch.setenv("MPIPIPE_NCCL", "on")
     if comm.rank == 1:
         monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
-    text = demand(comm, "rank 1: CuPy does not find libnccl")
+    text = demand(comm, "CuPy does not find libnccl")
     assert text.startswith("rank 1:") and "nvidia-nccl" not in text.splitlines()[0]
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from mpipipe import arrays
 from mpipipe.arrays import Event
 from mpipipe.errors import BackendError, MpipipeError
-from mpipipe.job import NCCL, Ballot, RankGroup, ThreadTask, keep_forever, rank_list, runtime
+from mpipipe.job import NCCL, Ballot, RankGroup, ThreadTask, keep_forever, runtime
 
 
 class Channel:
@@ -209,16 +209,16 @@ def facts_of(group: RankGroup, device: str) -> Facts:
 def judge(everyone: Sequence[Facts]) -> NcclChoice:
     """Return the choice that follows from what all ranks say, in the order of their ranks; may raise BackendError."""
     refusals = _refusals(everyone)
-    if refusals and any(facts.setting == "on" for facts in everyone):
-        raise BackendError(
-            f"{NCCL.name}=on, and NCCL cannot be used",
-            rank=rank_list.numbers((rank for rank, _ in refusals), len(everyone)),
-            found="; ".join(rank_list.grouped(refusals, len(everyone))),
-            expected="NCCL, and a GPU of its own, on every rank",
-            remedy=f"start one rank for each GPU, install what is missing, or set {NCCL.name}=auto",
-        )
     if refusals:
         rank, reason = refusals[0]
+        if any(facts.setting == "on" for facts in everyone):
+            raise BackendError(
+                f"{NCCL.name}=on, and NCCL cannot be used",
+                rank=rank,
+                found=reason,
+                expected="NCCL, and a GPU of its own, on every rank",
+                remedy=f"start one rank for each GPU, install what is missing, or set {NCCL.name}=auto",
+            )
         everywhere = len(refusals) == len(everyone) and len({why for _, why in refusals}) == 1
         return NcclChoice(False, reason if everywhere else f"on rank {rank}: {reason}")
     if len(everyone) == 1:

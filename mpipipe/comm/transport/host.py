@@ -136,22 +136,12 @@ def check_sendable(array: Array) -> None:
         raise ArgumentError("not an array", found=type(array).__name__, expected="numpy.ndarray or cupy.ndarray")
     arrays.refuse_mask(array)
     kind = array.dtype
-    if kind.hasobject:
-        raise ArgumentError("an object array", found=f"dtype {kind}", expected="a numeric dtype")
-    if kind.type is np.void or kind.kind in "SU":
+    if kind.type is np.void or kind.kind in "OSU" or not kind.isnative:
         raise ArgumentError(
-            "an array of records or text",
+            "an array of a dtype that cannot be sent",
             found=f"dtype {kind}",
-            expected="a numeric dtype",
-            remedy="pass its fields as a dict of arrays, such as {name: numpy.ascontiguousarray(x[name]) for name in "
-            "x.dtype.names}",
-        )
-    if not kind.isnative:
-        raise ArgumentError(
-            "an array in the byte order of another machine",
-            found=f"dtype {kind}",
-            expected="native byte order",
-            remedy="pass x.astype(x.dtype.newbyteorder('='))",
+            expected="a numeric dtype in the byte order of this machine",
+            remedy="pass the fields of records as a dict of arrays; x.astype(x.dtype.newbyteorder('=')) swaps bytes",
         )
     if not array.flags.c_contiguous:
         raise ArgumentError(
