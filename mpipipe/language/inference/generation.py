@@ -30,7 +30,6 @@ from mpipipe.language.models.gpt import GPT, Model, check_layers
 from mpipipe.pipeline import Pipeline
 from mpipipe.planning import LayerPlan, attentions, check_memory, parameters_of
 
-MOST = 512  # tokens of a micro-batch, about: its activations stay small
 LEAST = 4  # fewer sequences are not divided: a product with few rows costs as much as one with a single row
 
 
@@ -59,7 +58,6 @@ class Piece(NamedTuple):
     sequence: int  # its place in the batch
     start: int  # position of the first token; a sequence that begins has 0
     tokens: list[int]
-    ends: bool  # whether the logits after the last token are asked for
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], count: int, vocab: int) -> None:
@@ -92,9 +90,8 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
     for first in range(0, len(sequences), decoder.batch):
         open_answers = sequences[first : first + decoder.batch]
         while open_answers:
-            parts, asking = _next_parts(open_answers, decoder.microbatches)
-            logits = decoder.forward(parts)
-            for sequence, token in zip(asking, _draw_all(decoder, group, asking, logits, sampling)):
+            logits = decoder.forward(_next_parts(open_answers, decoder.microbatches))
+            for sequence, token in zip([*open_answers], _draw_all(decoder, group, open_answers, logits, sampling)):
                 sequence.tokens.append(token)
                 full = len(sequence.tokens) - sequence.asked == count
                 ended = "stop" if token in sampling.stop else "count" if full else None
@@ -103,33 +100,26 @@ def answers(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int, samp
                 yield Drawn(sequence.prompt, token, ended)
 
 
-def _next_parts(sequences: Sequence[_Sequence], microbatches: int) -> tuple[list[list[Piece]], list[_Sequence]]:
-    """Return the micro-batches of the next forward, and the sequences that get a token from it, in its order."""
+def _next_parts(sequences: Sequence[_Sequence], microbatches: int) -> list[list[Piece]]:
+    """Return the micro-batches of the next forward: what each sequence has that its caches do not."""
     parts: list[list[Piece]] = []
-    asking: list[_Sequence] = []
     for places in even_split(len(sequences), min(microbatches, -(-len(sequences) // LEAST))):
-        pieces = []
-        for sequence in (sequences[place] for place in places):
-            start = sequence.fed
-            tokens = sequence.tokens[start:][: max(1, MOST // len(places))]
-            sequence.fed += len(tokens)
-            ends = sequence.fed == len(sequence.tokens)
-            pieces.append(Piece(sequence.place, start, tokens, ends))
-            if ends:
-                asking.append(sequence)
-        parts.append(pieces)
-    return parts, asking
+        parts.append([])
+        for sequence in sequences[places.start : places.stop]:
+            parts[-1].append(Piece(sequence.place, sequence.fed, sequence.tokens[sequence.fed :]))
+            sequence.fed = len(sequence.tokens)
+    return parts
 
 
 def _draw_all(
-    decoder: Decoder, group: RankGroup, asking: Sequence[_Sequence], logits: Sequence[np.ndarray], sampling: Sampling
+    decoder: Decoder, group: RankGroup, sequences: Sequence[_Sequence], logits: Sequence[np.ndarray], sampling: Sampling
 ) -> list[int]:
     """Return the next token of each sequence, on every rank; collective."""
     tokens: list[int] = []
     error: NonFiniteError | None = None
     if decoder.mesh.rank == decoder.drawing:
         try:
-            for sequence, row in zip(asking, logits):
+            for sequence, row in zip(sequences, logits):
                 number = len(sequence.tokens) - sequence.asked
                 tokens.append(draw(row, sampling, generator(sampling.seed, "sample", number, sequence.prompt)))
         except NonFiniteError as caught:
@@ -162,7 +152,7 @@ class Decoder:
     def forward(self, parts: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
         """Run a forward of one to `microbatches` micro-batches, the same on every rank; collective.
 
-        Returns the logits (vocab,) after each piece that asks for them, on the ranks of the last stage; none elsewhere.
+        Returns the logits (vocab,) after each piece, on the ranks of the last stage; none elsewhere.
         """
         self._underway.parts = parts
         inputs = None
@@ -171,7 +161,7 @@ class Decoder:
         outputs: Any = self.pipeline.forward(inputs)  # arrays, since the inputs are
         if outputs is None:
             return []
-        return [row for output, pieces in zip(outputs, parts) for row in output[0, : sum(p.ends for p in pieces)]]
+        return [row for output, pieces in zip(outputs, parts) for row in output[0, : len(pieces)]]
 
 
 class Underway:
@@ -209,7 +199,7 @@ class SequenceCaches(nn.Attend):
 
 
 class DecodingStage:
-    """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits that are asked for.
+    """A stage of a decoder: tells the caches the pieces of a micro-batch, and computes the logits after each.
 
     `inner_stages`: what it has of the layers before the head, and of the head; either may have no layers. `rows`: rows
     that a head is given at most which other stages go on with, since the shapes of messages must follow from those of
@@ -221,19 +211,16 @@ class DecodingStage:
         self.begins_head, self.rows = begins_head, rows
 
     def forward(self, x: Any) -> tuple[Any, None]:
-        """Return hidden states, or what the head makes of the last one of each piece that asks for logits."""
+        """Return hidden states, or what the head makes of the last one of each piece."""
         *body, last = self.inner_stages
         pieces = self.underway.parts[self.inner_stages[0].position.microbatch]
         self.underway.pieces = pieces
         for stage in body:
             x, _ = stage.forward(x)
         if self.begins_head:
-            ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
-            asked = [end for end, piece in zip(ends, pieces) if piece.ends]
-            asked += [0] * (min(self.rows, x.shape[1]) - len(asked))
-            if not asked:
-                return x[:, :0], None
-            x = np.ascontiguousarray(x[:, asked])
+            ends = [*np.cumsum([len(piece.tokens) for piece in pieces]) - 1]
+            ends += [0] * (min(self.rows, x.shape[1]) - len(ends))
+            x = np.ascontiguousarray(x[:, ends])
         return last.forward(x)[0], None
 
 

@@ -16,7 +16,6 @@ from mpipipe.attention import Local
 from mpipipe.errors import ArgumentError, ConfigError, NonFiniteError
 from mpipipe.language.inference.generation import (
     LEAST,
-    MOST,
     Sampling,
     SequenceCaches,
     _next_parts,
@@ -173,8 +172,7 @@ def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
         plan = LayerPlan(schedule, schedules.partition(MODEL.costs(), schedule.stages), rows=1)
         with build_decoder(MODEL, plan, mesh, "float32", 20, fill, batch=len(which)) as decoder:
             line = [_Sequence(number, number, list(prompt), len(prompt)) for number, prompt in enumerate(which)]
-            parts, _ = _next_parts(line, 1)
-            return decoder.forward(parts)
+            return decoder.forward(_next_parts(line, 1))
 
     with Mesh(comm, pipe=comm.size) as mesh:
         together = logits(mesh, prompts)
@@ -185,15 +183,12 @@ def test_logits_beside_others_are_those_of_a_prompt_alone_to_rounding(comm):
                 close_norm(together[number], row, path(MODEL), np.float32, f"logits of prompt {number}")
 
 
-def test_long_prompts_come_in_pieces_and_few_sequences_share_a_micro_batch():
-    long = list(range(MOST + 3))
-    line = [_Sequence(0, 0, long, len(long)), _Sequence(1, 1, [7, 8], 1, fed=1)]
-    parts, asking = _next_parts(line, 4)
-    assert parts == [[(0, 0, long[: MOST // 2], False), (1, 1, [8], True)]] and asking == line[1:]
-    parts, asking = _next_parts(line[:1], 4)
-    assert parts == [[(0, MOST // 2, long[MOST // 2 :], True)]] and asking == line[:1]
+def test_few_sequences_share_a_micro_batch():
+    line = [_Sequence(0, 0, [5, 6, 9], 3), _Sequence(1, 1, [7, 8], 1, fed=1)]
+    assert _next_parts(line, 4) == [[(0, 0, [5, 6, 9]), (1, 1, [8])]]
+    assert [sequence.fed for sequence in line] == [3, 2]
     few = [_Sequence(number, number, [1], 1) for number in range(LEAST + 1)]
-    assert [len(pieces) for pieces in _next_parts(few, 4)[0]] == [3, 2]
+    assert [len(pieces) for pieces in _next_parts(few, 4)] == [3, 2]
 
 
 @pytest.mark.parametrize(
@@ -225,9 +220,9 @@ class Counting:
         self.drawing = mesh.pipe.size - 1
 
     def forward(self, parts):
-        (((sequence, _, tokens, ends),),) = parts
+        (((sequence, _, tokens),),) = parts
         self.asked.append(tokens)
-        assert sequence == 0 and ends
+        assert sequence == 0
         logits = np.zeros(256, np.float32)
         logits[(tokens[-1] + 1) % 256] = 100
         return [logits] if self.mesh.rank == self.drawing else []
