@@ -12,10 +12,10 @@ from support.small_training import MODEL, config_in, metrics
 from support.tolerance import bound, close, close_norm, largest, rounding, within
 from support.training_tolerance import curve, path, roundings
 
-from mpipipe import arrays, nn
+from mpipipe import arrays, nn, optim
 from mpipipe.attention import Local
 from mpipipe.comm.nccl import sums
-from mpipipe.errors import BackendError
+from mpipipe.errors import BackendError, NonFiniteError
 from mpipipe.language.models import GPT, weights
 from mpipipe.train import Shard, train
 from mpipipe.train.trainer import Trainer
@@ -61,6 +61,21 @@ def test_packed_documents_on_the_gpu_give_the_steps_of_the_host(gpu, comm, confi
     keys = dict(packing="segments", order="epoch", seq_len=48, steps=2, layers=1, pipe=max(1, comm.size // 2))
     keys["data"] = [str(folder)]
     close_curves(*(curve_of(config(device, device=device, **keys), comm) for device in ("cpu", "cuda")), "float32")
+
+
+def test_a_gradient_that_is_not_finite_ends_the_training_with_its_step(gpu, comm, config, monkeypatch):
+    """Where one GPU has the whole model it is found with the next record, or before."""
+
+    def spoiled(optimizer, *rest, made=optim.scaled_step, **options):
+        if optimizer.steps == 1:
+            flat = optimizer.stages[0].gradients.flat
+            arrays.copy_into(flat, arrays.upload(np.full(flat.size, math.nan, flat.dtype)))
+        return made(optimizer, *rest, **options)
+
+    monkeypatch.setattr(optim, "scaled_step", spoiled)
+    when = " in step 2 of the optimizer" if comm.size == 1 else ""
+    with pytest.raises(NonFiniteError, match=rf"step [2-5] of 5: the gradient of parameter .* is not finite{when}"):
+        train(config(log_every=10, pipe=comm.size), GPT, comm)
 
 
 def test_auto_takes_the_gpu_that_every_rank_sees_and_says_so(gpu, comm, config, capsys, monkeypatch):
