@@ -127,8 +127,8 @@ TRIAL_SECONDS = 1.0  # of steps on example data, and of steps with batches that 
 def trial_seconds(measured: MeasuredRanks, choice: Choice, reads: bool) -> tuple[float, float]:
     """Return the seconds of a step of a plan, made as the trainer does, and by how many it is longer with reading.
 
-    Collective over all ranks. Steps are on example data, and with `reads` also on batches of which the next is read
-    meanwhile. The first steps say how many there is time for, and do not count: libraries may still find their way.
+    Collective over all ranks. Steps are on example data, and with `reads` also on batches, while the next one is
+    read. The first steps say how many there is time for, and do not count: libraries may still find their way.
     """
     problem, mesh, group = measured.problem, measured.mesh, group_of(measured.mesh.comm)
     with group.raise_together("plan: the stages"):
