@@ -4,7 +4,7 @@ The room trains any model, and knows nothing of tokens:
 
     task, shard      what is trained: layers, a loss, batches (language/task.py: text); a rank's share of each sample
     task_file        a task from a file       task_calls       how it is called: errors, batches one step ahead
-    rehearsal        its loss; one batch before the first step, or before a job is queued (`--check`)
+    task_loss        its loss and metrics          rehearsal        one batch before the first step, or for `--check`
     config           what a user sets; one description of an option in mpipipe/options.py
     setup, trainer   from a task and a configuration to a trainer that runs; the loop
     progress, resume                 the state of a training; checkpoints
@@ -18,13 +18,12 @@ from importlib import import_module
 from mpipipe.train.config import INSTEAD, PLANNED, TaskConfig, read_keys, toml_line
 from mpipipe.train.metrics import MOST_BYTES, NAME
 from mpipipe.train.output_folder import absolute, shared_path
-from mpipipe.train.rehearsal import TaskLoss, check_task
+from mpipipe.train.rehearsal import check_task
 from mpipipe.train.report import Record
 from mpipipe.train.screen import SafeStream, folded, warn
 from mpipipe.train.setup import check_same_config, export, load, run
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Pair, Task, too_few_pieces
-from mpipipe.train.task_calls import layers_of, outline
 from mpipipe.train.task_file import TaskFileConfig, load_task
 from mpipipe.train.training_plan import MemoryEstimate, estimate_task, measured_ranks, pipe_of
 

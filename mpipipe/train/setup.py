@@ -21,12 +21,13 @@ from mpipipe.planning import LayerPlan, check_training
 from mpipipe.train import metrics, output_folder, resume
 from mpipipe.train.config import TaskConfig, read_keys
 from mpipipe.train.progress import Progress
-from mpipipe.train.rehearsal import TaskLoss, rehearse
+from mpipipe.train.rehearsal import rehearse
 from mpipipe.train.report import NullReporter, Record, Reporter
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, layers_of
 from mpipipe.train.task_file import TaskFileConfig, load_task
+from mpipipe.train.task_loss import TaskLoss
 from mpipipe.train.trainer import Tracing, Trainer, trace_folder
 from mpipipe.train.training_plan import best_plan, make_shard, pipe_of, plan_layers, problem_of, shard_of, with_order
 
@@ -79,8 +80,8 @@ def _train(mesh: Mesh, task: Task, config: TaskConfig, out: Path, trace: Path | 
         start = resume.find_start(config, task, mesh, out)
         stages, loss = _stages(config, task, plan, mesh, layers, shard, device=device)
         del layers
-        progress, norm = _begin(mesh, task, config, plan, shard, stages, loss, start, stack)
         reader = Reader(task, shard, plan, mesh, config.steps)
+        progress, norm = _begin(mesh, config, reader, plan, stages, start=start, loss=loss, stack=stack)
         if task.rehearses:
             _rehearse(mesh, config, reader, progress, loss, start)
         reporter = _open_output(mesh, task, config, plan, out, start, device)
@@ -125,30 +126,30 @@ def _plan(
 
 def _begin(
     mesh: Mesh,
-    task: Task,
     config: TaskConfig,
+    reader: Reader,
     plan: LayerPlan,
-    shard: Shard,
     stages: list[nn.Stage],
-    loss: Callable[..., Any],
+    *,
     start: Checkpoint | None,
+    loss: Callable[..., Any],
     stack: ExitStack,
 ) -> tuple[Progress, optim.GlobalNorm]:
     """Make pipeline, norm and optimizer, with the state of the checkpoint `start` or of a new training."""
     pipeline = stack.enter_context(
         Pipeline(
             stages, plan.schedule, mesh.pipe, loss, config.recompute, mesh.replicas,
-            input_grads=False, slice_lengths=shard.slice_lengths,
+            input_grads=False, slice_lengths=reader.shard.slice_lengths,
         )
     )  # fmt: skip
     norm = stack.enter_context(optim.GlobalNorm(stages, mesh.pipe, replicas=mesh.replicas))
     with group_of(mesh.comm).raise_together("train: the optimizer"):
-        progress = Progress(config, pipeline, mesh, task)
+        progress = Progress(config, pipeline, mesh, reader.task)
     if start is not None:
         progress.load(start)
     else:
         with progress.whole_parameters():
-            resume.begin(config, task, mesh, stages)
+            resume.begin(config, reader.task, mesh, stages)
     return progress, norm
 
 

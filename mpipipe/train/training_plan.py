@@ -19,10 +19,10 @@ from mpipipe.schedules import Schedule, from_file, is_path
 from mpipipe.text import counted
 from mpipipe.train.config import PLANNED, ParallelOptions, TaskConfig, TrainingOptions, in_one_text, is_table
 from mpipipe.train.progress import make_optimizer, make_scaler
-from mpipipe.train.rehearsal import TaskLoss
 from mpipipe.train.shard import Shard
 from mpipipe.train.task import Task
 from mpipipe.train.task_calls import Reader, agree_on_layers, chain, example, has_example, layers_of, outline, shapes_of
+from mpipipe.train.task_loss import TaskLoss
 
 
 def pipe_of(config: ParallelOptions, ranks: int) -> int:
