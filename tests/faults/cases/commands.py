@@ -55,13 +55,7 @@ def _usage(name, *arguments, **options):
 
 FAULTS = (
     _usage("an unknown flag", *TRAIN, "--bogus", once=("there is no option",), quick=(2, "command")),
-    _usage("an unknown command", "-m", "mpipipe", "tarin", once=("No such command",)),
-    _usage("a flag without a value", *TRAIN, "--out", once=("requires an argument",)),
-    _usage("a word for a number", *TRAIN, "--dim", "wide", once=("--dim",)),
-    _usage("no steps", *TRAIN, "--steps", "0", once=("ConfigError",), before=(TEXT,)),
     _usage("no such script", "-m", "mpipipe", "run", "absent.py", code=(1, 2), says=("absent.py",)),
-    _usage("no such module", "-m", "mpipipe", "run", "-m", "absent", code=(1, 2), says=("absent",)),
-    command("a help", "usage", *HELP, code=0, reports=0, ranks=(1, 2), prints=("-steps",), quiet=True),
     _differs("an unknown flag on one rank", {1: (*TRAIN, "--bogus")}, "there is no option", quick=(2, "command")),
     _differs("an unknown flag on rank 0", {0: (*TRAIN, "--bogus")}, "there is no option"),
     _differs("a help on one rank", {1: HELP}, "rank 1"),  # Open MPI ends a job in which a rank did not call MPI_Init
