@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from mpipipe.attention.layout import ring_hops
+from mpipipe.attention.layout import Layout, ring_hops
 from mpipipe.errors import ArgumentError
 
 BACKWARD_WORK = 2.5  # matrix products of the backward over those of the forward: five against two
@@ -171,3 +172,84 @@ def slice_lengths(
         cuts[part] = min(max(cuts[part], cuts[part - 1] + 1), len(ends) - 1 - slices + part)
     *lengths, last = sorted((unit * (stop - start) for start, stop in pairwise(cuts)), reverse=True)
     return *lengths, last + seq_len % unit
+
+
+class RingCost(NamedTuple):
+    """What forwards, or backwards, of rings cost; bytes and seconds of two busiest ranks, which may be different ones.
+
+    Attributes
+    ----------
+    sent : int
+        Bytes that a rank sends.
+    sending, computing : float
+        Seconds that its messages take, and its computation.
+    seconds : float
+        From the common begin of the ranks until the last of them is done, where messages travel during computation.
+    """
+
+    sent: int
+    sending: float
+    computing: float
+    seconds: float
+
+
+def ring_cost(
+    layout: Layout,
+    *,
+    flops: float,
+    bandwidth: float,
+    heads: int,
+    head_dim: int,
+    kv_heads: int | None = None,
+    layers: int = 1,
+    batch: int = 1,
+    itemsize: int = 4,
+    causal: bool = True,
+    window: int | None = None,
+) -> tuple[RingCost, RingCost]:
+    """Predict the forwards and the backwards of `layers` layers of attention on a ring, from the steps that it takes.
+
+    Parameters
+    ----------
+    layout, causal, window : Layout, bool, int
+        As for `attention.Ring`.
+    flops, bandwidth : float
+        As for `hiding_length_forward`.
+    heads, head_dim, kv_heads, layers, batch, itemsize : int
+        Sizes; by default each head of queries has its own of keys. Gradients travel in at least 4 bytes each.
+
+    Returns
+    -------
+    forward, backward : RingCost
+        Of all layers. A step begins on a rank when the one before it is computed, its message sent and its block there.
+
+    Examples
+    --------
+    >>> from mpipipe.attention import Layout, cost
+    >>> layout = Layout("zigzag", ranks=2, seq_len=2048)
+    >>> forward, _ = cost.ring_cost(layout, flops=1e11, bandwidth=4e9, heads=4, head_dim=64, layers=24)
+    >>> forward.sent >> 20, forward.sending < forward.computing, forward.computing == forward.seconds
+    (48, True, True)
+    """
+    shape = kv_heads or heads, head_dim, None, batch
+    lengths = [layout.length(rank) for rank in range(layout.ranks)]
+    blocks, gradients = (
+        [kv_bytes(length, *shape, size) for length in lengths] for size in (itemsize, max(4, itemsize))
+    )
+    costs = []
+    for backward in (False, True):
+        tables = [layout.table(rank, causal, window, backward=backward) for rank in range(layout.ranks)]
+        sizes = [_messages(blocks, gradients, rank, len(table), backward) for rank, table in enumerate(tables)]
+        rate = flops / BACKWARD_WORK if backward else flops
+        times = [[attention_flops(batch * row.pairs, heads, head_dim) / rate for row in table] for table in tables]
+        done = [0.0] * layout.ranks
+        for step, rows in enumerate(zip(*tables)):
+            there = [begin + size[step] / bandwidth for begin, size in zip(done, sizes)]
+            sources = [rank if row.receive_from is None else row.receive_from for rank, row in enumerate(rows)]
+            done = [
+                max(begin + time[step], there[rank], there[source])
+                for rank, (begin, time, source) in enumerate(zip(done, times, sources))
+            ]
+        sent = layers * max(map(sum, sizes))
+        costs.append(RingCost(sent, sent / bandwidth, layers * max(map(sum, times)), layers * max(done)))
+    return costs[0], costs[1]

@@ -98,3 +98,70 @@ def test_rings_of_any_size_send_what_the_formulas_say(case, layout):
         for counted, computed in found:
             assert counted == computed
         assert (sum(counted[0] for counted, _ in found) > 0) == (ranks > 1)
+
+
+# -- Time and bytes of the rings of several layers, against closed forms ----------------------------------------------
+
+
+LAYERS, L = 24, 1024
+SIZES = dict(heads=16, kv_heads=4, head_dim=64)
+
+
+def costs(kind, ranks, bandwidth, flops=1e11, **options):
+    return cost.ring_cost(Layout(kind, ranks, L * ranks), flops=flops, bandwidth=bandwidth, **SIZES, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("itemsize, batch", [(4, 1), (2, 3)])
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e12])
+def test_without_a_mask_each_step_takes_the_longer_of_computation_and_message(ranks, itemsize, batch, bandwidth):
+    forward, backward = costs(
+        "contiguous", ranks, bandwidth, causal=False, layers=LAYERS, itemsize=itemsize, batch=batch
+    )
+    block = 2 * batch * L * 4 * 64 * itemsize  # K and V
+    gradient = 2 * batch * L * 4 * 64 * 4
+    compute = 4 * batch * L * L * 16 * 64 / 1e11
+    more = ranks - 1
+    assert forward.sent == LAYERS * more * block
+    assert backward.sent == LAYERS * (max(0, ranks - 2) * block + more * gradient)
+    close(forward.computing, LAYERS * ranks * compute, 32)
+    close(forward.seconds, LAYERS * (more * max(compute, block / bandwidth) + compute), 64)
+    # backward: K and V of the first step, both together, then gradients alone; of two ranks gradients in the last step
+    messages = [block] * min(1, max(0, ranks - 2)) + [block + gradient] * max(0, ranks - 3) + [gradient] * min(2, more)
+    messages = [0] * (ranks - len(messages)) + messages
+    close(backward.computing, 2.5 * forward.computing, 32)
+    close(backward.seconds, LAYERS * sum(max(2.5 * compute, size / bandwidth) for size in messages), 64)
+    for found in (forward, backward):
+        close(found.sending, found.sent / bandwidth, 8)
+        assert max(found.computing, found.sending) <= found.seconds * (1 + 1e-12)
+        assert found.seconds <= (found.computing + found.sending) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_under_a_causal_mask_contiguous_shards_take_longer_by_what_the_last_rank_has_more(ranks):
+    own, unit = L * (L + 1) / 2, 4 * 16 * 64 / 1e11
+    for kind, pairs in (("zigzag", own + (ranks - 1) * L * L / 2), ("contiguous", own + (ranks - 1) * L * L)):
+        forward, backward = costs(kind, ranks, 1e15, layers=2)
+        close(forward.seconds, 2 * pairs * unit, 64)
+        close(backward.seconds, 2 * 2.5 * pairs * unit, 64)
+    window = costs("contiguous", ranks, 1e9, window=L // 2)[0]
+    assert window.sent == costs("contiguous", 2, 1e9)[0].sent  # a ring of two steps
+
+
+def test_bytes_of_the_first_systems_and_of_any_shards():
+    """24 layers of 1024 positions on each of 2 ranks: 48 MiB forward, and the same back."""
+    assert [found.sent for found in costs("contiguous", 2, 1e9, layers=24)] == [48 << 20, 48 << 20]
+    layout = Layout("striped", 5, 103)
+    forward, backward = cost.ring_cost(layout, flops=1, bandwidth=1, heads=2, head_dim=3, itemsize=2)
+    blocks, gradients = (
+        [cost.kv_bytes(layout.length(rank), 2, 3, itemsize=size) for rank in range(5)] for size in (2, 4)
+    )
+    assert forward.sent == max(cost.sent_forward(blocks, rank) for rank in range(5))
+    assert backward.sent == max(cost.sent_backward(blocks, rank, None, gradients) for rank in range(5))
+
+
+def test_a_rank_waits_for_the_block_of_a_neighbour_that_is_late():
+    """Shards of 2, 2 and 1 positions; a pair takes 1, and a position 3 on the wire. By hand: 6 6 6, 12 12 12, 16."""
+    layout = Layout("contiguous", 3, 5)
+    forward, _ = cost.ring_cost(layout, flops=4, bandwidth=8 / 3, heads=1, head_dim=1, causal=False)
+    close([forward.sent, forward.computing, forward.seconds], [4 * 8, 4 + 4 + 2, 16], 8)
