@@ -2,7 +2,6 @@
 
 forward        y, pull = vjp(function)       what `pull` holds is what the backward needs, as arrays
 backward       pull(dy) -> both gradients
-in two halves  see stage.py
 """
 
 from __future__ import annotations

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
-from jax.tree_util import Partial
 
 from mpipipe import arrays
 from mpipipe.adapters.jax import functions
@@ -115,12 +112,13 @@ class JaxStage(TreeStage):
         return found[len(weights) :]
 
     def _backward_input(self, slopes: list[Array | None], saved: Tape) -> tuple[list[Array], Any]:
-        found, pending = of_inputs(saved.kept, [*map(put, slopes)])
-        return self._results.take(found), pending
+        """JAX computes both gradients here, as one function; those of the parameters are added in the other half."""
+        weights, inputs = functions.both(saved.kept, [*map(put, slopes)])
+        found = self._results.take([*weights, *inputs])
+        return found[len(weights) :], found[: len(weights)]
 
     def _backward_weight(self, pending: Any) -> None:
-        if self.gradients is not None:
-            self._add(self._results.take(of_parameters(pending)))
+        self._add(pending)
 
     def _add(self, found: Sequence[Array]) -> None:
         if self.gradients is not None:
@@ -170,57 +168,6 @@ def named_leaves(parameters: Any, prefix: str = "") -> dict[str, Any]:
     """Return the leaves of a tree by their paths."""
     paths = jax.tree_util.tree_flatten_with_path(parameters)[0]
     return {f"{prefix}{jax.tree_util.keystr(path, simple=True, separator='.')}": leaf for path, leaf in paths}
-
-
-# -- The backward of a function of JAX in two halves: what the gradients of the inputs need first, the rest later -----
-#
-#     backward     dy -> c -> b -> a -> dx       as JAX has written it down, operation by operation (a jaxpr)
-#                  |     |    |    |
-#                  dC    dB   dA                 operations on which no gradient of an input depends: the second half
-#
-# The first half returns the values that the second one begins with, so nothing is computed twice. An operation that
-# holds others (a loop, a function compiled by itself) is not looked into: it is done in the first half as a whole,
-# where any of the input gradients needs a part of it.
-
-
-@jax.jit
-def of_inputs(pull: Any, dy: Any) -> Any:
-    """Return (gradients of the inputs, what computes those of the parameters: see `of_parameters`)."""
-    closed, shapes = jax.make_jaxpr(partial(pulled, pull), return_shape=True)(dy)
-    jaxpr, (weights, inputs) = closed.jaxpr, shapes
-    wanted = jaxpr.outvars[len(weights) :]
-    first, rest = _in_halves(jaxpr.eqns, wanted)
-    kept = _read(rest, jaxpr.outvars[: len(weights)])
-    found = jax.core.eval_jaxpr(jaxpr.replace(eqns=first, outvars=[*wanted, *kept]), closed.consts, *dy)
-    later = jaxpr.replace(constvars=[], invars=kept, eqns=rest, outvars=jaxpr.outvars[: len(weights)])
-    # by this function JAX knows the second half again: there is one for each first half that was compiled
-    return found[: len(inputs)], Partial(lambda *values: jax.core.eval_jaxpr(later, [], *values), *found[len(inputs) :])
-
-
-@jax.jit
-def of_parameters(pending: Any) -> Any:
-    """Return the gradients of the parameters, a list."""
-    return pending()
-
-
-def _in_halves(operations: Sequence[Any], wanted: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return (the operations that these variables depend on, all others), in order."""
-    needed = {each for each in wanted if not isinstance(each, Literal)}
-    first, rest = [], []
-    for operation in reversed(operations):
-        if needed.intersection(operation.outvars):
-            needed.update(each for each in operation.invars if not isinstance(each, Literal))
-            first.append(operation)
-        else:
-            rest.append(operation)
-    return first[::-1], rest[::-1]
-
-
-def _read(operations: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Return the variables that these operations, and these results, take from elsewhere."""
-    made = {each for operation in operations for each in operation.outvars}
-    read = [each for operation in operations for each in operation.invars] + list(results)
-    return list(dict.fromkeys(each for each in read if not isinstance(each, Literal) and each not in made))
 
 
 # -- A loss function of JAX as the loss of a pipeline -----------------------------------------------------------------
