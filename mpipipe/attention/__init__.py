@@ -7,7 +7,7 @@ sliced                over a sequence that comes in slices, one after the other
 ring_plan             what each rank does in a pass, how messages are packed, what the ranks agree on
 layout  mask          who holds which positions; parts of shards that see each other
 cache                 few queries over many cached keys, for models that decode
-kernels/  merge       attention on one device by numpy, PyTorch, cuDNN or CuPy; partial results become one
+kernels/  merge       attention on one device by numpy, cuDNN or CuPy; partial results become one
 cost                  bytes on the wire, and when computation hides the transfers
 
 `kernels` has a face of its own.

@@ -93,7 +93,7 @@ class KVCache(Attend):
             If arrays do not fit together or to the cache, or exceed its capacity. Nothing is appended then.
         """
         self._check(q, k, v)
-        kernel, start, rows = kernels.chosen(), self.length, k.shape[1]
+        kernel, start, rows = kernels.chosen(q, k, v), self.length, k.shape[1]
         if not self._kept:  # the rows of one head lie together: kernels need no copy
             places = [(len(x), x.shape[2], self.capacity, x.shape[3]) for x in (k, v)]
             self._kept = [aligned_empty(place, k.dtype).swapaxes(1, 2) for place in places]

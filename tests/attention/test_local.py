@@ -15,14 +15,6 @@ from mpipipe.attention.kernels import host
 from mpipipe.errors import ArgumentError
 
 
-@pytest.fixture(params=["host", "torch"])
-def kernel(request, monkeypatch):
-    """Each kernel for the host in turn."""
-    if request.param == "torch":
-        pytest.importorskip("torch")
-    monkeypatch.setenv("MPIPIPE_ATTENTION", request.param)
-
-
 def compare(q, k, v, dout, causal, scale=None):
     attend = attention.Local(causal, scale)
     copies = [a.copy() for a in (q, k, v, dout)]
@@ -111,7 +103,7 @@ def test_views_with_any_strides_are_taken():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("options", [dict(), dict(causal=False), dict(window=5), dict(segments=[10, 20])], ids=str)
-def test_half_precision_is_float32_rounded_once(kernel, dtype, options):
+def test_half_precision_is_float32_rounded_once(dtype, options):
     """Arrays upcast to float32 give the same before the rounding, but for the rounded output in the backward."""
     half = [x.astype(named_dtype(dtype)) for x in arrays(10, 2, 30, 30, 4, 2, 8)]
     wide = [x.astype(np.float32) for x in half]
@@ -154,7 +146,7 @@ def test_a_head_does_not_depend_on_its_neighbours():
         np.testing.assert_array_equal(part, whole[1:, :, first:])
 
 
-def test_nan_stays_visible(kernel):
+def test_nan_stays_visible():
     q, k, v, _ = arrays(8, 1, 6, 6, 1, 1, 4)
     q[0, 3] = np.nan
     out, saved = attention.Local().forward(q, k, v)

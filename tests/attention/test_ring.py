@@ -247,3 +247,12 @@ def test_memory_is_linear_in_the_local_length(comm, rotation):
     row = 4 * 2 * 64  # of q, k, v, ...: K, V held and arriving, the output, and a head's work; then gradients
     more = 3 * (thread_count() - 1)  # each thread works on a head of its own, one of two
     assert growth[0] <= (9 + more) * row and growth[1] <= (20 + more) * row
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_kernel_that_one_rank_does_not_know_leaves_none_waiting(comm, monkeypatch):
+    if comm.rank == 1:
+        monkeypatch.setenv("MPIPIPE_ATTENTION", "abacus")
+    ring = attention.Ring(comm, layout="contiguous")
+    with pytest.raises(ArgumentError, match=r"MPIPIPE_ATTENTION.*\n.*abacus.*\n.*cudnn or cupy"):
+        ring.forward(*arrays(4)[:3])

@@ -1,19 +1,14 @@
 """Attention on one device: one module for each library that computes it, all with the functions of `interface.py`.
 
-The environment variable MPIPIPE_ATTENTION chooses, whenever attention is computed. For host arrays:
+    host     for host arrays, numpy alone
+    cudnn    for device arrays in half precision, cuDNN's fused kernels
+    cupy     for device arrays, matrix products and kernels of our own, for everything
 
-    host (default)   host.py, numpy alone
-    torch            torch_cpu.py, PyTorch's flash kernel, if PyTorch is installed
-
-For device arrays the default is cudnn if it is installed and does such arrays, else cupy:
-
-    cudnn            cudnn.py, cuDNN's fused kernels, for half precision
-    cupy             cupy.py, matrix products and kernels of our own, for everything
-
-A choice for one kind of device leaves the other at its default.
+For device arrays the default is cudnn if it is installed and does such arrays, else cupy. The environment variable
+MPIPIPE_ATTENTION chooses one of the two, whenever attention is computed.
 """
 
-from mpipipe.attention.kernels.choose import MODULES, VARIABLE, check_choice, chosen, describe, load
+from mpipipe.attention.kernels.choose import NAMES, VARIABLE, check_choice, chosen, describe, load
 
 # isort: off
 from mpipipe.attention.kernels.interface import AttentionAccumulator, AttentionKernel, Gradients, KVBlock, OutLse

@@ -13,40 +13,22 @@ from mpipipe.attention.kernels.interface import AttentionKernel
 from mpipipe.errors import ArgumentError, BackendError
 
 if TYPE_CHECKING:  # mypy checks here that every module has the functions of a kernel
-    from mpipipe.attention.kernels import cudnn, cupy, host, torch_cpu
+    from mpipipe.attention.kernels import cudnn, cupy, host
 
-    KERNELS: tuple[AttentionKernel, ...] = (host, torch_cpu, cudnn, cupy)
+    KERNELS: tuple[AttentionKernel, ...] = (host, cudnn, cupy)
 
 VARIABLE = "MPIPIPE_ATTENTION"
-MODULES = {  # name -> (module, where its arrays are)
-    "host": ("mpipipe.attention.kernels.host", "cpu"),
-    "torch": ("mpipipe.attention.kernels.torch_cpu", "cpu"),
-    "cudnn": ("mpipipe.attention.kernels.cudnn", "cuda"),
-    "cupy": ("mpipipe.attention.kernels.cupy", "cuda"),
-}
+NAMES = ("cudnn", "cupy")  # of the kernels for device arrays
 
 
-def chosen(q: Array | None = None, k: Array | None = None, v: Array | None = None) -> AttentionKernel:
-    """Return the kernel for these arrays; without arrays, the one for host arrays.
+def chosen(q: Array, k: Array, v: Array) -> AttentionKernel:
+    """Return the kernel for these arrays.
 
     Raises ArgumentError if the variable names no kernel, or one that does not do such arrays. Raises BackendError if
     the library that it names is not installed.
     """
     name = _named()
-    device = MODULES[name][1] if name else ""
-    on_gpu = q is not None and arrays.is_device(q)
-    if q is not None and k is not None and v is not None and on_gpu:
-        return load(_device_kernel(name if device == "cuda" else "", q, k, v))
-    name = name if device == "cpu" else "host"
-    try:
-        return load(name)
-    except ModuleNotFoundError as missing:
-        if missing.name != "torch":
-            raise
-        raise BackendError(
-            f"{VARIABLE}={name} asks for PyTorch, which is not installed",
-            remedy=f"pip install torch, or unset {VARIABLE} to use the numpy kernel",
-        ) from None
+    return load(_device_kernel(name, q, k, v) if arrays.is_device(q) else "host")
 
 
 def check_choice(device: str) -> None:
@@ -57,12 +39,12 @@ def check_choice(device: str) -> None:
 
 def _named() -> str:
     name = os.environ.get(VARIABLE, "")
-    if name and name not in MODULES:
+    if name and name not in NAMES:
         raise ArgumentError(
-            f"{VARIABLE} names no attention kernel",
+            f"{VARIABLE} names no attention kernel for a GPU",
             found=repr(name),
-            expected=" or ".join(MODULES),
-            remedy=f"unset {VARIABLE}, or set it to one of these",
+            expected=" or ".join(NAMES),
+            remedy=f"unset {VARIABLE}; host arrays are always computed by numpy",
         )
     return name
 
@@ -74,7 +56,7 @@ def _require_cudnn(verdict: cudnn_graph.CudnnVerdict) -> None:
 
 def load(name: str) -> AttentionKernel:
     """Return the kernel of this name; raises ImportError where its library is missing."""
-    return cast(AttentionKernel, import_module(MODULES[name][0]))
+    return cast(AttentionKernel, import_module(f"mpipipe.attention.kernels.{name}"))
 
 
 def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
@@ -95,13 +77,10 @@ def _device_kernel(name: str, q: Array, k: Array, v: Array) -> str:
 
 def describe() -> str:
     """One line about the kernels for a GPU in half precision, else for the host: "cudnn 9.24.0", "cupy because ..."."""
-    name = os.environ.get(VARIABLE, "")
-    device = MODULES.get(name, ("", ""))[1]
-    verdict = cudnn_graph.installed()
     if not arrays.device_count():
-        host = name if device == "cpu" else "host"
-        return f"{host}, as there is no GPU ({verdict.reason}{' is installed' if verdict.usable else ''})"
-    if device == "cuda" and name != "cudnn":
-        return f"{name} because {VARIABLE} says so"
+        verdict = cudnn_graph.installed()
+        return f"host, as there is no GPU ({verdict.reason}{' is installed' if verdict.usable else ''})"
+    if os.environ.get(VARIABLE) == "cupy":
+        return f"cupy because {VARIABLE} says so"
     verdict = cudnn_graph.available()
     return verdict.reason.replace("cuDNN", "cudnn", 1) if verdict.usable else f"cupy because {verdict.reason}"
