@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -22,12 +22,10 @@ from mpipipe.language.inference import (
     FolderTokenizer,
     Prompts,
     Sampling,
-    TextStream,
     answers,
     build_decoder,
     check_prompts,
     forward_plan,
-    parse_ids,
     read_prompts,
     shown,
 )
@@ -44,14 +42,8 @@ def generate(
     run: Annotated[str, Operand("folder with a model: of a training, or a checkpoint")],
     prompt: Annotated[str | None, Option("text to continue; default: a line break", empty=True)] = None,
     prompts: Annotated[str | None, Option("file with a prompt on each line, as text or as JSON (.jsonl)")] = None,
-    tokens: Annotated[str | None, Option("prompt as token ids: 5,17,9")] = None,
     count: Annotated[int, Option("tokens of each answer, at most", names=("--count", "--bytes"), least=1)] = 200,
     temperature: Annotated[float, Option("0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int, Option("draw from so many likeliest tokens; 0: from all")] = 0,
-    top_p: Annotated[float, Option("draw from the likeliest tokens that reach this probability")] = 1.0,
-    stop: Annotated[
-        str | None, Option("ids that end an answer: 0,2; none: ''; default: those of the model", empty=True)
-    ] = None,
     seed: Annotated[int, Option("of the draws", least=0, most=2**63 - 1)] = 0,
     batch: Annotated[int | None, Option("prompts at once; default: 8, or 32 per pipeline rank", least=1)] = None,
     out: Annotated[str | None, Option("new file for the answers, as lines of JSON")] = None,
@@ -72,11 +64,13 @@ def generate(
             if mesh.rank == 0:
                 vocab = folder.model.vocab
                 tokenizer = tokenizer_of(folder, vocab)
-                asked = read_prompts(prompt, prompts, tokens, tokenizer)
+                asked = read_prompts(prompt, prompts, tokenizer)
                 check_prompts(asked.tokens, count, vocab)
-                ids = stop_ids(stop, folder, tokenizer, vocab)
-                prepared = asked.tokens, Sampling(temperature, top_k, top_p, seed, ids)
-                show = opened.enter_context(output(asked, tokenizer, out, streams=prompts is None))
+                prepared = asked.tokens, Sampling(temperature, seed, stop_ids(folder, tokenizer))
+                if out is None:
+                    show = printed(asked, tokenizer)
+                else:
+                    show = opened.enter_context(written_lines(asked, tokenizer, out))
         asked_tokens, sampling = group.broadcast("generate: the prompts", prepared)
         capacity = max(map(len, asked_tokens)) + count
         at_once = min(len(asked_tokens), batch or AT_ONCE * plan.schedule.microbatches)
@@ -103,44 +97,15 @@ def tokenizer_of(folder: ModelFolder, vocab: int) -> FolderTokenizer | None:
     return found
 
 
-def stop_ids(text: str | None, folder: ModelFolder, tokenizer: FolderTokenizer | None, vocab: int) -> tuple[int, ...]:
-    """Return the ids that end an answer: of --stop, the folder, or its tokenizer. Raises ConfigError."""
-    if text is None:
-        return folder.ends or (() if tokenizer is None or tokenizer.end is None else (tokenizer.end,))
-    ids = tuple(parse_ids(text, "--stop")) if text else ()
-    if any(each >= vocab for each in ids):
-        raise ConfigError("--stop has an id that the model does not know", found=text, expected=f"ids below {vocab}")
-    return ids
+def stop_ids(folder: ModelFolder, tokenizer: FolderTokenizer | None) -> tuple[int, ...]:
+    """Return the ids that end an answer: of the folder, or its tokenizer."""
+    return folder.ends or (() if tokenizer is None or tokenizer.end is None else (tokenizer.end,))
 
 
-def output(
-    asked: Prompts, tokenizer: FolderTokenizer | None, out: str | None, streams: bool
-) -> AbstractContextManager[Take]:
-    """Return where the answers go."""
-    if out is not None:
-        return written_lines(asked, tokenizer, out)
-    if streams and tokenizer is not None and asked.texts[0] is not None:
-        return nullcontext(streamed(asked.tokens[0], tokenizer))
-    return nullcontext(printed(asked, tokenizer))
-
-
-# -- Where the answers to prompts go: to the terminal while they are drawn, one after the other, or into a file -------
+# -- Where the answers to prompts go: to the terminal, or into a file -------------------------------------------------
 
 
 Take: TypeAlias = Callable[[Drawn], None]  # what is done, on rank 0, with one token of one answer
-
-
-def streamed(prompt: list[int], tokenizer: FolderTokenizer) -> Take:
-    """Write one prompt and its answer to standard output while the answer is drawn."""
-    stream, outlet, before = TextStream(tokenizer), SafeStream(sys.stdout), [*prompt]
-
-    def take(drawn: Drawn) -> None:
-        outlet.write(shown(stream.feed([*before, *([] if drawn.ended == "stop" else [drawn.token])])))
-        before.clear()
-        if drawn.ended:
-            outlet.write(shown(stream.end()) + "\n")
-
-    return take
 
 
 def _in_order(show: Callable[[int, list[int], str], None]) -> Take:
@@ -167,14 +132,16 @@ def _text_of(tokenizer: FolderTokenizer, answer: list[int], ended: str, before: 
 
 
 def printed(prompts: Prompts, tokenizer: FolderTokenizer | None) -> Take:
-    """Print prompts and answers: text under a line with the number, or a line of ids."""
+    """Print prompts and answers: text, of several under a line with the number, or a line of ids."""
+    several = len(prompts.texts) > 1
 
     def show(number: int, answer: list[int], ended: str) -> None:
         prompt, outlet = prompts.tokens[number], SafeStream(sys.stdout)
         if tokenizer is None or prompts.texts[number] is None:
             outlet.write(f"mpipipe: tokens {','.join(map(str, [*prompt, *answer]))}\n")
         else:
-            outlet.write(f"--- prompt {number}\n{shown(_text_of(tokenizer, answer, ended, prompt))}\n")
+            heading = f"--- prompt {number}\n" if several else ""
+            outlet.write(f"{heading}{shown(_text_of(tokenizer, answer, ended, prompt))}\n")
 
     return _in_order(show)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from support.command_line import invoke
 
-from mpipipe.cli.generate import printed, streamed, written_lines
+from mpipipe.cli.generate import printed, written_lines
 from mpipipe.errors import ConfigError
 from mpipipe.language.inference.generation import Drawn
 from mpipipe.language.inference.prompts import Bytes, Prompts
@@ -34,16 +34,11 @@ def test_ids_are_printed_with_all_tokens(capsys):
     assert capsys.readouterr().out == "mpipipe: tokens 97,120,122\nmpipipe: tokens 98,99,121,0\n"
 
 
-def test_one_answer_streams(capsys):
-    take = streamed([97], Bytes())
-    take(Drawn(0, 0xC3, None))
-    assert capsys.readouterr().out == ""  # half a character
-    take(Drawn(0, 0xBC, None))
-    assert capsys.readouterr().out == "a\u00fc"
-    take(Drawn(0, 27, None))
-    assert capsys.readouterr().out == "\ufffd"
-    take(Drawn(0, 0, "stop"))
-    assert capsys.readouterr().out == "\n"
+def test_text_of_one_prompt_has_no_heading_and_cannot_harm_a_terminal(capsys):
+    take = printed(Prompts([[97]], ["a"]), Bytes())
+    for drawn in (Drawn(0, 0xC3, None), Drawn(0, 0xBC, None), Drawn(0, 27, None), Drawn(0, 0, "stop")):
+        take(drawn)
+    assert capsys.readouterr().out == "a\u00fc\ufffd\n"
 
 
 def test_lines_of_json_appear_as_a_whole(tmp_path):

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from support import huggingface_reference as reference
 from support.command_line import invoke
 from support.harness import AT_LENGTH
+from support.token_files import write_megatron
 
 from mpipipe.job import settings
 
@@ -33,6 +34,13 @@ def other(tmp_path):
 def whole(job):
     assert job.returncode == 0, job.stderr
     return job.stdout
+
+
+def ids_prompt(folder, ids, name="ids"):
+    """A file of one prompt of token ids."""
+    path = folder / f"{name}.jsonl"
+    path.write_text(json.dumps({"tokens": ids}))
+    return path
 
 
 def refused(job, match):
@@ -61,38 +69,37 @@ def test_prompts_of_a_file_are_answered_as_one_by_one(mpipipe, model, tmp_path):
 
 
 @pytest.mark.long
-def test_ids_of_a_model_without_a_tokenizer_are_the_last_line(mpipipe, other):
+def test_ids_of_a_model_without_a_tokenizer_are_the_last_line(mpipipe, other, tmp_path):
     config, tokens = OTHER, [5, 17, 9]
     tensors = reference.tensors_of(config)
     for _ in range(8):
         tokens.append(int(np.argmax(reference.logits(config, tensors, np.array([tokens]))[0, -1])))
-    lines = whole(mpipipe(2, "generate", other, "--tokens", "5,17,9", "--count", 8, "--temperature", 0)).splitlines()
+    prompts = ids_prompt(tmp_path, tokens[:3])
+    lines = whole(mpipipe(2, "generate", other, "--prompts", prompts, "--count", 8, "--temperature", 0)).splitlines()
     assert lines[-1] == "mpipipe: tokens " + ",".join(map(str, tokens))
-    if not AT_LENGTH:
-        return
-    stopped = mpipipe(1, "generate", other, "--tokens", "5,17,9", "--temperature", 0, "--count", 8, "--stop", tokens[5])
-    first = tokens.index(tokens[5], 3)
-    assert whole(stopped).splitlines()[-1] == "mpipipe: tokens " + ",".join(map(str, tokens[: first + 1]))
 
 
 def test_what_cannot_be_continued_is_one_report(mpipipe, model, other, tmp_path):
     cases = [
         (other, ["--prompt", "a"], "the model has no tokenizer"),
-        (other, ["--tokens", "5", "--count", "70"], "longer than the model's learned positions"),
+        (
+            other,
+            ["--prompts", ids_prompt(tmp_path, [5], "short"), "--count", "70"],
+            "longer than the model's learned positions",
+        ),
         (model, ["--prompts", tmp_path / "absent"], "the prompts cannot be read"),
-        (other, ["--tokens", "5,48"], "has a token that the model does not know"),
-        (model, ["--top-p", "0"], "top-p"),
+        (other, ["--prompts", ids_prompt(tmp_path, [5, 48], "strange")], "has a token that the model does not know"),
         (tmp_path / "absent", [], "no model is here"),
     ]
     for place, options, match in cases if AT_LENGTH else cases[:1]:
         refused(mpipipe(2, "generate", place, *options), match)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other", "short.jsonl", "strange.jsonl"]
 
 
-def written_out(config, ids, length, short=False):
-    """The losses of windows in plain numpy; the last window may be shorter, or is left out."""
+def written_out(config, ids, length):
+    """The losses of windows in plain numpy; what does not fill the last one is left out."""
     tensors, losses = reference.tensors_of(config), []
-    for start in range(0, len(ids) - 1 if short else (len(ids) - 1) // length * length, length):
+    for start in range(0, (len(ids) - 1) // length * length, length):
         window = ids[start : start + length + 1]
         logits = reference.logits(config, tensors, window[None, :-1])[0]
         sums = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
@@ -117,30 +124,17 @@ def test_an_evaluation_says_the_loss_in_its_last_line(mpipipe, model, tmp_path):
         assert f"{np.mean(losses) / np.log(2):.6f} bits per byte" in job.stdout
 
 
-@pytest.mark.long
-def test_documents_are_reported_each(mpipipe, model, tmp_path):
-    for name, length in (("a.txt", 31), ("b.txt", 9)):
-        (tmp_path / name).write_bytes(bytes(range(40, 40 + length)))
-    data = ("--data", tmp_path / "a.txt", "--data", tmp_path / "b.txt", "--by-document", "--seq-len", 20)
-    job = mpipipe(2, "evaluate", model, *data, "--out", tmp_path / "found.jsonl")
-    assert "tokens=38 " in whole(job)
-    lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
-    assert [(line.get("document"), line["tokens"]) for line in lines] == [(0, 30), (1, 8), (None, 38)]
-    nats = sum(line["tokens"] * line["loss"] for line in lines[:2])
-    assert abs(nats / 38 - lines[2]["loss"]) < 1e-12
-
-
 def test_what_cannot_be_evaluated_is_one_report(mpipipe, model, other, tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(40, 60)))
-    np.save(tmp_path / "ids.npy", np.array([1, 2, 48, 3] * 30))
+    (tmp_path / "long.txt").write_bytes(b"text " * 40)
+    write_megatron(tmp_path / "ids", [np.array([1, 2, 48, 3] * 30)], [0, 1])
     cases = [
         (model, ["--data", tmp_path / "a.txt", "--seq-len", 20], "too short for one window"),
-        (other, ["--data", tmp_path / "ids.npy"], "a token id is out of range"),
+        (other, ["--data", tmp_path / "ids"], "a token id is out of range"),
         (model, [], "nothing to evaluate on"),
         (model, ["--data", tmp_path / "absent"], "data cannot be read"),
-        (model, ["--data", tmp_path / "a.txt", "--seq-len", 65, "--by-document"], "longer than the model"),
-        (other, ["--data", tmp_path / "a.txt"], "the model has no tokenizer"),
-        (model, ["--data", tmp_path / "a.txt", "--layout", "round", "--seq-len", 4], "layout"),
+        (model, ["--data", tmp_path / "long.txt", "--seq-len", 65], "longer than the model"),
+        (other, ["--data", tmp_path / "a.txt"], "the model takes tokens, and no text"),
         (tmp_path / "absent", ["--data", tmp_path / "a.txt"], "no model is here"),
     ]
     for place, options, match in cases if AT_LENGTH else cases[:1]:
@@ -185,21 +179,18 @@ def test_a_prompt_of_text_is_continued_in_text(mpipipe, made):
 
 
 @pytest.mark.long
-def test_text_and_its_file_of_tokens_have_the_loss_of_the_tokens(mpipipe, made, tmp_path):
+def test_a_file_of_tokens_has_the_loss_of_the_tokens_and_text_is_refused(mpipipe, made, tmp_path):
     folder, config, library = made
-    losses = []
-    for text in TEXTS:
-        losses += written_out(config, np.array([*library.encode(text).ids, 0]), 24, short=True)
+    ids = [token for text in TEXTS for token in [*library.encode(text).ids, 0]]
+    losses = written_out(config, np.array(ids), 24)
     texts = [str(tmp_path / f"{number}.txt") for number in range(2)]
     whole(mpipipe(2, "tokenize", "--tokenizer", folder, *texts, "--out", tmp_path / "tokens"))
-    options = ("--by-document", "--seq-len", 24)
-    from_text = whole(mpipipe(2, "evaluate", folder, "--data", texts[0], "--data", texts[1], *options))
-    from_tokens = whole(mpipipe(1, "evaluate", folder, "--data", tmp_path / "tokens", *options))
-    assert from_text == from_tokens
-    found = re.search(r"evaluated tokens=(\d+) loss=([\d.]+)", from_text)
+    printed = whole(mpipipe(2, "evaluate", folder, "--data", tmp_path / "tokens", "--seq-len", 24))
+    found = re.search(r"evaluated tokens=(\d+) loss=([\d.]+)", printed)
     assert int(found[1]) == len(losses) and abs(float(found[2]) - np.mean(losses)) < 1e-8
-    nbytes, count = sum(len(text.encode()) for text in TEXTS), len(losses) + len(TEXTS)
-    assert f"{np.mean(losses) / np.log(2) * count / nbytes:.6f} bits per byte" in from_text
+    nbytes = sum(len(text.encode()) for text in TEXTS)
+    assert f"{np.mean(losses) / np.log(2) * len(ids) / nbytes:.6f} bits per byte" in printed
+    refused(mpipipe(2, "evaluate", folder, "--data", texts[0]), "the model takes tokens, and no text")
 
 
 # -- Folders: convert without MPI, train from one and leave one -------------------------------------------------------
@@ -249,6 +240,7 @@ def test_train_from_a_folder_leaves_one_that_is_generated_from(mpipipe, tmp_path
     assert "--- sample: 32 bytes of validation text, 4 of the model's" in job.stdout
     config = json.loads((out / "huggingface" / "config.json").read_text())
     assert (config["model_type"], config["torch_dtype"], config["vocab_size"]) == ("llama", "bfloat16", 256)
-    job = mpipipe(2, "generate", out, "--tokens", "5,17,9", "--count", "4", "--temperature", "0")
+    prompts = ids_prompt(tmp_path, [5, 17, 9])
+    job = mpipipe(2, "generate", out, "--prompts", prompts, "--count", "4", "--temperature", "0")
     assert job.returncode == 0, job.stderr
     assert job.stdout.splitlines()[-1].startswith("mpipipe: tokens 5,17,9,")

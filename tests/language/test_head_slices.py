@@ -156,7 +156,7 @@ def test_what_cannot_be_cut_is_an_error():
 
 
 def test_evaluation_and_generation_take_the_slices_of_the_weights(comm, config, mpi_tmp_path):
-    from mpipipe.language.inference.evaluation import Windows, build_evaluator, open_tokens
+    from mpipipe.language.inference.evaluation import build_evaluator, count_windows, open_tokens
     from mpipipe.language.models.model_folder import open_on_all
 
     ours = config("ours", head_slices=3, steps=2)
@@ -167,11 +167,7 @@ def test_evaluation_and_generation_take_the_slices_of_the_weights(comm, config, 
         folder = open_on_all(comm, each.out)
         with Mesh(comm, pipe=comm.size) as mesh:
             tokens, _ = open_tokens(folder, list(each.data), mesh)
-            windows = Windows.of(tokens, 16, by_document=False)
-            options = dict(layout="zigzag", rows=4, dtype="float64", device="cpu")
-            with build_evaluator(folder, mesh, 16, **options) as evaluator:
-                for _ in evaluator.run(tokens, windows):
-                    pass
-                found.append(evaluator.result(False, None).loss)
+            with build_evaluator(folder, mesh, 16, rows=4, dtype="float64", device="cpu") as evaluator:
+                found.append(evaluator.run(tokens, 16, count_windows(tokens, 16)).loss)
     assert found[0] > 0
     np.testing.assert_allclose(found[1], found[0], rtol=1e-9)

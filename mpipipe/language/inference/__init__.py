@@ -2,10 +2,10 @@
 
 generation.py   the cut of a model for forwards alone; a decoder, answers to many prompts, and how a token is drawn
 evaluation.py   windows of a text, and the loss of a model on them
-prompts.py      prompts of the command line and of files, and text that appears token by token
+prompts.py      prompts of the command line and of files
 """
 
-from mpipipe.language.inference.evaluation import Evaluation, Windows, build_evaluator, open_tokens, perplexity
+from mpipipe.language.inference.evaluation import build_evaluator, count_windows, open_tokens, perplexity
 from mpipipe.language.inference.generation import (
     Drawn,
     Sampling,
@@ -15,4 +15,4 @@ from mpipipe.language.inference.generation import (
     forward_plan,
     shown,
 )
-from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, TextStream, parse_ids, read_prompts
+from mpipipe.language.inference.prompts import Bytes, FolderTokenizer, Prompts, read_prompts

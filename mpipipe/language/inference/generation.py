@@ -315,28 +315,20 @@ class Sampling:
     """Which tokens may be drawn, and when an answer ends. Raises ArgumentError for a value out of its range.
 
     temperature : divides the logits; 0 takes the likeliest token, of equally likely ones that with the lowest id
-    top_k, top_p : only this number of likeliest tokens (0: all); of these, those whose probabilities together reach
-    this
     seed, stop : of the draws; ids that end an answer
     """
 
     temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
     seed: int = 0
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ArgumentError("temperature", found=self.temperature, expected="a finite number of at least 0")
-        if self.top_k < 0:
-            raise ArgumentError("top-k", found=self.top_k, expected="a number of tokens, or 0 for all")
-        if not 0 < self.top_p <= 1:
-            raise ArgumentError("top-p", found=self.top_p, expected="a probability above 0, and 1 at most")
 
 
 def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -> int:
-    """Draw an id from softmax(logits / temperature), (vocab,), by top-k and then top-p; lower ids first where equal."""
+    """Draw an id from softmax(logits / temperature), (vocab,)."""
     finite = np.isfinite(logits)
     if not finite.all():
         raise NonFiniteError(
@@ -348,23 +340,8 @@ def draw(logits: np.ndarray, sampling: Sampling, uniform: np.random.Generator) -
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     scaled = (logits.astype(np.float64) - logits.max()) / sampling.temperature
-    weights = np.exp(scaled)
-    if sampling.top_k or sampling.top_p < 1:
-        allowed = _allowed(scaled, weights, sampling.top_k or len(scaled), sampling.top_p)
-        weights = np.where(allowed, weights, 0)
-    cumulative = np.cumsum(weights)
+    cumulative = np.cumsum(np.exp(scaled))
     return int(np.searchsorted(cumulative, uniform.random() * cumulative[-1], side="right"))
-
-
-def _allowed(scaled: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """Return which ids may be drawn."""
-    order = np.argsort(-scaled, kind="stable")[:top_k]
-    if top_p < 1:
-        cumulative = np.cumsum(weights[order])
-        order = order[: int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1]
-    allowed = np.zeros(len(scaled), bool)
-    allowed[order] = True
-    return allowed
 
 
 # -- Text from a model, and how text of unknown content is shown ------------------------------------------------------

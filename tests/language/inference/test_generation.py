@@ -109,7 +109,7 @@ WAYS = [(7, 1), (3, 4), (1, 2), (7, 8)]  # batch, micro-batches
 def test_a_batch_gets_the_answers_of_whole_forwards(comm, pipe, batch, microbatches):
     if comm.size % pipe:
         pytest.skip(f"needs a multiple of {pipe} ranks")
-    prompts, sampling = prompts_of(LENGTHS), Sampling(0.9, top_k=20, top_p=0.95, seed=5)
+    prompts, sampling = prompts_of(LENGTHS), Sampling(0.9, seed=5)
     with Mesh(comm, pipe=pipe) as mesh:
         found, ended = decoded(mesh, prompts, sampling, batch, microbatches)
     assert found == by_whole_forwards(prompts, sampling)
