@@ -68,6 +68,14 @@ class Owner:
                 remedy="let one job at a time write there; this one was stopped, or its owner.json was removed",
             )
 
+    def is_taken(self) -> bool:
+        """Whether another job has the folder. Where nobody has it, this job may have released it on another rank."""
+        try:
+            record = read(self.folder / NAME)
+        except OSError:
+            return False
+        return record is None or record.token != self.token
+
     def _release_all(self) -> None:
         self.users = 1
         self.release()

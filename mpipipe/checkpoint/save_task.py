@@ -57,8 +57,8 @@ class SaveTask:
     ) -> None:
         self.checkpoint, self.rank, self.keep, self.beforehand = checkpoint, rank, keep, beforehand
         self.folder, self.part = checkpoint.path, f"part-{rank}.safetensors"  # the file that this rank writes
-        owner = owner_of(self.folder)  # asked here: threads are no ranks
-        self._check_owner = None if owner is None else owner.check
+        self._owner = owner_of(self.folder)  # asked here: threads are no ranks
+        self._check_owner = None if self._owner is None else self._owner.check
         self.read, self.sealed = threading.Event(), False
         self._given_up, self._seconds = False, 0.0
         self._bytes, self._all_bytes = 0, sum(array.nbytes for array in share.values())
@@ -157,11 +157,8 @@ class SaveTask:
         ended = self.work.wait(PATIENCE)
         if not ended:
             _stuck.append(self)
-        if self._check_owner is not None:
-            try:
-                self._check_owner()
-            except OwnerError:  # files of these names may be another job's
-                return
+        if self._owner is not None and self._owner.is_taken():
+            return  # files of these names may be another job's
         if not self.sealed:
             folders.drop(self.folder, self.part)
             with suppress(OSError):  # others have files in it

@@ -94,7 +94,10 @@ def test_sums_of_two_replicas_have_the_bits_of_those_by_mpi(own, comm, monkeypat
         found, other, crossed, by_nccl, needed = run(own, mesh.pipe, schedule, monkeypatch, "auto", **options)
     same_bits(found, expected)
     assert other == loss
-    assert by_nccl > needed if tied else by_nccl == needed
+    if tied and comm.size == 2:  # the shared part is summed apart from what the stages show
+        assert by_nccl > needed
+    else:
+        assert by_nccl == needed
     assert comm.size > 2 or crossed <= 2 * 2 * MODEL["seq"] * 8 + 2 * 8
 
 
